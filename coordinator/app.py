@@ -125,6 +125,7 @@ class Coordinator:
                 state=replace(
                     store.load(rules_of(amended), home.run.digest()),
                     layout=layout_of(home.run).summary(),
+                    audit_secret=signer.audit_secret(home.run.digest()),
                 ),
                 store=store,
                 clock=LoopClock(starts_at=store.saved_now, source=seconds_since_boot),

@@ -161,6 +161,7 @@ momentum = 0.6              # 0.3 below 32 exchanges, 0.9 from a thousand; sgd h
 merge = "mean"              # or "norm-preserving": as long as the contributions are on average; or, among
                             # strangers, "trimmed-mean", "centred-clipping", "trust" (docs/operations.md)
 screening = true            # contributions and results much longer than others are cut, or left out
+audit = 0.05                # part of the slices that another member makes again, before they commit
 scaling = "none"            # of the rate, by tokens / a full round of min_nodes: or "sqrt", "cbrt"
 
 # Instead of codecs, fragments and overlap, write preset = "auto", link = "100mbit" (of the slowest
@@ -399,6 +400,7 @@ def rules_of(run: RunSpec) -> Rules:
         first_digest=run.first_digest,
         watches_loss=run.evaluation.go_back,
         bounds_results=run.outer.screening,
+        audited_share=run.outer.audit,
         has_private_data=run.data.private,
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
     )

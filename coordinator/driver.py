@@ -17,7 +17,15 @@ from typing import Any, TypeVar
 from coordinator.clock import Clock
 from coordinator.store import Store
 from coordinator.streams import Stream, what_holds_for
-from coordinator.swarm.actions import Action, EndSession, GoBack, OpenSession, SendRoster, Tell
+from coordinator.swarm.actions import (
+    Action,
+    EndSession,
+    GoBack,
+    OpenSession,
+    QuarantineAsked,
+    SendRoster,
+    Tell,
+)
 from coordinator.swarm.events import Event, Started, StreamBroken, Ticked, Woke
 from coordinator.swarm.membership import require_session, roster_of
 from coordinator.swarm.state import Member, SwarmState
@@ -96,6 +104,8 @@ class Driver:
         self._waiting: deque[_Asked] = deque()
         self._batches: asyncio.Task[None] | None = None  # takes what waits, as long as any does
         self._slept = 0.0  # seconds that the core has yet to be told of
+        self.on_convicted: Callable[[QuarantineAsked], None] = lambda asked: None
+        """Hears of members that auditors convict: who makes rulings sets it."""
         self._streams: dict[NodeId, Stream] = {}
         self._roster_told: SwarmState | None = None  # whose roster they know, once it has changed
         self._roster_now: RosterTold | None = None  # that roster, once a stream has begun with it
@@ -335,6 +345,8 @@ class Driver:
                 self.on_going_back(action)
             case Tell(message=message, to=to):
                 self._send(message, tuple(self._streams) if to is None else to)
+            case QuarantineAsked():
+                self.on_convicted(action)
 
     def _tell_roster(self) -> None:
         """Tells all sessions what has changed in the roster, if anything has."""

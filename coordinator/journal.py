@@ -12,7 +12,7 @@ from coordinator.swarm.actions import Tell
 from coordinator.swarm.books import screenings_of
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
-from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
+from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState, Verdict
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
 from protocol.messages import (
@@ -123,8 +123,36 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
         yield _news(
             "info", "evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own
         )
+    yield from _audits(before, after)
     yield from _start(before, after)
     yield from _phases(before, after)
+
+
+def _audits(before: SwarmState, after: SwarmState) -> Iterator[News]:
+    """What came of audits; one that agreed with its first auditor is no news."""
+    current = after.open_round
+    if current is None or current is before.open_round:
+        return
+    was = () if before.open_round is None else before.open_round.slices
+    for progress in current.slices:
+        audit, index = progress.audit, progress.slice.index
+        known = was[index].audit if index < len(was) else None
+        if audit is None or audit.verdict is None or audit is known:
+            continue
+        is_news = audit.is_contested or audit.verdict is not Verdict.AGREED
+        if is_news and (known is None or known.verdict is None):
+            yield _news(
+                "warning",
+                "slice audited",
+                round=current.number,
+                slice=index,
+                reducer=_name(after, progress.slice.reducer_id),
+                verdict=audit.verdict.value,
+                why=audit.why,
+                differing=[
+                    _name(after, f.node_id) for f in audit.findings if f.found != progress.digest
+                ],
+            )
 
 
 def _told(after: SwarmState, told: Tell) -> Iterator[News]:

@@ -105,6 +105,7 @@ def without_rows(state: SwarmState) -> SwarmState:
         open_round=None,
         recent=(),
         norms=(),
+        audit_secret=b"",  # of the key, which lies elsewhere
         ledger=Ledger(),
         held_out=(),
         rulings=(),

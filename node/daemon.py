@@ -35,6 +35,7 @@ from node.rulings import KeptRulings
 from protocol.channel import retried
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.messages import (
+    AuditAsked,
     CommitsWanted,
     EvaluationAsked,
     Message,
@@ -198,6 +199,7 @@ class Daemon:
             rulings=self._rulings,
         )
         self._process_id = rng.getrandbits(63)
+        outer.sign_as(self._process_id)
         self.called = facts.node_name
         """The node's name in the swarm: another node may have its own."""
         self._commits_wanted: asyncio.Queue[int] = asyncio.Queue()  # after these rounds
@@ -400,7 +402,13 @@ class Daemon:
                     log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
                     if ruling.kind is RulingKind.ROLLED_BACK:
                         self._duties.go_back(ruling)
-            case ParticipantsDeparted() | ParticipantsIdle() | SliceTakenOver() | ResultOffered():
+            case (
+                ParticipantsDeparted()
+                | ParticipantsIdle()
+                | SliceTakenOver()
+                | ResultOffered()
+                | AuditAsked()
+            ):
                 self._exchange.tell(message)
             case CommitsWanted(after_round=after_round):
                 log.warning("the coordinator lacks commits", after_round=after_round)

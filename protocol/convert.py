@@ -107,6 +107,7 @@ def plan_to_wire(plan: Plan) -> round_pb2.Plan:
         reason=plan.reason,
         ahead=[assignment_to_wire(assignment) for assignment in plan.ahead],
         num_rulings=plan.num_rulings,
+        opened_at=plan.opened_at,
     )
 
 
@@ -126,6 +127,7 @@ def plan_from_wire(wire: round_pb2.Plan) -> Plan:
         reason=wire.reason,
         ahead=tuple(assignment_from_wire(assignment) for assignment in wire.ahead),
         num_rulings=wire.num_rulings,
+        opened_at=wire.opened_at,
     )
 
 
@@ -349,7 +351,10 @@ def address_from_wire(wire: session_pb2.PeerAddress) -> PeerAddress:
 def roster_entry_to_wire(entry: RosterEntry) -> session_pb2.RosterEntry:
     """One member."""
     return session_pb2.RosterEntry(
-        node_id=entry.node_id, node_name=entry.node_name, address=address_to_wire(entry.address)
+        node_id=entry.node_id,
+        node_name=entry.node_name,
+        address=address_to_wire(entry.address),
+        process_id=entry.process_id,
     )
 
 
@@ -359,6 +364,7 @@ def roster_entry_from_wire(wire: session_pb2.RosterEntry) -> RosterEntry:
         node_id=NodeId(wire.node_id),
         node_name=wire.node_name,
         address=address_from_wire(wire.address),
+        process_id=wire.process_id,
     )
 
 

@@ -5,8 +5,9 @@ a round. Both sides act on these values: the coordinator's core makes messages a
 the node's duties do the reverse.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from protocol import convert
 from protocol.errors import BadDataError, ProtocolMismatchError
@@ -23,6 +24,8 @@ from protocol.trust.rulings import Ruling, SignedRuling, ruling_from_json
 from protocol.v1 import ruling_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.wire_count import WireTotals
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,17 @@ class ResultOffered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditAsked:
+    """A participant makes a slice's result again from what its reducer says that it has made it of."""
+
+    round: int
+    reducer_id: NodeId
+    attempt: int  # takeovers of the slice
+    seconds: float  # from when it is received; then an answer comes too late
+    reduced: "Reduced"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommitsWanted:
     """The coordinator lacks the commits after a round, which the node's state builds on."""
 
@@ -143,6 +157,7 @@ Message = (
     | ParticipantsIdle
     | SliceTakenOver
     | ResultOffered
+    | AuditAsked
     | CommitsWanted
     | EvaluationAsked
     | RefetchAsked
@@ -173,6 +188,10 @@ class Reduced:
     `contributions` says of each contributor, in their order, which bytes came of it, and `factors` how
     much of them is in the mean, in 65,536ths; empty: all of each. `header` is the result's, signed, and says
     its `norm`; it is empty where nobody needs it.
+
+    The rest is what an auditor needs beside the contributions: who was `late`, of whom how many rounds in a
+    row were `missed`, and the digests of the error that was added to the mean and of that which is left
+    of it; empty where there is none, or nobody audits.
     """
 
     slice_index: int
@@ -182,6 +201,10 @@ class Reduced:
     factors: tuple[int, ...] = ()
     norm: float = 0.0
     header: bytes = b""
+    late: tuple[NodeId, ...] = ()
+    missed: tuple[tuple[NodeId, int], ...] = ()
+    error_before: bytes = b""
+    error_after: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +241,28 @@ class Draining:
     """The node leaves after this round: it reduces nothing more."""
 
 
-Report = Trained | Reduced | Held | Applied | Evaluated | Draining
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EquivocationSeen:
+    """Two signed headers of one process for one slot, as protocol.trust.equivocation reads them."""
+
+    one: bytes
+    other: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited:
+    """What came of an audit. `found` is the result's `digest` where the same came out, bit for bit.
+
+    Else it is a digest of what did, the same for all who find the same; or empty where inputs did not come.
+    """
+
+    slice_index: int
+    digest: Digest
+    found: bytes
+    why: str = ""
+
+
+Report = Trained | Reduced | Held | Applied | Evaluated | Draining | EquivocationSeen | Audited
 """What a node tells the coordinator about its part in a round."""
 
 
@@ -250,6 +294,12 @@ def message_to_wire(message: Message) -> pb.SubscribeResponse:
             wire.result_offered.slice_index = message.slice_index
             wire.result_offered.digest = message.digest
             wire.result_offered.holder_ids.extend(message.holder_ids)
+        case AuditAsked():
+            wire.audit.round = message.round
+            wire.audit.reducer_id = message.reducer_id
+            wire.audit.attempt = message.attempt
+            wire.audit.seconds = message.seconds
+            _reduced_to_wire(message.reduced, wire.audit.reduced)
         case CommitsWanted(after_round=after_round):
             wire.commits_wanted.CopyFrom(pb.CommitsWanted(after_round=after_round))
         case EvaluationAsked(round=number):
@@ -302,6 +352,16 @@ def message_from_wire(wire: pb.SubscribeResponse) -> Message:
                 slice_index=wire.result_offered.slice_index,
                 digest=convert.digest_from_wire(wire.result_offered.digest, of="a result"),
                 holder_ids=tuple(map(NodeId, wire.result_offered.holder_ids)),
+            )
+        case "audit":
+            told = wire.audit.reduced
+            most = len(told.contributors) + len(told.late_ids) + len(told.missed)
+            return AuditAsked(
+                round=wire.audit.round,
+                reducer_id=NodeId(wire.audit.reducer_id),
+                attempt=wire.audit.attempt,
+                seconds=wire.audit.seconds,
+                reduced=_reduced_from_wire(wire.audit.reduced, most_contributors=most),
             )
         case "commits_wanted":
             return CommitsWanted(after_round=wire.commits_wanted.after_round)
@@ -361,13 +421,7 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
             wire.trained.loss = report.loss
             wire.trained.seconds = report.seconds
         case Reduced():
-            wire.reduced.slice_index = report.slice_index
-            wire.reduced.digest = convert.optional_digest_to_wire(report.digest)
-            contributors = convert.contributors_to_wire(
-                report.contributors, report.contributions, report.factors
-            )
-            wire.reduced.contributors.extend(contributors)
-            wire.reduced.header = report.header
+            _reduced_to_wire(report, wire.reduced)
         case Held():
             wire.held.slice_index = report.slice_index
             wire.held.digest = report.digest
@@ -382,6 +436,13 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
                 wire.evaluated.metric = report.metric
         case Draining():
             wire.draining.SetInParent()
+        case EquivocationSeen(one=one, other=other):
+            wire.equivocation.CopyFrom(pb.EquivocationReport(one=one, other=other))
+        case Audited():
+            wire.audited.slice_index = report.slice_index
+            wire.audited.digest = report.digest
+            wire.audited.found = report.found
+            wire.audited.why = report.why
     return wire
 
 
@@ -400,18 +461,7 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
                 seconds=wire.trained.seconds,
             )
         case "reduced":
-            is_of_plan = len(wire.reduced.contributors) <= most_contributors
-            contributors, contributions, factors = convert.contributors_from_wire(
-                wire.reduced.contributors if is_of_plan else ()
-            )
-            return Reduced(
-                slice_index=wire.reduced.slice_index,
-                digest=convert.optional_digest_from_wire(wire.reduced.digest, of="a result"),
-                contributors=contributors,
-                contributions=contributions,
-                factors=factors,
-                header=wire.reduced.header,
-            )
+            return _reduced_from_wire(wire.reduced, most_contributors=most_contributors)
         case "held":
             digest = convert.digest_from_wire(wire.held.digest, of="a result")
             return Held(slice_index=wire.held.slice_index, digest=digest)
@@ -431,8 +481,59 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
             )
         case "draining":
             return Draining()
+        case "equivocation":
+            return EquivocationSeen(one=wire.equivocation.one, other=wire.equivocation.other)
+        case "audited":
+            return Audited(
+                slice_index=wire.audited.slice_index,
+                digest=convert.digest_from_wire(wire.audited.digest, of="a result"),
+                found=convert.optional_digest_from_wire(wire.audited.found, of="a result") or b"",
+                why=wire.audited.why,
+            )
         case _:
             raise BadDataError(
                 "the report is of no kind that this coordinator knows",
                 next_step="use the same version of Atoll on both sides",
             )
+
+
+def _reduced_to_wire(report: Reduced, wire: pb.ReducedReport) -> None:
+    wire.slice_index = report.slice_index
+    wire.digest = convert.optional_digest_to_wire(report.digest)
+    contributors = convert.contributors_to_wire(
+        report.contributors, report.contributions, report.factors
+    )
+    wire.contributors.extend(contributors)
+    wire.header = report.header
+    wire.late_ids.extend(report.late)
+    wire.missed.update(report.missed)
+    wire.error_before = report.error_before
+    wire.error_after = report.error_after
+
+
+def _reduced_from_wire(wire: pb.ReducedReport, *, most_contributors: int) -> Reduced:
+    """More of anything than a plan has participants is not looked at."""
+
+    def of_plan(told: Sequence[T]) -> Sequence[T]:
+        return told if len(told) <= most_contributors else ()
+
+    contributors, contributions, factors = convert.contributors_from_wire(
+        of_plan(wire.contributors)
+    )
+    missed = sorted((NodeId(n), rounds) for n, rounds in wire.missed.items())
+    before, after = (
+        convert.optional_digest_from_wire(told, of="a reducer's error") or b""
+        for told in (wire.error_before, wire.error_after)
+    )
+    return Reduced(
+        slice_index=wire.slice_index,
+        digest=convert.optional_digest_from_wire(wire.digest, of="a result"),
+        contributors=contributors,
+        contributions=contributions,
+        factors=factors,
+        header=wire.header,
+        late=tuple(map(NodeId, of_plan(wire.late_ids))),
+        missed=tuple(of_plan(missed)),
+        error_before=before,
+        error_after=after,
+    )

@@ -24,6 +24,7 @@ CHUNK = transfer_pb2.PAYLOAD_KIND_CHUNK
 TOKENS_MANIFEST = transfer_pb2.PAYLOAD_KIND_TOKENS_MANIFEST
 PIECE_MAP = transfer_pb2.PAYLOAD_KIND_PIECE_MAP
 PIECE = transfer_pb2.PAYLOAD_KIND_PIECE
+REDUCER_ERROR = transfer_pb2.PAYLOAD_KIND_REDUCER_ERROR
 
 KIND_NAMES = {
     CONTRIBUTION: "contribution",
@@ -33,6 +34,7 @@ KIND_NAMES = {
     TOKENS_MANIFEST: "manifest of tokens",
     PIECE_MAP: "piece map",
     PIECE: "piece of tokens",
+    REDUCER_ERROR: "reducer's error",
 }
 """What the kinds are called in counts and messages."""
 
@@ -70,6 +72,8 @@ class PayloadHeader:
     attempt: int = 0
     sender_key: bytes = b""
     signature: bytes = b""
+    process_id: int = 0
+    plan_opened_at: float = 0.0
 
     @property
     def kind_name(self) -> str:
@@ -97,6 +101,8 @@ class PayloadHeader:
             attempt=self.attempt,
             sender_key=self.sender_key,
             signature=self.signature,
+            process_id=self.process_id,
+            plan_opened_at=self.plan_opened_at,
         ).SerializeToString(deterministic=True)
 
     @property
@@ -113,6 +119,26 @@ class PayloadHeader:
         """The header with its sender's signature. Signing again gives the same bytes."""
         header = replace(self, sender_key=by.public_key)
         return replace(header, signature=by.sign(header.statement))
+
+    @property
+    def slot(self) -> "Slot":
+        """For what it was made: an honest process makes one payload for each slot, and signs no other."""
+        return Slot(
+            kind=self.kind,
+            run_digest=self.run_digest,
+            round=self.round,
+            plan_opened_at=self.plan_opened_at,
+            base_digest=self.base_digest,
+            slice_index=self.slice_index,
+            attempt=self.attempt,
+            sender_id=self.sender_id,
+            process_id=self.process_id,
+        )
+
+    def contradicts(self, other: "PayloadHeader") -> bool:
+        """Whether only a lie explains both, if both are signed as they must be."""
+        is_one_slot = self.kind in SIGNED and self.slot == other.slot
+        return is_one_slot and self.statement != other.statement
 
     def forgery(self) -> str:
         """Why this is no header of its sender's, in a sentence; empty when it is signed as it must be.
@@ -147,6 +173,8 @@ class PayloadHeader:
             raise PayloadError("a payload header's digests have 32 bytes")
         if not 0 <= wire.norm < math.inf:
             raise PayloadError(f"a payload header's norm is {wire.norm}")
+        if not math.isfinite(wire.plan_opened_at):
+            raise PayloadError(f"a payload header's plan is of {wire.plan_opened_at}")
         header = cls(
             kind=wire.kind,
             run_digest=Digest(wire.run_digest),
@@ -166,12 +194,29 @@ class PayloadHeader:
             attempt=wire.attempt,
             sender_key=wire.sender_key,
             signature=wire.signature,
+            process_id=wire.process_id,
+            plan_opened_at=wire.plan_opened_at,
         )
         if header.encode() != encoded:
             raise PayloadError(
                 "a payload header must be encoded canonically, without unknown fields"
             )
         return header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """What a contribution or a result is made for, once: another process of its node makes its own."""
+
+    kind: "transfer_pb2.PayloadKind.ValueType"
+    run_digest: Digest
+    round: int
+    plan_opened_at: float
+    base_digest: bytes
+    slice_index: int
+    attempt: int
+    sender_id: NodeId
+    process_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +249,8 @@ class Payload:
         norm: float = 0.0,
         base_digest: bytes = b"",
         attempt: int = 0,
+        plan_opened_at: float = 0.0,
+        process_id: int = 0,
         signer: Identity | None = None,
     ) -> "Payload":
         """Wraps a body that we encoded; only contributions have samples and tokens.
@@ -227,6 +274,8 @@ class Payload:
             norm=norm,
             base_digest=base_digest,
             attempt=attempt,
+            plan_opened_at=plan_opened_at,
+            process_id=process_id,
         )
         return cls(header=header if signer is None else header.signed(signer), body=body)
 

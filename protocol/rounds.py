@@ -102,6 +102,7 @@ class Plan:
     ahead: tuple[Assignment, ...] = ()
     round_tokens: int = 0  # as in databases that do not hold it
     num_rulings: int = 0  # made when the round opened: who lacks one does not take part
+    opened_at: float = 0.0  # by the coordinator's clock: tells plans of one round apart
 
     @property
     def participants(self) -> tuple[NodeId, ...]:
@@ -230,6 +231,7 @@ class RosterEntry:
     node_id: NodeId
     node_name: str
     address: PeerAddress
+    process_id: int = 0  # what it signs goes by this process, and no other is believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

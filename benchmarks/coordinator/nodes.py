@@ -60,6 +60,7 @@ def _header_of(plan: round_pb2.Plan, part: round_pb2.Slice, reducer: Identity) -
         body=b"body",
         norm=1.0,
         base_digest=plan.base_digest,
+        plan_opened_at=plan.opened_at,
         signer=reducer,
     ).header
 

@@ -26,6 +26,7 @@ from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Sender
 from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
+from node.exchange.signing import PayloadSigner
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.patience import Patience
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -64,7 +65,8 @@ class BenchmarkNode:
             optimizer=Sgd(learning_rate=1.0),
             rate_scale=RateScale(scaling="none", full_round_samples=1),
         )
-        sender = Sender(run_digest=RUN, node_id=identity.node_id, identity=identity)
+        signer = PayloadSigner(identity)
+        sender = Sender(run_digest=RUN, node_id=identity.node_id, signer=signer)
         parameters = np.zeros(num_elements, dtype=np.float32)
         owing = Owing(
             layout=layout,

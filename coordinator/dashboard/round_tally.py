@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
-from protocol.messages import RoundCommitted, SliceTakenOver
+from protocol.messages import AuditAsked, RoundCommitted, SliceTakenOver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class RoundCounts:
     commits: int  # void ones included
     void_slices: int
     takeovers: int
+    audits: int  # that members were asked for
     phase_seconds: Mapping[str, float]  # of phases that there were, the present one included
 
 
@@ -27,6 +28,7 @@ class RoundTally:
         self._commits = 0
         self._void_slices = 0
         self._takeovers = 0
+        self._audits = 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._phase = _phase_of(state)
         self._since = now
@@ -40,6 +42,8 @@ class RoundTally:
                     self._void_slices += sum(s.digest is None for s in commit.slices)
                 case Tell(message=SliceTakenOver()):
                     self._takeovers += 1
+                case Tell(message=AuditAsked(), to=to):
+                    self._audits += len(to or ())
         self._count_up_to(transition.at)
         self._phase = _phase_of(transition.state)
 
@@ -50,6 +54,7 @@ class RoundTally:
             commits=self._commits,
             void_slices=self._void_slices,
             takeovers=self._takeovers,
+            audits=self._audits,
             phase_seconds=dict(self._seconds),
         )
 

@@ -119,6 +119,11 @@ RUN_METRICS = (
         meaning="Slices that were given to another reducer since this coordinator started",
     ),
     Metric(
+        name="atoll_audits_total",
+        kind="counter",
+        meaning="Times that a member was asked to make a slice again since this coordinator started",
+    ),
+    Metric(
         name="atoll_wire_bytes_total",
         kind="counter",
         meaning="Bytes that committed rounds have cost all nodes since the run began",
@@ -227,3 +232,4 @@ def _put_counts(board: Board, counts: RoundCounts) -> None:
     board.put("atoll_commits_total", counts.commits)
     board.put("atoll_void_slices_total", counts.void_slices)
     board.put("atoll_takeovers_total", counts.takeovers)
+    board.put("atoll_audits_total", counts.audits)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from protocol.errors import BadDataError
-from protocol.messages import Applied, Evaluated, Reduced, Report, Trained
+from protocol.messages import Applied, Audited, Evaluated, Reduced, Report, Trained
 from protocol.payload import RESULT, PayloadError, PayloadHeader
 from protocol.rounds import LayoutSummary, NodeId, PeerAddress, RoundSpan
 from protocol.trust.identity import node_id_of
@@ -126,11 +126,15 @@ def report(told: Report) -> Report:
             finite(told.loss, of="the loss")
             finite(told.seconds, of="the training time")
         case Reduced(contributors=contributors):
+            for _, rounds in told.missed:
+                count(rounds, of="the rounds missed")
             for contributor in contributors:
                 count(contributor.samples, of="the number of samples")
                 count(contributor.tokens, of="the number of tokens")
         case Applied():
             wire(told.wire)
+        case Audited():
+            words(told.why, of="what an audit found")
         case Evaluated():
             count(told.tokens, of="the number of tokens")
             if math.isfinite(

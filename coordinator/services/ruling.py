@@ -12,7 +12,7 @@ from coordinator.config import Home, rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
-from coordinator.swarm.actions import GoBack
+from coordinator.swarm.actions import GoBack, QuarantineAsked
 from coordinator.swarm.canary import COORDINATOR
 from coordinator.swarm.events import Ruled, RulingsLearned, Undone
 from coordinator.swarm.going_back import HistoryMovedError
@@ -29,6 +29,7 @@ from protocol.errors import (
 from protocol.messages import RulingsTold
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.equivocation import Equivocation
 from protocol.trust.rulings import (
     ABOUT_NODES,
     CERTIFICATES,
@@ -89,8 +90,9 @@ class Rulings:
         self._verifier = verifier or RulingVerifier(signer.public_key)
         self._wall_clock = wall_clock
         self._turn = asyncio.Lock()
-        self._by_itself: set[asyncio.Task[None]] = set()
+        self._made_aside: set[asyncio.Task[None]] = set()
         driver.on_going_back = self._start_going_back
+        driver.on_convicted = self._on_convicted
 
     @property
     def store(self) -> Store:
@@ -158,8 +160,8 @@ class Rulings:
 
     def _start_going_back(self, wish: GoBack) -> None:
         task = asyncio.ensure_future(self._go_back_by_itself(wish.alarm))
-        self._by_itself.add(task)
-        task.add_done_callback(self._by_itself.discard)
+        self._made_aside.add(task)
+        task.add_done_callback(self._made_aside.discard)
 
     async def _go_back_by_itself(self, alarm: Alarm) -> None:
         """Makes the ruling, or pauses where the run cannot go back."""
@@ -320,6 +322,48 @@ class Rulings:
                 invite_id=invite_id,
             )
             await self._make(event)
+
+    async def expel_for(self, equivocation: Equivocation) -> bool:
+        """Expels the member that a proof is of; once for each, or a readmitted one would go again."""
+        node_id, reason = equivocation.node_id, equivocation.reason
+        async with self._turn:
+            if any(known.node_id == node_id and known.reason == reason for known in self.all):
+                return False
+            standing = self.standing_of(node_id)
+            if standing is not None and standing.kind is RulingKind.EXPELLED:
+                return False
+            await self._make(
+                self.event(
+                    RulingKind.EXPELLED,
+                    by=COORDINATOR,
+                    node_id=node_id,
+                    node_name=self._name_of(node_id),
+                    reason=reason,
+                )
+            )
+            return True
+
+    def _on_convicted(self, asked: QuarantineAsked) -> None:
+        task = asyncio.get_running_loop().create_task(self._quarantine(asked))
+        self._made_aside.add(task)
+        task.add_done_callback(self._made_aside.discard)
+
+    async def _quarantine(self, asked: QuarantineAsked) -> None:
+        event = self.event(
+            RulingKind.QUARANTINED,
+            by=COORDINATOR,
+            node_id=asked.node_id,
+            node_name=asked.node_name,
+            reason=asked.reason,
+        )
+        try:
+            await self.make(event)
+        except AtollError as error:  # it is barred already, or the coordinator ends
+            _log.warning("no ruling was made", node=asked.node_id, why=error.what)
+
+    def _name_of(self, node_id: NodeId) -> str:
+        member = self._driver.state.members.get(node_id)
+        return "" if member is None else member.node_name
 
     def find(self, asked: str) -> tuple[NodeId, str]:
         """The id and the name of a node by its name, its id, or the beginning of that.

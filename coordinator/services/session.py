@@ -13,6 +13,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
+import structlog
+
 from coordinator.driver import Driver
 from coordinator.journal import log_copy
 from coordinator.services import checks
@@ -35,6 +37,7 @@ from coordinator.telemetry import Telemetry
 from protocol import convert
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.messages import (
+    EquivocationSeen,
     Message,
     Reduced,
     RoundCommitted,
@@ -43,8 +46,10 @@ from protocol.messages import (
     report_from_wire,
     rulings_from_wire,
 )
+from protocol.payload import PayloadHeader
 from protocol.rounds import Commit, NodeId
 from protocol.run_spec import RunSpec
+from protocol.trust.equivocation import equivocation_in
 from protocol.trust.rulings import digest_of
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
@@ -63,6 +68,11 @@ MOST_CHECKED = 16
 """Commits whose signatures are checked at a time, aside: heartbeats and lists go on between."""
 
 MAX_REPORTS = 1024
+
+MOST_PROOFS = 16
+"""Of equivocation in one call, of which the others are not looked at: each costs two signatures to check."""
+
+_log = structlog.get_logger()
 
 MOST_OUT_OF_REACH = 16
 """Of a node, in a status: a thousand that do not reach five hundred others fill four messages."""
@@ -240,10 +250,37 @@ class SessionDesk:
         checks.at_most(request.reports, MAX_REPORTS, of="reports")
         current = self._driver.state.open_round
         participants = {} if current is None else {current.number: len(current.assignments)}
-        reports = tuple(_reported(node_id, report, participants) for report in request.reports)
-        await self._driver.apply(ReportedTogether(reports=reports), session=session)
+        told = [_reported(node_id, report, participants) for report in request.reports]
+        proofs = [one.report for one in told if isinstance(one.report, EquivocationSeen)]
+        # A copy that is restored plans rounds anew, and nodes repeat what they told of the plan before.
+        reports = tuple(
+            one
+            for one in told
+            if not isinstance(one.report, EquivocationSeen)
+            and not (
+                isinstance(one.report, Reduced)
+                and current is not None
+                and one.round == current.number
+                and _is_of_another_plan(one.report, current.opened_at)
+            )
+        )
+        if reports:
+            await self._driver.apply(ReportedTogether(reports=reports), session=session)
+        for proof in proofs[:MOST_PROOFS]:
+            await self._heed(proof, of=node_id)
         self._telemetry.heard(node_id, now=self._driver.clock.now())
         return pb.ReportResponse()
+
+    async def _heed(self, proof: EquivocationSeen, *, of: NodeId) -> None:
+        """Expels the member that a proof is of. One that proves nothing does nothing, and is logged."""
+        run_digest = self._driver.state.run_digest
+        try:
+            found = equivocation_in(proof.one, proof.other, run_digest=run_digest)
+        except BadDataError as error:
+            _log.warning("an accusation proves nothing", by=of, why=error.what)
+            return
+        if found.node_id in self._driver.state.members and await self._rulings.expel_for(found):
+            _log.warning("member expelled", node=found.node_id, why=found.reason, shown_by=of)
 
     def _members_among(self, node_ids: Iterable[str]) -> tuple[NodeId, ...]:
         """Those of the ids that are members'; others are not worth keeping."""
@@ -351,6 +388,11 @@ def _reported(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
     if isinstance(report, Reduced) and participants.get(number):
         report = checks.reduced(report, node_id=node_id, round=number)
     return Reported(node_id=node_id, round=number, report=report)
+
+
+def _is_of_another_plan(told: Reduced, opened_at: float) -> bool:
+    """Whether a result was made by an earlier plan of the round; its header was looked at before."""
+    return bool(told.header) and PayloadHeader.decode(told.header).plan_opened_at != opened_at
 
 
 def _kept_of(

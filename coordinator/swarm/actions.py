@@ -44,4 +44,13 @@ class GoBack:
     alarm: Alarm
 
 
-Action = OpenSession | EndSession | SendRoster | Tell | GoBack
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineAsked:
+    """Auditors have convicted a member: the edge makes the ruling, which needs a date and a signature."""
+
+    node_id: NodeId
+    node_name: str
+    reason: str
+
+
+Action = OpenSession | EndSession | SendRoster | Tell | GoBack | QuarantineAsked

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import judge_all
+from coordinator.swarm.audit import forget_errors
 from coordinator.swarm.books import book_learned, unbook
 from coordinator.swarm.bounds import norms_after
 from coordinator.swarm.evaluation import without_evaluations_since
@@ -80,6 +81,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
     source = name_of(state, event.node_id)
     outer_digest = commit.base_digest if is_void(commit) else None
     commit = replace(commit, outer_digest=outer_digest, signature=b"")
+    state = forget_errors(state)
     rules, now = state.rules, time_of_round(state, turn.now)
     current = Round(
         number=commit.round,

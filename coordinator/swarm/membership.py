@@ -18,6 +18,7 @@ from coordinator.swarm.state import (
     BARRED,
     KEPT_ROUNDS,
     PRESENT,
+    AuditRecord,
     Member,
     MemberState,
     RoundPhase,
@@ -45,7 +46,9 @@ HEARTBEATS_PER_LEASE = 5
 def roster_of(state: SwarmState) -> tuple[RosterEntry, ...]:
     """The present members as their peers need to know them, in the order of their ids."""
     return tuple(
-        RosterEntry(node_id=m.node_id, node_name=m.node_name, address=m.address)
+        RosterEntry(
+            node_id=m.node_id, node_name=m.node_name, address=m.address, process_id=m.process_id
+        )
         for m in present_members(state)
     )
 
@@ -122,6 +125,7 @@ def attach(turn: Turn, event: Attached) -> None:
             work=before.work if before else Work(),
             screenings=before.screenings if before else (),
             standing=before.standing if before else Standing(),
+            audits=before.audits if before else AuditRecord(),
         )
     )
     if before is not None and not is_same_process:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
+from coordinator.swarm.audit import may_reduce
 from coordinator.swarm.deadlines import next_deadlines
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.reach import best_reducers, newcomers
@@ -76,15 +77,16 @@ def open_round(turn: Turn) -> None:
     members = sorted((*ready, *helpers), key=lambda member: member.node_id)
     on_trial = tuple(member.node_id for member in members if member.standing.is_on_trial)
     sure = sorted((*_sure(ready), *_sure(helpers)), key=lambda member: member.node_id)
+    sure = [member for member in sure if may_reduce(member, number)] or sure
     say = say_of(sure, state.committed_round)
     # After a void round others than helpers may be what it takes.
     was_void = state.last_closed is not None and state.last_closed.is_void
     new = frozenset[NodeId]() if was_void else newcomers(sure, say, turn.now)
     reducers = _most_reducers(sure, say, new)
     reducer_ids = frozenset(member.node_id for member in reducers)
-    may_reduce = [member.node_id in reducer_ids for member in members]
+    reduces = [member.node_id in reducer_ids for member in members]
     shares = reducer_shares(
-        [member.rates for member in members], may_reduce, [member.is_helper for member in members]
+        [member.rates for member in members], reduces, [member.is_helper for member in members]
     )
     fragment = number % len(state.layout.fragment_elements)
     assignments = _with_helpers(_assign(turn, ready), helpers)
@@ -95,7 +97,7 @@ def open_round(turn: Turn) -> None:
     clock_after = state.token_clock + expected_tokens(state, places)
     deadlines = next_deadlines(state, assignments)
     num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
-    num_ready += _reducers_in_words(sure, reducers) + shares_in_words(shares, may_reduce)
+    num_ready += _reducers_in_words(sure, reducers) + shares_in_words(shares, reduces)
     current = Round(
         number=number,
         fragment=fragment,
@@ -111,7 +113,7 @@ def open_round(turn: Turn) -> None:
             for part in cut_into_slices(
                 state.layout.fragment_elements[fragment],
                 tuple(member.node_id for member in reducers),
-                tuple(share for share, may in zip(shares, may_reduce, strict=True) if may),
+                tuple(share for share, may in zip(shares, reduces, strict=True) if may),
                 least_elements=least_elements_of_a_slice(
                     state.layout.fragment_elements[fragment], len(reducers), rules.slice_elements
                 ),

@@ -1,10 +1,18 @@
 """A round from its plan to its commit: what participants report, what commits, what settles it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
+from coordinator.swarm.audit import (
+    audit_void_reason,
+    audits_in_words,
+    draw,
+    errors_after,
+    forget_errors,
+    is_pending,
+)
 from coordinator.swarm.books import book
 from coordinator.swarm.bounds import bounded, norms_after
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
@@ -38,11 +46,19 @@ from coordinator.swarm.turn import (
     ready_members,
 )
 from coordinator.swarm.weighing import heaviest, is_enough, say_in, say_of, weight_of
-from protocol.messages import Held, ParticipantsIdle, Reduced, RoundCommitted, Trained
+from protocol.messages import (
+    Held,
+    ParticipantsIdle,
+    Reduced,
+    ResultOffered,
+    RoundCommitted,
+    Trained,
+)
 from protocol.rounds import (
     WHOLE,
     Assignment,
     Commit,
+    ContributionDigest,
     Contributor,
     Digest,
     NodeId,
@@ -67,6 +83,7 @@ def plan_of(current: Round, now: float) -> Plan:
         reason=current.reason,
         ahead=current.ahead,
         num_rulings=current.num_rulings,
+        opened_at=current.opened_at,
     )
 
 
@@ -118,6 +135,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
     progress = current.slices[report.slice_index]
     if progress.slice.reducer_id != node_id:
         return
+    is_news = False
     if not progress.is_empty and progress.digest is None:
         if report.digest is None:
             current = replace(current, reduced_at=turn.now)
@@ -133,7 +151,8 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
         contributors, contributions, factors = zip(
             *sorted(told, key=lambda c: c[0].node_id), strict=True
         )
-        if len({c.node_id for c in contributors}) < len(contributors):
+        named = {c.node_id for c in contributors}
+        if len(named) < len(contributors) or not named.isdisjoint(report.late):
             return
         if not all(_is_possible(c, asked.get(c.node_id), context) for c in contributors):
             return
@@ -144,11 +163,30 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             contributions=contributions,
             factors=factors if report.factors else (),
             norm=report.norm,
+            reduced=_for_auditors(
+                report, contributors, contributions, factors if report.factors else ()
+            )
+            if turn.state.rules.audited_share
+            else None,
         )
+        is_news = True
         current = replace(current, reduced_at=turn.now)
     if report.digest is not None and report.digest == progress.digest:
         held = _with_held(current.held, node_id, {report.slice_index: report.digest})
         _put_slice(turn, replace(current, held=held), progress)
+        if is_news:
+            draw(turn, report.slice_index)
+            _offer_to_deceived(turn, report.slice_index, current.held)
+
+
+def _for_auditors(
+    report: Reduced,
+    contributors: tuple[Contributor, ...],
+    contributions: tuple[ContributionDigest, ...],
+    factors: tuple[int, ...],
+) -> Reduced:
+    """The report in the order in which a result is made: by node ids."""
+    return replace(report, contributors=contributors, contributions=contributions, factors=factors)
 
 
 def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) -> None:
@@ -166,6 +204,29 @@ def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) 
     }
     if news and is_present(turn.state, node_id):
         turn.put_round(replace(current, held=_with_held(current.held, node_id, news)))
+        if current.phase is not RoundPhase.APPLYING:
+            before = current.held.get(node_id, {})
+            for index in (index for index, digest in news.items() if before.get(index) != digest):
+                _offer_to_deceived(turn, index, (node_id,))
+
+
+def _offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> None:
+    """Who was given another result than the reducer has reported fetches the reported one.
+
+    It has both signatures then, and shows them.
+    """
+    current = turn.state.open_round
+    assert current is not None
+    digest = current.slices[index].digest
+    others = {n: current.held.get(n, {}).get(index) for n in node_ids}
+    deceived = tuple(sorted(n for n, told in others.items() if told not in (None, digest)))
+    if digest is None or not deceived:
+        return
+    holders = holders_of(turn.state, current, current.slices[index])
+    offered = ResultOffered(
+        round=current.number, slice_index=index, digest=digest, holder_ids=holders
+    )
+    turn.act(Tell(message=offered, to=deceived))
 
 
 def _with_held(
@@ -252,6 +313,8 @@ def void_reason(
         return f"its reducer {reducer} is gone"
     if progress.digest is None:
         return f"its reducer {reducer} never reported"
+    if why := audit_void_reason(progress):
+        return why
     if not is_held_by_enough(state, current, progress, is_late=is_late):
         return f"held by {held_in_words(state, current, progress)}"
     return ""
@@ -267,6 +330,10 @@ def is_undecided(state: SwarmState, current: Round, progress: SliceProgress) -> 
         return False
     if progress.digest is None:
         return is_present(state, progress.slice.reducer_id)
+    if audit_void_reason(progress):
+        return False
+    if is_pending(progress):
+        return True
     return not is_held_by_enough(state, current, progress, is_late=False)
 
 
@@ -299,8 +366,14 @@ def close_round(turn: Turn) -> None:
         trained=current.trained,
         tokens=sum(committed_tokens(commit).values()),
         seconds=turn.now - current.opened_at,
-        reason=_closing_reason(commit, is_late=is_late),
+        reason="; ".join(
+            filter(
+                None, (_closing_reason(commit, is_late=is_late), audits_in_words(state, current))
+            )
+        ),
     )
+    if state.errors_incarnation != state.incarnation:
+        state = forget_errors(state)
     turn.state = replace(
         book(state, commit),
         committed_round=current.number,
@@ -316,6 +389,7 @@ def close_round(turn: Turn) -> None:
         ),
         recent=trimmed((*state.recent, closed)),
         norms=norms_after(state.norms, commit),
+        errors=errors_after(state, current, commit),
     )
     note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))

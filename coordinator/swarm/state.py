@@ -14,7 +14,7 @@ from operator import attrgetter
 from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.shares import UNKNOWN, Rates
-from protocol.messages import Trained
+from protocol.messages import Reduced, Trained
 from protocol.rounds import (
     Assignment,
     Commit,
@@ -85,6 +85,17 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRecord:
+    """What audits have shown of a member, as a reducer and as an auditor."""
+
+    num_voided: int = 0  # audits that ended neither way: it was a party to each
+    back_at_round: int = 0  # no plan of an earlier round has it reduce, or audit
+    num_contradicted: int = 0  # findings that others of more weight contradict
+    num_unanswered: int = 0  # audits that it was asked for, and was silent on
+    audits_from_round: int = 0  # it is drawn for none of an earlier round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Say:
     """How much each of some members weighs when they decide together: coordinator.swarm.weighing."""
 
@@ -129,6 +140,7 @@ class Member:
     standing: Standing = field(default_factory=Standing)
     screenings: tuple[Screening, ...] = ()  # of its rounds among the latest, oldest first
     reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
+    audits: AuditRecord = field(default_factory=AuditRecord)
 
 
 class RoundPhase(StrEnum):
@@ -137,6 +149,47 @@ class RoundPhase(StrEnum):
     TRAINING = "training"
     EXCHANGING = "exchanging"  # at least one participant has finished training
     APPLYING = "applying"  # committed; participants apply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one auditor has found: the result's own digest, another one, or nothing for want of inputs."""
+
+    node_id: NodeId
+    found: bytes
+    why: str = ""
+
+
+class Verdict(StrEnum):
+    """What came of an audit: coordinator.swarm.audit has the rules."""
+
+    AGREED = "agreed"
+    UNANSWERED = "unanswered"  # no auditor answered in time: it counts as not audited
+    VOID = "void"
+    CONVICTED = "convicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceAudit:
+    """The audit of one slice in one round."""
+
+    auditor_ids: tuple[NodeId, ...]  # who was asked, in order
+    until: float
+    findings: tuple[Finding, ...] = ()
+    is_contested: bool = False  # the first auditor disagreed, and others were asked
+    verdict: Verdict | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptError:
+    """What the encoding of a committed result has left to its reducer, by its digest."""
+
+    reducer_id: NodeId
+    fragment: int
+    start: int
+    num_elements: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +207,8 @@ class SliceProgress:
     contribute_deadline: float | None = None  # of its latest takeover; the round's own before
     is_orphaned: bool = False  # its reducer's process began anew, and with it its memory
     is_offered: bool = False  # the others were told to fetch the result of a gone reducer
+    reduced: Reduced | None = None  # the report as it was made, where it may be audited
+    audit: SliceAudit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +396,7 @@ class Rules:
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
     watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.canary
     bounds_results: bool = True  # whether no result moves the model by much more than others did
+    audited_share: float = 0.0  # of slices, drawn when they are reduced
 
 
 _LEASE_UNTIL = attrgetter("lease_until")
@@ -440,6 +496,10 @@ class SwarmState:
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone
+    audit_secret: bytes = b""  # draws audits: nobody but the coordinator knows it
+    errors: tuple[KeptError, ...] = ()  # what reducers keep, as far as it is known
+    errors_unknown_until: int = 0  # of rounds before, reducers may keep what is not known here
+    errors_incarnation: int = 0  # of the history that they are of
     paused: Ruling | None = None
     stopped: Ruling | None = None
 

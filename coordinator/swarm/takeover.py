@@ -139,6 +139,8 @@ def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
         contribute_deadline=deadline,
         is_orphaned=False,
         is_offered=False,
+        reduced=None,
+        audit=None,
     )
     index = progress.slice.index
     held = {

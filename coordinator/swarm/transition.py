@@ -7,6 +7,7 @@ from itertools import groupby
 
 from coordinator.swarm.actions import Action
 from coordinator.swarm.agreement import agree_on_initial_state, history_told
+from coordinator.swarm.audit import audited, decide_audits, next_audit_end
 from coordinator.swarm.ending import end_run
 from coordinator.swarm.evaluation import ask_if_due, evaluated, give_up_evaluation, sound_alarm
 from coordinator.swarm.events import (
@@ -61,7 +62,7 @@ from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import next_overdue, take_over
 from coordinator.swarm.turn import Turn, members_of
-from protocol.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
+from protocol.messages import Applied, Audited, Draining, Evaluated, Held, Reduced, Trained
 from protocol.rounds import Digest
 
 
@@ -116,6 +117,7 @@ def _decide(turn: Turn, *, round_before: int) -> None:
     agree_on_initial_state(turn)
     take_over(turn)
     excuse(turn)
+    decide_audits(turn)
     close_round(turn)
     settle_round(turn)
     supply_anew(turn)
@@ -144,6 +146,8 @@ def next_deadline(state: SwarmState) -> float | None:
         deadlines.append(overdue_at)
     if (excused_at := excuses_at(state)) is not None:
         deadlines.append(excused_at)
+    if (audited_by := next_audit_end(state)) is not None:
+        deadlines.append(audited_by)
     if (taken_back_at := takes_back_at(state)) is not None:
         deadlines.append(taken_back_at)
     if state.end_waits_until is not None:
@@ -202,6 +206,8 @@ def _take_in_row(turn: Turn, row: Sequence[Reported]) -> None:
                 slice_reduced(turn, told.node_id, told.round, told.report)
             case Applied():
                 applied(turn, told.node_id, told.round, told.report)
+            case Audited():
+                audited(turn, told.node_id, told.round, told.report)
             case Evaluated():
                 evaluated(turn, told.node_id, told.round, told.report)
             case Draining():

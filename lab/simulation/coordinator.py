@@ -5,7 +5,7 @@ import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,7 +128,10 @@ class SimulatedCoordinator:
         self.store = store
         amended = in_force(self._spec, (signed.ruling for signed in store.rulings()))
         self.driver = Driver(
-            state=store.load(rules_of(amended), self._spec.digest()),
+            state=replace(
+                store.load(rules_of(amended), self._spec.digest()),
+                audit_secret=self._signer.audit_secret(self._spec.digest()),
+            ),
             store=store,
             clock=LoopClock(starts_at=store.saved_now),
             watch=self._note,

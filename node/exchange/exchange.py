@@ -12,6 +12,7 @@ from random import Random
 
 import structlog
 
+from node.exchange.auditing import input_of
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import KEPT_ROUNDS, HeldResults, Pushes
 from node.exchange.outer import Outer
@@ -28,6 +29,7 @@ from node.exchange.transport.transport import (
     Transport,
     Want,
     WantChunk,
+    WantInput,
     WantManifest,
     WantResult,
     WantTokens,
@@ -79,6 +81,7 @@ class Exchange:
         # One for all rounds: peers still wait for results when the next round begins.
         self._pushes = Pushes(transport, Random(rules.node_id), rules.waits)
         self._members: tuple[NodeId, ...] = ()
+        self._processes: dict[NodeId, int] = {}  # of each member, as it announced
         self._early: list[tuple[float, RoundNews]] = []  # of rounds that are not open here yet
         # Taken while the outer state changes or is copied: a snapshot is never half of two rounds.
         self._lock = asyncio.Lock()
@@ -114,6 +117,7 @@ class Exchange:
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
         """Tells the transport who is a member, and remembers whom to ask."""
         self._transport.set_roster(members)
+        self._processes = {m.node_id: m.process_id for m in members}
         self._members = tuple(m.node_id for m in members if m.node_id != self._rules.node_id)
 
     def _peers(self) -> tuple[NodeId, ...]:
@@ -266,6 +270,12 @@ class Exchange:
     def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Decides on an offered payload by its header alone."""
         state = None if self._round is None else self._round.state
+        if self._round is not None:
+            self._round.look_at(header)
+        if header.process_id != self._processes.get(sender, header.process_id):
+            raise TransferRefusedError(
+                f"it is of another process of {sender} than the one that is here"
+            )
         if why := refusal(self._rules, state, sender, header) or self._donors.forgery(header):
             raise TransferRefusedError(why)
         assert self._round is not None, "nothing is taken for a round that is not open"
@@ -280,6 +290,10 @@ class Exchange:
                 return await self._donor.manifest(want)
             case WantChunk():
                 return await self._donor.chunk(want)
+            case WantInput():
+                if self._round is None:
+                    return None
+                return await self._heavy(partial(input_of, self.outer, self._round.state, want))
             case WantTokens():
                 return None if self._give_tokens is None else await self._give_tokens(sender, want)
 

@@ -28,10 +28,11 @@ from node.exchange.owing import Owing
 from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, missed_in_a_row
 from node.exchange.residual import Residual
+from node.exchange.signing import PayloadSigner
 from node.outer_state import OuterDigest, Vector
 from protocol.layout import Layout
 from protocol.payload import Payload
-from protocol.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, SliceOutcome
+from protocol.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, Slice, SliceOutcome
 from protocol.run_spec import WANTS_FEEDBACK, RunSpec
 from protocol.trust.identity import Identity
 
@@ -54,6 +55,7 @@ def merging_of(spec: RunSpec) -> Merging:
     return Merging(
         merge=spec.outer.merge,
         is_screened=spec.outer.screening,
+        is_audited=spec.outer.audit > 0,
         most_weight=spec.data.most_weight,
     )
 
@@ -149,7 +151,8 @@ class Outer:
             rate_scale=rate_scale_of(spec),
             merging=merging_of(spec),
         )
-        sender = Sender(run_digest=spec.digest(), node_id=node_id, identity=identity)
+        signer = None if identity is None else PayloadSigner(identity)
+        sender = Sender(run_digest=spec.digest(), node_id=node_id, signer=signer)
         owing = Owing(
             layout=layout,
             parameters=parameters,
@@ -163,7 +166,9 @@ class Outer:
                 tiles=tiles,
             ),
             reducer_error=ReducerError(
-                rule=exchange.reducer_error, num_fragments=len(layout.fragments)
+                rule=exchange.reducer_error,
+                num_fragments=len(layout.fragments),
+                is_audited=spec.outer.audit > 0,
             ),
             sender=sender,
             sent=sent,
@@ -180,6 +185,11 @@ class Outer:
         """Of parameters and momentum."""
         return self.position.digest
 
+    def sign_as(self, process_id: int) -> None:
+        """Has what leaves here signed for this process of the node, as it is announced."""
+        if self._sender.signer is not None:
+            self._sender.signer.process_id = process_id
+
     def compile_kernels(self) -> None:
         """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""
         for codec in (self.uplink, self.downlink):
@@ -192,26 +202,59 @@ class Outer:
         Moves nothing: tell `owing.note_result` when it is to be handed out. Heavy.
         """
         part = reduction.slice
-        span = self.layout.span_of(fragment, part.start, part.num_elements)
-        merging = self.merging_in(self.round + 1)
-        result = reduction.result(
-            downlink=self.downlink,
+        result = self._reduced(
+            reduction,
+            fragment,
             sender=self._sender,
-            by=replace(
-                merging,
-                missed=self._missed,
-                centre=self._optimizer.usual_mean(self._momentum[span])
-                if merging.goes_by_momentum
-                else None,
-                parameters=self._parameters[span],
-            ),
-            carried=self.owing.reducer_error.carried(span),
-            wants_error=self.owing.reducer_error.rule != "drop",
+            missed=self._missed,
+            carried=self.carried(part, fragment),
         )
         if result is not None:
             payload = result.payload
             self._opened[payload.header.body_digest, part.num_elements] = result.encoded
         return result
+
+    def carried(self, part: Slice, fragment: int) -> Vector | None:
+        """What this node adds to the mean of a slice: the error of its earlier results."""
+        span = self.layout.span_of(fragment, part.start, part.num_elements)
+        return self.owing.reducer_error.carried(span)
+
+    def made_again(
+        self,
+        reduction: Reduction,
+        fragment: int,
+        *,
+        missed: Mapping[NodeId, int],
+        carried: Vector | None,
+    ) -> SliceResult | None:
+        """What its reducer must have made of the same inputs, bit for bit, but for the signature. Heavy."""
+        reducer = Sender(
+            run_digest=self._sender.run_digest, node_id=reduction.slice.reducer_id, signer=None
+        )
+        return self._reduced(reduction, fragment, sender=reducer, missed=missed, carried=carried)
+
+    def _reduced(
+        self,
+        reduction: Reduction,
+        fragment: int,
+        *,
+        sender: Sender,
+        missed: Mapping[NodeId, int],
+        carried: Vector | None,
+    ) -> SliceResult | None:
+        part = reduction.slice
+        span = self.layout.span_of(fragment, part.start, part.num_elements)
+        merging = self.merging_in(self.round + 1)
+        centre = None
+        if merging.goes_by_momentum:
+            centre = self._optimizer.usual_mean(self._momentum[span])
+        return reduction.result(
+            downlink=self.downlink,
+            sender=sender,
+            by=replace(merging, missed=missed, centre=centre, parameters=self._parameters[span]),
+            carried=carried,
+            wants_error=self.owing.reducer_error.rule != "drop",
+        )
 
     def check_result(self, payload: Payload) -> None:
         """Raises CodecError unless the result decodes, to the norm that its header declares.

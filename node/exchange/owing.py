@@ -42,6 +42,7 @@ class Pending:
     round: int
     fragment: int
     base_digest: bytes = b""  # of the state that it was trained from
+    plan_opened_at: float = 0.0
     share: float = 1.0  # of the round's inner steps that were trained
     sent: dict[int, SentSlice] = field(default_factory=dict)  # by the slice's index
     encoded: dict[int, Opened] = field(default_factory=dict)  # the bodies of these
@@ -110,7 +111,13 @@ class Owing:
         self._rooms: list[Vector] = []  # not in use: new memory takes longer to get than to write
 
     def accumulate(
-        self, *, round: int, fragment: int, base_digest: bytes = b"", share: float = 1.0
+        self,
+        *,
+        round: int,
+        fragment: int,
+        base_digest: bytes = b"",
+        plan_opened_at: float = 0.0,
+        share: float = 1.0,
     ) -> Pending:
         """What is owed of a fragment that was published, (global − published) + residual, is pending now.
 
@@ -128,7 +135,13 @@ class Owing:
                 span, self._parameters[span], self._published_of(span), share=share
             )
             self._say_let_go(rounds, round=round, fragment=fragment)
-        self.pending = Pending(round=round, fragment=fragment, base_digest=base_digest, share=share)
+        self.pending = Pending(
+            round=round,
+            fragment=fragment,
+            base_digest=base_digest,
+            plan_opened_at=plan_opened_at,
+            share=share,
+        )
         return self.pending
 
     @contextmanager
@@ -175,7 +188,10 @@ class Owing:
         )
 
     def contribution_to(self, part: Slice, *, samples: int, tokens: int) -> Payload:
-        """What is pending of a slice, encoded. Heavy; raises CodecError when it is not finite."""
+        """What is pending of a slice, encoded. Heavy; raises CodecError when it is not finite.
+
+        Raises AlreadySignedError when this process has contributed something else by the same plan.
+        """
         assert self.pending is not None, "accumulate comes first"
         with self._room(part.num_elements) as room:
             encoded = self._uplink.encoded(
@@ -195,8 +211,9 @@ class Owing:
             sender_id=self._node_id,
             body=encoded.body,
             base_digest=self.pending.base_digest,
-            signer=self._sender.identity,
+            plan_opened_at=self.pending.plan_opened_at,
         )
+        payload = self._sender.signed(payload)
         sent = SentSlice(
             index=part.index,
             start=part.start,

@@ -55,10 +55,16 @@ class ReducerError:
 
     Until a commit is settled all is as it was: a result that was void, taken over or never
     committed leaves no trace.
+
+    Where reducers are audited the coordinator knows what each committed result has left, by its digest. So an
+    error goes into the mean of the very slice that it is of; once that is cut otherwise it is lost.
     """
 
-    def __init__(self, *, rule: ReducerErrorRule, num_fragments: int = 1) -> None:
+    def __init__(
+        self, *, rule: ReducerErrorRule, num_fragments: int = 1, is_audited: bool = False
+    ) -> None:
         self.rule = rule
+        self._is_audited = is_audited
         self.num_lost_elements = 0  # of this process: where an error was owed and is not any more
         self._waiting_rounds = WAITING_ROUNDS * num_fragments
         self._kept: dict[int, _Kept] = {}  # by the first element, in the canonical vector; disjoint
@@ -83,6 +89,8 @@ class ReducerError:
         whole = self._kept[starts[0]].values
         if (starts[0], whole.size) == (span.start, span.stop - span.start):  # as mostly
             return read_only(whole)
+        if self._is_audited:
+            return None
         carried = np.zeros(span.stop - span.start, dtype=np.float32)
         for start in starts:
             values = self._kept[start].values
@@ -123,7 +131,9 @@ class ReducerError:
                 return None
             return np.divide(staged.error, np.float32(staged.share))
         if staged is not None and is_ours:
-            self._cut_out(span)
+            cut = self._cut_out(span)
+            if self._is_audited and (len(cut) > 1 or any(v.size != staged.error.size for v in cut)):
+                self._say_lost(_num_owed(cut), round=round, why="slices are cut otherwise")
             self._keep(span.start, _Kept(values=staged.error, round=round))
         elif may_be_ours:
             lost = _num_owed(self._cut_out(span))
@@ -175,6 +185,9 @@ class ReducerError:
             past = start + kept.values.size
             first, last = max(start, span.start), min(past, span.stop)
             out.append(kept.values[first - start : last - start])
+            if self._is_audited:
+                out[-1] = kept.values
+                continue
             # Copies: a view would keep the memory of the whole piece.
             if start < span.start:
                 rest = kept.values[: span.start - start].copy()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import structlog
+from blake3 import blake3
 
 from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.mean import (
@@ -32,6 +33,7 @@ from node.exchange.screening import (
     screened,
     trust_factors,
 )
+from node.exchange.signing import PayloadSigner
 from node.outer_state import Vector
 from protocol.payload import RESULT, Payload
 from protocol.rounds import (
@@ -47,7 +49,6 @@ from protocol.rounds import (
     contribution_digest,
 )
 from protocol.run_spec import Merge
-from protocol.trust.identity import Identity
 
 log = structlog.get_logger()
 
@@ -68,6 +69,24 @@ class SliceResult:
     error: Vector | None = field(
         repr=False
     )  # [slice]: what the encoding rounded away, if asked for
+    inputs: "Inputs" = field(default_factory=lambda: Inputs())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What an auditor needs beside the contributions: see protocol.messages.Reduced. None without audits."""
+
+    late: tuple[NodeId, ...] = ()
+    missed: tuple[tuple[NodeId, int], ...] = ()
+    error_before: bytes = b""
+    error_after: bytes = b""
+
+
+def digest_of_error(error: Vector | None) -> bytes:
+    """What names a reducer's error: BLAKE3 of its values in fp32, little-endian; empty for none."""
+    if error is None:
+        return b""
+    return blake3(np.ascontiguousarray(error, dtype="<f4").view(np.uint8).data).digest()
 
 
 class Sender(NamedTuple):
@@ -75,7 +94,11 @@ class Sender(NamedTuple):
 
     run_digest: Digest
     node_id: NodeId
-    identity: Identity | None = None  # who signs; None in a test whose peers ask for no signature
+    signer: PayloadSigner | None = None  # None where nobody asks for a signature
+
+    def signed(self, payload: Payload) -> Payload:
+        """The payload as it leaves here; raises AlreadySignedError."""
+        return payload if self.signer is None else self.signer.signed(payload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,6 +107,7 @@ class Merging:
 
     merge: Merge = "mean"
     is_screened: bool = True
+    is_audited: bool = False
     most_weight: float | None = None  # the part of a mean that may be of one data holder
     missed: Mapping[NodeId, int] = field(
         default_factory=dict
@@ -146,6 +170,7 @@ class Reduction:
         if merged is None:
             return None
         values = merged.values
+        before = digest_of_error(carried) if by.is_audited else b""
         if carried is not None:
             owed = carried
 
@@ -177,11 +202,11 @@ class Reduction:
             norm=squares.norm(),
             base_digest=self.plan.base_digest,
             attempt=self.attempt,
-            signer=sender.identity,
+            plan_opened_at=self.plan.opened_at,
         )
         factors = tuple(verdict.factor for verdict in merged.verdicts.values())
         return SliceResult(
-            payload=payload,
+            payload=sender.signed(payload),
             encoded=encoded,
             contributors=tuple(map(self._contributor, merged.verdicts)),
             contributions=tuple(
@@ -191,6 +216,18 @@ class Reduction:
             factors=() if set(factors) == {WHOLE} else factors,
             weighed_tokens=merged.weighed,
             error=values if wants_error else None,
+            inputs=self._inputs(by, before, values if wants_error else None),
+        )
+
+    def _inputs(self, by: Merging, error_before: bytes, error: Vector | None) -> Inputs:
+        if not by.is_audited:
+            return Inputs()
+        named = {*self.contributions, *self.late}
+        return Inputs(
+            late=tuple(sorted(self.late)),
+            missed=tuple(sorted((n, r) for n, r in by.missed.items() if r > 0 and n in named)),
+            error_before=error_before,
+            error_after=digest_of_error(error),
         )
 
     def _contributor(self, sender: NodeId) -> Contributor:

@@ -12,11 +12,12 @@ from typing import Any
 
 import structlog
 
+from node.exchange.auditing import Auditor
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import HeldResults, Pushes
 from node.exchange.outer import Outer
-from node.exchange.round.admission import refusal
+from node.exchange.round.admission import contradicted, refusal
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -28,6 +29,7 @@ from node.exchange.round.state import (
     FetchEnded,
     Hold,
     Links,
+    MakeAgain,
     MeanTaken,
     PayloadCame,
     PushBegan,
@@ -47,11 +49,12 @@ from node.exchange.round.transition import (
     is_wanted,
     step,
 )
+from node.exchange.signing import AlreadySignedError
 from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult
 from node.heavy import Heavy
 from protocol.errors import BadDataError
-from protocol.messages import Report, SliceTakenOver
-from protocol.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
+from protocol.messages import EquivocationSeen, Report, SliceTakenOver
+from protocol.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
 from protocol.rounds import Commit, NodeId, Plan
 
 log = structlog.get_logger()
@@ -81,6 +84,7 @@ class RoundRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._completed = asyncio.Event()
+        self._lies_told: set[Slot] = set()
         result_bytes = sum(outer.downlink.most_bytes(part.num_elements) for part in plan.slices)
         self.state = opened(
             plan,
@@ -126,6 +130,8 @@ class RoundRunner:
                 self._report(report)
             case Fetch():
                 self._start(self._fetch(action))
+            case MakeAgain():
+                self._start(self._make_again(action))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -185,6 +191,7 @@ class RoundRunner:
             round=plan.round,
             fragment=plan.fragment,
             base_digest=plan.base_digest,
+            plan_opened_at=plan.opened_at,
             share=share,
         )
         await self._heavy(accumulate)
@@ -192,6 +199,9 @@ class RoundRunner:
             encode = partial(owing.contribution_to, part, samples=samples, tokens=tokens)
             try:
                 payload = await self._heavy(encode)
+            except AlreadySignedError as error:
+                log.warning("nothing is contributed a second time", why=str(error))
+                return
             except CodecError as error:
                 raise BadDataError(
                     f"round {plan.round}: this node's pseudo-gradient cannot be sent: {error}",
@@ -222,6 +232,22 @@ class RoundRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # What peers bring
+
+    def look_at(self, header: PayloadHeader) -> None:
+        """Tells the coordinator, once, of a header that contradicts one that is here; both are signed."""
+        here = contradicted(self.state, header)
+        if here is None or header.slot in self._lies_told:
+            return
+        if self._donors.forgery(header) or self._donors.forgery(here):
+            return
+        self._lies_told.add(header.slot)
+        log.warning(
+            f"a member has signed two different {header.kind_name}s",
+            round=header.round,
+            slice=header.slice_index,
+            sender=header.sender_id,
+        )
+        self._report(EquivocationSeen(one=here.encode(), other=header.encode()))
 
     def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         """Takes in that an admitted payload begins to come."""
@@ -263,9 +289,17 @@ class RoundRunner:
         result = None
         try:
             result = await self._heavy(partial(self._outer.result_of, reduction, plan.fragment))
-        except CodecError as error:  # finite contributions whose mean is not
+        except (CodecError, AlreadySignedError) as error:  # finite values whose mean is not
             log.error("slice not reduced", **place, why=str(error))
         self.feed(MeanTaken(index=reduction.slice.index, attempt=reduce.attempt, result=result))
+
+    async def _make_again(self, order: MakeAgain) -> None:
+        auditor = Auditor(
+            state=self.state, outer=self._outer, donors=self._donors, heavy=self._heavy
+        )
+        audited = await auditor.audited(order)
+        if self.state.commit is None and not self.state.is_closed:
+            self._report(audited)
 
     async def _fetch(self, fetch: Fetch) -> None:
         wanted, until = {}, None
@@ -297,4 +331,5 @@ class RoundRunner:
 
     async def _take_fetched(self, payload: Payload) -> None:
         await self._heavy(partial(self._outer.check_result, payload))
+        self.look_at(payload.header)
         self.feed(ResultFetched(payload=payload))

@@ -6,7 +6,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from protocol.convert import commit_to_wire
-from protocol.rounds import Commit
+from protocol.rounds import Commit, Digest
 from protocol.trust.pki import signing_key_of
 from protocol.v1 import round_pb2
 
@@ -51,6 +51,10 @@ class CommitSigner:
     def signature_of(self, statement: bytes) -> bytes:
         """The signature under what `commit_statement` or `statement_of` gives."""
         return self._key.sign(statement)
+
+    def audit_secret(self, run_digest: Digest) -> bytes:
+        """What a run's audits are drawn by: known to nobody who does not have the key."""
+        return self._key.sign(b"atoll audits 1\n" + run_digest)
 
     def has_signed(self, commit: Commit) -> bool:
         """Whether the commit bears this key's signature, unchanged; those of keys before are not asked."""

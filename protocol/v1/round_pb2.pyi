@@ -107,6 +107,7 @@ class Plan(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
     NUM_RULINGS_FIELD_NUMBER: _builtins.int
+    OPENED_AT_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round number, from 1. The outer state after it is "the state at this round"."""
     fragment: _builtins.int
@@ -131,6 +132,8 @@ class Plan(_message.Message):
     """Why the round opened now and with these participants."""
     num_rulings: _builtins.int
     """Rulings that were made when the round opened: a node that lacks one does not take part."""
+    opened_at: _builtins.float
+    """When the round was opened, in seconds of the coordinator's clock: it tells plans of one round apart."""
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Assignment]:
         """The participants, in the order of their node ids."""
@@ -161,10 +164,11 @@ class Plan(_message.Message):
         reason: _builtins.str = ...,
         ahead: _abc.Iterable[Global___Assignment] | None = ...,
         num_rulings: _builtins.int = ...,
+        opened_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "assignments", b"assignments", "base_digest", b"base_digest", "commit_seconds", b"commit_seconds", "contribute_seconds", b"contribute_seconds", "fragment", b"fragment", "num_rulings", b"num_rulings", "reason", b"reason", "round", b"round", "round_tokens", b"round_tokens", "slices", b"slices", "token_clock", b"token_clock", "train_seconds", b"train_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "assignments", b"assignments", "base_digest", b"base_digest", "commit_seconds", b"commit_seconds", "contribute_seconds", b"contribute_seconds", "fragment", b"fragment", "num_rulings", b"num_rulings", "opened_at", b"opened_at", "reason", b"reason", "round", b"round", "round_tokens", b"round_tokens", "slices", b"slices", "token_clock", b"token_clock", "train_seconds", b"train_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -730,10 +730,13 @@ class RosterEntry(_message.Message):
     NODE_ID_FIELD_NUMBER: _builtins.int
     NODE_NAME_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The member."""
     node_name: _builtins.str
     """What people call it."""
+    process_id: _builtins.int
+    """Its process, as in AttachRequest: contributions and results of another one are refused."""
     @_builtins.property
     def address(self) -> Global___PeerAddress:
         """Where it is."""
@@ -744,10 +747,11 @@ class RosterEntry(_message.Message):
         node_id: _builtins.str = ...,
         node_name: _builtins.str = ...,
         address: Global___PeerAddress | None = ...,
+        process_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node_id", b"node_id", "node_name", b"node_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node_id", b"node_id", "node_name", b"node_name", "process_id", b"process_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1066,6 +1070,7 @@ class SubscribeResponse(_message.Message):
     COMMITS_WANTED_FIELD_NUMBER: _builtins.int
     ROSTER_CHANGE_FIELD_NUMBER: _builtins.int
     RULINGS_FIELD_NUMBER: _builtins.int
+    AUDIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def roster(self) -> Global___Roster:
         """The members changed."""
@@ -1118,6 +1123,10 @@ class SubscribeResponse(_message.Message):
     def rulings(self) -> _ruling_pb2.Rulings:
         """Rulings were made that the node may lack. They come before any plan that goes by them."""
 
+    @_builtins.property
+    def audit(self) -> Global___Audit:
+        """A slice is to be audited."""
+
     def __init__(
         self,
         *,
@@ -1134,12 +1143,13 @@ class SubscribeResponse(_message.Message):
         commits_wanted: Global___CommitsWanted | None = ...,
         roster_change: Global___RosterChange | None = ...,
         rulings: _ruling_pb2.Rulings | None = ...,
+        audit: Global___Audit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings", "audit"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1189,19 +1199,55 @@ class ReducedReport(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MissedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SLICE_INDEX_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     CONTRIBUTORS_FIELD_NUMBER: _builtins.int
     HEADER_FIELD_NUMBER: _builtins.int
+    LATE_IDS_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    ERROR_BEFORE_FIELD_NUMBER: _builtins.int
+    ERROR_AFTER_FIELD_NUMBER: _builtins.int
     slice_index: _builtins.int
     """The slice."""
     digest: _builtins.bytes
     """Digest of the result payload, 32 bytes; empty when nothing arrived to reduce."""
     header: _builtins.bytes
     """The result's signed header, exactly as it is digested (protocol.payload); empty like the digest."""
+    error_before: _builtins.bytes
+    """Digest of the reducer's error that was added to the mean, 32 bytes; empty when none was."""
+    error_after: _builtins.bytes
+    """Digest of what the encoding of the result has rounded away, 32 bytes; empty when nothing is kept."""
     @_builtins.property
     def contributors(self) -> _containers.RepeatedCompositeFieldContainer[_round_pb2.Contributor]:
         """Whose contributions came, those that were left out included."""
+
+    @_builtins.property
+    def late_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Participants whose contributions were waited for in vain."""
+
+    @_builtins.property
+    def missed(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Rounds in a row, 1 or more, that did not take the work of these, as the reducer counts them."""
 
     def __init__(
         self,
@@ -1210,14 +1256,94 @@ class ReducedReport(_message.Message):
         digest: _builtins.bytes = ...,
         contributors: _abc.Iterable[_round_pb2.Contributor] | None = ...,
         header: _builtins.bytes = ...,
+        late_ids: _abc.Iterable[_builtins.str] | None = ...,
+        missed: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        error_before: _builtins.bytes = ...,
+        error_after: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributors", b"contributors", "digest", b"digest", "header", b"header", "slice_index", b"slice_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributors", b"contributors", "digest", b"digest", "error_after", b"error_after", "error_before", b"error_before", "header", b"header", "late_ids", b"late_ids", "missed", b"missed", "slice_index", b"slice_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReducedReport: _TypeAlias = ReducedReport  # noqa: Y015
+
+@_typing.final
+class Audit(_message.Message):
+    """Asks a participant to make a slice's result again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    REDUCER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    REDUCED_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round."""
+    reducer_id: _builtins.str
+    """Who has reduced the slice."""
+    attempt: _builtins.int
+    """Takeovers of the slice."""
+    seconds: _builtins.float
+    """Seconds, counted from the moment this is received, after which an answer comes too late."""
+    @_builtins.property
+    def reduced(self) -> Global___ReducedReport:
+        """What the reducer has reported."""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        reducer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        reduced: Global___ReducedReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reduced", b"reduced"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reduced", b"reduced", "reducer_id", b"reducer_id", "round", b"round", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Audit: _TypeAlias = Audit  # noqa: Y015
+
+@_typing.final
+class AuditedReport(_message.Message):
+    """What came of an audit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLICE_INDEX_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    slice_index: _builtins.int
+    """The slice."""
+    digest: _builtins.bytes
+    """Digest of the result payload that was audited, 32 bytes."""
+    found: _builtins.bytes
+    """The same where the result comes out again, bit for bit; else a digest of what did, 32 bytes; empty where
+    the inputs did not come.
+    """
+    why: _builtins.str
+    """What was wrong, in words."""
+    def __init__(
+        self,
+        *,
+        slice_index: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        found: _builtins.bytes = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "found", b"found", "slice_index", b"slice_index", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditedReport: _TypeAlias = AuditedReport  # noqa: Y015
 
 @_typing.final
 class HeldReport(_message.Message):
@@ -1327,6 +1453,32 @@ class EvaluatedReport(_message.Message):
 Global___EvaluatedReport: _TypeAlias = EvaluatedReport  # noqa: Y015
 
 @_typing.final
+class EquivocationReport(_message.Message):
+    """Two contributions or two results of one process for one slot: only a lie makes both."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ONE_FIELD_NUMBER: _builtins.int
+    OTHER_FIELD_NUMBER: _builtins.int
+    one: _builtins.bytes
+    """The signed header of one, exactly as it is digested (protocol.payload)."""
+    other: _builtins.bytes
+    """That of the other."""
+    def __init__(
+        self,
+        *,
+        one: _builtins.bytes = ...,
+        other: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["one", b"one", "other", b"other"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EquivocationReport: _TypeAlias = EquivocationReport  # noqa: Y015
+
+@_typing.final
 class ReportRequest(_message.Message):
     """Reports steps of rounds, in their order."""
 
@@ -1367,6 +1519,8 @@ class Report(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    EQUIVOCATION_FIELD_NUMBER: _builtins.int
+    AUDITED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     @_builtins.property
@@ -1393,6 +1547,14 @@ class Report(_message.Message):
     def draining(self) -> Global___DrainingReport:
         """The node is leaving."""
 
+    @_builtins.property
+    def equivocation(self) -> Global___EquivocationReport:
+        """A member was seen to lie."""
+
+    @_builtins.property
+    def audited(self) -> Global___AuditedReport:
+        """A slice was audited."""
+
     def __init__(
         self,
         *,
@@ -1403,12 +1565,14 @@ class Report(_message.Message):
         applied: Global___AppliedReport | None = ...,
         evaluated: Global___EvaluatedReport | None = ...,
         draining: Global___DrainingReport | None = ...,
+        equivocation: Global___EquivocationReport | None = ...,
+        audited: Global___AuditedReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "draining", b"draining", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "trained", b"trained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "trained", b"trained"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "draining", b"draining", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "round", b"round", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "round", b"round", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "equivocation", "audited"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 

@@ -43,6 +43,8 @@ class _PayloadKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PayloadKi
     """
     PAYLOAD_KIND_PIECE: _PayloadKind.ValueType  # 8
     """One piece of a file of the tokens."""
+    PAYLOAD_KIND_REDUCER_ERROR: _PayloadKind.ValueType  # 20
+    """What a reducer adds to a mean of what the encoding of its results has rounded away: fp32, little-endian."""
 
 class PayloadKind(_PayloadKind, metaclass=_PayloadKindEnumTypeWrapper):
     """What a payload holds."""
@@ -65,6 +67,8 @@ the order of their names.
 """
 PAYLOAD_KIND_PIECE: PayloadKind.ValueType  # 8
 """One piece of a file of the tokens."""
+PAYLOAD_KIND_REDUCER_ERROR: PayloadKind.ValueType  # 20
+"""What a reducer adds to a mean of what the encoding of its results has rounded away: fp32, little-endian."""
 Global___PayloadKind: _TypeAlias = PayloadKind  # noqa: Y015
 
 class _TransferStatus:
@@ -139,6 +143,8 @@ class PayloadHeader(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SENDER_KEY_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    PLAN_OPENED_AT_FIELD_NUMBER: _builtins.int
     kind: Global___PayloadKind.ValueType
     """What the body holds."""
     run_digest: _builtins.bytes
@@ -179,6 +185,10 @@ class PayloadHeader(_message.Message):
     """Ed25519 public key of the sender of a contribution or a result, 32 bytes; its digest is sender_id."""
     signature: _builtins.bytes
     """The key's signature over protocol.payload.PayloadHeader.statement, 64 bytes."""
+    process_id: _builtins.int
+    """Process of the sender of a contribution or a result, as it was announced in AttachRequest."""
+    plan_opened_at: _builtins.float
+    """Plan.opened_at of the plan that a contribution or a result goes by."""
     def __init__(
         self,
         *,
@@ -200,10 +210,12 @@ class PayloadHeader(_message.Message):
         attempt: _builtins.int = ...,
         sender_key: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
+        process_id: _builtins.int = ...,
+        plan_opened_at: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_digest", b"base_digest", "body_bytes", b"body_bytes", "body_digest", b"body_digest", "codec", b"codec", "fragment", b"fragment", "kind", b"kind", "norm", b"norm", "num_elements", b"num_elements", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "sender_id", b"sender_id", "sender_key", b"sender_key", "signature", b"signature", "slice_index", b"slice_index", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_digest", b"base_digest", "body_bytes", b"body_bytes", "body_digest", b"body_digest", "codec", b"codec", "fragment", b"fragment", "kind", b"kind", "norm", b"norm", "num_elements", b"num_elements", "plan_opened_at", b"plan_opened_at", "process_id", b"process_id", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "sender_id", b"sender_id", "sender_key", b"sender_key", "signature", b"signature", "slice_index", b"slice_index", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -402,6 +414,40 @@ class WantTokens(_message.Message):
 Global___WantTokens: _TypeAlias = WantTokens  # noqa: Y015
 
 @_typing.final
+class WantInput(_message.Message):
+    """Asks a reducer for what it has made a slice's result of, to make it again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    SLICE_INDEX_FIELD_NUMBER: _builtins.int
+    CONTRIBUTOR_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Round."""
+    slice_index: _builtins.int
+    """Slice."""
+    contributor_id: _builtins.str
+    """Who has contributed it; empty: the reducer's error."""
+    digest: _builtins.bytes
+    """Digest of the body: of a contribution its first 16 bytes, of the reducer's error all 32."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        slice_index: _builtins.int = ...,
+        contributor_id: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributor_id", b"contributor_id", "digest", b"digest", "round", b"round", "slice_index", b"slice_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantInput: _TypeAlias = WantInput  # noqa: Y015
+
+@_typing.final
 class TransferRequest(_message.Message):
     """Opens a stream."""
 
@@ -413,6 +459,7 @@ class TransferRequest(_message.Message):
     WANT_CHUNK_FIELD_NUMBER: _builtins.int
     STRIPE_FIELD_NUMBER: _builtins.int
     WANT_TOKENS_FIELD_NUMBER: _builtins.int
+    WANT_INPUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offer(self) -> Global___Offer:
         """To push a payload."""
@@ -437,6 +484,10 @@ class TransferRequest(_message.Message):
     def want_tokens(self) -> Global___WantTokens:
         """To fetch something of the run's tokens."""
 
+    @_builtins.property
+    def want_input(self) -> Global___WantInput:
+        """To audit a reducer."""
+
     def __init__(
         self,
         *,
@@ -446,12 +497,13 @@ class TransferRequest(_message.Message):
         want_chunk: Global___WantChunk | None = ...,
         stripe: Global___Stripe | None = ...,
         want_tokens: Global___WantTokens | None = ...,
+        want_input: Global___WantInput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_input", b"want_input", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer", "request", b"request", "stripe", b"stripe", "want_chunk", b"want_chunk", "want_input", b"want_input", "want_manifest", b"want_manifest", "want_result", b"want_result", "want_tokens", b"want_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["offer", "want_result", "want_manifest", "want_chunk", "stripe", "want_tokens"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["offer", "want_result", "want_manifest", "want_chunk", "stripe", "want_tokens", "want_input"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 

@@ -191,6 +191,7 @@ class FakeNode:
             body=b"body",
             norm=1.0,
             base_digest=plan.base_digest,
+            plan_opened_at=plan.opened_at,
             signer=self.identity,
         ).header
 

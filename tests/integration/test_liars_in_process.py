@@ -1,17 +1,26 @@
 """Liars in a whole swarm, by production's code: the run learns on, and who shouts is left out."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
+from structlog.testing import capture_logs
 
 from coordinator.swarm.bounds import MOST_TIMES_USUAL
+from coordinator.swarm.state import MemberState
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
+from node.exchange.giving import Pushes
+from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.island.data.corpus import Corpus, read_corpus
 from node.outer_state import Vector
-from protocol.rounds import WHOLE
+from protocol.payload import RESULT, Payload, PayloadHeader
+from protocol.rounds import WHOLE, Digest, NodeId
+from protocol.trust.rulings import RulingKind
+from protocol.v1 import session_pb2
 from tests.tiny_runs import tiny
 
 NUM_NODES = 5
@@ -122,3 +131,57 @@ class Louder:
             np.multiply(out, np.float32(1000), out=out)
 
         return louder
+
+
+def test_who_hands_different_results_to_different_members_is_expelled_by_its_own_signatures(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second round on all but one of the others get another result than is reported."""
+    start = Pushes.start
+    believes = identity_of(0).node_id
+
+    def lying(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
+        header = payload.header
+        is_lie = header.kind == RESULT and header.sender_id == LIAR and header.round > 1
+        if is_lie and peer != believes:
+            other = payload.body[:-1] + bytes([payload.body[-1] ^ 1])
+            header = replace(header, body_digest=Digest(blake3(other).digest()))
+            payload = Payload(header=header.signed(identity_of(1)), body=other)
+        start(self, peer, payload, **how)
+
+    monkeypatch.setattr(Pushes, "start", lying)
+    monkeypatch.setattr(Outer, "check_result", lambda self, payload: None)
+    spec = tiny(run={"min_nodes": NUM_NODES - 1})
+    lives = [Life(is_liar=place == 1) for place in range(NUM_NODES)]
+    attacked = simulate(spec, lives=lives, corpus=corpus)
+    assert attacked.final.is_finished
+    (expelled,) = [r for r in attacked.final.rulings if r.kind is RulingKind.EXPELLED]
+    assert expelled.node_id == LIAR and expelled.by == "the coordinator"
+    assert "it signed two different results to slice" in expelled.reason
+    assert attacked.final.members[LIAR].state is MemberState.EXPELLED
+    assert len(attacked.digests) == NUM_NODES - 1
+    assert set(attacked.digests.values()) == {attacked.final.outer_digest}
+
+
+def test_a_false_accusation_expels_nobody_and_is_logged(corpus: Corpus) -> None:
+    """One shows two results of another, of which it has changed one."""
+
+    def accusing(message: Any) -> Any:
+        if isinstance(message, session_pb2.ReportRequest):
+            for report in list(message.reports):
+                if report.WhichOneof("report") == "reduced" and report.reduced.header:
+                    false = PayloadHeader.decode(report.reduced.header)
+                    victim = identity_of(2)
+                    one = replace(false, sender_id=victim.node_id, sender_key=victim.public_key)
+                    two = replace(one, norm=7.0)
+                    shown = session_pb2.EquivocationReport(one=one.encode(), other=two.encode())
+                    message.reports.add(round=report.round, equivocation=shown)
+        return message
+
+    spec = tiny(run={"min_nodes": NUM_NODES})
+    lives = [Life(says=accusing if place == 1 else None) for place in range(NUM_NODES)]
+    with capture_logs() as logs:
+        accused = simulate(spec, lives=lives, corpus=corpus)
+    assert accused.final.is_finished and not accused.final.rulings
+    assert len(accused.digests) == NUM_NODES
+    assert [each for each in logs if each["event"] == "an accusation proves nothing"]

@@ -93,7 +93,7 @@ def test_int4_sends_about_an_eighth_of_fp32(finished: SimulatedRun, corpus: Corp
         tiny(exchange={"uplink": "fp32", "downlink": "fp32"}), lives=[Life()] * 3, corpus=corpus
     )
     ratio = sum(exact.bytes_sent.values()) / sum(finished.bytes_sent.values())
-    assert 6 < ratio < 8  # headers and scales keep it below 8
+    assert 6 < ratio < 8.5  # headers and scales keep it below 8, audits of fp32 errors may not
 
 
 def test_settled_digests_form_a_chain(finished: SimulatedRun) -> None:

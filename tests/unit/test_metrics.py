@@ -11,7 +11,7 @@ from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import RUN_METRICS, board_of
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.transition import Transition
-from protocol.messages import RoundCommitted, SliceTakenOver
+from protocol.messages import AuditAsked, Reduced, RoundCommitted, SliceTakenOver
 from protocol.rounds import Commit, NodeId, SliceOutcome
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
@@ -88,7 +88,7 @@ def test_seconds_are_counted_in_the_phase_that_they_were_spent_in() -> None:
     assert tally.counts(16.0).commits == 0
 
 
-def test_void_slices_and_takeovers_are_counted() -> None:
+def test_void_slices_takeovers_and_audits_are_counted() -> None:
     scene = Scene()
     tally = RoundTally(scene.state, now=0.0)
     slices = (
@@ -99,7 +99,12 @@ def test_void_slices_and_takeovers_are_counted() -> None:
     takeover = SliceTakenOver(
         round=1, slice_index=0, reducer_id=NodeId("x"), attempt=1, contribute_seconds=1.0
     )
-    actions = (Tell(message=RoundCommitted(commit=closed)), Tell(message=takeover))
+    nothing = Reduced(slice_index=0, digest=None, contributors=(), contributions=())
+    asked = AuditAsked(round=1, reducer_id=NodeId("x"), attempt=0, seconds=1.0, reduced=nothing)
+    actions = (
+        *(Tell(message=RoundCommitted(commit=closed)), Tell(message=takeover)),
+        Tell(message=asked, to=(NodeId("y"), NodeId("z"))),
+    )
     tally.hear(Transition(state=scene.state, actions=actions, at=1.0))
     counts = tally.counts(1.0)
-    assert (counts.commits, counts.void_slices, counts.takeovers) == (1, 1, 1)
+    assert (counts.commits, counts.void_slices, counts.takeovers, counts.audits) == (1, 1, 1, 2)

@@ -32,6 +32,8 @@ def refusal(
             f"{place_of(header)} is from state {header.base_digest.hex()[:8]}, and its plan is on "
             f"{state.plan.base_digest.hex()[:8]}"
         )
+    if header.plan_opened_at != state.plan.opened_at:
+        return f"{place_of(header)} goes by another plan of the round"
     known = state.slices.get(header.slice_index)
     if header.kind == CONTRIBUTION:
         return _refusal_of_contribution(state, known, sender, header)
@@ -86,6 +88,16 @@ def _refusal_of_result(
     if known.held is not None and known.held.header != header:
         return f"another result of {place} is held already"
     return misfit(header, known.part, state.rules.downlink)
+
+
+def contradicted(state: RoundState | None, header: PayloadHeader) -> PayloadHeader | None:
+    """What is here of the same maker for the same slot, and is another: one of both is a lie."""
+    known = None if state is None else state.slices.get(header.slice_index)
+    if known is None:
+        return None
+    is_contribution = header.kind == CONTRIBUTION
+    here = known.contributions.get(header.sender_id) if is_contribution else known.held
+    return here.header if here is not None and header.contradicts(here.header) else None
 
 
 def misfit(header: PayloadHeader, part: Slice | SliceOutcome, codec: Codec) -> str:

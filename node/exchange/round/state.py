@@ -13,6 +13,7 @@ from node.exchange.codecs.codec import Codec
 from node.exchange.limits import Waits
 from node.exchange.reduction import Reduction, SliceResult
 from protocol.messages import (
+    AuditAsked,
     ParticipantsDeparted,
     ParticipantsIdle,
     Report,
@@ -94,7 +95,8 @@ class RoundState:
             (p.round, p.base_digest, p.assignments, [(s.start, s.num_elements) for s in p.slices])
             for p in (self.plan, plan)
         )
-        return ours == theirs
+        # Of two plans that ask the same, peers take nothing that is signed for the other.
+        return ours == theirs and self.plan.opened_at == plan.opened_at
 
 
 def opened(plan: Plan, rules: Rules, *, patience_seconds: float, now: float) -> RoundState:
@@ -211,7 +213,7 @@ class Closed:
     """The commit's results are here, or the round ends without one: the node goes on."""
 
 
-RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered
+RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered | AuditAsked
 """What the coordinator says of a round between its plan and its commit."""
 
 Event = (
@@ -280,4 +282,13 @@ class Fetch:
     is_committed: bool
 
 
-Action = Send | Reduce | Hold | Drop | Tell | Fetch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeAgain:
+    """A slice's result is made again from what its reducer says that it has made it of."""
+
+    asked: AuditAsked
+    slice: Slice
+    own: Payload | None  # what this node has contributed to it
+
+
+Action = Send | Reduce | Hold | Drop | Tell | Fetch | MakeAgain

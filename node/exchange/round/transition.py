@@ -22,6 +22,7 @@ from node.exchange.round.state import (
     Fetch,
     FetchEnded,
     Hold,
+    MakeAgain,
     MeanTaken,
     PayloadCame,
     Phase,
@@ -36,6 +37,7 @@ from node.exchange.round.state import (
     TimePassed,
 )
 from protocol.messages import (
+    AuditAsked,
     Held,
     ParticipantsDeparted,
     ParticipantsIdle,
@@ -173,6 +175,8 @@ def _take_in(turn: _Turn, event: Event) -> None:
             _take_over(turn, event)
         case ResultOffered():
             _note_offer(turn, event)
+        case AuditAsked():
+            _audit(turn, event)
         case Committed():
             _commit(turn, event)
         case TimePassed(links=links):
@@ -280,6 +284,10 @@ def _hand_out(turn: _Turn, event: MeanTaken) -> None:
         factors=() if made is None else made.factors,
         norm=0.0 if made is None else made.payload.header.norm,
         header=b"" if made is None else made.payload.header.encode(),
+        late=() if made is None else made.inputs.late,
+        missed=() if made is None else made.inputs.missed,
+        error_before=b"" if made is None else made.inputs.error_before,
+        error_after=b"" if made is None else made.inputs.error_after,
     )
     turn.actions.append(Tell(report=reduced))
     if made is None:
@@ -322,6 +330,15 @@ def _note_offer(turn: _Turn, event: ResultOffered) -> None:
             holder_ids=tuple(n for n in event.holder_ids if n != turn.state.rules.node_id),
         )
         turn.put(event.slice_index, wanted=offered, is_fetched=False)
+
+
+def _audit(turn: _Turn, event: AuditAsked) -> None:
+    """Makes another reducer's result again; once the round is committed nobody asks for the finding."""
+    known = turn.state.slices.get(event.reduced.slice_index)
+    if known is None or turn.state.commit is not None:
+        return
+    part = replace(known.part, reducer_id=event.reducer_id)
+    turn.actions.append(MakeAgain(asked=event, slice=part, own=known.own))
 
 
 def _commit(turn: _Turn, event: Committed) -> None:

@@ -89,7 +89,13 @@ class Server:
             case "stripe":
                 with self.admission.parts(sender):
                     await take_parts(stream, sender, self.receiver)
-            case "want_result" | "want_manifest" | "want_chunk" | "want_tokens" as kind:
+            case (
+                "want_result"
+                | "want_manifest"
+                | "want_chunk"
+                | "want_tokens"
+                | "want_input" as kind
+            ):
                 with self.admission.fetch(sender, is_large=kind != "want_manifest"):
                     want = decode_want(request)
                     async with turn_of(want, self._pieces):

@@ -19,6 +19,7 @@ from node.exchange.transport.transport import (
     TransferRefusedError,
     Want,
     WantChunk,
+    WantInput,
     WantManifest,
     WantResult,
     WantTokens,
@@ -30,10 +31,11 @@ from protocol.payload import (
     MANIFEST,
     PIECE,
     PIECE_MAP,
+    REDUCER_ERROR,
     RESULT,
     TOKENS_MANIFEST,
 )
-from protocol.rounds import Digest
+from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire_count import WireKind
 
@@ -53,6 +55,7 @@ _LENGTH_BYTES = 4
 WIRE_KINDS_BY_PAYLOAD: dict[int, WireKind] = {
     CONTRIBUTION: "contribution",
     RESULT: "result",
+    REDUCER_ERROR: "result",
     MANIFEST: "snapshot",
     CHUNK: "snapshot",
     TOKENS_MANIFEST: "data",
@@ -314,6 +317,15 @@ def encode_want(want: Want) -> wire.TransferRequest:
             return wire.TransferRequest(
                 want_tokens=wire.WantTokens(kind=want.kind, digest=want.digest)
             )
+        case WantInput():
+            return wire.TransferRequest(
+                want_input=wire.WantInput(
+                    round=want.round,
+                    slice_index=want.slice_index,
+                    contributor_id=want.contributor_id or "",
+                    digest=want.digest,
+                )
+            )
 
 
 def decode_want(request: wire.TransferRequest) -> Want:
@@ -336,6 +348,14 @@ def decode_want(request: wire.TransferRequest) -> Want:
             if tokens.kind not in (TOKENS_MANIFEST, PIECE_MAP, PIECE):
                 raise TransferRefusedError(f"payload kind {tokens.kind} is nothing of the tokens")
             return WantTokens(kind=tokens.kind, digest=Digest(tokens.digest))
+        case "want_input":
+            wanted = request.want_input
+            return WantInput(
+                round=wanted.round,
+                slice_index=wanted.slice_index,
+                contributor_id=NodeId(wanted.contributor_id) if wanted.contributor_id else None,
+                digest=wanted.digest,
+            )
         case _:
             chunk = request.want_chunk
             return WantChunk(round=chunk.round, index=chunk.index, digest=Digest(chunk.digest))

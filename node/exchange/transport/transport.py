@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 import blake3
 import structlog
 
-from protocol.payload import CHUNK, MANIFEST, PIECE, RESULT, Payload, PayloadHeader
+from protocol.payload import (
+    CHUNK,
+    CONTRIBUTION,
+    MANIFEST,
+    PIECE,
+    REDUCER_ERROR,
+    RESULT,
+    Payload,
+    PayloadHeader,
+)
 from protocol.rounds import Digest, NodeId, RosterEntry
 from protocol.vitals import LinkRates, UploadPace
 
@@ -89,7 +98,17 @@ class WantTokens:
     digest: Digest
 
 
-Want = WantResult | WantManifest | WantChunk | WantTokens
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantInput:
+    """Asks a reducer for what it has made a slice's result of: a contribution, or its own error."""
+
+    round: int
+    slice_index: int
+    contributor_id: NodeId | None  # None: the reducer's error
+    digest: bytes  # of the body: of a contribution as ContributionDigest, of the error whole
+
+
+Want = WantResult | WantManifest | WantChunk | WantTokens | WantInput
 
 
 def do_nothing() -> None:
@@ -208,6 +227,11 @@ def _is_wanted(want: Want, header: PayloadHeader) -> bool:
             return (header.round, header.body_digest) == (round_, digest)
         case WantTokens(kind=kind, digest=digest):
             return kind != PIECE or header.body_digest == digest
+        case WantInput(contributor_id=contributor, digest=digest):
+            place = (header.round, header.slice_index)
+            is_of = contributor in (None, header.sender_id)
+            is_it = header.body_digest[: len(digest)] == digest and len(digest) > 0
+            return place == (want.round, want.slice_index) and is_of and is_it
 
 
 def kind_of(want: Want) -> "transfer_pb2.PayloadKind.ValueType":
@@ -221,6 +245,8 @@ def kind_of(want: Want) -> "transfer_pb2.PayloadKind.ValueType":
             return CHUNK
         case WantTokens(kind=kind):
             return kind
+        case WantInput(contributor_id=contributor):
+            return REDUCER_ERROR if contributor is None else CONTRIBUTION
 
 
 @contextmanager

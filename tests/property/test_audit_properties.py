@@ -1,0 +1,83 @@
+"""Audits with liars among reducers and auditors: with less than half of the weight they convict nobody."""
+
+from dataclasses import replace
+
+from effort import examples
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from coordinator.swarm.actions import QuarantineAsked
+from coordinator.swarm.events import Reported
+from coordinator.swarm.state import Verdict, Work
+from protocol.messages import AuditAsked, Audited
+from protocol.rounds import NodeId
+from tests.unit.swarm_scene import Scene, asked_of, digest_of
+
+NAMES = tuple("abcdefg")
+CLAIMED, RIGHT, MADE_UP = (digest_of(t) for t in ("claimed", "right", "made up"))
+
+
+@settings(examples(60))
+@given(
+    tokens=st.lists(st.integers(1, 1000), min_size=3, max_size=7),
+    lying=st.sets(st.integers(0, 6)),
+    is_reducer_lying=st.booleans(),
+    secret=st.binary(min_size=4, max_size=4),
+    order=st.randoms(use_true_random=False),
+    tells=st.sampled_from([CLAIMED, MADE_UP, b""]),
+)
+def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_result_outlives_an_honest_look(
+    tokens: list[int],
+    lying: set[int],
+    is_reducer_lying: bool,
+    secret: bytes,
+    order: object,
+    tells: bytes,
+) -> None:
+    names = NAMES[: len(tokens)]
+    scene = Scene(min_nodes=len(names))
+    rules = replace(scene.state.rules, audited_share=1.0)
+    scene.state = replace(scene.state, rules=rules, audit_secret=secret)
+    for name in names:
+        scene.attach(name, invite=name)
+    work = dict(zip(names, tokens, strict=True))
+    say = replace(scene.round.say, weights=work, is_confirmed=True)  # type: ignore[type-var]
+    members = {
+        n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in scene.state.members.items()
+    }
+    scene.state = replace(scene.state, members=members, open_round=replace(scene.round, say=say))
+    reducer = scene.round.slices[0].slice.reducer_id
+    liars = {NodeId(names[i]) for i in lying if i < len(names)} - {reducer}
+    if is_reducer_lying:
+        liars.add(reducer)
+    assume(2 * sum(work[n] for n in liars) < sum(tokens))
+
+    result = CLAIMED if is_reducer_lying else RIGHT
+    scene.train(reducer)
+    scene.reduce(reducer, 0, result)
+
+    def answer(asked: list[NodeId]) -> None:
+        order.shuffle(asked)  # type: ignore[attr-defined]
+        for name in asked:
+            found = tells if name in liars else RIGHT
+            report = Audited(slice_index=0, digest=result, found=found, why="")
+            scene.do(Reported(node_id=name, round=1, report=report))
+
+    (first,) = asked_of(scene.actions, AuditAsked)
+    answer([first])
+    answer([n for n in asked_of(scene.log, AuditAsked) if n != first])
+    audit = scene.round.slices[0].audit
+    assert audit is not None
+    verdict = audit.verdict
+    convicted = {a.node_id for a in scene.log if isinstance(a, QuarantineAsked)}
+    contradicted = {n for n, m in scene.state.members.items() if m.audits.num_contradicted}
+    assert convicted <= liars
+    assert contradicted <= liars
+    if is_reducer_lying and first not in liars:
+        assert verdict in (Verdict.VOID, Verdict.CONVICTED)
+        honest = [n for n in names if n not in liars]
+        if len(honest) > 1:
+            assert convicted == {reducer}, "all that are honest looked, and they are most"
+    is_seen_honestly = any(n not in liars for n in audit.auditor_ids)
+    if not is_reducer_lying and is_seen_honestly:
+        assert verdict is Verdict.AGREED, "liars make nothing void that an honest auditor looks at"

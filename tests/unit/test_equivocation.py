@@ -1,0 +1,125 @@
+"""Two different things that one process signed for one slot prove that it lies, and nothing else does."""
+
+from dataclasses import replace
+
+import pytest
+
+from node.exchange.signing import AlreadySignedError, PayloadSigner
+from protocol.errors import BadDataError
+from protocol.payload import CHUNK, CONTRIBUTION, RESULT, Payload, PayloadHeader
+from protocol.rounds import Digest
+from protocol.trust.equivocation import equivocation_in
+from protocol.trust.identity import Identity
+
+RUN = Digest(b"r" * 32)
+LIAR, OTHER = Identity.generate(), Identity.generate()
+
+
+def payload(body: bytes, kind: int = CONTRIBUTION, **changes: object) -> Payload:
+    values: dict[str, object] = {
+        "kind": kind,
+        "run_digest": RUN,
+        "round": 7,
+        "fragment": 0,
+        "slice_index": 3,
+        "start": 0,
+        "num_elements": 4,
+        "codec": "fp32/1",
+        "sender_id": LIAR.node_id,
+        "samples": 1,
+        "tokens": 1,
+        "base_digest": b"b" * 32,
+        "plan_opened_at": 12.5,
+        "process_id": 77,
+    }
+    return Payload.seal(body=body, **values | changes)  # type: ignore[arg-type]
+
+
+def signed(body: bytes, by: Identity = LIAR, **changes: object) -> PayloadHeader:
+    return payload(body, **changes).header.signed(by)
+
+
+@pytest.mark.parametrize("kind", [CONTRIBUTION, RESULT])
+def test_two_signed_things_for_one_slot_prove_a_lie_in_whatever_order_they_are_shown(
+    kind: int,
+) -> None:
+    one, other = signed(b"one", kind=kind).encode(), signed(b"other", kind=kind).encode()
+    found = equivocation_in(one, other, run_digest=RUN)
+    assert found.node_id == LIAR.node_id
+    assert "slice 3 of round 7" in found.reason
+    assert equivocation_in(other, one, run_digest=RUN) == found
+
+
+def test_another_weight_for_the_same_body_is_a_lie_too() -> None:
+    one, other = signed(b"same"), signed(b"same", tokens=9)
+    assert equivocation_in(one.encode(), other.encode(), run_digest=RUN).node_id == LIAR.node_id
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"process_id": 78},
+        {"attempt": 1},
+        {"round": 8},
+        {"slice_index": 4},
+        {"base_digest": b"c" * 32},
+        {"plan_opened_at": 13.0},
+        {"kind": RESULT},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_was_made_for_different_slots_proves_nothing(changes: dict[str, object]) -> None:
+    with pytest.raises(BadDataError, match="do not contradict"):
+        equivocation_in(
+            signed(b"one").encode(), signed(b"other", **changes).encode(), run_digest=RUN
+        )
+
+
+def test_one_thing_shown_twice_proves_nothing() -> None:
+    with pytest.raises(BadDataError, match="do not contradict"):
+        equivocation_in(signed(b"one").encode(), signed(b"one").encode(), run_digest=RUN)
+
+
+def test_nobody_is_accused_with_a_signature_that_is_not_its_own() -> None:
+    forged = signed(b"other", by=OTHER)
+    for false in (
+        forged,
+        replace(forged, sender_key=LIAR.public_key),
+        payload(b"other").header,
+        replace(signed(b"third"), body_digest=Digest(bytes(32))),
+    ):
+        with pytest.raises(BadDataError, match="no proof"):
+            equivocation_in(signed(b"one").encode(), false.encode(), run_digest=RUN)
+
+
+def test_what_is_of_another_run_or_unreadable_or_never_signed_proves_nothing() -> None:
+    one = signed(b"one").encode()
+    with pytest.raises(BadDataError, match="another run"):
+        equivocation_in(one, signed(b"other").encode(), run_digest=Digest(bytes(32)))
+    with pytest.raises(BadDataError, match="no header"):
+        equivocation_in(one, b"\xff", run_digest=RUN)
+    chunks = [payload(body, kind=CHUNK).header.encode() for body in (b"one", b"other")]
+    with pytest.raises(BadDataError, match="do not contradict"):
+        equivocation_in(*chunks, run_digest=RUN)
+
+
+def test_an_honest_process_never_signs_two_things_for_one_slot() -> None:
+    signer = PayloadSigner(LIAR)
+    signer.process_id = 5
+    first = signer.signed(payload(b"one"))
+    assert first.header.process_id == 5 and not first.header.forgery()
+    assert signer.signed(payload(b"one")) == first
+    with pytest.raises(AlreadySignedError, match="slice 3 of round 7"):
+        signer.signed(payload(b"other"))
+    signer.signed(payload(b"other", slice_index=4))
+    signer.signed(payload(b"other", attempt=1, kind=RESULT))
+
+
+def test_another_process_of_the_same_node_may_make_another() -> None:
+    """It has lost what the one before it held; both are honest."""
+    headers = []
+    for process_id, body in ((5, b"one"), (6, b"other")):
+        signer = PayloadSigner(LIAR)
+        signer.process_id = process_id
+        headers.append(signer.signed(payload(body)).header)
+    assert not headers[0].contradicts(headers[1])
