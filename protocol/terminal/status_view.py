@@ -111,9 +111,6 @@ MOST_NAMED = 4
 MOST_PAIRS = 20
 """Of nodes that do not reach each other, in one sentence."""
 
-MOST_NAMED = 8
-"""Of nodes that reach others through a helper."""
-
 
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
     """Which nodes do not reach each other, and which do through a helper, in words; empty when all do."""

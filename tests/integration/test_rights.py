@@ -35,8 +35,8 @@ from protocol.trust.pki import (
 from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
-ANYBODY = {"owner", "viewer", "node", "nobody"}
-NODE, MEMBERS, OWNER = {"node"}, {"owner", "viewer", "node"}, {"owner"}
+ANYBODY = {"owner", "viewer", "node", "helper", "nobody"}
+NODE, MEMBERS, OWNER = {"node", "helper"}, {"owner", "viewer", "node", "helper"}, {"owner"}
 
 RIGHTS = {
     "EnrolmentService.Enrol": ANYBODY,
@@ -61,6 +61,7 @@ RIGHTS = {
     "OperatorService.RuleNode": OWNER,
     "OperatorService.SteerRun": OWNER,
     "OperatorService.AmendRun": OWNER,
+    "OperatorService.RollBackRun": OWNER,
     "OperatorService.ListRulings": OWNER,
 }
 """Who may make which call, with a certificate that holds. "nobody" has none at all."""
@@ -146,7 +147,8 @@ async def every_certificate(tmp_path: Path) -> AsyncIterator[Scene]:
         owner = Credentials.load(home.directory)
         invite, _ = await invite_from(home, uses=4)
         fakes = {name: await joined(invite, name) for name in ("node", "expelled", "quarantined")}
-        fakes["viewer"] = await joined(await invite_with(home, for_viewers=True), "viewer")
+        for role in ("viewer", "helper"):
+            fakes[role] = await joined(await invite_with(home, role=role), role)
         fakes["unapproved"] = await joined(
             await invite_with(home, needs_approval=True), "unapproved"
         )
@@ -181,7 +183,7 @@ async def every_certificate(tmp_path: Path) -> AsyncIterator[Scene]:
             ),
             **{name: fakes[name].credentials for name in ("expelled", "quarantined", "unapproved")},
         }
-        roles = {"owner": owner, **{n: fakes[n].credentials for n in ("node", "viewer")}}
+        roles = {"owner": owner, **{n: fakes[n].credentials for n in ("node", "viewer", "helper")}}
         enrolment = endpoint_of("127.0.0.1", coordinator.enrolment_port)
         try:
             yield Scene(home=home, roles=roles, wrong=wrong, enrolment=enrolment)

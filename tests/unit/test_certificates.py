@@ -45,7 +45,7 @@ NODE = Identity.generate()
 class Scene:
     """Certificates of one enrolled node, with a clock and a standing that a test sets."""
 
-    def __init__(self, *, for_viewers: bool = False) -> None:
+    def __init__(self, *, role: Role = Role.NODE) -> None:
         self.now = 1000.0
         self.wall = NOW
         self.standing: Ruling | None = None
@@ -57,7 +57,7 @@ class Scene:
             max_uses=1,
             expires_utc_seconds=NOW + 60,
             host="h",
-            for_viewers=for_viewers,
+            role=role,
         )
         self.store.redeem(
             "inv",
@@ -107,11 +107,11 @@ def ruling(kind: RulingKind) -> Ruling:
     )
 
 
-@pytest.mark.parametrize(("for_viewers", "role"), [(False, Role.NODE), (True, Role.VIEWER)])
+@pytest.mark.parametrize("role", [Role.NODE, Role.HELPER, Role.VIEWER])
 def test_who_signs_the_challenge_gets_a_certificate_of_a_day_for_its_role(
-    for_viewers: bool, role: Role
+    role: Role,
 ) -> None:
-    scene = Scene(for_viewers=for_viewers)
+    scene = Scene(role=role)
     answer = scene.certificates.renew_by_identity(scene.request())
     leaf = Bundle.read(answer.certificate_pem).leaf_pem
     assert (principal_of(leaf).node_id, principal_of(leaf).role) == (NODE.node_id, role)

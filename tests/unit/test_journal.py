@@ -1,32 +1,37 @@
-"""The phases that the coordinator's log tells of, for who looks for a fault."""
+"""What is news to who runs a swarm, down to the phases of rounds."""
 
-from structlog.testing import capture_logs
 from swarm_scene import INITIAL, Scene, digest_of
 
-from coordinator.journal import farewell, log_transition
+from coordinator.journal import News, farewell, news_of
 from coordinator.swarm.events import Event, Started
 from coordinator.swarm.transition import Transition
 
 
-class LoggedScene(Scene):
-    """A scene whose steps are logged."""
+class ToldScene(Scene):
+    """A scene whose news are kept."""
+
+    def __init__(self, *, min_nodes: int = 1) -> None:
+        self.news: list[News] = []
+        super().__init__(min_nodes=min_nodes)
 
     def do(self, event: Event) -> None:
         before = self.state
         super().do(event)
-        log_transition(before, Transition(state=self.state, actions=self.actions, at=self.now))
+        told = Transition(state=self.state, actions=self.actions, at=self.now)
+        self.news += news_of(before, told)
+
+    def phases(self) -> list[tuple[object, object]]:
+        return [(n.facts["phase"], n.facts["round"]) for n in self.news if n.what == "phase"]
 
 
 def test_each_phase_of_each_round_is_told_once() -> None:
-    scene = LoggedScene(min_nodes=2)
-    with capture_logs() as logs:
-        scene.attach("a", "b")
-        scene.train("a")
-        scene.train("b")
-        scene.commit("a", "b")
-        scene.apply(digest_of("state 1"), "a", "b")
-    phases = [(line["phase"], line["round"]) for line in logs if line["event"] == "phase"]
-    assert phases == [
+    scene = ToldScene(min_nodes=2)
+    scene.attach("a", "b")
+    scene.train("a")
+    scene.train("b")
+    scene.commit("a", "b")
+    scene.apply(digest_of("state 1"), "a", "b")
+    assert scene.phases() == [
         ("opened", 1),
         ("exchanging", 1),
         ("committed", 1),
@@ -36,12 +41,10 @@ def test_each_phase_of_each_round_is_told_once() -> None:
 
 
 def test_a_void_round_is_committed_and_settled_in_one_step() -> None:
-    scene = LoggedScene()
-    with capture_logs() as logs:
-        scene.attach("a")
-        scene.leave("a")
-    phases = [(line["phase"], line["round"]) for line in logs if line["event"] == "phase"]
-    assert phases == [("opened", 1), ("committed", 1), ("settled", 1)]
+    scene = ToldScene()
+    scene.attach("a")
+    scene.leave("a")
+    assert scene.phases() == [("opened", 1), ("committed", 1), ("settled", 1)]
 
 
 def test_a_stopping_coordinator_says_what_becomes_of_its_nodes() -> None:
@@ -73,13 +76,13 @@ def test_a_stopping_coordinator_says_what_becomes_of_its_nodes() -> None:
 
 
 def test_who_reaches_whom_only_through_a_helper_is_no_warning() -> None:
-    scene = LoggedScene(min_nodes=3)
+    scene = ToldScene(min_nodes=3)
     scene.attach("a", "b")
     scene.attach("h", is_helper=True)
-    with capture_logs() as logs:
-        scene.beat("a", at=0, digest=INITIAL, unreachable=("b",))
-    told = [(line["event"], line["log_level"], line.get("helper")) for line in logs]
+    scene.news.clear()
+    scene.beat("a", at=0, digest=INITIAL, unreachable=("b",))
+    told = [(n.what, n.level, n.facts.get("helper")) for n in scene.news]
     assert ("two nodes reach each other through", "info", "h") in told
-    with capture_logs() as logs:
-        scene.beat("b", at=0, digest=INITIAL, unreachable=("h",))
-    assert [line["nodes"] for line in logs if line["log_level"] == "warning"] == [["b", "h"]]
+    scene.news.clear()
+    scene.beat("b", at=0, digest=INITIAL, unreachable=("h",))
+    assert [n.facts["nodes"] for n in scene.news if n.level == "warning"] == [["b", "h"]]

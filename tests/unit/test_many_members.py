@@ -210,6 +210,7 @@ async def test_a_result_of_more_than_a_thousand_contributors_is_reported_and_com
         sender_id=reducer_id,
         body=b"body",
         norm=1.5,
+        plan_opened_at=scene.round.opened_at,
     ).header
 
     def report(num_contributors: int, number: int = 1) -> session_pb2.ReportRequest:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from node.island.checkpoints import passing
+from node.island.checkpoints import passing, telling
 from node.island.checkpoints.folder import NoCheckpointError
 from node.island.checkpoints.inner_state import PartPlanner
 from node.island.checkpoints.passing import PassingReader, joined
@@ -113,15 +113,16 @@ class Table:
         self._mail: dict[tuple[int, int], SimpleQueue[Tensor]] = {p: SimpleQueue() for p in pairs}
         self._taken: dict[tuple[int, int], SimpleQueue[None]] = {p: SimpleQueue() for p in pairs}
 
-    def all_gather_object(self, into: list[Any], own: Any, *, group: int) -> None:
-        self._said[group] = own
+    def all_gather(self, into: list[Tensor], own: Tensor, *, group: int) -> None:
+        self._said[group] = own.clone()
         self._barrier.wait()
-        into[:] = self._said
+        for place, said in zip(into, self._said, strict=True):
+            place.copy_(said)
         self._barrier.wait()
 
     def all_reduce(self, values: Tensor, *, group: int) -> None:
-        said: list[Any] = [None] * self.num_ranks
-        self.all_gather_object(said, values.clone(), group=group)
+        said = [torch.empty_like(values) for _ in range(self.num_ranks)]
+        self.all_gather(said, values, group=group)
         values.copy_(torch.stack(said).sum(dim=0))
 
     def send(self, values: Tensor, *, group: int, group_dst: int) -> None:
@@ -141,6 +142,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     """Two hosts with two ranks each; a rank's group is its number."""
     table = Table(4)
     monkeypatch.setattr(passing, "dist", table)
+    monkeypatch.setattr(telling, "dist", table)
     return table
 
 
@@ -188,7 +190,6 @@ def read(
     `harm` comes after they have planned, and before they read.
     """
     outcomes = [Outcome() for _ in range(table.num_ranks)]
-    plans: list[Any] = [None] * table.num_ranks
 
     def run(rank: int) -> None:
         outcome = outcomes[rank]
@@ -199,9 +200,7 @@ def read(
             reader.set_up_storage_reader(metadata, rank == 0)
             planner = DefaultLoadPlanner()
             planner.set_up_planner(dict(outcome.state), metadata, rank == 0)
-            table.all_gather_object(plans, planner.create_local_plan(), group=rank)
-            # Rank 0 does this for all, and the others get what is theirs.
-            own = reader.prepare_global_plan(list(plans))[rank]
+            (own,) = reader.prepare_global_plan([planner.create_local_plan()])
             harm(rank, own, planner)
             reader.read_data(own, planner).wait()
             outcome.received_bytes = reader.received_bytes
