@@ -34,8 +34,8 @@ from lab.simulation.swarm import Life, RunStuckError, SimulatedRun, identity_of,
 from node.island.data.corpus import Corpus, read_corpus
 from node.outer_state import Vector
 from protocol.errors import AtollError
-from protocol.rounds import WHOLE, NodeId
 from protocol.v1 import session_pb2 as pb
+from protocol.wire.rounds import WHOLE, NodeId
 
 NODES = 8
 SECONDS_A_STEP = 0.05  # virtual

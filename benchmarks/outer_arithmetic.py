@@ -29,9 +29,10 @@ from node.exchange.mean import norm_of
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
 from node.outer_state import Vector
-from protocol.layout import Layout, NamedShape
-from protocol.payload import CONTRIBUTION, RESULT, Payload
-from protocol.rounds import (
+from protocol.run.layout import Layout, NamedShape
+from protocol.run.run_spec import ExchangeSection, OuterSection, RunSpec
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
+from protocol.wire.rounds import (
     Assignment,
     Commit,
     ContributionDigest,
@@ -43,7 +44,6 @@ from protocol.rounds import (
     SliceOutcome,
     cut_into_slices,
 )
-from protocol.run_spec import ExchangeSection, OuterSection, RunSpec
 
 TOKENS = 1000
 USUAL_ELEMENTS = 1 << 21  # of a slice: a megabyte with int4

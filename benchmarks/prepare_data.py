@@ -28,8 +28,8 @@ from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.samples import SampleOrder
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 
 TEXTS = ("/usr/share/doc/**/copyright", "/usr/share/common-licenses/*", "/usr/lib/python3*/**/*.py")
 FILE_BYTES = 256 << 20

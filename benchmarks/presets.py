@@ -25,7 +25,7 @@ from coordinator.presets.link_shares import CUBIC, CongestionControl
 from coordinator.presets.model_sizes import NAMED_MODELS
 from lab.simulation.queued_network import QueuedNetwork
 from lab.simulation.swarm import Life, simulate
-from protocol.run_spec import RunSpec, validated
+from protocol.run.run_spec import RunSpec, validated
 
 MODELS = ("0.2m", "125m", "1b", "7b")
 LINKS_MBIT = (10, 100, 1000)

@@ -97,7 +97,7 @@ class Started:
 
 def typed(python: Path, *arguments: str | Path) -> list[str]:
     """A command of Atoll, in the environment of that Python."""
-    return [str(python), "-P", "-m", "protocol.cli", *map(str, arguments)]
+    return [str(python), "-P", "-m", "protocol.terminal.cli", *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:

@@ -38,21 +38,21 @@ from coordinator.store import Store
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
-from protocol.amendments import in_force
 from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
-from protocol.layout import layout_of
-from protocol.logging import LogStream, start_logging
-from protocol.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bind_enrolment
+from protocol.run.amendments import in_force
+from protocol.run.layout import layout_of
+from protocol.terminal.logging import LogStream, start_logging
+from protocol.terminal.typed import web_address_of
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import pin_of
 from protocol.trust.rulings import checked_chain
 from protocol.trust.signing import CommitSigner
-from protocol.typed import web_address_of
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
 from protocol.v1.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
+from protocol.wire.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bind_enrolment
 
 if TYPE_CHECKING:
     from protocol.web.server import WebServer

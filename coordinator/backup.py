@@ -23,7 +23,6 @@ from coordinator.config import (
 )
 from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
-from protocol.amendments import in_force
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError
 from protocol.files.durable import (
     clear_unfinished,
@@ -33,7 +32,8 @@ from protocol.files.durable import (
     write_atomically,
 )
 from protocol.files.folder_lock import LOCK_NAME
-from protocol.run_spec import DESCRIPTION_FILE
+from protocol.run.amendments import in_force
+from protocol.run.run_spec import DESCRIPTION_FILE
 from protocol.trust.credentials import LINK_FILE
 
 _NOTE_PREFIX = ".backup-"

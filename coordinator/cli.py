@@ -13,7 +13,7 @@ import click
 from coordinator.new_run import init as new_run
 from protocol.errors import UnavailableError, UsageError
 from protocol.terminal import console
-from protocol.typed import as_seconds
+from protocol.terminal.typed import as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -373,9 +373,9 @@ def _standing(status: "InviteStatus") -> str:
 @contextmanager
 def operator_of(directory: Path | None) -> "Iterator[OperatorServiceStub]":
     """The run owner's way to the coordinator, by the credentials in its folder."""
-    from protocol.channel import open_blocking_channel
     from protocol.trust.credentials import LINK_FILE, Credentials
     from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+    from protocol.wire.channel import open_blocking_channel
 
     home = folder_of(directory)
     if (home / _CONFIG_FILE).is_file() and not (home / LINK_FILE).is_file():

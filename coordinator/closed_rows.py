@@ -17,13 +17,13 @@ from coordinator.rows import packed, put, row_of, rows_of, unpacked
 from coordinator.swarm.books import screenings_of
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Screening, SwarmState
 from coordinator.swarm.wire_ledger import all_reduce_bytes
-from protocol import convert
-from protocol.messages import Trained
-from protocol.rounds import Commit, Digest, NodeId
 from protocol.trust.signing import statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import status_pb2 as pb
-from protocol.wire_count import WireTotals
+from protocol.wire import convert
+from protocol.wire.messages import Trained
+from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.wire_count import WireTotals
 
 THINNED_BY = 10
 """Of figures that are so many times older, so many times fewer are kept."""

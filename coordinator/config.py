@@ -28,14 +28,15 @@ from coordinator.presets.settling import Settled, settled_run_file, wants_settli
 from coordinator.swarm.state import Rules
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
 from protocol.files.durable import is_taken, read_secret, read_toml, whole_folder, write_atomically
-from protocol.models import Section
-from protocol.run_spec import (
+from protocol.run.models import Section
+from protocol.run.run_spec import (
     RunSection,
     RunSpec,
     load_run_file,
     load_run_folder,
     validated,
 )
+from protocol.terminal.typed import web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,
     CERTIFICATE_FILE,
@@ -46,7 +47,6 @@ from protocol.trust.credentials import (
 from protocol.trust.pki import Authority, Issuer, new_swarm_id
 from protocol.trust.rulings import RulingVerifier
 from protocol.trust.vouching import first_of, number_of
-from protocol.typed import web_address_of
 
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701

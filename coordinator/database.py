@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
 from protocol.files.folder_lock import FolderLock
-from protocol.versions import DATABASE
+from protocol.wire.versions import DATABASE
 
 DATABASE_NAME = "atoll.db"
 
@@ -49,7 +49,7 @@ CREATE TABLE enrolled (
     PRIMARY KEY (invite_id, node_id)
 ) WITHOUT ROWID;
 """
-"""Columns have no type, so that what is read is what was written. protocol.versions has their number."""
+"""Columns have no type, so that what is read is what was written. protocol.wire.versions has their number."""
 
 _REFUSALS = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),

@@ -30,10 +30,10 @@ from coordinator.swarm.events import Event, Started, StreamBroken, Ticked, Woke
 from coordinator.swarm.membership import require_session, roster_of
 from coordinator.swarm.state import Member, SwarmState
 from coordinator.swarm.transition import Transition, next_deadline, step
-from protocol.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
 from protocol.errors import AtollError, SessionEndedError, SystemRefusedError
-from protocol.messages import Message, RosterChanged, RosterTold
-from protocol.rounds import NodeId
+from protocol.wire.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
+from protocol.wire.messages import Message, RosterChanged, RosterTold
+from protocol.wire.rounds import NodeId
 
 MAX_UNREAD = 1000
 """Messages that may wait in a session; a node that reads slower than this is better off anew."""

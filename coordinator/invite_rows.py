@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 from coordinator.rows import put, rows_of
 from protocol.errors import NotPermittedError
-from protocol.rounds import NodeId
 from protocol.trust.pki import Role
+from protocol.wire.rounds import NodeId
 
 MOST_FIRST = (Role.NODE, Role.HELPER, Role.VIEWER)
 """Who has joined with several invites is the first of these that it is by any."""

@@ -15,7 +15,8 @@ from coordinator.swarm.start import missing
 from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState, Verdict
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
-from protocol.messages import (
+from protocol.trust.rulings import in_words
+from protocol.wire.messages import (
     CommitsWanted,
     RefetchAsked,
     ResultOffered,
@@ -24,8 +25,7 @@ from protocol.messages import (
     RunFinished,
     SliceTakenOver,
 )
-from protocol.rounds import NodeId
-from protocol.trust.rulings import in_words
+from protocol.wire.rounds import NodeId
 
 _log = structlog.get_logger()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from coordinator.database import Database
 from coordinator.rows import put, row_of
-from protocol.amendments import AMENDABLE
 from protocol.errors import ConfigError
-from protocol.run_spec import RunSpec
+from protocol.run.amendments import AMENDABLE
+from protocol.run.run_spec import RunSpec
 
 MOST_NAMED = 3
 """Changed keys that a refusal names, and the number of the rest."""

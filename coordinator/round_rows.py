@@ -13,10 +13,10 @@ from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.rows import packed, put, row_of, rows_of, unpacked
 from coordinator.swarm.state import Round, SliceProgress
-from protocol import convert
-from protocol.messages import Trained
-from protocol.rounds import Digest, NodeId
 from protocol.v1 import round_pb2
+from protocol.wire import convert
+from protocol.wire.messages import Trained
+from protocol.wire.rounds import Digest, NodeId
 
 JSON = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="constants")
 

@@ -187,7 +187,7 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
     """  # noqa: D301 - click reads the character \b, not its two letters
     import json
 
-    from protocol.amendments import changes_of
+    from protocol.run.amendments import changes_of
     from protocol.v1 import operator_pb2 as pb
 
     asked = [
@@ -250,11 +250,11 @@ def audit(is_json: bool, directory: Path | None) -> None:
 def _checked_log(directory: Path | None) -> "list[SignedRuling]":
     """All rulings, as the coordinator has them; raises BadDataError where they do not hold together."""
     from coordinator.cli import folder_of
-    from protocol.messages import rulings_from_wire
     from protocol.trust.credentials import Credentials
     from protocol.trust.rulings import RulingVerifier, checked_chain
     from protocol.v1 import operator_pb2 as pb
     from protocol.v1.ruling_pb2 import Rulings
+    from protocol.wire.messages import rulings_from_wire
 
     found: list[SignedRuling] = []
     with operator_of(directory) as stub:

@@ -37,15 +37,15 @@ from coordinator.swarm.state import (
 from coordinator.swarm.steering import with_rulings
 from coordinator.swarm.transition import initial_state
 from coordinator.unsaved import Change, to_save, without_rows
-from protocol import convert
-from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import ConfigError
-from protocol.rounds import Assignment, Commit, Digest, NodeId
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 from protocol.trust.pki import Role
 from protocol.trust.rulings import SignedRuling, ruling_from_json
 from protocol.v1 import round_pb2
 from protocol.v1.status_pb2 import RoundSummary
+from protocol.wire import convert
+from protocol.wire.channel import RETRY_CAP_SECONDS
+from protocol.wire.rounds import Assignment, Commit, Digest, NodeId
 
 CLOCK_SAVE_SECONDS = 5.0
 """The clock is written this often when nothing else is: what a crash can add to a deadline."""

@@ -1,6 +1,6 @@
 """What sessions are told: what holds when one begins to listen, and then each thing that happens.
 
-Who is told what of a step is the driver's; how it looks on the wire is protocol.messages'.
+Who is told what of a step is the driver's; how it looks on the wire is protocol.wire.messages'.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from coordinator.swarm.state import (
 from coordinator.swarm.takeover import takeover_of
 from coordinator.swarm.turn import is_present
 from protocol.errors import AtollError
-from protocol.messages import (
+from protocol.wire.messages import (
     CommitsWanted,
     EvaluationAsked,
     Message,
@@ -32,7 +32,7 @@ from protocol.messages import (
     RoundOpened,
     RunFinished,
 )
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 
 class Stream:

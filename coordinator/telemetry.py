@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from protocol.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
-from protocol.rounds import NodeId
 from protocol.v1.session_pb2 import HeartbeatRequest
+from protocol.wire.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
+from protocol.wire.rounds import NodeId
 
 COPY_SECONDS = DEADLINE_SECONDS + RETRY_CAP_SECONDS
 """A process that waits to attach asks at least this often."""

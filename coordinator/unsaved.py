@@ -10,8 +10,8 @@ from typing import Self
 
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.state import ClosedRound, HeldOut, Member, SwarmState
-from protocol.rounds import NodeId
 from protocol.trust.rulings import Ruling
+from protocol.wire.rounds import NodeId
 
 
 def to_save(before: SwarmState, after: Sequence[SwarmState]) -> list[SwarmState]:

@@ -26,11 +26,11 @@ from node.stopping import StopSignals
 from protocol.errors import AtollError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
-from protocol.wire_count import WireCounts
+from protocol.wire.wire_count import WireCounts
 
 log = structlog.get_logger()
 

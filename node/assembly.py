@@ -57,13 +57,13 @@ from node.records import Records
 from node.rulings import KeptRulings
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
-from protocol.layout import layout_of
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
 from protocol.trust.rulings import RulingVerifier
-from protocol.wire_count import WireCounts
+from protocol.wire.wire_count import WireCounts
 
 log = structlog.get_logger()
 

@@ -10,9 +10,9 @@ import click
 from node.config import NodeSettings, load_settings, require_node_folder
 from node.installed import HELPER, require_installed
 from protocol.errors import NotPermittedError
+from protocol.terminal.typed import as_seconds
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.pki import Role
-from protocol.typed import as_seconds
 
 DIRECTORY = click.option(
     "--dir",
@@ -172,7 +172,7 @@ def _run(
     home: Path, chosen: NodeSettings, *, waits: bool, log_json: bool, ends_with_stdin: bool
 ) -> None:
     """Runs the daemon of a folder to its end."""
-    from protocol.logging import start_logging
+    from protocol.terminal.logging import start_logging
 
     start_logging(as_json=log_json, node=chosen.name)
     from node.app import run_node
@@ -249,7 +249,7 @@ def follow(
     """
     from node.hosts.token import HostToken
     from node.island.ranks.devices import check_choice
-    from protocol.logging import start_logging
+    from protocol.terminal.logging import start_logging
 
     leader = HostToken.read(token)
     require_installed(to="follow a node")
@@ -345,7 +345,7 @@ def fork(round: int, to: Path, folder: Path | None) -> None:
       atoll init my-second-run --run ./fork/run.toml
     """  # noqa: D301 - click reads the character \b, not its two letters
     from node.kept import kept_model
-    from protocol.logging import start_logging
+    from protocol.terminal.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     home = find_home(folder)
@@ -413,7 +413,7 @@ def doctor(context: click.Context, folder: Path | None, is_json: bool) -> None:
       [{"about": "kernel", "verdict": "advice", "what": "…", "next_step": "…", "exit_code": 0}, …]
     """  # noqa: D301 - click reads the character \b, not its two letters
     from node.doctor.command import run_doctor
-    from protocol.logging import start_logging
+    from protocol.terminal.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: standard output is for the findings
     context.exit(run_doctor(find_home(folder), is_json=is_json))

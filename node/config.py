@@ -16,9 +16,9 @@ from node.island.parallel.mesh_shape import MeshShape, ScheduleName
 from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
 from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files.durable import expanded, read_toml, write_atomically
-from protocol.models import Section
+from protocol.run.models import Section
+from protocol.terminal.typed import bits_per_second_of, web_address_of
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE
-from protocol.typed import bits_per_second_of, web_address_of
 
 SETTINGS_FILE = "node.toml"
 SNAPSHOTS_FOLDER = "snapshots"

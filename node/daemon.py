@@ -32,9 +32,11 @@ from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
 from node.pausing import LOOK_SECONDS
 from node.rulings import KeptRulings
-from protocol.channel import retried
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.messages import (
+from protocol.run.run_spec import RunSpec
+from protocol.trust.rulings import RulingKind, SignedRuling, in_words
+from protocol.wire.channel import retried
+from protocol.wire.messages import (
     AuditAsked,
     CommitsWanted,
     EvaluationAsked,
@@ -51,10 +53,8 @@ from protocol.messages import (
     RunFinished,
     SliceTakenOver,
 )
-from protocol.rounds import Commit, CorpusSummary, NodeId, PeerAddress
-from protocol.run_spec import RunSpec
-from protocol.trust.rulings import RulingKind, SignedRuling, in_words
-from protocol.vitals import ExchangeSpeed, Vitals
+from protocol.wire.rounds import Commit, CorpusSummary, NodeId, PeerAddress
+from protocol.wire.vitals import ExchangeSpeed, Vitals
 
 log = structlog.get_logger()
 

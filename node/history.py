@@ -14,10 +14,10 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from node.disk.logs import AppendedFile
-from protocol import convert
 from protocol.errors import AtollError
-from protocol.rounds import Commit
 from protocol.v1 import round_pb2
+from protocol.wire import convert
+from protocol.wire.rounds import Commit
 
 log = structlog.get_logger()
 

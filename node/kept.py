@@ -9,13 +9,13 @@ from node.config import SNAPSHOTS_FOLDER, load_settings, require_node_folder
 from node.island.data.places import DataPlaces
 from protocol.errors import NoInputError
 from protocol.files.durable import write_atomically
-from protocol.rounds import Digest
-from protocol.run_spec import RunSpec, run_from_json
+from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.credentials import Credentials
+from protocol.wire.rounds import Digest
 
 if TYPE_CHECKING:
     from node.outer_state import Vector
-    from protocol.layout import Layout
+    from protocol.run.layout import Layout
 
 RUN_FILE = "run.json"
 PLACES_FILE = "places.json"
@@ -73,7 +73,7 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
     spec = run_from_json(path.read_text(encoding="utf-8"))
     # Only now, for torch comes with it.
     from node.disk.snapshot_folder import SnapshotFolder
-    from protocol.layout import layout_of
+    from protocol.run.layout import layout_of
 
     layout = layout_of(spec)
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)

@@ -24,7 +24,7 @@ import structlog
 
 from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import PREFIX, Held, remove_leftovers
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 log = structlog.get_logger()
 

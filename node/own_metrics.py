@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import structlog
 
 from node.daemon import NodeFacts
+from protocol.terminal.typed import web_address_of
 from protocol.trust.invite import endpoint_of
-from protocol.typed import web_address_of
-from protocol.vitals import Vitals, heartbeat_of
+from protocol.wire.vitals import Vitals, heartbeat_of
 
 _log = structlog.get_logger()
 

@@ -12,8 +12,8 @@ from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.heavy import in_thread
 from node.history import History
 from node.island.checkpoints.folder import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
-from protocol.layout import Layout
-from protocol.run_spec import RunSpec
+from protocol.run.layout import Layout
+from protocol.run.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,9 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from node.disk.logs import AppendedFile
-from protocol.amendments import Span, in_force, span_of
 from protocol.errors import AtollError, BadDataError
-from protocol.messages import rulings_from_wire, rulings_to_wire
-from protocol.rounds import Commit, Digest, Plan
-from protocol.run_spec import RunSpec
+from protocol.run.amendments import Span, in_force, span_of
+from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import (
     Ruling,
     RulingKind,
@@ -32,6 +30,8 @@ from protocol.trust.rulings import (
     undoes,
 )
 from protocol.v1 import ruling_pb2
+from protocol.wire.messages import rulings_from_wire, rulings_to_wire
+from protocol.wire.rounds import Commit, Digest, Plan
 
 log = structlog.get_logger()
 

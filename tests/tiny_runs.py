@@ -3,8 +3,8 @@
 from typing import Any
 
 from lab.run_files import TINY_MODEL, toml_of
-from protocol.models import DecoderModel
-from protocol.run_spec import ExchangeSection, RunSection, RunSpec, validated
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import ExchangeSection, RunSection, RunSpec, validated
 
 TINY: dict[str, dict[str, Any]] = {
     "run": {"rounds": 4, "min_nodes": 3, "seed": 1},

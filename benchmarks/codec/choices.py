@@ -22,8 +22,8 @@ from benchmarks.measurement import parser_of
 from node.exchange.codecs.blockwise import nibble_bytes, pack_nibbles
 from node.exchange.codecs.deflate import deflated
 from node.outer_state import Vector
-from protocol.layout import Layout, layout_of
-from protocol.run_spec import RunSpec, validated
+from protocol.run.layout import Layout, layout_of
+from protocol.run.run_spec import RunSpec, validated
 
 CHUNK = 4096
 TILE = 64

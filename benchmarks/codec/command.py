@@ -24,8 +24,8 @@ from node.exchange.codecs.codec import Codec, Tiles
 from node.exchange.codecs.deflate import deflated
 from node.exchange.codecs.registry import all_codecs, codec_named, compile_kernels
 from node.outer_state import Vector
-from protocol.payload import CONTRIBUTION, Payload
-from protocol.rounds import Digest, NodeId
+from protocol.wire.payload import CONTRIBUTION, Payload
+from protocol.wire.rounds import Digest, NodeId
 
 CHUNK = 4096
 

@@ -17,7 +17,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 
 def demo_pseudo_gradients(*, rounds: int, seed: int = 0) -> list[Vector]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from benchmarks.convergence.settings import DATA_PARALLEL
-from protocol.run_spec import CodecName
+from protocol.run.run_spec import CodecName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

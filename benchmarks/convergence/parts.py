@@ -27,7 +27,7 @@ from benchmarks.convergence.settings import (
 )
 from lab.simulation.plain_calls import Setting
 from node.exchange.codecs.registry import codec_named
-from protocol.run_spec import WANTS_FEEDBACK, CodecName
+from protocol.run.run_spec import WANTS_FEEDBACK, CodecName
 
 COARSE_BITS = 4.5
 """A codec of no more bits for a value is tried with every treatment of what it rounds away."""

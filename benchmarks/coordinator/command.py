@@ -25,15 +25,15 @@ from benchmarks.measurement import Rows, add_results, machine, markdown, parser_
 from coordinator.config import CoordinatorConfig, Home, create_home
 from lab.processes.family import atoll_command, atoll_environment
 from lab.processes.processor_time import seconds_of
-from protocol.channel import open_blocking_channel
-from protocol.models import Description, TensorShape
-from protocol.run_spec import DESCRIPTION_FILE
+from protocol.run.models import Description, TensorShape
+from protocol.run.run_spec import DESCRIPTION_FILE
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
 from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+from protocol.wire.channel import open_blocking_channel
 
 LOCAL = CoordinatorConfig(host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1")
 

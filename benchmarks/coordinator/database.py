@@ -21,8 +21,9 @@ from coordinator.store import Store
 from coordinator.swarm.events import Attached, Event, Reported, ReportedTogether
 from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.transition import step
-from protocol.messages import Applied, Evaluated, Held, Reduced, Trained
-from protocol.rounds import (
+from protocol.trust.signing import CommitSigner
+from protocol.wire.messages import Applied, Evaluated, Held, Reduced, Trained
+from protocol.wire.rounds import (
     CONTRIBUTION_DIGEST_BYTES,
     ContributionDigest,
     Contributor,
@@ -32,7 +33,6 @@ from protocol.rounds import (
     NodeId,
     PeerAddress,
 )
-from protocol.trust.signing import CommitSigner
 
 BATCH, CONTEXT, INNER_STEPS = 4, 256, 10
 NUM_ELEMENTS = 1 << 26

@@ -15,17 +15,17 @@ import blake3
 import grpc.aio
 
 from node.link.session import MOST_REPORTS
-from protocol.channel import open_channel
-from protocol.convert import layout_to_wire
 from protocol.errors import AtollError, TemporaryError, UnavailableError
-from protocol.layout import layout_of
-from protocol.payload import RESULT, Payload, PayloadHeader
-from protocol.rounds import Digest, NodeId
-from protocol.run_spec import run_from_json
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.v1 import round_pb2, session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
+from protocol.wire.channel import open_channel
+from protocol.wire.convert import layout_to_wire
+from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId
 
 
 @dataclass(slots=True)

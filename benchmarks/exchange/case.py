@@ -11,7 +11,7 @@ from coordinator.presets.cost import CODEC_COSTS
 from lab.network.links import DEFAULT_BUFFER_BYTES, Link
 from node.exchange.limits import Limits
 from protocol.errors import UsageError
-from protocol.run_spec import CodecName
+from protocol.run.run_spec import CodecName
 
 LEAST_PATIENCE_SECONDS = 120.0
 TIMES_THE_LIMIT = 20.0

@@ -33,13 +33,13 @@ from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.history import History
 from node.machine.freed_memory import keep_freed_memory
-from protocol import convert
-from protocol.layout import Layout
-from protocol.messages import Held, Reduced, Report
-from protocol.rounds import Commit, Digest
+from protocol.run.layout import Layout
 from protocol.trust.identity import Identity
 from protocol.v1 import round_pb2, session_pb2
-from protocol.wire_count import WireCounts
+from protocol.wire import convert
+from protocol.wire.messages import Held, Reduced, Report
+from protocol.wire.rounds import Commit, Digest
+from protocol.wire.wire_count import WireCounts
 
 RUN = Digest(bytes(32))
 

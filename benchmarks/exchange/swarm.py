@@ -22,10 +22,12 @@ from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from lab.network.lab import NetworkLab
 from lab.processes.processor_time import ProcessorTime, processor_time
-from protocol import convert
 from protocol.errors import SystemRefusedError
-from protocol.messages import Applied, Held, Reduced, RoundCommitted, RoundOpened, Trained
-from protocol.rounds import (
+from protocol.trust.identity import node_id_of
+from protocol.v1 import session_pb2
+from protocol.wire import convert
+from protocol.wire.messages import Applied, Held, Reduced, RoundCommitted, RoundOpened, Trained
+from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
     Contributor,
@@ -36,9 +38,7 @@ from protocol.rounds import (
     Plan,
     RosterEntry,
 )
-from protocol.trust.identity import node_id_of
-from protocol.v1 import session_pb2
-from protocol.wire_count import WireTotals, grown
+from protocol.wire.wire_count import WireTotals, grown
 
 RUN = Digest(bytes(32))
 TOKENS = 8

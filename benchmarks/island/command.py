@@ -25,8 +25,8 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.devices import devices_of
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.island.training.local_training import LocalTraining
-from protocol.models import DecoderModel
-from protocol.run_spec import InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import InnerSection, RunSpec
 
 SMALL = DecoderModel()  # the demo's
 MIDDLE = DecoderModel(

@@ -27,8 +27,8 @@ from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.trainer import Trainer
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 
 SHAPES = {
     "ddp": MeshShape(replicate=2),

@@ -32,7 +32,7 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.training.local_training import LocalTraining
 from node.island.training.trainer import Trainer
 from protocol.files.leftovers import TemporaryFolder
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 PATIENCE_SECONDS = 600.0  # for a hang only
 

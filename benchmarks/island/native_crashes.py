@@ -42,8 +42,8 @@ from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.training.local_training import LocalTraining
 from node.island.training.trainer import Trainer
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 
 STEPS = 5
 PER_LAUNCH = 50

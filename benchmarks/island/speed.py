@@ -24,8 +24,8 @@ from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedVectors
 from protocol.files.leftovers import TemporaryFolder
-from protocol.layout import layout_of
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
 
 LOSSES_AGREE = 2e-3
 """Of the mean loss of a chunk, relative; sums in another order part slowly."""

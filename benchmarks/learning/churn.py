@@ -21,7 +21,7 @@ import click
 import structlog
 
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
-from protocol.run_spec import RunSpec, validated
+from protocol.run.run_spec import RunSpec, validated
 
 STEPS = 20
 

@@ -34,7 +34,7 @@ from node.island.data.corpus import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
-from protocol.run_spec import RunSpec, validated
+from protocol.run.run_spec import RunSpec, validated
 
 
 def demo_spec(*, seed: int, rounds: int, num_nodes: int, codec: str) -> RunSpec:

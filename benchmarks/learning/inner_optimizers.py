@@ -20,7 +20,7 @@ from node.island.data.corpus import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
-from protocol.run_spec import RunSpec, validated
+from protocol.run.run_spec import RunSpec, validated
 
 RATES = {"adamw": (1.5e-3, 3e-3, 6e-3), "muon": (1.2e-2, 2.4e-2, 4.8e-2)}
 

@@ -28,8 +28,8 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.layout import layout_of
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
 
 AGES = (0, 1, 5, 10, 20)
 LOOKS = (1, 3)

@@ -23,7 +23,7 @@ from benchmarks.measurement import Rows, add_results, parser_of
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
-from protocol.run_spec import RunSpec, validated
+from protocol.run.run_spec import RunSpec, validated
 
 NUM_NODES = 3
 OVERLAPS = ("none", "keep", "blend")

@@ -27,7 +27,7 @@ NODES = ("has-weights", "fetches")
 OUTPUT = Path("docs/results/real-model.jsonl")
 POLL_SECONDS = 5.0
 START_SECONDS = 900.0  # to fetch the weights and to compile codecs, on a busy machine
-_CLI = "protocol.cli"
+_CLI = "protocol.terminal.cli"
 
 _WRITES = """
 import sys, torch, transformers

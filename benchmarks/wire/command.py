@@ -101,7 +101,7 @@ class Measured:
 
 def atoll(*arguments: str | Path) -> list[str]:
     """A command as people type it."""
-    return [sys.executable, "-P", "-m", "protocol.cli", *map(str, arguments)]
+    return [sys.executable, "-P", "-m", "protocol.terminal.cli", *map(str, arguments)]
 
 
 def measure(folder: Path, *, run_file: str, num_nodes: int) -> Measured:

@@ -30,10 +30,10 @@ from node.exchange.transport.transport import (
     WantManifest,
 )
 from node.heavy import in_thread
-from protocol.payload import Payload, PayloadHeader
-from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
 from protocol.trust.identity import Identity, node_id_of
-from protocol.wire_count import WireCounts, grown
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.wire.wire_count import WireCounts, grown
 
 RUN = LAYOUT = Digest(bytes(32))
 ROUND = 8

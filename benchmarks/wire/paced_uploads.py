@@ -26,11 +26,11 @@ from lab.network.lab import LabUnavailableError, NetworkLab
 from lab.network.links import Link
 from lab.processes.ending import nothing_left
 from node.exchange.transport.libp2p import Libp2pTransport
-from protocol.channel import channel_options
-from protocol.payload import CONTRIBUTION
-from protocol.rounds import PeerAddress, RosterEntry
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.wire_count import WireCounts
+from protocol.wire.channel import channel_options
+from protocol.wire.payload import CONTRIBUTION
+from protocol.wire.rounds import PeerAddress, RosterEntry
+from protocol.wire.wire_count import WireCounts
 
 UPLINK_MBIT = 10
 BUFFER_BYTES = 500_000

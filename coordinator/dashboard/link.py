@@ -5,8 +5,8 @@ from pathlib import Path
 
 from coordinator.config import CoordinatorConfig
 from protocol.files.durable import read_secret, write_atomically
+from protocol.terminal.typed import is_loopback, web_address_of
 from protocol.trust.invite import endpoint_of
-from protocol.typed import is_loopback, web_address_of
 
 TOKEN_FILE = "page.token"
 """In the coordinator's folder: who removes it and starts anew makes all links of before useless."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
-from protocol.messages import AuditAsked, RoundCommitted, SliceTakenOver
+from protocol.wire.messages import AuditAsked, RoundCommitted, SliceTakenOver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ from protocol.terminal.status_view import (
     work_in_words,
 )
 from protocol.v1 import status_pb2 as pb
-from protocol.vitals import upload_in_words
+from protocol.wire.vitals import upload_in_words
 
 NUM_ROUNDS = 20
 

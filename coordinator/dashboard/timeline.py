@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from coordinator.swarm.state import Round, SwarmState
 from coordinator.swarm.transition import Transition
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 KEPT_ROUNDS = 20
 

@@ -27,7 +27,7 @@ from coordinator.presets.ladder import (
     ladder,
     results_hold_all,
 )
-from protocol.run_spec import EvaluationSection
+from protocol.run.run_spec import EvaluationSection
 
 Value = str | int | float
 Told = tuple[str, str, Value, str]

@@ -28,8 +28,8 @@ from coordinator.presets.wanted import (
 )
 from protocol.errors import ConfigError, UsageError
 from protocol.files.durable import refusing, write_atomically
-from protocol.models import FIRST_WEIGHTS
-from protocol.run_spec import DESCRIPTION_FILE, load_run_file, load_run_folder, validated
+from protocol.run.models import FIRST_WEIGHTS
+from protocol.run.run_spec import DESCRIPTION_FILE, load_run_file, load_run_folder, validated
 
 if TYPE_CHECKING:
     from coordinator.presets.measured_links import MeasuredLinks

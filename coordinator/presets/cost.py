@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from coordinator.presets.link_shares import CUBIC, CongestionControl, Link
-from protocol.node_memory import CODEC_BITS
+from protocol.run.node_memory import CODEC_BITS
 
 FP32_BYTES = 4
 

@@ -7,7 +7,7 @@ the demo and of the template, with their batch and rate. Those between are in be
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from protocol.models import DecoderModel
+from protocol.run.models import DecoderModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,9 @@ from coordinator.presets.reasons import counted
 from coordinator.presets.toml_edit import CannotEditError, Place, with_values
 from protocol.errors import ConfigError
 from protocol.files.durable import read_toml
-from protocol.models import Positive, Section
-from protocol.run_spec import RunSpec, validated, validated_file
-from protocol.typed import directions_of, seconds_of
+from protocol.run.models import Positive, Section
+from protocol.run.run_spec import RunSpec, validated, validated_file
+from protocol.terminal.typed import directions_of, seconds_of
 
 SLOWEST_LINK = 256e3
 """Bits per second; with less, transfers are slower than peers wait for (node.toml's max_upload)."""

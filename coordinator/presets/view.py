@@ -8,9 +8,9 @@ from coordinator.presets.choosing import Plan
 from coordinator.presets.cost import DISK_BYTES, RANK_BYTES
 from coordinator.presets.link_shares import share_in_words
 from coordinator.presets.reasons import counted, every
-from protocol.node_memory import daemon_bytes
+from protocol.run.node_memory import daemon_bytes
 from protocol.terminal import console
-from protocol.typed import rate_in_words
+from protocol.terminal.typed import rate_in_words
 
 
 def show(plan: Plan) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from coordinator.presets.link_shares import CongestionControl
 from protocol.errors import UsageError
-from protocol.models import FUNCTION_NAME
+from protocol.run.models import FUNCTION_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def described(folder: Path, source: Path | None, *more: str) -> Facts:
     ended = subprocess.run(
         [
             # -P: what lies in the folder where this is typed is imported by nobody.
-            *(sys.executable, "-P", "-m", "protocol.cli", "node", "describe"),
+            *(sys.executable, "-P", "-m", "protocol.terminal.cli", "node", "describe"),
             *(str(folder), *given, "--json", *more),
         ],
         stdout=subprocess.PIPE,

@@ -16,11 +16,11 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.rounds import NodeId
-from protocol.server import caller, certificate_of
-from protocol.status_codes import abort
 from protocol.trust.pki import Principal, Role, refuse_ended, renew_in_seconds
 from protocol.trust.rulings import Ruling, refuse_barred
+from protocol.wire.rounds import NodeId
+from protocol.wire.server import caller, certificate_of
+from protocol.wire.status_codes import abort
 
 _log = structlog.get_logger()
 

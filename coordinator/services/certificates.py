@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from coordinator.store import Store
 from protocol.errors import BadDataError, NotPermittedError
-from protocol.rounds import NodeId
 from protocol.trust.identity import PUBLIC_KEY_BYTES, is_signed_by, node_id_of
 from protocol.trust.pki import (
     MEMBER_SECONDS,
@@ -24,6 +23,7 @@ from protocol.trust.pki import (
 )
 from protocol.trust.rulings import Ruling, refuse_barred
 from protocol.v1 import enrolment_pb2 as pb
+from protocol.wire.rounds import NodeId
 
 CHALLENGE_SECONDS = 60.0
 MAX_REQUEST_BYTES = 4096

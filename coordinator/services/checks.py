@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from protocol.errors import BadDataError
-from protocol.messages import Applied, Audited, Evaluated, Reduced, Report, Trained
-from protocol.payload import RESULT, PayloadError, PayloadHeader
-from protocol.rounds import LayoutSummary, NodeId, PeerAddress, RoundSpan
 from protocol.trust.identity import node_id_of
 from protocol.v1.session_pb2 import RoundSpan as RoundSpanWire
 from protocol.v1.session_pb2 import Utilisation
-from protocol.wire_count import WIRE_KINDS, WireTotals
+from protocol.wire.messages import Applied, Audited, Evaluated, Reduced, Report, Trained
+from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
+from protocol.wire.rounds import LayoutSummary, NodeId, PeerAddress, RoundSpan
+from protocol.wire.wire_count import WIRE_KINDS, WireTotals
 
 MAX_NAME_LENGTH = 64
 MAX_WORDS_LENGTH = 256

@@ -12,13 +12,13 @@ from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.state import KEPT_ROUNDS
 from protocol.errors import BadDataError, NoInputError, UsageError
-from protocol.messages import rulings_to_wire
 from protocol.trust.invite import SECRET_BYTES, Invite, hash_of_secret
 from protocol.trust.pki import JOINING, Role
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
+from protocol.wire.messages import rulings_to_wire
 
 MAX_USES = 100_000
 MOST_PLACES = 1 << 63

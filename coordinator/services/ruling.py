@@ -17,7 +17,6 @@ from coordinator.swarm.canary import COORDINATOR
 from coordinator.swarm.events import Ruled, RulingsLearned, Undone
 from coordinator.swarm.going_back import HistoryMovedError
 from coordinator.swarm.state import Alarm
-from protocol.amendments import Changes, amended, in_force
 from protocol.errors import (
     AtollError,
     BadDataError,
@@ -26,9 +25,8 @@ from protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from protocol.messages import RulingsTold
-from protocol.rounds import Commit, NodeId
-from protocol.run_spec import RunSpec
+from protocol.run.amendments import Changes, amended, in_force
+from protocol.run.run_spec import RunSpec
 from protocol.trust.equivocation import Equivocation
 from protocol.trust.rulings import (
     ABOUT_NODES,
@@ -45,6 +43,8 @@ from protocol.trust.rulings import (
     least_key,
 )
 from protocol.trust.signing import CommitSigner
+from protocol.wire.messages import RulingsTold
+from protocol.wire.rounds import Commit, NodeId
 
 _log = structlog.get_logger()
 
@@ -114,7 +114,7 @@ class Rulings:
             return await self._make(event)
 
     async def amend(self, changes: Changes, *, more_rounds: int, reason: str) -> Ruling:
-        """Amends the run's rules from the next round on; see protocol.amendments for what it raises."""
+        """Amends the run's rules from the next round on; see protocol.run.amendments for what it raises."""
         async with self._turn:
             spec = in_force(self._run, self.all)
             if more_rounds:

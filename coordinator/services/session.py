@@ -34,9 +34,17 @@ from coordinator.swarm.events import (
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.shares import Rates
 from coordinator.telemetry import Telemetry
-from protocol import convert
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
-from protocol.messages import (
+from protocol.run.run_spec import RunSpec
+from protocol.trust.equivocation import equivocation_in
+from protocol.trust.rulings import digest_of
+from protocol.trust.signing import CommitSigner, statement_of
+from protocol.v1 import round_pb2
+from protocol.v1 import session_pb2 as pb
+from protocol.v1.enrolment_pb2 import RenewRequest, RenewResponse
+from protocol.v1.session_pb2_grpc import SessionServiceServicer
+from protocol.wire import convert
+from protocol.wire.messages import (
     EquivocationSeen,
     Message,
     Reduced,
@@ -46,18 +54,10 @@ from protocol.messages import (
     report_from_wire,
     rulings_from_wire,
 )
-from protocol.payload import PayloadHeader
-from protocol.rounds import Commit, NodeId
-from protocol.run_spec import RunSpec
-from protocol.trust.equivocation import equivocation_in
-from protocol.trust.rulings import digest_of
-from protocol.trust.signing import CommitSigner, statement_of
-from protocol.v1 import round_pb2
-from protocol.v1 import session_pb2 as pb
-from protocol.v1.enrolment_pb2 import RenewRequest, RenewResponse
-from protocol.v1.session_pb2_grpc import SessionServiceServicer
-from protocol.versions import WIRE, refuse_foreign_wire
-from protocol.wire_count import WireTotals
+from protocol.wire.payload import PayloadHeader
+from protocol.wire.rounds import Commit, NodeId
+from protocol.wire.versions import WIRE, refuse_foreign_wire
+from protocol.wire.wire_count import WireTotals
 
 MAX_COMMITS = 64
 MAX_COMMITS_BYTES = 1 << 20

@@ -27,14 +27,14 @@ from coordinator.swarm.state import (
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import say_of, weight_of
 from coordinator.telemetry import Telemetry
-from protocol import convert
-from protocol.rounds import Digest, NodeId
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 from protocol.trust.pki import Role
 from protocol.trust.rulings import Ruling, RulingKind, in_words
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.v1.status_pb2_grpc import StatusServiceServicer
+from protocol.wire import convert
+from protocol.wire.rounds import Digest, NodeId
 
 DEFAULT_ROUNDS = 20
 MAX_ROUNDS = 4000

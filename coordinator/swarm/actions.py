@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from coordinator.swarm.state import Alarm
-from protocol.messages import Message
-from protocol.rounds import NodeId
+from protocol.wire.messages import Message
+from protocol.wire.rounds import NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.turn import Turn, holds_undone, present_members, without
 from coordinator.swarm.weighing import heaviest, say_of, weight_of
-from protocol.messages import CommitsWanted, RefetchAsked
-from protocol.rounds import Digest, NodeId
+from protocol.wire.messages import CommitsWanted, RefetchAsked
+from protocol.wire.rounds import Digest, NodeId
 
 
 def note_outer_state(

@@ -30,8 +30,8 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.turn import Turn, is_present, name_of, present_participants
 from coordinator.swarm.weighing import is_enough, say_in, weight_of
-from protocol.messages import AuditAsked, Audited
-from protocol.rounds import Commit, NodeId
+from protocol.wire.messages import AuditAsked, Audited
+from protocol.wire.rounds import Commit, NodeId
 
 MOST_AUDITORS = 16
 """Asked for one slice, those of most weight: each fetches all its contributions from its reducer."""

@@ -16,7 +16,7 @@ from coordinator.swarm.ledger import (
 from coordinator.swarm.state import Member, Screening, SwarmState, Work
 from coordinator.swarm.weighing import credited, earned, taken_back
 from coordinator.swarm.wire_ledger import all_reduce_bytes
-from protocol.rounds import WHOLE, Commit, NodeId
+from protocol.wire.rounds import WHOLE, Commit, NodeId
 
 SCREENED_ROUNDS = 20
 """What screening did is remembered for so many rounds: as many as 'atoll rounds' shows."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from protocol.rounds import WHOLE, Commit, SliceOutcome
+from protocol.wire.rounds import WHOLE, Commit, SliceOutcome
 
 KEPT_COMMITS = 5
 """Of each fragment so many results are remembered: a lie has to be told in most of them to be the usual."""

@@ -22,7 +22,7 @@ from coordinator.swarm.turn import (
     training_among,
 )
 from coordinator.swarm.weighing import is_enough, say_in
-from protocol.rounds import Assignment, NodeId
+from protocol.wire.rounds import Assignment, NodeId
 
 MARGIN = 1.5
 """What a phase is given, as a multiple of what it is expected to take."""

@@ -7,7 +7,7 @@ from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.evaluation import ask_somebody, may_be_evaluated
 from coordinator.swarm.state import Member, MemberState, SwarmState
 from coordinator.swarm.turn import Turn, present_members
-from protocol.messages import RunFinished
+from protocol.wire.messages import RunFinished
 
 
 def end_run(turn: Turn) -> None:

@@ -8,8 +8,8 @@ from coordinator.swarm.actions import GoBack, Tell
 from coordinator.swarm.canary import alarm_of, heaviest_loss
 from coordinator.swarm.state import Evaluating, HeldOut, HolderLoss, Member, SwarmState
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
-from protocol.messages import Evaluated, EvaluationAsked
-from protocol.rounds import NodeId, book_of_data
+from protocol.wire.messages import Evaluated, EvaluationAsked
+from protocol.wire.rounds import NodeId, book_of_data
 
 EVALUATORS = 2
 """Who are asked for one loss where the run goes by it: one that lies is not enough."""

@@ -7,8 +7,9 @@ from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import ClosedRound, Rules
-from protocol.messages import Report
-from protocol.rounds import (
+from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
+from protocol.wire.messages import Report
+from protocol.wire.rounds import (
     Commit,
     CorpusSummary,
     Digest,
@@ -17,7 +18,6 @@ from protocol.rounds import (
     PeerAddress,
     RoundSpan,
 )
-from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

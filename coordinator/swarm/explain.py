@@ -13,8 +13,8 @@ from coordinator.swarm.speeds import budgets_in_words, schedule_in_words
 from coordinator.swarm.start import bringing, missing
 from coordinator.swarm.state import Awaited, Member, MemberState, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
-from protocol.rounds import NodeId
 from protocol.trust.rulings import Ruling
+from protocol.wire.rounds import NodeId
 
 
 def explain(state: SwarmState, now: float) -> str:

@@ -19,8 +19,8 @@ from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.turn import Turn, name_of, present_members
 from coordinator.swarm.weighing import without_rounds_after
 from protocol.errors import TemporaryError, UsageError
-from protocol.rounds import Commit, Digest
 from protocol.trust.rulings import Ruling
+from protocol.wire.rounds import Commit, Digest
 
 MOST_NAMED = 64
 """Contributors to undone rounds that a ruling names."""

@@ -35,9 +35,9 @@ from coordinator.swarm.state import (
     trimmed,
 )
 from coordinator.swarm.turn import Turn, name_of, present_members
-from protocol.messages import RoundCommitted
-from protocol.rounds import Commit, Plan, Slice
 from protocol.trust.rulings import undoes
+from protocol.wire.messages import RoundCommitted
+from protocol.wire.rounds import Commit, Plan, Slice
 
 
 def learn_base(turn: Turn, event: BaseLearned) -> None:

@@ -16,7 +16,7 @@ targets counted (chat templates and padding leave some out) is no business of th
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from protocol.rounds import BOOK_PLACES, Assignment, Commit, NodeId, book_of
+from protocol.wire.rounds import BOOK_PLACES, Assignment, Commit, NodeId, book_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,10 +34,10 @@ from protocol.errors import (
     ProtocolMismatchError,
     SessionEndedError,
 )
-from protocol.messages import Applied, ParticipantsDeparted
-from protocol.rounds import NodeId, RosterEntry
 from protocol.trust.rulings import refuse_barred
-from protocol.wire_count import WireTotals
+from protocol.wire.messages import Applied, ParticipantsDeparted
+from protocol.wire.rounds import NodeId, RosterEntry
+from protocol.wire.wire_count import WireTotals
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""

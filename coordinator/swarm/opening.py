@@ -28,8 +28,8 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.turn import Turn, available_members
 from coordinator.swarm.weighing import say_of
-from protocol.messages import RoundOpened
-from protocol.rounds import Assignment, NodeId, book_of_data, cut_into_slices
+from protocol.wire.messages import RoundOpened
+from protocol.wire.rounds import Assignment, NodeId, book_of_data, cut_into_slices
 
 MOST_REDUCERS = 64
 """A node has a connection to every reducer, and reports for every slice: more would cost the swarm

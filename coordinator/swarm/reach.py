@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from coordinator.swarm.state import PRESENT, Member, Say, SwarmState
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import weight_of
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 TIMES_REACHED = 2
 """Those that everybody reaches reduce alone unless the others that are cleared weigh more than so many times

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.turn import present_members
-from protocol.rounds import RoundSpan
+from protocol.wire.rounds import RoundSpan
 
 
 def is_in_reach(state: SwarmState, round: int) -> bool:

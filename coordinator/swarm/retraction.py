@@ -19,8 +19,8 @@ from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, members_of, name_of, present_members
 from coordinator.swarm.weighing import heaviest, is_enough, say_of
-from protocol.messages import RoundCommitted
-from protocol.rounds import WHOLE, Digest, SliceOutcome
+from protocol.wire.messages import RoundCommitted
+from protocol.wire.rounds import WHOLE, Digest, SliceOutcome
 
 
 def lost_slices(state: SwarmState, current: Round) -> list[SliceOutcome]:

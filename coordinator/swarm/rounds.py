@@ -46,7 +46,7 @@ from coordinator.swarm.turn import (
     ready_members,
 )
 from coordinator.swarm.weighing import heaviest, is_enough, say_in, say_of, weight_of
-from protocol.messages import (
+from protocol.wire.messages import (
     Held,
     ParticipantsIdle,
     Reduced,
@@ -54,7 +54,7 @@ from protocol.messages import (
     RoundCommitted,
     Trained,
 )
-from protocol.rounds import (
+from protocol.wire.rounds import (
     WHOLE,
     Assignment,
     Commit,

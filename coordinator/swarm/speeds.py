@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from coordinator.swarm.state import Member, Rules
-from protocol.messages import Trained
-from protocol.rounds import NodeId
+from protocol.wire.messages import Trained
+from protocol.wire.rounds import NodeId
 
 SMOOTHING = 0.5
 """What a new measurement counts beside all before it. A disturbed round is forgotten in a few."""

@@ -33,8 +33,8 @@ from coordinator.swarm.turn import (
     training_among,
 )
 from coordinator.swarm.weighing import say_in, say_of, weight_of
-from protocol.messages import ParticipantsIdle
-from protocol.rounds import Commit, NodeId
+from protocol.wire.messages import ParticipantsIdle
+from protocol.wire.rounds import Commit, NodeId
 
 MOST_ROUNDS_OUT = 64
 """A member that was at fault as often as may be is tried again after so many rounds."""

@@ -26,7 +26,7 @@ from coordinator.swarm.turn import (
     present_participants,
     training_among,
 )
-from protocol.rounds import Assignment, NodeId
+from protocol.wire.rounds import Assignment, NodeId
 
 GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
 """Nobody waits for these: they have said goodbye, or the run owner bars them."""

@@ -14,8 +14,9 @@ from operator import attrgetter
 from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.shares import UNKNOWN, Rates
-from protocol.messages import Reduced, Trained
-from protocol.rounds import (
+from protocol.trust.rulings import Ruling
+from protocol.wire.messages import Reduced, Trained
+from protocol.wire.rounds import (
     Assignment,
     Commit,
     ContributionDigest,
@@ -29,8 +30,7 @@ from protocol.rounds import (
     RoundSpan,
     Slice,
 )
-from protocol.trust.rulings import Ruling
-from protocol.wire_count import WireTotals
+from protocol.wire.wire_count import WireTotals
 
 
 class MemberState(StrEnum):

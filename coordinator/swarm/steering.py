@@ -13,7 +13,6 @@ from coordinator.swarm.membership import bar, unbar
 from coordinator.swarm.state import MemberState, Rules, SwarmState
 from coordinator.swarm.turn import Turn
 from protocol.errors import UsageError
-from protocol.messages import RulingsTold
 from protocol.trust.rulings import (
     ABOUT_NODES,
     Ruling,
@@ -22,6 +21,7 @@ from protocol.trust.rulings import (
     follows,
     in_words,
 )
+from protocol.wire.messages import RulingsTold
 
 _SEE_STATUS = "'atoll status' shows how the run stands"
 _SEE_NODES = "'atoll nodes' shows how each node stands"

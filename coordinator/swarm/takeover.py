@@ -23,8 +23,8 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.turn import Turn, is_present, others_in, present_participants
 from coordinator.swarm.weighing import say_in
-from protocol.messages import ResultOffered, SliceTakenOver
-from protocol.rounds import NodeId
+from protocol.wire.messages import ResultOffered, SliceTakenOver
+from protocol.wire.rounds import NodeId
 
 LEAST_SECONDS = 1.0
 """With less time before the commit deadline no backup could collect, reduce and hand out."""

@@ -62,8 +62,8 @@ from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import next_overdue, take_over
 from coordinator.swarm.turn import Turn, members_of
-from protocol.messages import Applied, Audited, Draining, Evaluated, Held, Reduced, Trained
-from protocol.rounds import Digest
+from protocol.wire.messages import Applied, Audited, Draining, Evaluated, Held, Reduced, Trained
+from protocol.wire.rounds import Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from coordinator.swarm.state import (
     SliceProgress,
     SwarmState,
 )
-from protocol.rounds import Assignment, NodeId
 from protocol.trust.rulings import undoes
+from protocol.wire.rounds import Assignment, NodeId
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ from functools import lru_cache
 
 from coordinator.swarm.state import Member, Round, Say, SwarmState, Work
 from coordinator.swarm.turn import Same
-from protocol.rounds import WHOLE as WHOLE_FACTOR
-from protocol.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import WHOLE as WHOLE_FACTOR
+from protocol.wire.rounds import Commit, Digest, NodeId
 
 HALF_LIFE_ROUNDS = 64
 """Newcomers have half of the say that their work deserves in the long run after so many rounds. Shorter

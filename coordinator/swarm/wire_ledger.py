@@ -9,8 +9,8 @@ from dataclasses import replace
 from coordinator.swarm.ledger import committed_samples
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.turn import Turn
-from protocol.rounds import Commit, NodeId
-from protocol.wire_count import WireTotals, grown
+from protocol.wire.rounds import Commit, NodeId
+from protocol.wire.wire_count import WireTotals, grown
 
 FP32_BYTES = 4
 

@@ -24,7 +24,7 @@ _KILL_SECONDS = 10.0
 def atoll_command(*arguments: str | Path) -> list[str]:
     """A command as people type it."""
     # -P: a folder's own protocol.py or node.py must not stand in for ours.
-    return [sys.executable, "-P", "-m", "protocol.cli", *map(str, arguments)]
+    return [sys.executable, "-P", "-m", "protocol.terminal.cli", *map(str, arguments)]
 
 
 def atoll_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -24,14 +24,14 @@ from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
-from protocol.amendments import in_force
 from protocol.errors import UnavailableError
-from protocol.messages import RoundOpened
-from protocol.rounds import NodeId
-from protocol.run_spec import RunSpec
+from protocol.run.amendments import in_force
+from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import RulingVerifier
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2
+from protocol.wire.messages import RoundOpened
+from protocol.wire.rounds import NodeId
 
 Wire = TypeVar("Wire", bound=Message)
 

@@ -3,7 +3,7 @@
 import math
 
 from node.island.island import InnerWork, Progress
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 
 def lone_work(spec: RunSpec, inner_steps: int, *, round: int = 1) -> InnerWork:

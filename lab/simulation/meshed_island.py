@@ -17,9 +17,9 @@ from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork,
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
-from protocol.layout import layout_of
-from protocol.rounds import CorpusSummary
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import CorpusSummary
 
 Answer = TypeVar("Answer")
 

@@ -21,10 +21,10 @@ from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
-from protocol.layout import layout_of
-from protocol.payload import Payload
-from protocol.rounds import Assignment, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
-from protocol.run_spec import RunSpec, validated
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec, validated
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import Assignment, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

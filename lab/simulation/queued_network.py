@@ -3,7 +3,7 @@
 import asyncio
 
 from node.exchange.transport.memory import MemoryNetwork
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 
 class QueuedNetwork(MemoryNetwork):

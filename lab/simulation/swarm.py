@@ -48,12 +48,12 @@ from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
 from node.rulings import KeptRulings
 from protocol.errors import AtollError
-from protocol.layout import layout_of
-from protocol.rounds import Commit, Digest, NodeId
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
-from protocol.wire_count import WIRE_KINDS, WireCounts
+from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.wire_count import WIRE_KINDS, WireCounts
 
 Wire = TypeVar("Wire", bound=Message)
 

@@ -16,7 +16,7 @@ from node.demo.children import Child, ChildDiedError, Children
 from node.demo.report import final_report, printable
 from node.installed import require_installed
 from protocol.errors import BadDataError, CannotCreateError, TemporaryError, UnavailableError
-from protocol.run_spec import load_run_file
+from protocol.run.run_spec import load_run_file
 from protocol.terminal.query import StatusLink
 from protocol.terminal.watch import REFRESH_SECONDS, LineScreen, LiveScreen, Screen
 from protocol.v1 import status_pb2 as pb
@@ -148,7 +148,7 @@ def _environment() -> dict[str, str]:
 
 def _atoll(*arguments: str | Path) -> list[str]:
     # -P: a folder's own protocol.py or node.py must not stand in for ours.
-    return [sys.executable, "-P", "-m", "protocol.cli", *map(str, arguments)]
+    return [sys.executable, "-P", "-m", "protocol.terminal.cli", *map(str, arguments)]
 
 
 def _rounds_done(status: pb.GetStatusResponse) -> object:

@@ -18,9 +18,9 @@ import structlog
 from node.disk.round_folder import RoundFolder
 from protocol.errors import AtollError
 from protocol.files.durable import make_folder, refusing, write_atomically
-from protocol.payload import MAX_HEADER_BYTES, Payload, PayloadError, PayloadHeader
-from protocol.rounds import ContributionDigest, Digest
-from protocol.versions import RESULTS_MAGIC as MAGIC
+from protocol.wire.payload import MAX_HEADER_BYTES, Payload, PayloadError, PayloadHeader
+from protocol.wire.rounds import ContributionDigest, Digest
+from protocol.wire.versions import RESULTS_MAGIC as MAGIC
 
 log = structlog.get_logger()
 

@@ -31,7 +31,7 @@ from node.disk.snapshots import (
 )
 from node.outer_state import PIECE_ELEMENTS, Vector, digest_of_pieces
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 log = structlog.get_logger()
 

@@ -26,7 +26,7 @@ from node.disk.round_folder import RoundFolder
 from node.outer_state import PIECE_ELEMENTS, Vector, outer_digest
 from protocol.errors import AtollError
 from protocol.files.durable import refusal_to_write
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 FILE_FORMAT = "atoll snapshot 3"
 SYNC_BYTES = 64 << 20

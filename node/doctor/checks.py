@@ -24,8 +24,8 @@ from node.machine.placement import num_ranks_of
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
-from protocol.layout import layout_of
-from protocol.run_spec import run_from_json
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import run_from_json
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink
 from protocol.terminal.status_view import is_present, name_of

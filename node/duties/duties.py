@@ -31,7 +31,9 @@ from node.island.island import InnerWork, Progress
 from node.link.session import Session
 from node.rulings import KeptRulings
 from protocol.errors import IncompleteError
-from protocol.messages import (
+from protocol.run.run_spec import RunSpec
+from protocol.trust.rulings import Ruling, in_words
+from protocol.wire.messages import (
     Applied,
     Draining,
     Evaluated,
@@ -42,13 +44,11 @@ from protocol.messages import (
     RunFinished,
     Trained,
 )
-from protocol.rounds import Assignment, Commit, Digest, NodeId
-from protocol.run_spec import RunSpec
-from protocol.trust.rulings import Ruling, in_words
-from protocol.wire_count import WireTotals, grown
+from protocol.wire.rounds import Assignment, Commit, Digest, NodeId
+from protocol.wire.wire_count import WireTotals, grown
 
 if TYPE_CHECKING:
-    from protocol.vitals import Utilisation
+    from protocol.wire.vitals import Utilisation
 
 log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ from node.island.island import (
     rest_of,
 )
 from node.island.ranks.faults import LoopGoneError, RankDiedError, RankHungError
-from protocol.rounds import CorpusSummary
+from protocol.wire.rounds import CorpusSummary
 
 log = structlog.get_logger()
 

@@ -12,8 +12,14 @@ from dataclasses import dataclass, replace
 
 from node.duties.lasting_island import LastingIsland
 from node.island.island import InnerReport, InnerWork, Progress
-from protocol.messages import EvaluationAsked, RefetchAsked, RoundCommitted, RunFinished, Trained
-from protocol.rounds import BOOK_PLACES, Assignment, NodeId, Plan
+from protocol.wire.messages import (
+    EvaluationAsked,
+    RefetchAsked,
+    RoundCommitted,
+    RunFinished,
+    Trained,
+)
+from protocol.wire.rounds import BOOK_PLACES, Assignment, NodeId, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,9 +31,9 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from node.outer_state import Vector
-from protocol.messages import AuditAsked, Audited, Reduced
-from protocol.payload import REDUCER_ERROR, Payload, PayloadError, PayloadHeader
-from protocol.rounds import Digest, NodeId, contribution_digest
+from protocol.wire.messages import AuditAsked, Audited, Reduced
+from protocol.wire.payload import REDUCER_ERROR, Payload, PayloadError, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId, contribution_digest
 
 log = structlog.get_logger()
 

@@ -36,9 +36,9 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from node.history import History
-from protocol.messages import SliceTakenOver
-from protocol.payload import Payload, PayloadHeader
-from protocol.rounds import Commit, Digest, NodeId, Plan, RosterEntry
+from protocol.wire.messages import SliceTakenOver
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 
 log = structlog.get_logger()
 

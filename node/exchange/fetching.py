@@ -36,8 +36,8 @@ from node.exchange.transport.transport import (
     Transport,
     WantResult,
 )
-from protocol.payload import Payload, PayloadHeader
-from protocol.rounds import NodeId, SliceOutcome
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import NodeId, SliceOutcome
 
 log = structlog.get_logger()
 

@@ -17,8 +17,8 @@ from node.exchange.transport.transport import (
     TransferRefusedError,
     Transport,
 )
-from protocol.payload import Payload, PayloadHeader
-from protocol.rounds import Digest, NodeId
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId
 
 KEPT_ROUNDS = 16
 """Results of this many rounds are kept, for peers that replay."""

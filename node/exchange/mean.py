@@ -14,7 +14,7 @@ from node.exchange.codecs.codec import ONE_THREAD, TILE_ELEMENTS, Codec, CodecEr
 from node.exchange.codecs.compiled import kernel, read_only
 from node.exchange.screening import LARGEST_RMS
 from node.outer_state import Vector
-from protocol.rounds import BLOCK
+from protocol.wire.rounds import BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

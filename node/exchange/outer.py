@@ -30,11 +30,11 @@ from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, mis
 from node.exchange.residual import Residual
 from node.exchange.signing import PayloadSigner
 from node.outer_state import OuterDigest, Vector
-from protocol.layout import Layout
-from protocol.payload import Payload
-from protocol.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, Slice, SliceOutcome
-from protocol.run_spec import WANTS_FEEDBACK, RunSpec
+from protocol.run.layout import Layout
+from protocol.run.run_spec import WANTS_FEEDBACK, RunSpec
 from protocol.trust.identity import Identity
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, Slice, SliceOutcome
 
 log = structlog.get_logger()
 

@@ -13,8 +13,8 @@ import numpy as np
 from node.exchange.codecs.compiled import kernel, read_only
 from node.outer_state import Vector
 from protocol.errors import ConfigError, SystemRefusedError
-from protocol.rounds import Contributor
-from protocol.run_spec import OuterSection, RateScaling, RunSpec
+from protocol.run.run_spec import OuterSection, RateScaling, RunSpec
+from protocol.wire.rounds import Contributor
 
 UNSCALED = np.float32(1)
 

@@ -28,9 +28,9 @@ from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Sender, SliceResult
 from node.exchange.residual import Residual
 from node.outer_state import Vector
-from protocol.layout import Layout
-from protocol.payload import CONTRIBUTION, Payload
-from protocol.rounds import Commit, NodeId, Slice, SliceOutcome, contribution_digest
+from protocol.run.layout import Layout
+from protocol.wire.payload import CONTRIBUTION, Payload
+from protocol.wire.rounds import Commit, NodeId, Slice, SliceOutcome, contribution_digest
 
 log = structlog.get_logger()
 

@@ -25,7 +25,7 @@ from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.outer import compile_arithmetic
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.heavy import Heavy, in_thread
-from protocol.run_spec import RunSpec, run_from_json
+from protocol.run.run_spec import RunSpec, run_from_json
 
 log = structlog.get_logger()
 

@@ -9,8 +9,8 @@ import structlog
 
 from node.exchange.codecs.compiled import read_only
 from node.outer_state import Vector
-from protocol.rounds import Digest, SliceOutcome
-from protocol.run_spec import ReducerErrorRule
+from protocol.run.run_spec import ReducerErrorRule
+from protocol.wire.rounds import Digest, SliceOutcome
 
 log = structlog.get_logger()
 

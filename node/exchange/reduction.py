@@ -35,8 +35,9 @@ from node.exchange.screening import (
 )
 from node.exchange.signing import PayloadSigner
 from node.outer_state import Vector
-from protocol.payload import RESULT, Payload
-from protocol.rounds import (
+from protocol.run.run_spec import Merge
+from protocol.wire.payload import RESULT, Payload
+from protocol.wire.rounds import (
     WHOLE,
     Commit,
     ContributionDigest,
@@ -48,7 +49,6 @@ from protocol.rounds import (
     book_of,
     contribution_digest,
 )
-from protocol.run_spec import Merge
 
 log = structlog.get_logger()
 
@@ -74,7 +74,7 @@ class SliceResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What an auditor needs beside the contributions: see protocol.messages.Reduced. None without audits."""
+    """What an auditor needs beside contributions: see protocol.wire.messages.Reduced. None without audits."""
 
     late: tuple[NodeId, ...] = ()
     missed: tuple[tuple[NodeId, int], ...] = ()

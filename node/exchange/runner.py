@@ -53,9 +53,9 @@ from node.exchange.signing import AlreadySignedError
 from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult
 from node.heavy import Heavy
 from protocol.errors import BadDataError
-from protocol.messages import EquivocationSeen, Report, SliceTakenOver
-from protocol.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
-from protocol.rounds import Commit, NodeId, Plan
+from protocol.wire.messages import EquivocationSeen, Report, SliceTakenOver
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
+from protocol.wire.rounds import Commit, NodeId, Plan
 
 log = structlog.get_logger()
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.rounds import WHOLE
+from protocol.wire.rounds import WHOLE
 
 CLIPPED_ABOVE = 2.0
 """Of the median measure: a longer contribution is cut to it. Two of eight that pull backwards with all they

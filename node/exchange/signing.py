@@ -7,8 +7,8 @@ and goes on owing what it would have contributed.
 
 from dataclasses import replace
 
-from protocol.payload import Payload, Slot
 from protocol.trust.identity import Identity
+from protocol.wire.payload import Payload, Slot
 
 KEPT_ROUNDS = 64
 """What was signed for older rounds is forgotten: no plan of theirs is opened again."""

@@ -26,8 +26,8 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from protocol.errors import BadDataError
-from protocol.payload import PIECE, PIECE_MAP, TOKENS_MANIFEST, Payload
-from protocol.rounds import Digest, NodeId, RosterEntry
+from protocol.wire.payload import PIECE, PIECE_MAP, TOKENS_MANIFEST, Payload
+from protocol.wire.rounds import Digest, NodeId, RosterEntry
 
 log = structlog.get_logger()
 

@@ -52,8 +52,8 @@ from protocol.errors import (
     ProtocolMismatchError,
     UnavailableError,
 )
-from protocol.layout import Layout, layout_of
-from protocol.run_spec import run_from_json
+from protocol.run.layout import Layout, layout_of
+from protocol.run.run_spec import run_from_json
 
 log = structlog.get_logger()
 

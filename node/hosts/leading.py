@@ -33,8 +33,8 @@ from node.island.ranks.faults import RankDiedError, RankFailedError
 from node.island.ranks.launcher import ProcessIsland
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import AtollError, ConfigError
-from protocol.layout import layout_of
-from protocol.rounds import CorpusSummary
+from protocol.run.layout import layout_of
+from protocol.wire.rounds import CorpusSummary
 
 if TYPE_CHECKING:
     from node.island.ranks.aside import Aside

@@ -17,7 +17,7 @@ from node.hosts.orders import OpenShelf, Part
 from node.island.checkpoints.folder import Checkpoint, CheckpointFolder
 from protocol.files.durable import make_folder
 from protocol.files.folder_lock import FolderLock
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 log = structlog.get_logger()
 

@@ -17,8 +17,8 @@ from node.island.parallel.mesh import Mesh
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.trainer import Clock, Trainer
 from node.outer_state import Vector
-from protocol.rounds import CorpusSummary
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import CorpusSummary
 
 
 class InlineIsland:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from protocol.rounds import CorpusSummary
-from protocol.run_spec import ExchangeSection
+from protocol.run.run_spec import ExchangeSection
+from protocol.wire.rounds import CorpusSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

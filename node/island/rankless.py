@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
-from protocol.rounds import CorpusSummary, Digest
+from protocol.wire.rounds import CorpusSummary, Digest
 
 HELPS = Ability(trains=False, evaluates=False, waits_for="the next plan")
 

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from node.island.island import ALL, Ability
-from protocol import convert
 from protocol.errors import ProtocolMismatchError
-from protocol.messages import (
+from protocol.run.run_spec import RunSpec, run_from_json
+from protocol.trust.rulings import NO_DIGEST, SignedRuling
+from protocol.v1 import session_pb2
+from protocol.wire import convert
+from protocol.wire.messages import (
     Message,
     Report,
     RosterChanged,
@@ -17,7 +20,7 @@ from protocol.messages import (
     rulings_from_wire,
     rulings_to_wire,
 )
-from protocol.rounds import (
+from protocol.wire.rounds import (
     Commit,
     CorpusSummary,
     Digest,
@@ -26,11 +29,8 @@ from protocol.rounds import (
     PeerAddress,
     RosterEntry,
 )
-from protocol.run_spec import RunSpec, run_from_json
-from protocol.trust.rulings import NO_DIGEST, SignedRuling
-from protocol.v1 import session_pb2
-from protocol.versions import WIRE, refuse_foreign_wire
-from protocol.vitals import Vitals, heartbeat_of
+from protocol.wire.versions import WIRE, refuse_foreign_wire
+from protocol.wire.vitals import Vitals, heartbeat_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

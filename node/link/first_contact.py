@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from node.link.calls import CoordinatorLink
-from protocol.channel import retried
 from protocol.errors import AtollError, HeldBackError
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.channel import retried
 
 log = structlog.get_logger()
 

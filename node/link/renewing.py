@@ -12,7 +12,6 @@ from typing import Any
 import grpc.aio
 import structlog
 
-from protocol.channel import DEADLINE_SECONDS, open_channel
 from protocol.errors import (
     AtollError,
     CertificateRefusedError,
@@ -24,7 +23,8 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import renew_by_identity, renewal_request, taken
 from protocol.trust.identity import Identity
 from protocol.v1.session_pb2_grpc import SessionServiceStub
-from protocol.wire_count import WireCounts
+from protocol.wire.channel import DEADLINE_SECONDS, open_channel
+from protocol.wire.wire_count import WireCounts
 
 log = structlog.get_logger()
 

@@ -16,7 +16,6 @@ import structlog
 
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.rulings import KeptRulings
-from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import (
     AtollError,
     CopyAttachedError,
@@ -24,11 +23,12 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.messages import Message, Report, RulingsTold
-from protocol.rounds import Commit
 from protocol.terminal.console import seconds_in_words
 from protocol.trust.rulings import SignedRuling
-from protocol.vitals import Vitals
+from protocol.wire.channel import RETRY_CAP_SECONDS
+from protocol.wire.messages import Message, Report, RulingsTold
+from protocol.wire.rounds import Commit
+from protocol.wire.vitals import Vitals
 
 log = structlog.get_logger()
 

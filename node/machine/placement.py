@@ -20,9 +20,9 @@ from node.island.parallel.mesh_shape import check_batch, check_shape
 from node.island.ranks.devices import check_offload, kind_of
 from node.machine.hardware import Hardware, least_free_bytes, likely_devices
 from protocol.errors import NoInputError
-from protocol.layout import layout_of
-from protocol.node_memory import helper_bytes
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.node_memory import helper_bytes
+from protocol.run.run_spec import RunSpec
 
 HELPER_PROCESS_BYTES = 350 << 20
 """A helper's daemon with its kernels loaded, and p2pd, without the state (docs/results/roles.jsonl)."""

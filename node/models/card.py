@@ -9,10 +9,10 @@ from typing import Literal
 from node.config import HISTORY_FILE
 from node.exchange.codecs.registry import codec_named
 from node.history import History
-from protocol.models import BYTES_VOCABULARY, DecoderModel
-from protocol.rounds import Commit, Digest, NodeId
-from protocol.run_spec import RunSpec
+from protocol.run.models import BYTES_VOCABULARY, DecoderModel
+from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import bytes_in_words, count_in_words
+from protocol.wire.rounds import Commit, Digest, NodeId
 
 DType = Literal["fp32", "bf16", "fp16"]
 

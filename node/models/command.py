@@ -66,7 +66,7 @@ def export(
     """
     require_installed(to="export a model")
     from node.kept import kept_model, places_of
-    from protocol.logging import start_logging
+    from protocol.terminal.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     home = find_home(folder)
@@ -146,7 +146,7 @@ def sample(
     """
     require_installed(to="let a model write")
     from node.kept import kept_model, places_of
-    from protocol.logging import start_logging
+    from protocol.terminal.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     home = find_home(folder)

@@ -32,15 +32,15 @@ from node.models.reading import (
 from node.outer_state import Vector
 from protocol.errors import BadDataError, CannotCreateError, UsageError
 from protocol.files.durable import refusal_to_write, write_atomically
-from protocol.layout import layout_of
-from protocol.models import (
+from protocol.run.layout import layout_of
+from protocol.run.models import (
     BYTES_VOCABULARY,
     FIRST_WEIGHTS,
     DecoderModel,
     Description,
     TransformersModel,
 )
-from protocol.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file, validated
+from protocol.run.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file, validated
 from protocol.terminal.console import count_in_words
 
 RUN_FILE = "run.toml"

@@ -28,9 +28,9 @@ from node.models.reading import (
 )
 from node.outer_state import Vector
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
-from protocol.layout import Layout, TensorPlace, layout_of
-from protocol.models import DecoderModel, Description, TransformersModel
-from protocol.run_spec import RunSpec
+from protocol.run.layout import Layout, TensorPlace, layout_of
+from protocol.run.models import DecoderModel, Description, TransformersModel
+from protocol.run.run_spec import RunSpec
 
 ABOUT = "atoll.json"
 CARD = "README.md"

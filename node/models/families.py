@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from protocol.errors import BadDataError
-from protocol.models import DecoderModel, RopeScaling
+from protocol.run.models import DecoderModel, RopeScaling
 
 Config = Mapping[str, Any]
 """A config.json."""

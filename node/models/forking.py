@@ -22,8 +22,8 @@ from protocol.files.durable import (
     whole_folder,
     write_atomically,
 )
-from protocol.models import FIRST_WEIGHTS, Description
-from protocol.run_spec import DESCRIPTION_FILE, RunSpec, validated_file
+from protocol.run.models import FIRST_WEIGHTS, Description
+from protocol.run.run_spec import DESCRIPTION_FILE, RunSpec, validated_file
 
 RUN_FILE = "run.toml"
 

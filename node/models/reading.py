@@ -24,10 +24,10 @@ from safetensors.numpy import save_file
 from node.models.families import decoder_of
 from node.outer_state import Vector, outer_digest
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.layout import Layout, layout_of
-from protocol.models import FIRST_WEIGHTS, DecoderModel
-from protocol.rounds import Digest
-from protocol.run_spec import RunSpec
+from protocol.run.layout import Layout, layout_of
+from protocol.run.models import FIRST_WEIGHTS, DecoderModel
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import Digest
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -22,8 +22,8 @@ from node.island.data.tokenizing import (
 )
 from protocol.errors import NoInputError
 from protocol.files.durable import expanded, make_folder, write_atomically
-from protocol.models import BYTES_VOCABULARY
-from protocol.run_spec import RunSpec
+from protocol.run.models import BYTES_VOCABULARY
+from protocol.run.run_spec import RunSpec
 
 _NAME_IT = "name it with --tokenizer PATH"
 

@@ -87,9 +87,9 @@ class StatusLink:
             raise
 
     def _stub(self) -> "StatusServiceStub":
-        from protocol.channel import open_blocking_channel
         from protocol.trust.credentials import Credentials, find_home
         from protocol.v1.status_pb2_grpc import StatusServiceStub
+        from protocol.wire.channel import open_blocking_channel
 
         if self._channel is None:
             home = find_home(self._directory)
@@ -275,7 +275,7 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
         time_in_words,
         work_in_words,
     )
-    from protocol.vitals import upload_in_words
+    from protocol.wire.vitals import upload_in_words
 
     rows = [
         (

@@ -14,7 +14,7 @@ from protocol.terminal.console import (
     seconds_in_words,
 )
 from protocol.v1 import status_pb2 as pb
-from protocol.vitals import upload_in_words
+from protocol.wire.vitals import upload_in_words
 
 SILENT_SECONDS = 6.0
 """A node not heard for this long is shown as silent: two heartbeats at the default lease."""

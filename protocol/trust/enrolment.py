@@ -11,9 +11,7 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 
-from protocol.channel import DEADLINE_SECONDS, channel_options
 from protocol.errors import AnswerLostError, ProtocolMismatchError, UnavailableError
-from protocol.status_codes import is_domain_error, translated
 from protocol.trust.credentials import Credentials
 from protocol.trust.handshake import fetch_certificate, fetch_pinned_certificate
 from protocol.trust.identity import Identity
@@ -30,6 +28,8 @@ from protocol.trust.pki import (
     server_name,
 )
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc
+from protocol.wire.channel import DEADLINE_SECONDS, channel_options
+from protocol.wire.status_codes import is_domain_error, translated
 
 
 def open_enrolment_channel(invite: Invite, certificate_pem: bytes) -> grpc.aio.Channel:

@@ -7,8 +7,8 @@ members different things. The proof needs no word of who brings it: both signatu
 from dataclasses import dataclass
 
 from protocol.errors import BadDataError
-from protocol.payload import PayloadError, PayloadHeader
-from protocol.rounds import Digest, NodeId
+from protocol.wire.payload import PayloadError, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

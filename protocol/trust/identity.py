@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from protocol.errors import BadDataError, NoInputError
 from protocol.files.durable import read_secret, write_atomically
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 PUBLIC_KEY_BYTES = 32
 

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from protocol.errors import BadDataError, CertificateRefusedError, ProtocolMismatchError
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 VALID_FROM = datetime(1970, 1, 1, tzinfo=UTC)
 VALID_UNTIL = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)

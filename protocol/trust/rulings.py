@@ -2,7 +2,7 @@
 
 Each names the digest of the one before, so none can be left out or put between unnoticed. What is signed
 is the canonical JSON that travels. Nodes keep them, and bring them back to a coordinator that was
-restored from an older copy. What an amendment changes stands in protocol.amendments.
+restored from an older copy. What an amendment changes stands in protocol.run.amendments.
 """
 
 import json
@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import BadDataError, ExpelledError, HeldBackError, ProtocolMismatchError
-from protocol.rounds import Commit, Digest, NodeId
 from protocol.trust.signing import commit_statement
 from protocol.trust.vouching import Bundle, Trust
+from protocol.wire.rounds import Commit, Digest, NodeId
 
 TAG = b"atoll ruling 1\n"
 """What is signed begins with this, so that no signature can be taken for one of another kind."""

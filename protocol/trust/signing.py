@@ -5,10 +5,10 @@ from dataclasses import replace
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from protocol.convert import commit_to_wire
-from protocol.rounds import Commit, Digest
 from protocol.trust.pki import signing_key_of
 from protocol.v1 import round_pb2
+from protocol.wire.convert import commit_to_wire
+from protocol.wire.rounds import Commit, Digest
 
 _TAG = b"atoll commit 4\n"
 """What is signed begins with this, so that no signature can be taken for one of another kind."""

@@ -1,8 +1,8 @@
 """What is told of a node, by the coordinator of all nodes and by a node of itself: the same names."""
 
 from protocol.v1.session_pb2 import HeartbeatRequest
-from protocol.vitals import HELD_BY
 from protocol.web.metrics import Board, Metric
+from protocol.wire.vitals import HELD_BY
 
 _NODE = ("node", "node_id")
 

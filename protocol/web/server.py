@@ -26,8 +26,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protocol.errors import SystemRefusedError
+from protocol.terminal.typed import is_loopback
 from protocol.trust.invite import endpoint_of
-from protocol.typed import is_loopback
 
 MAX_CALLS = 32
 """Answered at once; more are told to come back."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from coordinator.driver import Driver
 from coordinator.store import Store
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 from tests.unit.test_driver import RULES, RUN, HandClock, attach
 
 folder, *numbers = sys.argv[1:]

@@ -18,9 +18,9 @@ from node.disk.round_folder import Retention
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from protocol.errors import UsageError
-from protocol.rounds import Digest
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import session_pb2
+from protocol.wire.rounds import Digest
 from tests.tiny_runs import tiny
 
 ROUNDS = 8

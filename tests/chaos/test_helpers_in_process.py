@@ -8,7 +8,7 @@ from pathlib import Path
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
-from protocol.rounds import Commit
+from protocol.wire.rounds import Commit
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}

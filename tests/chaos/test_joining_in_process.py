@@ -13,8 +13,8 @@ from node.exchange.state.manifest import Manifest
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import Want, WantChunk
 from node.island.data.corpus import Corpus
-from protocol.payload import Payload
-from protocol.rounds import NodeId
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny
 from tests.unit.download_scene import changed
 

@@ -9,8 +9,8 @@ from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.exchange.outer import Outer
 from node.island.data.corpus import read_corpus
 from node.island.parallel.mesh_shape import MeshShape
-from protocol.rounds import Commit, Digest
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import Commit, Digest
 from tests.tiny_runs import tiny
 
 MESHES = (MeshShape(), MeshShape(shard=2), MeshShape(pipeline=2))

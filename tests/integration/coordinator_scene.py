@@ -8,13 +8,9 @@ from types import MappingProxyType
 
 from coordinator.app import Coordinator
 from coordinator.config import CoordinatorConfig, Home, create_home
-from protocol.channel import open_blocking_channel, open_channel
-from protocol.convert import layout_to_wire
-from protocol.layout import layout_of
-from protocol.models import Description, TensorShape
-from protocol.payload import RESULT, Payload, PayloadHeader
-from protocol.rounds import Digest
-from protocol.run_spec import DESCRIPTION_FILE, run_from_json
+from protocol.run.layout import layout_of
+from protocol.run.models import Description, TensorShape
+from protocol.run.run_spec import DESCRIPTION_FILE, run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
@@ -23,6 +19,10 @@ from protocol.v1 import operator_pb2, round_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.v1.status_pb2_grpc import StatusServiceStub
+from protocol.wire.channel import open_blocking_channel, open_channel
+from protocol.wire.convert import layout_to_wire
+from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from protocol.wire.rounds import Digest
 
 PATIENCE_SECONDS = 30.0
 LOCAL = CoordinatorConfig(host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1")

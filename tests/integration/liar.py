@@ -1,6 +1,6 @@
 """A node that lies: `python liar.py LIE COMMAND...` runs the node's real command with one thing replaced.
 
-COMMAND is what would have run the honest node: python -P -m protocol.cli node start ...
+COMMAND is what would have run the honest node: python -P -m protocol.terminal.cli node start ...
 """
 
 import sys
@@ -16,10 +16,10 @@ from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, SliceResult
 from node.link.calls import Announcement, CoordinatorLink
 from node.outer_state import Vector
-from protocol import cli
-from protocol.messages import Applied, Report, Trained
-from protocol.rounds import Digest
-from protocol.vitals import Vitals
+from protocol.terminal import cli
+from protocol.wire.messages import Applied, Report, Trained
+from protocol.wire.rounds import Digest
+from protocol.wire.vitals import Vitals
 
 LOUDER = 1000
 FASTER = 20_000
@@ -131,4 +131,4 @@ LIES = {
 if __name__ == "__main__":
     LIES[sys.argv[1]]()
     command = sys.argv[2:]
-    cli.main(command[command.index("protocol.cli") + 1 :])
+    cli.main(command[command.index("protocol.terminal.cli") + 1 :])

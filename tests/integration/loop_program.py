@@ -13,7 +13,7 @@ import torch
 
 import atoll
 from node.island.models.decoder_modules import Decoder
-from protocol.run_spec import load_run_file
+from protocol.run.run_spec import load_run_file
 
 
 def main() -> None:

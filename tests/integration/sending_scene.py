@@ -21,10 +21,10 @@ from node.exchange.transport.streams import (
     refuse,
 )
 from node.exchange.transport.transport import TransferRefusedError
-from protocol.payload import Payload
-from protocol.rounds import NodeId
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire_count import WireCounts
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import NodeId
+from protocol.wire.wire_count import WireCounts
 
 PART = LEAST_PART_BYTES
 BODY = os.urandom(10 * PART + 17)

@@ -10,7 +10,7 @@ from typed_commands import ROOT, Swarm
 
 from lab.run_files import toml_of
 from node.kept import kept_model
-from protocol.models import FIRST_WEIGHTS
+from protocol.run.models import FIRST_WEIGHTS
 from tests.transformers_configs import CONFIGS
 
 EXAMPLES = ROOT / "examples" / "functions"

@@ -14,10 +14,10 @@ from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.round.state import MakeAgain
 from node.exchange.transport.transport import Want, WantInput
 from node.island.data.corpus import Corpus, read_corpus
-from protocol.messages import Audited
-from protocol.payload import Payload
-from protocol.rounds import NodeId
 from protocol.trust.rulings import RulingKind
+from protocol.wire.messages import Audited
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny
 
 NUM_NODES = 5

@@ -139,7 +139,7 @@ def test_an_invite_that_does_not_hold_is_refused_and_leaves_no_trace(
 def joined_at_a_terminal(invite: str, home: Path) -> str:
     """What a terminal shows to a person who types 'atoll join' and then pastes the invite."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "protocol.cli", "join", "--dir", str(home)]
+    command = [sys.executable, "-m", "protocol.terminal.cli", "join", "--dir", str(home)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     joining = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True

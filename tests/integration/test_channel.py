@@ -21,9 +21,6 @@ from tls_coordinator import (
 )
 
 from protocol import errors
-from protocol.channel import (
-    open_channel,
-)
 from protocol.errors import (
     AtollError,
     NotPermittedError,
@@ -31,12 +28,15 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.status_codes import abort
 from protocol.trust import pki
 from protocol.trust.enrolment import enrol
 from protocol.trust.handshake import Diagnosis
 from protocol.trust.identity import Identity
 from protocol.v1 import session_pb2_grpc
+from protocol.wire.channel import (
+    open_channel,
+)
+from protocol.wire.status_codes import abort
 
 
 async def test_a_member_gets_through_and_is_known_by_its_certificate(

@@ -11,7 +11,11 @@ from tls_coordinator import (
     Coordinator,
 )
 
-from protocol.channel import (
+from protocol.errors import (
+    UnavailableError,
+)
+from protocol.v1 import session_pb2_grpc
+from protocol.wire.channel import (
     ANSWER_RECEIVED_BYTES,
     CALL_SENT_BYTES,
     CONNECTION_RECEIVED_BYTES,
@@ -23,11 +27,7 @@ from protocol.channel import (
     open_channel,
     retried,
 )
-from protocol.errors import (
-    UnavailableError,
-)
-from protocol.v1 import session_pb2_grpc
-from protocol.wire_count import WireCounts
+from protocol.wire.wire_count import WireCounts
 
 
 async def test_a_reader_who_stops_early_leaves_no_stream_open(coordinator: Coordinator) -> None:

@@ -22,12 +22,12 @@ from coordinator_scene import (
 )
 
 from coordinator.config import RUN_TEMPLATE, Home, run_text
-from protocol.channel import open_channel
 from protocol.errors import NoInputError, NotPermittedError, SessionEndedError
-from protocol.run_spec import RunSpec, run_from_json, validated
+from protocol.run.run_spec import RunSpec, run_from_json, validated
 from protocol.trust.credentials import Credentials
 from protocol.v1 import operator_pb2, session_pb2, status_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+from protocol.wire.channel import open_channel
 
 
 def test_the_template_says_what_holds_without_it() -> None:
@@ -112,7 +112,7 @@ class Process:
     async def start(cls, home: Home, log: Path, *options: str) -> "Process":
         with log.open("ab") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "protocol.cli", "coordinator", "start"),
+                *(sys.executable, "-m", "protocol.terminal.cli", "coordinator", "start"),
                 *(str(home.directory), *options),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
@@ -174,7 +174,14 @@ async def test_a_second_coordinator_is_refused_its_folder_and_its_port(tmp_path:
 
     async def refused(directory: Path, *options: str) -> tuple[int | None, str]:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "protocol.cli", "coordinator", "start", str(directory)),
+            *(
+                sys.executable,
+                "-m",
+                "protocol.terminal.cli",
+                "coordinator",
+                "start",
+                str(directory),
+            ),
             *options,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

@@ -19,10 +19,10 @@ from protocol.errors import (
     SystemRefusedError,
     UnavailableError,
 )
-from protocol.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_enrolment, server_options
 from protocol.trust import pki
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
+from protocol.wire.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_enrolment, server_options
 
 
 async def test_a_second_coordinator_cannot_take_the_port(coordinator: Coordinator) -> None:

@@ -10,9 +10,9 @@ from typed_commands import Running, Swarm, atoll, done, until
 
 from node.kept import kept_model
 from node.models.reading import digest_of_first, write_first
-from protocol.layout import layout_of
-from protocol.models import FIRST_WEIGHTS, Description
-from protocol.run_spec import DESCRIPTION_FILE, load_run_file
+from protocol.run.layout import layout_of
+from protocol.run.models import FIRST_WEIGHTS, Description
+from protocol.run.run_spec import DESCRIPTION_FILE, load_run_file
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(run={"name": "given", "rounds": 2, "min_nodes": 2})

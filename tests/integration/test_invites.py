@@ -18,7 +18,6 @@ from coordinator_scene import (
 )
 
 from coordinator.cli import invite as invite_command
-from protocol.channel import open_channel
 from protocol.errors import (
     BadDataError,
     NoInputError,
@@ -35,6 +34,7 @@ from protocol.trust.pki import make_request
 from protocol.v1 import operator_pb2, session_pb2, status_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.session_pb2_grpc import SessionServiceStub
+from protocol.wire.channel import open_channel
 
 
 async def test_the_owner_types_invite_create_and_the_one_line_printed_lets_a_node_join(

@@ -15,7 +15,6 @@ from coordinator.config import Home
 from coordinator.rotation import Rotation, protect
 from node.link.renewing import RenewingCalls
 from node.rulings import KeptRulings
-from protocol.channel import open_blocking_channel
 from protocol.errors import (
     BadDataError,
     CertificateRefusedError,
@@ -28,7 +27,6 @@ from protocol.errors import (
     SystemRefusedError,
     UsageError,
 )
-from protocol.messages import rulings_from_wire
 from protocol.terminal.query import StatusLink
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
@@ -43,7 +41,9 @@ from protocol.trust.pki import (
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import operator_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
-from protocol.wire_count import WireCounts
+from protocol.wire.channel import open_blocking_channel
+from protocol.wire.messages import rulings_from_wire
+from protocol.wire.wire_count import WireCounts
 
 LONG_AGO = 1e9  # September 2001, as a clock without a battery shows
 IN_YEARS = 4e9

@@ -17,10 +17,10 @@ from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.island.data.corpus import Corpus, read_corpus
 from node.outer_state import Vector
-from protocol.payload import RESULT, Payload, PayloadHeader
-from protocol.rounds import WHOLE, Digest, NodeId
 from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
+from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from protocol.wire.rounds import WHOLE, Digest, NodeId
 from tests.tiny_runs import tiny
 
 NUM_NODES = 5

@@ -72,7 +72,7 @@ def test_a_loop_with_an_invite_brings_a_node_of_its_own_which_ends_with_it(tmp_p
     scene = Scene(tmp_path, "ranks", **{**RUN, "run": {**RUN["run"], "min_nodes": 2}})
     program = tmp_path / "atoll"
     program.write_text(
-        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -P -m protocol.cli "$@"\n'
+        f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -P -m protocol.terminal.cli "$@"\n'
     )
     program.chmod(0o755)
     try:

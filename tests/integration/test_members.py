@@ -12,7 +12,6 @@ from coordinator_scene import invite_from, joined, new_home, serving, two_nodes
 from coordinator.backup import back_up
 from coordinator.config import Home
 from node.rulings import KeptRulings
-from protocol.channel import open_channel
 from protocol.errors import (
     AtollError,
     BadDataError,
@@ -22,7 +21,6 @@ from protocol.errors import (
     SessionEndedError,
     UsageError,
 )
-from protocol.messages import rulings_from_wire, rulings_to_wire
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.invite import Invite
@@ -35,6 +33,8 @@ from protocol.v1 import (
     status_pb2_grpc,
 )
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+from protocol.wire.channel import open_channel
+from protocol.wire.messages import rulings_from_wire, rulings_to_wire
 
 
 @asynccontextmanager

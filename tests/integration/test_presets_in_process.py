@@ -8,10 +8,9 @@ from coordinator_scene import LOCAL, serving
 from benchmarks.presets import checked, checks
 from coordinator.config import Home, create_home, settle_preset
 from lab.simulation.swarm import Life, simulate
-from protocol import cli
 from protocol.errors import ConfigError
-from protocol.run_spec import RunSpec, load_run_file
-from protocol.terminal import console
+from protocol.run.run_spec import RunSpec, load_run_file
+from protocol.terminal import cli, console
 
 CHECKS = dict(checks())
 

@@ -15,12 +15,11 @@ from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.samples import SampleOrder
-from protocol import cli
 from protocol.errors import BadDataError, ConfigError
-from protocol.payload import Payload
-from protocol.rounds import BOOK_PLACES, book_of, book_of_data
-from protocol.run_spec import RunSpec
-from protocol.terminal import console
+from protocol.run.run_spec import RunSpec
+from protocol.terminal import cli, console
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import BOOK_PLACES, book_of, book_of_data
 from tests.tiny_runs import tiny
 from tests.unit.tokens_scene import prepared, words, write_jsonl, write_tokenizer
 

@@ -19,9 +19,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 import protocol.v1
 from coordinator.config import Home
-from protocol.channel import channel_options, open_channel
 from protocol.errors import AtollError
-from protocol.status_codes import translated
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite, endpoint_of
@@ -34,6 +32,8 @@ from protocol.trust.pki import (
 )
 from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+from protocol.wire.channel import channel_options, open_channel
+from protocol.wire.status_codes import translated
 
 ANYBODY = {"owner", "viewer", "node", "helper", "nobody"}
 NODE, MEMBERS, OWNER = {"node", "helper"}, {"owner", "viewer", "node", "helper"}, {"owner"}

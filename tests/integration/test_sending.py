@@ -29,10 +29,10 @@ from node.exchange.transport.sender import (
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.streams import TransferStream
 from node.exchange.transport.transport import TransferRefusedError
-from protocol.payload import Payload
-from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire_count import WireCounts
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import Digest, NodeId
+from protocol.wire.wire_count import WireCounts
 
 
 async def test_a_large_body_comes_over_several_streams_and_whole() -> None:

@@ -14,7 +14,7 @@ from node.exchange.transport.libp2p import within_open_files
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.serving import Server, verify_inline
 from node.exchange.transport.transport import TransferRefusedError
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 NUM_CONTRIBUTORS, NUM_BODIES = 200, 2
 FEW = Limits(max_streams=16, idle_seconds=60)

@@ -13,7 +13,7 @@ from node.island.data.dataset import Dataset
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 from tests.tiny_runs import tiny, tiny_text
 from tests.unit.served_folder import serving
 from tests.unit.tokens_scene import write_jsonl, write_tokenizer

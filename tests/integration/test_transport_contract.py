@@ -20,7 +20,8 @@ from node.exchange.transport.transport import (
     WantManifest,
     WantTokens,
 )
-from protocol.payload import (
+from protocol.trust.identity import Identity
+from protocol.wire.payload import (
     CHUNK,
     CONTRIBUTION,
     MANIFEST,
@@ -29,8 +30,7 @@ from protocol.payload import (
     TOKENS_MANIFEST,
     Payload,
 )
-from protocol.trust.identity import Identity
-from protocol.wire_count import WireCounts
+from protocol.wire.wire_count import WireCounts
 
 SECONDS = 20.0
 

@@ -12,11 +12,11 @@ from coordinator.app import Coordinator
 from node.doctor.checks import coordinator_findings
 from node.link.calls import CoordinatorLink
 from node.link.first_contact import run_of_coordinator
-from protocol.channel import open_channel
 from protocol.errors import ExitCode
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from protocol.v1.session_pb2_grpc import SessionServiceStub
+from protocol.wire.channel import open_channel
 
 
 async def test_a_node_waits_until_its_coordinator_has_started(tmp_path: Path) -> None:

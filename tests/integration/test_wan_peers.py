@@ -15,7 +15,7 @@ from benchmarks.wan.peers.order import Order
 from lab.processes.family import SOURCES
 from lab.run_files import TINY_MODEL
 from node.island.models.first_weights import initial_parameters
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 PATIENCE_SECONDS = 200.0  # for a hang only
 NUM_NODES = 2

@@ -8,17 +8,23 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protocol.channel import (
-    open_blocking_channel,
-    open_channel,
-)
-from protocol.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bind_enrolment, caller
 from protocol.trust import pki
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity, is_signed_by, node_id_of
 from protocol.trust.invite import Invite
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc, session_pb2, session_pb2_grpc
-from protocol.wire_count import WireCounts
+from protocol.wire.channel import (
+    open_blocking_channel,
+    open_channel,
+)
+from protocol.wire.server import (
+    CONTROL_OPTIONS,
+    ENROLMENT_OPTIONS,
+    bind_control,
+    bind_enrolment,
+    caller,
+)
+from protocol.wire.wire_count import WireCounts
 
 GET_RUN = session_pb2.GetRunRequest()
 SUBSCRIBE = session_pb2.SubscribeRequest(session_id=1)

@@ -24,8 +24,8 @@ from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from node.outer_state import SharedNames, SharedVectors, Vector
 from protocol.errors import AtollError
-from protocol.models import TransformersModel
-from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from protocol.run.models import TransformersModel
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 STEPS = 4
 PATIENCE_SECONDS = 240  # for a hang only

@@ -29,8 +29,14 @@ from node.island.training.engine import Engine
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from node.outer_state import SharedNames, SharedVectors
-from protocol.models import DecoderModel, RopeScaling
-from protocol.run_spec import DataSection, EvaluationSection, ExchangeSection, InnerSection, RunSpec
+from protocol.run.models import DecoderModel, RopeScaling
+from protocol.run.run_spec import (
+    DataSection,
+    EvaluationSection,
+    ExchangeSection,
+    InnerSection,
+    RunSpec,
+)
 
 # 5 layers and 24 × 40 matrices: pipelines and shards get parts of different sizes. More ranks than
 # some tensors have rows would be empty shards: norms have 24 values, of which tensor ranks share.

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from node.island.models.first_weights import initial_parameters
 from node.outer_state import SharedVectors
-from protocol.layout import layout_of
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 
 def small_spec(learning_rate: float = 1e-2, batch: int = 4) -> RunSpec:

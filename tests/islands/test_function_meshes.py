@@ -12,8 +12,8 @@ from node.island.models.describing import describe
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN, LocalTraining
-from protocol.models import FunctionModel
-from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from protocol.run.models import FunctionModel
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 
 def spec_of(*, counts: bool, sparse: bool, optimizer: str = "adamw") -> RunSpec:

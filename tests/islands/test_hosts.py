@@ -35,8 +35,8 @@ from node.island.ranks.forkserver import prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
-from protocol.layout import layout_of
-from protocol.run_spec import ExchangeSection, RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import ExchangeSection, RunSpec
 
 SPEC = small_spec().model_copy(
     update={"model": small_spec().model.model_copy(update={"num_layers": 2})}

@@ -7,8 +7,8 @@ from benchmarks.island.speed import compare, copy_speeds
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 
 
 @pytest.fixture(scope="module", autouse=True)

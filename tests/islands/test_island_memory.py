@@ -7,8 +7,8 @@ from node.island.parallel.auto_mesh import ESTIMATE_FACTOR
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN, LocalTraining
-from protocol.models import DecoderModel
-from protocol.run_spec import InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import InnerSection, RunSpec
 
 SPEC = RunSpec(
     model=DecoderModel(

@@ -9,8 +9,8 @@ from lab.simulation.lone_work import lone_work, unseen
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 
 SPEC = RunSpec(
     model=DecoderModel(

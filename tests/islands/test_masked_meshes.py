@@ -12,7 +12,7 @@ from node.island.parallel.mesh_shape import MeshShape, check_shape
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.errors import ConfigError
-from protocol.run_spec import DataSection, RunSpec
+from protocol.run.run_spec import DataSection, RunSpec
 from tests.unit.tokens_scene import prepared
 
 

@@ -27,7 +27,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN, LocalTraining, Precision
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 
 @pytest.fixture(scope="module")

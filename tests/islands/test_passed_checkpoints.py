@@ -25,8 +25,8 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
-from protocol.layout import layout_of
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
 
 SPEC = RESTARTED.model_copy(  # a batch that three hosts can share as well as two
     update={"inner": RESTARTED.inner.model_copy(update={"batch": 12})}

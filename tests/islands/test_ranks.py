@@ -28,8 +28,8 @@ from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
-from protocol.layout import layout_of
-from protocol.run_spec import ExchangeSection, RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import ExchangeSection, RunSpec
 
 ENDLESS = 1_000_000
 

@@ -25,9 +25,9 @@ from node.island.ranks.faults import RankDiedError, RankHungError
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
-from protocol.layout import layout_of
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 # 24 × 40 matrices and 5 layers, so that parts differ in size.
 SPEC = RunSpec(

@@ -19,7 +19,7 @@ from node.island.models.describing import describe
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN, LocalTraining
-from protocol.run_spec import DataSection, LoraSection, RunSpec
+from protocol.run.run_spec import DataSection, LoraSection, RunSpec
 from tests.transformers_configs import CONFIGS
 from tests.unit.tokens_scene import prepared
 

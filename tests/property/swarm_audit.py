@@ -10,8 +10,8 @@ from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 from coordinator.swarm.ledger import Places, free_again
 from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
 from coordinator.swarm.weighing import say_of
-from protocol.messages import SliceTakenOver
-from protocol.rounds import Assignment, Commit, NodeId, Plan
+from protocol.wire.messages import SliceTakenOver
+from protocol.wire.rounds import Assignment, Commit, NodeId, Plan
 
 
 def check_plan(books: Books, plan: Plan, state: SwarmState) -> None:

@@ -11,8 +11,8 @@ from swarm_nodes import Place
 
 from coordinator.swarm.events import Attached, Event, Reported
 from coordinator.swarm.state import PRESENT, MemberState, SwarmState
-from protocol.messages import Held, Reduced, SliceTakenOver
-from protocol.rounds import Assignment, Commit, Digest, LayoutSummary, NodeId, Plan
+from protocol.wire.messages import Held, Reduced, SliceTakenOver
+from protocol.wire.rounds import Assignment, Commit, Digest, LayoutSummary, NodeId, Plan
 
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(700, 200))
 

@@ -10,7 +10,7 @@ from coordinator.swarm.rounds import holders_of, plan_of
 from coordinator.swarm.start import time_of_round
 from coordinator.swarm.state import MemberState, SwarmState, last_sure_round
 from coordinator.swarm.takeover import takeover_of
-from protocol.messages import (
+from protocol.wire.messages import (
     CommitsWanted,
     Message,
     RefetchAsked,
@@ -18,7 +18,7 @@ from protocol.messages import (
     RoundOpened,
     SliceTakenOver,
 )
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 Nodes = Mapping[NodeId, SimulatedNode]
 

@@ -7,10 +7,10 @@ from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.state import PRESENT, Member, SwarmState
 from coordinator.swarm.transition import next_deadline, step
 from coordinator.swarm.turn import members_of
-from protocol.messages import Draining
+from protocol.wire.messages import Draining
 
 if TYPE_CHECKING:
-    from protocol.rounds import NodeId
+    from protocol.wire.rounds import NodeId
 
 
 class MembersStay:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import blake3
 
 from coordinator.swarm.events import Event, HeartbeatSeen, Reported, Ticked, Woke
-from protocol.messages import (
+from protocol.wire.messages import (
     Applied,
     Draining,
     Held,
@@ -19,7 +19,7 @@ from protocol.messages import (
     SliceTakenOver,
     Trained,
 )
-from protocol.rounds import Commit, ContributionDigest, Contributor, Digest, NodeId, Plan
+from protocol.wire.rounds import Commit, ContributionDigest, Contributor, Digest, NodeId, Plan
 
 INITIAL = Digest(b"initial")
 CONTEXT = 4

@@ -33,7 +33,7 @@ from coordinator.swarm.events import (
 from coordinator.swarm.state import PRESENT, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.errors import CopyAttachedError, SessionEndedError
-from protocol.messages import (
+from protocol.wire.messages import (
     Evaluated,
     EvaluationAsked,
     ParticipantsIdle,
@@ -42,7 +42,7 @@ from protocol.messages import (
     RunFinished,
     SliceTakenOver,
 )
-from protocol.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
+from protocol.wire.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
 
 RUN = Digest(b"r" * 32)
 CORPUS = CorpusSummary(digest=Digest(b"c" * 32), num_samples=9, num_bytes=9)

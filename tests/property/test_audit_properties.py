@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from coordinator.swarm.actions import QuarantineAsked
 from coordinator.swarm.events import Reported
 from coordinator.swarm.state import Verdict, Work
-from protocol.messages import AuditAsked, Audited
-from protocol.rounds import NodeId
+from protocol.wire.messages import AuditAsked, Audited
+from protocol.wire.rounds import NodeId
 from tests.unit.swarm_scene import Scene, asked_of, digest_of
 
 NAMES = tuple("abcdefg")

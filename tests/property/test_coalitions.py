@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coordinator.swarm.state import Member, MemberState, Work
 from coordinator.swarm.weighing import earned, heaviest, is_enough, say_of, weight_of
-from protocol.rounds import CorpusSummary, Digest, NodeId, PeerAddress
+from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress
 
 LIE, RIGHT = Digest(b"a lie"), Digest(b"right")
 WORKS = st.lists(st.integers(0, 10**6), min_size=1, max_size=12)

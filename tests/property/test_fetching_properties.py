@@ -17,7 +17,7 @@ from node.exchange.fetching import (
     Silences,
 )
 from node.exchange.limits import Waits
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 DONORS = tuple(NodeId(name) for name in "abcd")
 ANSWERS = st.lists(

@@ -10,7 +10,7 @@ from coordinator.swarm.events import CommitLearned, RulingsLearned
 from coordinator.swarm.ledger import free_again
 from coordinator.swarm.state import MemberState, RoundPhase, SwarmState
 from coordinator.swarm.weighing import worth
-from protocol.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, Digest, NodeId
 from tests.unit.going_back_scene import NODES, Kept
 from tests.unit.swarm_scene import Scene, digest_of
 

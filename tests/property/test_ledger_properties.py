@@ -15,7 +15,7 @@ from coordinator.swarm.ledger import (
     reopen,
     settle,
 )
-from protocol.rounds import Assignment, NodeId
+from protocol.wire.rounds import Assignment, NodeId
 
 BATCH = 3
 ROUNDS = st.lists(

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from node.exchange import giving
 from node.exchange.state import on_disk
 from node.outer_state import Vector
-from protocol.rounds import NodeId, Plan
+from protocol.wire.rounds import NodeId, Plan
 from tests.unit.exchange_scene import (
     COMMIT_SECONDS,
     NUM_ELEMENTS,

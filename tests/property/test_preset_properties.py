@@ -21,7 +21,7 @@ from coordinator.presets.cost import (
 from coordinator.presets.ladder import Given, ladder
 from coordinator.presets.settling import settled
 from coordinator.presets.toml_edit import with_values
-from protocol.run_spec import validated
+from protocol.run.run_spec import validated
 
 rates = st.floats(3e5, 1e11)
 situations = st.builds(

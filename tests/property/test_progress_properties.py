@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from node.duties.work import work_ahead_of, work_of
 from node.island.island import InnerWork
 from node.island.training.schedule import Position
-from protocol.messages import RoundOpened
-from protocol.models import DecoderModel
-from protocol.rounds import NodeId, Plan
-from protocol.run_spec import InnerSection, RunSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import InnerSection, RunSection, RunSpec
+from protocol.wire.messages import RoundOpened
+from protocol.wire.rounds import NodeId, Plan
 from tests.unit.swarm_scene import Scene, digest_of, of_kind
 
 ROUNDS = 6

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coordinator.swarm.reach import best_reducers, cut_off_from, newly_cut_pairs
 from coordinator.swarm.state import Member, MemberState, Rules, Say, SwarmState
 from coordinator.swarm.transition import initial_state
-from protocol.rounds import CorpusSummary, Digest, NodeId, PeerAddress
+from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress
 
 DIGEST = Digest(bytes(32))
 NAMES = [NodeId(name) for name in "abcdefgh"]

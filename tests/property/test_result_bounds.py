@@ -12,7 +12,7 @@ from coordinator.swarm.bounds import (
     norms_after,
     norms_of,
 )
-from protocol.rounds import BLOCK, WHOLE, Commit, Digest, SliceOutcome
+from protocol.wire.rounds import BLOCK, WHOLE, Commit, Digest, SliceOutcome
 
 RUN = Digest(bytes(32))
 

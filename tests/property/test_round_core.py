@@ -43,7 +43,7 @@ from node.exchange.round.transition import (
     step,
     waiting_for,
 )
-from protocol.messages import (
+from protocol.wire.messages import (
     Held,
     ParticipantsDeparted,
     ParticipantsIdle,
@@ -51,8 +51,8 @@ from protocol.messages import (
     ResultOffered,
     SliceTakenOver,
 )
-from protocol.payload import CONTRIBUTION, Payload
-from protocol.rounds import (
+from protocol.wire.payload import CONTRIBUTION, Payload
+from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
     Contributor,

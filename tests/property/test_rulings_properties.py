@@ -11,8 +11,8 @@ from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import BARRED
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import AtollError, ExpelledError, HeldBackError
-from protocol.rounds import NodeId
 from protocol.trust.rulings import RUN_OWNER, RulingKind, follows
+from protocol.wire.rounds import NodeId
 from tests.unit.swarm_scene import Scene, digest_of
 
 NODES = ("a", "b", "c")

@@ -21,8 +21,8 @@ from node.exchange.screening import (
     screened,
 )
 from node.outer_state import Vector
-from protocol.rounds import BLOCK, WHOLE, NodeId, Slice
-from protocol.run_spec import Merge
+from protocol.run.run_spec import Merge
+from protocol.wire.rounds import BLOCK, WHOLE, NodeId, Slice
 from tests.unit.exchange_scene import RUN, TOKENS, contribution_of, plan_for
 
 FP32 = codec_named("fp32")

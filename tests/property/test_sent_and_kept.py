@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from node.disk.snapshots import Snapshot
 from node.exchange.reduction import Merging, Reduction, Sender
 from node.outer_state import Vector
-from protocol.payload import CONTRIBUTION, Payload
-from protocol.rounds import BLOCK, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
+from protocol.wire.payload import CONTRIBUTION, Payload
+from protocol.wire.rounds import BLOCK, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
 from tests.unit.exchange_scene import NUM_ELEMENTS, RUN, TOKENS, A, B, C, outer_of, plan_for
 
 IDS = (A, B, C)

@@ -15,7 +15,7 @@ from coordinator.swarm.shares import (
     Rates,
     reducer_shares,
 )
-from protocol.rounds import BLOCK, NodeId, cut_into_slices
+from protocol.wire.rounds import BLOCK, NodeId, cut_into_slices
 
 MB = 1e6
 

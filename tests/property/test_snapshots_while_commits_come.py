@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from node.disk import snapshots
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 NUM_ELEMENTS, PIECE = 1000, 16
 RUN, LAYOUT = Digest(bytes(range(32))), Digest(bytes(range(32, 64)))

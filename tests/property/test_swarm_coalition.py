@@ -21,8 +21,8 @@ from swarm_world import World
 from coordinator.swarm.events import Detached, Event, Reported, Ticked
 from coordinator.swarm.state import PRESENT, RoundPhase
 from coordinator.swarm.weighing import say_of, weight_of
-from protocol.messages import Held, Reduced, Trained
-from protocol.rounds import ContributionDigest, Contributor, Digest, NodeId
+from protocol.wire.messages import Held, Reduced, Trained
+from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
 
 LIARS = (NodeId("n0"), NodeId("n1"))  # the smallest ids: what is decided by an id is theirs
 HONEST = tuple(NodeId(f"n{number}") for number in range(2, 6))

@@ -11,8 +11,8 @@ from swarm_nodes import SimulatedNode, sender_of, spoiled
 from swarm_world import PAUSE_SECONDS, World
 
 from coordinator.swarm.events import Detached, Reported, StreamBroken, Ticked, Woke
-from protocol.messages import Draining, Reduced
-from protocol.rounds import ContributionDigest, Contributor, Digest, NodeId
+from protocol.wire.messages import Draining, Reduced
+from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
 
 NODE = st.integers(min_value=0, max_value=4)
 SOMETIMES_A_NODE = st.none() | st.none() | NODE

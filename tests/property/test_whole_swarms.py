@@ -15,7 +15,7 @@ from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.swarm import Life, SimulatedNode, simulate
 from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny
 
 ROUNDS = 8

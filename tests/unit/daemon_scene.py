@@ -16,12 +16,12 @@ from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork,
 from node.island.ranks.faults import LoopGoneError, RankDiedError
 from node.link.calls import Attachment
 from protocol.errors import UnavailableError
-from protocol.layout import Layout
-from protocol.messages import Message, Reduced, Report
-from protocol.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
-from protocol.run_spec import RunSpec
-from protocol.vitals import Vitals
-from protocol.wire_count import WireCounts
+from protocol.run.layout import Layout
+from protocol.run.run_spec import RunSpec
+from protocol.wire.messages import Message, Reduced, Report
+from protocol.wire.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
+from protocol.wire.vitals import Vitals
+from protocol.wire.wire_count import WireCounts
 from tests.unit.exchange_scene import LAYOUT, TOKENS, A, outer_of, plan_for
 
 START_SECONDS = 1.0

@@ -6,8 +6,8 @@ import pytest
 from swarm_scene import TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.state import Measured
-from protocol.messages import RoundOpened
-from protocol.rounds import Plan
+from protocol.wire.messages import RoundOpened
+from protocol.wire.rounds import Plan
 
 A, B, C = "node-a", "node-b", "node-c"
 

@@ -25,9 +25,9 @@ from node.exchange.transport.transport import (
     do_nothing,
 )
 from node.heavy import in_place
-from protocol.payload import Payload, PayloadHeader
-from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire_count import WireCounts
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.wire.wire_count import WireCounts
 
 RUN, LAYOUT = Digest(bytes(range(32))), Digest(bytes(range(32, 64)))
 NUM_ELEMENTS = 1000

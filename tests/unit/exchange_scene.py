@@ -30,10 +30,11 @@ from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
 from node.outer_state import Vector, outer_digest
-from protocol.layout import Layout
-from protocol.messages import Held, Reduced, Report
-from protocol.payload import CONTRIBUTION, RESULT, Payload
-from protocol.rounds import (
+from protocol.run.layout import Layout
+from protocol.run.run_spec import WANTS_FEEDBACK, ReducerErrorRule
+from protocol.wire.messages import Held, Reduced, Report
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
+from protocol.wire.rounds import (
     BLOCK,
     Assignment,
     Commit,
@@ -46,8 +47,7 @@ from protocol.rounds import (
     SliceOutcome,
     cut_into_slices,
 )
-from protocol.run_spec import WANTS_FEEDBACK, ReducerErrorRule
-from protocol.wire_count import WireCounts
+from protocol.wire.wire_count import WireCounts
 
 if TYPE_CHECKING:
     from protocol.v1 import transfer_pb2

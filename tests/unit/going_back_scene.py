@@ -7,8 +7,8 @@ from typing import Any
 from coordinator.store import Store
 from coordinator.swarm.events import Ruled
 from coordinator.swarm.state import SwarmState
-from protocol.rounds import Commit, Digest, NodeId, RoundSpan
 from protocol.trust.rulings import RUN_OWNER, RulingKind
+from protocol.wire.rounds import Commit, Digest, NodeId, RoundSpan
 from tests.unit.swarm_scene import INITIAL, Scene, digest_of
 
 NODES = ("a", "b", "c")

@@ -17,8 +17,8 @@ from coordinator.swarm.events import (
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import Member, Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
-from protocol.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
-from protocol.rounds import (
+from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
+from protocol.wire.rounds import (
     ContributionDigest,
     Contributor,
     CorpusSummary,
@@ -27,7 +27,7 @@ from protocol.rounds import (
     NodeId,
     PeerAddress,
 )
-from protocol.wire_count import WireTotals
+from protocol.wire.wire_count import WireTotals
 
 T = TypeVar("T")
 RUN = Digest(b"r" * 32)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from node.island.models.decoder_modules import Decoder, Objective
 from node.island.training.gradients import accumulate_gradients
-from protocol.models import DecoderModel
+from protocol.run.models import DecoderModel
 
 MODEL = DecoderModel(
     hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16

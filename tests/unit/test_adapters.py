@@ -18,9 +18,8 @@ from node.island.training.trainer import Trainer
 from node.models.card import Origin
 from node.models.export import export_model
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.models import DecoderModel, TransformersModel
-from protocol.rounds import Digest
-from protocol.run_spec import (
+from protocol.run.models import DecoderModel, TransformersModel
+from protocol.run.run_spec import (
     DataSection,
     EvaluationSection,
     InnerSection,
@@ -28,6 +27,7 @@ from protocol.run_spec import (
     RunSpec,
     validated,
 )
+from protocol.wire.rounds import Digest
 from tests.transformers_configs import CONFIGS
 from tests.unit.test_transformers_models import published, with_text, work_of
 

@@ -21,9 +21,9 @@ from node.exchange.round.state import (
     opened,
 )
 from node.exchange.round.transition import late_for, step, waiting_for
-from protocol.messages import ParticipantsDeparted, SliceTakenOver
-from protocol.payload import MANIFEST, Payload, PayloadHeader
-from protocol.rounds import BLOCK, NodeId
+from protocol.wire.messages import ParticipantsDeparted, SliceTakenOver
+from protocol.wire.payload import MANIFEST, Payload, PayloadHeader
+from protocol.wire.rounds import BLOCK, NodeId
 from tests.unit.exchange_scene import (
     RUN,
     TOKENS,

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from node.island.island import InnerWork
 from node.island.training.schedule import Position
-from protocol.amendments import Span, amended, changes_of, in_force, span_of
 from protocol.errors import AtollError, ConfigError, UsageError
-from protocol.run_spec import RunSpec, validated
+from protocol.run.amendments import Span, amended, changes_of, in_force, span_of
+from protocol.run.run_spec import RunSpec, validated
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
 
 SPEC = validated({"run": {"rounds": 10}}, origin="the test")

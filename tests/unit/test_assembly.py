@@ -23,11 +23,11 @@ from node.hosts.orders import Publish
 from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
 from protocol.errors import ConfigError
-from protocol.layout import Layout, layout_of
-from protocol.rounds import NodeId
+from protocol.run.layout import Layout, layout_of
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Authority, Principal, Role, new_swarm_id
-from protocol.wire_count import WireCounts
+from protocol.wire.rounds import NodeId
+from protocol.wire.wire_count import WireCounts
 from tests.tiny_runs import run_of, tiny
 
 SPEC = tiny()

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.convergence.bits import NOTHING_LOST, SERIES, costs_of, drawn, table
 from benchmarks.convergence.command import digest_of, run_all
 from benchmarks.convergence.parts import PARTS, codecs_part
-from protocol.run_spec import CodecName
+from protocol.run.run_spec import CodecName
 
 
 def line(codec: str, seed: int, loss: float, *, part: str = "bits") -> dict[str, Any]:

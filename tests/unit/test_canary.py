@@ -12,9 +12,9 @@ from coordinator.swarm.actions import GoBack
 from coordinator.swarm.canary import COORDINATOR, is_plausible
 from coordinator.swarm.events import Ruled, Started
 from coordinator.swarm.state import Alarm
-from protocol.messages import RunFinished
-from protocol.rounds import RoundSpan
 from protocol.trust.rulings import RulingKind
+from protocol.wire.messages import RunFinished
+from protocol.wire.rounds import RoundSpan
 
 
 def watched(losses: list[float], *, rounds: int = 100) -> Kept:

@@ -23,9 +23,9 @@ from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.state.patience import LONGEST_SECONDS
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
 from node.history import History
-from protocol.messages import Held
-from protocol.payload import Payload
-from protocol.rounds import Commit, Digest, NodeId
+from protocol.wire.messages import Held
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import Commit, Digest, NodeId
 from tests.unit.download_scene import changed
 from tests.unit.exchange_scene import (
     CONTRIBUTE_SECONDS,

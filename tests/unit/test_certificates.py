@@ -17,7 +17,6 @@ from protocol.errors import (
     HeldBackError,
     NotPermittedError,
 )
-from protocol.rounds import NodeId
 from protocol.trust.identity import Identity
 from protocol.trust.invite import hash_of_secret
 from protocol.trust.pki import (
@@ -35,6 +34,7 @@ from protocol.trust.pki import (
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind
 from protocol.trust.vouching import Bundle
 from protocol.v1 import enrolment_pb2 as pb
+from protocol.wire.rounds import NodeId
 
 NOW = 1.7e9
 AUTHORITY = Authority.create(new_swarm_id())

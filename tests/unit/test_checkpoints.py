@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from node.island.checkpoints.folder import About, Checkpoint, CheckpointFolder, Kept, Loaded
 from node.island.checkpoints.resuming import Resuming
 from node.island.ranks.faults import RankDiedError
-from protocol.rounds import Digest
-from protocol.run_spec import InnerSection, RunSpec
+from protocol.run.run_spec import InnerSection, RunSpec
+from protocol.wire.rounds import Digest
 
 RUN, LAYOUT, OTHER = (Digest(bytes([n]) * 32) for n in (1, 2, 3))
 

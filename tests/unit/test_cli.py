@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import cli
 from protocol.errors import ExitCode
-from protocol.terminal import console, query
+from protocol.terminal import cli, console, query
 from protocol.v1 import session_pb2, status_pb2
 
 ROOT = Path(cli.__file__).parent.parent
@@ -20,7 +19,7 @@ ROOT = Path(cli.__file__).parent.parent
 def loaded_by(arguments):
     """The modules that a fresh process has imported after running the command."""
     program = (
-        "import sys; from protocol import cli; from protocol.terminal import console; "
+        "import sys; from protocol.terminal import cli; from protocol.terminal import console; "
         f"code = console.run(cli.root, {arguments!r}); "
         "print(); print('LOADED', code, *sorted(sys.modules))"
     )
@@ -36,7 +35,7 @@ def loaded_by(arguments):
 def test_help_waits_for_no_heavy_import(arguments):
     code, modules = loaded_by(arguments)
     assert code == ExitCode.OK
-    assert "protocol.cli" in modules
+    assert "protocol.terminal.cli" in modules
     assert not {"torch", "hivemind", "numba", "numpy", "grpc", "rich", "pydantic"} & modules
 
 
@@ -81,7 +80,7 @@ def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
 
 def test_the_module_is_the_command_and_passes_the_exit_code_on():
     ran = subprocess.run(
-        [sys.executable, "-m", "protocol.cli", "no-such"],
+        [sys.executable, "-m", "protocol.terminal.cli", "no-such"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -94,7 +93,7 @@ def test_the_module_is_the_command_and_passes_the_exit_code_on():
 @pytest.mark.parametrize(
     "program",
     [
-        "from protocol.cli import main; main(['--help'])",
+        "from protocol.terminal.cli import main; main(['--help'])",
         "import click, sys; from protocol.terminal import console; "
         "show = lambda: console.terminal().print(console.table(['node'], [['a']] * 9999)); "
         "sys.exit(console.run(click.Command('it', callback=show), []))",

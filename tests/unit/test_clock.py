@@ -11,7 +11,7 @@ from coordinator.swarm.events import HeartbeatSeen
 from coordinator.swarm.state import MemberState
 from coordinator.swarm.transition import initial_state
 from lab.simulation.virtual_time import run_in_virtual_time
-from protocol.channel import RETRY_CAP_SECONDS
+from protocol.wire.channel import RETRY_CAP_SECONDS
 from tests.unit.test_driver import RULES, RUN, START, A, B, attach
 
 HOUR = 3600.0

@@ -12,8 +12,8 @@ from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError, Tiles, 
 from node.exchange.codecs.registry import CODECS, codec_named
 from node.exchange.codecs.top_k import SECTION
 from protocol.errors import ConfigError
-from protocol.rounds import BLOCK
-from protocol.run_spec import CodecName
+from protocol.run.run_spec import CodecName
+from protocol.wire.rounds import BLOCK
 
 INT8 = codec_named("int8/1")
 INT4 = codec_named("int4/1")

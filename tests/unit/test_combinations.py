@@ -9,8 +9,8 @@ from node.island.parallel.combinations import REFUSED, check_combination, may_be
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.errors import ConfigError
-from protocol.models import DecoderModel
-from protocol.run_spec import InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import InnerSection, RunSpec
 
 MESHES = {
     "copies": MeshShape(replicate=2),

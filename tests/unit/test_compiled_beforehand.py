@@ -16,7 +16,7 @@ import sys
 from benchmarks.outer_arithmetic import RoundsOfOneNode, measured
 from node.exchange.codecs.codec import Tiles
 from node.exchange.codecs.registry import CODECS
-from protocol.run_spec import OuterSection
+from protocol.run.run_spec import OuterSection
 from numba.core.dispatcher import Dispatcher
 
 def compiled():

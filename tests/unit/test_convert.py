@@ -7,10 +7,10 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import convert, rounds
 from protocol.errors import ProtocolMismatchError
-from protocol.rounds import Digest
 from protocol.v1 import round_pb2
+from protocol.wire import convert, rounds
+from protocol.wire.rounds import Digest
 
 digests = st.binary(min_size=32, max_size=32)
 uint32, uint64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -23,7 +23,7 @@ PLAN_UINT32 = {
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of one of the dataclasses of protocol.rounds, by its annotations."""
+    """Any value of one of the dataclasses of protocol.wire.rounds, by its annotations."""
     drawn = st.builds(
         kind,
         **{

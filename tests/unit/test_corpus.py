@@ -9,7 +9,7 @@ import pytest
 
 from node.island.data.corpus import Corpus, read_corpus, stdlib_files, text_files
 from protocol.errors import NoInputError
-from protocol.run_spec import DataSection
+from protocol.run.run_spec import DataSection
 
 CONTEXT = 8
 

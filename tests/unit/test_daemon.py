@@ -19,7 +19,9 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import in_thread
 from node.history import History
 from protocol.errors import IncompleteError, SystemRefusedError, UnavailableError
-from protocol.messages import (
+from protocol.run.run_spec import RunSpec
+from protocol.trust.rulings import NO_DIGEST, Ruling, RulingKind
+from protocol.wire.messages import (
     Applied,
     CommitsWanted,
     Evaluated,
@@ -35,9 +37,7 @@ from protocol.messages import (
     RunFinished,
     Trained,
 )
-from protocol.rounds import Assignment, Commit, Digest, PeerAddress, RosterEntry, SliceOutcome
-from protocol.run_spec import RunSpec
-from protocol.trust.rulings import NO_DIGEST, Ruling, RulingKind
+from protocol.wire.rounds import Assignment, Commit, Digest, PeerAddress, RosterEntry, SliceOutcome
 from tests.unit.daemon_scene import TRAIN_SECONDS, Life
 from tests.unit.exchange_scene import NUM_ELEMENTS, TOKENS, A, B, in_virtual_time, plan_for
 

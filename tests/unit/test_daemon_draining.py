@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from protocol.messages import (
+from protocol.wire.messages import (
     Applied,
     Draining,
     Evaluated,

@@ -14,7 +14,7 @@ from node.island.ranks.faults import (
     TrainingDivergedError,
 )
 from protocol.errors import AtollError
-from protocol.messages import (
+from protocol.wire.messages import (
     Applied,
     Evaluated,
     EvaluationAsked,

@@ -7,7 +7,7 @@ import pytest
 
 from node.duties.lasting_island import MOST_DEATHS
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork
-from protocol.messages import (
+from protocol.wire.messages import (
     Applied,
     Evaluated,
     EvaluationAsked,

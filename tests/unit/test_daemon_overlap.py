@@ -10,7 +10,7 @@ import pytest
 
 from node.island.ranks.faults import TrainingDivergedError
 from node.outer_state import outer_digest
-from protocol.messages import (
+from protocol.wire.messages import (
     Applied,
     Evaluated,
     EvaluationAsked,
@@ -20,7 +20,7 @@ from protocol.messages import (
     RunFinished,
     Trained,
 )
-from protocol.rounds import Commit, Plan, SliceOutcome
+from protocol.wire.rounds import Commit, Plan, SliceOutcome
 from tests.unit.exchange_scene import in_virtual_time
 from tests.unit.overlap_scene import BATCH, STEP_TOKENS, STEPS, TWO, OverlapLife, lease
 

@@ -81,12 +81,14 @@ def test_no_file_takes_the_number_of_a_closed_standard_file(redirections: str) -
 
 @pytest.mark.parametrize("redirections", ["2>&-", "2>/dev/full", "0<&- 1>&- 2>&-"])
 def test_a_command_that_cannot_tell_its_error_still_ends_with_its_code(redirections: str) -> None:
-    program = "import sys; from protocol.cli import main; main(['status', '--dir', 'nowhere'])"
+    program = (
+        "import sys; from protocol.terminal.cli import main; main(['status', '--dir', 'nowhere'])"
+    )
     assert closed(redirections, program).returncode == 66
 
 
 def test_an_output_that_a_disk_has_no_room_for_is_told() -> None:
-    ran = closed(">/dev/full", "from protocol.cli import main; main(['--help'])")
+    ran = closed(">/dev/full", "from protocol.terminal.cli import main; main(['--help'])")
     assert ran.returncode == 71
     assert ran.stderr == (
         "atoll: the machine refuses: No space left on device\n  next: free some space on that disk\n"

@@ -28,7 +28,6 @@ from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
 from coordinator.telemetry import Telemetry
-from protocol import convert
 from protocol.errors import (
     AtollError,
     BadDataError,
@@ -36,8 +35,7 @@ from protocol.errors import (
     SessionEndedError,
     TemporaryError,
 )
-from protocol.rounds import Commit, Digest, NodeId, SliceOutcome
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.invite import hash_of_secret
 from protocol.trust.pki import (
@@ -49,6 +47,8 @@ from protocol.trust.pki import (
 )
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import enrolment_pb2, session_pb2, status_pb2
+from protocol.wire import convert
+from protocol.wire.rounds import Commit, Digest, NodeId, SliceOutcome
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import click
 import pytest
 
 from coordinator.config import RUN_TEMPLATE
-from protocol import cli
 from protocol.errors import ExitCode
-from protocol.models import FunctionModel
-from protocol.run_spec import RunSpec
+from protocol.run.models import FunctionModel
+from protocol.run.run_spec import RunSpec
+from protocol.terminal import cli
 
 ROOT = Path(cli.__file__).parent.parent
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))

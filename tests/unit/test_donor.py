@@ -15,8 +15,8 @@ from node.exchange.state.donor import (
 from node.exchange.state.manifest import Manifest
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import WantChunk, WantManifest
-from protocol.payload import CHUNK, MANIFEST, Payload
-from protocol.rounds import Digest, NodeId
+from protocol.wire.payload import CHUNK, MANIFEST, Payload
+from protocol.wire.rounds import Digest, NodeId
 from tests.unit.download_scene import (
     CHUNK_BYTES,
     NUM_ELEMENTS,

@@ -18,7 +18,7 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
 )
-from protocol.payload import Payload
+from protocol.wire.payload import Payload
 from tests.unit.download_scene import (
     CHUNK_BYTES,
     JOINER,

@@ -13,7 +13,7 @@ from coordinator.swarm.events import Attached, Detached, HeartbeatSeen, Reported
 from coordinator.swarm.state import MemberState, Rules
 from coordinator.swarm.transition import initial_state
 from protocol.errors import SessionEndedError, SystemRefusedError
-from protocol.messages import (
+from protocol.wire.messages import (
     Applied,
     Evaluated,
     EvaluationAsked,
@@ -27,7 +27,7 @@ from protocol.messages import (
     RoundOpened,
     RunFinished,
 )
-from protocol.rounds import (
+from protocol.wire.rounds import (
     ContributionDigest,
     Contributor,
     CorpusSummary,

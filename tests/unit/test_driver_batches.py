@@ -19,8 +19,8 @@ from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import MemberState, SwarmState
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import ProtocolMismatchError, SessionEndedError, SystemRefusedError
-from protocol.messages import Held, RosterChanged, RosterTold, RoundCommitted, RoundOpened
-from protocol.rounds import NodeId
+from protocol.wire.messages import Held, RosterChanged, RosterTold, RoundCommitted, RoundOpened
+from protocol.wire.rounds import NodeId
 from tests.unit import test_store as played
 from tests.unit.swarm_scene import of_kind
 from tests.unit.test_driver import END, RULES, RUN, START, A, B, HandClock, attach, unread

@@ -6,10 +6,10 @@ import pytest
 
 from node.exchange.signing import AlreadySignedError, PayloadSigner
 from protocol.errors import BadDataError
-from protocol.payload import CHUNK, CONTRIBUTION, RESULT, Payload, PayloadHeader
-from protocol.rounds import Digest
 from protocol.trust.equivocation import equivocation_in
 from protocol.trust.identity import Identity
+from protocol.wire.payload import CHUNK, CONTRIBUTION, RESULT, Payload, PayloadHeader
+from protocol.wire.rounds import Digest
 
 RUN = Digest(b"r" * 32)
 LIAR, OTHER = Identity.generate(), Identity.generate()

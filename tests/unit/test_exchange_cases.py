@@ -16,7 +16,7 @@ from coordinator.config import rules_of
 from lab.processes.processor_time import processor_time, ticks_of_machine, ticks_of_tree
 from node.exchange.limits import Limits, Waits
 from protocol.errors import UsageError
-from protocol.run_spec import CodecName
+from protocol.run.run_spec import CodecName
 from tests.tiny_runs import tiny
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,9 +11,9 @@ from node.exchange import limits
 from node.exchange.limits import Waits
 from node.exchange.round.transition import GRACE_ROUND_TRIPS
 from node.exchange.transport.transport import TransferRefusedError
-from protocol.messages import ParticipantsDeparted, ResultOffered
-from protocol.payload import RESULT, Payload
-from protocol.rounds import BLOCK, Commit, NodeId, Plan
+from protocol.wire.messages import ParticipantsDeparted, ResultOffered
+from protocol.wire.payload import RESULT, Payload
+from protocol.wire.rounds import BLOCK, Commit, NodeId, Plan
 from tests.unit.exchange_scene import (
     COMMIT_SECONDS,
     NUM_ELEMENTS,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from node.exchange.transport.transport import TransferRefusedError
-from protocol.messages import EquivocationSeen, Reduced
-from protocol.payload import Payload, PayloadHeader
-from protocol.rounds import BLOCK
+from protocol.wire.messages import EquivocationSeen, Reduced
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import BLOCK
 from tests.unit.exchange_scene import A, B, C, Scene, contribution_of, in_virtual_time, result_of
 
 ONES = np.ones(BLOCK, dtype="<f4").tobytes()

@@ -21,9 +21,9 @@ from node.exchange.transport.transport import (
     WantResult,
 )
 from node.history import History
-from protocol.messages import Held, ParticipantsDeparted, Reduced
-from protocol.payload import Payload, PayloadHeader
-from protocol.rounds import BLOCK, Digest, NodeId, cut_into_slices
+from protocol.wire.messages import Held, ParticipantsDeparted, Reduced
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import BLOCK, Digest, NodeId, cut_into_slices
 from tests.unit.exchange_scene import (
     COMMIT_SECONDS,
     CONTRIBUTE_SECONDS,

@@ -10,7 +10,7 @@ import pytest
 
 from node.exchange.limits import Waits
 from node.exchange.transport.transport import TransferRefusedError
-from protocol.messages import (
+from protocol.wire.messages import (
     Held,
     ParticipantsDeparted,
     ParticipantsIdle,
@@ -18,7 +18,7 @@ from protocol.messages import (
     ResultOffered,
     SliceTakenOver,
 )
-from protocol.rounds import BLOCK, Digest, NodeId, Plan
+from protocol.wire.rounds import BLOCK, Digest, NodeId, Plan
 from tests.unit.exchange_scene import (
     COMMIT_SECONDS,
     CONTRIBUTE_SECONDS,

@@ -16,9 +16,9 @@ from node.models.card import DType, Origin, contributions_of
 from node.models.export import export_model, load_exported
 from node.models.reading import tensors_in
 from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
-from protocol.layout import layout_of
-from protocol.models import DecoderModel, Description
-from protocol.rounds import (
+from protocol.run.layout import layout_of
+from protocol.run.models import DecoderModel, Description
+from protocol.wire.rounds import (
     Commit,
     Contributor,
     Digest,

@@ -9,10 +9,10 @@ from structlog.testing import capture_logs
 from node.exchange.codecs.codec import CodecError
 from node.exchange.outer import Outer
 from node.exchange.screening import LARGEST_RMS
-from protocol import convert
-from protocol.payload import Payload
-from protocol.rounds import BLOCK, WHOLE, Commit, Contributor
 from protocol.v1 import round_pb2
+from protocol.wire import convert
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor
 from tests.unit.exchange_scene import A, B, commit_of, outer_of, plan_for, result_of
 
 ONES = np.ones(BLOCK, dtype=np.float32)

@@ -17,8 +17,8 @@ from node.models.export import export_model, load_exported
 from node.models.families import FAMILIES, config_of
 from node.models.reading import read_config, read_settings, read_weights
 from protocol.errors import BadDataError
-from protocol.models import DecoderModel, Description, RopeScaling
-from protocol.run_spec import RunSpec
+from protocol.run.models import DecoderModel, Description, RopeScaling
+from protocol.run.run_spec import RunSpec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

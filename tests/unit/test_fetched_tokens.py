@@ -17,7 +17,7 @@ from node.island.data.manifest import FileEntry, piece_digests, read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from protocol.errors import BadDataError, ConfigError, NoInputError, UnavailableError
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 from tests.unit.served_folder import serving
 from tests.unit.tokens_scene import small_shards, spec_of
 

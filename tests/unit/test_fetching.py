@@ -19,7 +19,7 @@ from node.exchange.fetching import (
     fetch_pieces,
 )
 from node.exchange.limits import Waits
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 from tests.unit.exchange_scene import A, B, C, in_virtual_time
 
 WAITS = Waits()

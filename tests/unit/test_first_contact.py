@@ -9,7 +9,6 @@ import structlog
 
 from node.link.calls import CoordinatorLink
 from node.link.first_contact import run_of_coordinator
-from protocol.channel import RETRY_CAP_SECONDS, left_alone
 from protocol.errors import (
     AtollError,
     NotPermittedError,
@@ -17,7 +16,8 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.channel import RETRY_CAP_SECONDS, left_alone
 from tests.unit.exchange_scene import in_virtual_time
 
 SPEC = RunSpec()

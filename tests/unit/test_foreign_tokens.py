@@ -13,9 +13,8 @@ from node.island.data.manifest import Manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.token_shards import TokenShards
-from protocol import cli
 from protocol.errors import AtollError, BadDataError, ExitCode, UsageError
-from protocol.terminal import console
+from protocol.terminal import cli, console
 from tests.unit.tokens_scene import documents_of, prepared, spec_of, tokens_of, write_tokenizer
 
 LENGTHS = [5, 40, 3, 1, 60, 33, 20]

@@ -13,12 +13,11 @@ from node.kept import keep_run, kept_model
 from node.models.forking import RUN_FILE, fork
 from node.models.reading import read_first
 from node.outer_state import Vector
-from protocol import cli
 from protocol.errors import CannotCreateError, NoInputError
-from protocol.layout import layout_of
-from protocol.models import FIRST_WEIGHTS
-from protocol.run_spec import RunSpec, load_run_folder
-from protocol.terminal import console
+from protocol.run.layout import layout_of
+from protocol.run.models import FIRST_WEIGHTS
+from protocol.run.run_spec import RunSpec, load_run_folder
+from protocol.terminal import cli, console
 from tests.tiny_runs import tiny
 
 

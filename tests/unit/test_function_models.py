@@ -40,8 +40,8 @@ from protocol.errors import (
     NotPermittedError,
     ProtocolMismatchError,
 )
-from protocol.models import FunctionModel
-from protocol.run_spec import (
+from protocol.run.models import FunctionModel
+from protocol.run.run_spec import (
     DataSection,
     EvaluationSection,
     InnerSection,

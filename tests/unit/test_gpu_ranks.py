@@ -27,7 +27,7 @@ from node.island.training.gradients import GradientClipping
 from node.island.training.precision import dtype_of
 from node.island.training.trainer import LOOK_SECONDS, steps_until_next_look
 from protocol.errors import ConfigError, ExitCode
-from protocol.layout import TensorPlace
+from protocol.run.layout import TensorPlace
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node import history
 from node.disk import logs
 from node.history import History
-from protocol.convert import commit_to_wire
 from protocol.errors import SystemRefusedError
-from protocol.rounds import Assignment, Commit, Contributor, Digest, NodeId, SliceOutcome
 from protocol.trust.signing import CommitSigner, commit_statement
+from protocol.wire.convert import commit_to_wire
+from protocol.wire.rounds import Assignment, Commit, Contributor, Digest, NodeId, SliceOutcome
 
 SIGNER = CommitSigner(Ed25519PrivateKey.from_private_bytes(b"k" * 32))
 

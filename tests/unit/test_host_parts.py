@@ -9,7 +9,7 @@ from node.hosts.orders import OpenShelf, Part
 from node.hosts.parts import Arrangement, Shelf, arranged
 from node.island.checkpoints.folder import About, CheckpointFolder
 from protocol.errors import SystemRefusedError
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 RUN, LAYOUT = (Digest(bytes([n]) * 32) for n in (1, 2))
 MESH = "shard 4 (ZeRO 3)"

@@ -20,9 +20,9 @@ from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.schedule import rewarming_steps
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.layout import layout_of
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 SPEC = RunSpec(
     model=DecoderModel(

@@ -11,8 +11,8 @@ from packaging.requirements import Requirement
 
 from node import installed
 from node.installed import HELPER, NODE, require_installed
-from protocol import cli
 from protocol.errors import SystemRefusedError
+from protocol.terminal import cli
 
 ROOT = Path(cli.__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -13,8 +13,8 @@ from coordinator.store import Store
 from coordinator.swarm import membership
 from coordinator.swarm.events import CommitLearned, Event
 from coordinator.swarm.state import ClosedRound, HeldOut, HolderLoss, SwarmState
-from protocol.rounds import NodeId
 from protocol.trust.signing import CommitSigner, commit_statement
+from protocol.wire.rounds import NodeId
 
 SIGNER = CommitSigner(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 KEPT = 20

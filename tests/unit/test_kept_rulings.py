@@ -7,7 +7,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.rulings import KeptRulings
 from protocol.errors import BadDataError, ConfigError
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import (
     RUN_OWNER,
     Ruling,

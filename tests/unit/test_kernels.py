@@ -28,7 +28,7 @@ from node.exchange.codecs.codec import CodecError, Tiles, first_not_finite, refu
 from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, read_only
 from node.exchange.codecs.deflate import code_lengths, huffman_coded
 from node.exchange.codecs.registry import CODECS, codec_named
-from protocol.rounds import BLOCK
+from protocol.wire.rounds import BLOCK
 from tests.unit.test_chunk_codecs import bell
 from tests.unit.test_codecs import FP32_MAX, spread
 

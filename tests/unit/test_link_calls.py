@@ -10,9 +10,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.services.session import SentMessages
 from node.link.calls import Announcement, CoordinatorLink
-from protocol import convert
 from protocol.errors import ConfigError, ProtocolMismatchError
-from protocol.messages import (
+from protocol.run.run_spec import RunSpec
+from protocol.trust.signing import CommitSigner
+from protocol.v1 import session_pb2 as pb
+from protocol.wire import convert
+from protocol.wire.messages import (
     Applied,
     CommitsWanted,
     Draining,
@@ -36,7 +39,7 @@ from protocol.messages import (
     message_to_wire,
     report_from_wire,
 )
-from protocol.rounds import (
+from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
     Contributor,
@@ -44,10 +47,7 @@ from protocol.rounds import (
     PeerAddress,
     RosterEntry,
 )
-from protocol.run_spec import RunSpec
-from protocol.trust.signing import CommitSigner
-from protocol.v1 import session_pb2 as pb
-from protocol.vitals import FREE, LinkRates, UploadPace, Utilisation, Vitals, upload_in_words
+from protocol.wire.vitals import FREE, LinkRates, UploadPace, Utilisation, Vitals, upload_in_words
 from tests.unit.exchange_scene import A, B, plan_for
 
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from protocol.logging import LogStream
+from protocol.terminal.logging import LogStream
 
 ROOT = Path(__file__).parents[2]
 LINE = "x" * 999 + "\n"
@@ -54,7 +54,7 @@ def test_a_long_line_arrives_whole(tmp_path: Path) -> None:
 def test_the_line_after_a_gap_says_how_many_are_missing() -> None:
     program = (
         "import os, sys, structlog\n"
-        "from protocol.logging import start_logging\n"
+        "from protocol.terminal.logging import start_logging\n"
         "nowhere, somewhere = os.open('/dev/full', os.O_WRONLY), os.dup(2)\n"
         "stream = start_logging(as_json=True, node='it')\n"
         "log = structlog.get_logger()\n"

@@ -32,8 +32,8 @@ from node.island.loops.messages import Hello, word_of
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.outer_state import SharedVectors
-from protocol.layout import layout_of
-from protocol.run_spec import DataSection, RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import DataSection, RunSpec
 from tests.islands.rank_scene import small_spec, with_texts
 
 BATCH, CONTEXT = 4, 16

@@ -8,7 +8,7 @@ import numpy as np
 
 from node.disk.snapshots import Owed
 from node.outer_state import outer_digest
-from protocol.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, Digest, NodeId
 from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, C, Scene, in_virtual_time
 from tests.unit.test_catch_up import committed_round
 

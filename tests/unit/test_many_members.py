@@ -34,11 +34,11 @@ from coordinator.swarm.transition import step
 from coordinator.swarm.weighing import say_of
 from coordinator.telemetry import Telemetry
 from protocol.errors import BadDataError
-from protocol.payload import RESULT, Payload, PayloadHeader
-from protocol.rounds import Assignment, NodeId
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2, status_pb2
+from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from protocol.wire.rounds import Assignment, NodeId
 
 SWARM = str(Path(coordinator.swarm.__file__).parent)
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())

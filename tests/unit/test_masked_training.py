@@ -18,9 +18,9 @@ from node.island.parallel.mesh import Mesh
 from node.island.training.local_training import LocalTraining
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.models import DecoderModel
-from protocol.rounds import CorpusSummary, Digest
-from protocol.run_spec import EvaluationSection, InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import EvaluationSection, InnerSection, RunSpec
+from protocol.wire.rounds import CorpusSummary, Digest
 
 SPEC = RunSpec(
     model=DecoderModel(

@@ -13,8 +13,8 @@ from node.island.parallel.auto_mesh import check_memory, choose, need_of, wanted
 from node.island.parallel.mesh_shape import AXES, MeshShape, check_batch, check_shape
 from node.island.ranks.devices import check_offload
 from protocol.errors import ConfigError
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 
 SPEC = RunSpec(
     model=DecoderModel(

@@ -11,12 +11,12 @@ from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import RUN_METRICS, board_of
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.transition import Transition
-from protocol.messages import AuditAsked, Reduced, RoundCommitted, SliceTakenOver
-from protocol.rounds import Commit, NodeId, SliceOutcome
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.web.metrics import Board, Metric
 from protocol.web.node_metrics import NODE_METRICS, PARTS
+from protocol.wire.messages import AuditAsked, Reduced, RoundCommitted, SliceTakenOver
+from protocol.wire.rounds import Commit, NodeId, SliceOutcome
 from tests.unit.swarm_scene import INITIAL, Scene
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"

@@ -11,9 +11,8 @@ from node.config import require_node_folder
 from node.island.data.corpus import _read as read_text
 from node.island.data.corpus import text_files
 from node.link.join import read_invite
-from protocol import cli
 from protocol.errors import ExitCode, NoInputError
-from protocol.terminal import console
+from protocol.terminal import cli, console
 
 
 def typed(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -77,7 +76,7 @@ def test_a_folder_that_is_given_the_other_way_is_named_the_right_way(
 @pytest.mark.parametrize("command", [["node", "start"], ["export", "out"], ["node", "drain"]])
 def test_a_coordinators_folder_is_not_taken_for_a_nodes(command: list[str], tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text("")
-    words = [sys.executable, "-m", "protocol.cli", *command, "--dir", str(tmp_path)]
+    words = [sys.executable, "-m", "protocol.terminal.cli", *command, "--dir", str(tmp_path)]
     ended = subprocess.run(words, capture_output=True, text=True, check=False)
     assert ended.returncode == ExitCode.NO_INPUT
     assert f"{tmp_path} is a coordinator's folder" in ended.stderr

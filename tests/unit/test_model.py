@@ -10,9 +10,9 @@ from node.island.models.decoder_modules import Decoder, attend_in_window, causal
 from node.island.models.first_weights import initial_parameters
 from node.island.models.generate import decoder_of, sample_tokens
 from protocol.errors import ConfigError
-from protocol.layout import layout_of
-from protocol.models import DecoderModel
-from protocol.run_spec import validated
+from protocol.run.layout import layout_of
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import validated
 from tests.tiny_runs import run_of
 
 TIED = DecoderModel(

@@ -14,9 +14,8 @@ from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import exchange_bytes_per_second
 from coordinator.presets.link_shares import Link
 from coordinator.presets.measured_links import measured_links
-from protocol import cli
-from protocol.run_spec import RunSpec, load_run_file
-from protocol.terminal import console
+from protocol.run.run_spec import RunSpec, load_run_file
+from protocol.terminal import cli, console
 from protocol.terminal.console import bytes_in_words, count_in_words, seconds_in_words
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2 as pb

@@ -12,9 +12,8 @@ from coordinator.presets import composing
 from coordinator.presets.wanted import Facts, Machine, Wanted
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
-from protocol import cli
-from protocol.run_spec import RunSpec, load_run_file, load_run_folder
-from protocol.terminal import console
+from protocol.run.run_spec import RunSpec, load_run_file, load_run_folder
+from protocol.terminal import cli, console
 from tests.unit.tokens_scene import prepared, write_jsonl, write_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "functions"

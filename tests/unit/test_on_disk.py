@@ -20,7 +20,7 @@ from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_betw
 from node.exchange.transport.transport import WantManifest, WantResult
 from node.history import History
 from protocol.errors import SystemRefusedError
-from protocol.rounds import Commit, ContributionDigest, NodeId, RoundSpan
+from protocol.wire.rounds import Commit, ContributionDigest, NodeId, RoundSpan
 from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time
 
 Result = TypeVar("Result")

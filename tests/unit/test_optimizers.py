@@ -9,8 +9,8 @@ from torch import Tensor
 from node.island.models.decoder_modules import Decoder
 from node.island.training.optimizers import Muon, inner_optimizers, orthogonalised
 from protocol.errors import ConfigError
-from protocol.models import DecoderModel
-from protocol.run_spec import InnerSection, validated
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import InnerSection, validated
 
 MODEL = DecoderModel(
     hidden_size=16,

@@ -10,8 +10,8 @@ from node.exchange.outer_optimizer import RateScale
 from node.exchange.owing import Pending
 from node.exchange.reduction import Merging, Reduction
 from node.outer_state import Vector
-from protocol.payload import Payload
-from protocol.rounds import BLOCK, Commit, ContributionDigest, Contributor, SliceOutcome
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import BLOCK, Commit, ContributionDigest, Contributor, SliceOutcome
 from tests.tiny_runs import tiny
 from tests.unit.exchange_scene import (
     LAYOUT,

@@ -19,8 +19,8 @@ from node.exchange.reduction import Reduction, Sender
 from node.exchange.residual import Residual
 from node.outer_state import Vector
 from protocol.errors import SystemRefusedError
-from protocol.layout import Layout
-from protocol.rounds import BLOCK, WHOLE, Contributor, NodeId
+from protocol.run.layout import Layout
+from protocol.wire.rounds import BLOCK, WHOLE, Contributor, NodeId
 from tests.unit.exchange_scene import (
     RUN,
     A,

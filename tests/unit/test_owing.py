@@ -10,9 +10,9 @@ from node.disk.logs import SentLog
 from node.disk.snapshots import Owed
 from node.exchange.outer import NotApplicableError, Outer
 from node.outer_state import Vector
-from protocol.layout import Layout
-from protocol.payload import Payload
-from protocol.rounds import (
+from protocol.run.layout import Layout
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import (
     BLOCK,
     Commit,
     ContributionDigest,

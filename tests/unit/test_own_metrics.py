@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from node.daemon import NodeFacts
 from node.own_metrics import own_metrics
 from protocol.errors import SystemRefusedError
-from protocol.vitals import UploadPace, Utilisation
 from protocol.web.node_metrics import NODE_METRICS, PARTS
+from protocol.wire.vitals import UploadPace, Utilisation
 from tests.unit.exchange_scene import A
 from tests.unit.test_link_calls import VITALS
 

@@ -14,8 +14,8 @@ from node.disk.snapshots import Owed, Snapshot
 from node.kept import keep_run, kept_model
 from node.outer_state import PIECE_ELEMENTS
 from protocol.errors import BadDataError, ConfigError
-from protocol.layout import layout_of
-from protocol.rounds import Digest
+from protocol.run.layout import layout_of
+from protocol.wire.rounds import Digest
 from tests.tiny_runs import tiny
 
 RUN, LAYOUT = Digest(bytes(range(32))), Digest(bytes(range(32, 64)))

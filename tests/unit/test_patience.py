@@ -6,8 +6,8 @@ from random import Random
 from structlog.testing import capture_logs
 
 from node.exchange.state.patience import LONGEST_SECONDS, Patience
-from protocol.messages import RefetchAsked, RosterTold
-from protocol.rounds import Digest
+from protocol.wire.messages import RefetchAsked, RosterTold
+from protocol.wire.rounds import Digest
 from tests.unit.daemon_scene import Life
 from tests.unit.exchange_scene import in_virtual_time
 

@@ -4,9 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.payload import CONTRIBUTION, MAX_HEADER_BYTES, Payload, PayloadError, PayloadHeader
-from protocol.rounds import Digest, NodeId
 from protocol.trust.identity import Identity
+from protocol.wire.payload import (
+    CONTRIBUTION,
+    MAX_HEADER_BYTES,
+    Payload,
+    PayloadError,
+    PayloadHeader,
+)
+from protocol.wire.rounds import Digest, NodeId
 
 RUN = Digest(bytes(range(32)))
 

@@ -21,9 +21,9 @@ from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from protocol.errors import NoInputError
-from protocol.payload import PIECE, PIECE_MAP, TOKENS_MANIFEST
-from protocol.rounds import Digest, NodeId
-from protocol.run_spec import DataSection, RunSpec
+from protocol.run.run_spec import DataSection, RunSpec
+from protocol.wire.payload import PIECE, PIECE_MAP, TOKENS_MANIFEST
+from protocol.wire.rounds import Digest, NodeId
 from tests.unit.daemon_scene import Life
 from tests.unit.exchange_scene import in_virtual_time
 from tests.unit.peer_tokens_scene import PIECE as PIECE_BYTES

@@ -14,8 +14,8 @@ from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
 from node.machine.placement import mesh_for, refuse_small_helper, refuse_what_cannot_work
 from protocol.errors import ConfigError
-from protocol.models import DecoderModel
-from protocol.run_spec import InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import InnerSection, RunSpec
 
 GIB = 1 << 30
 DOCS = Path(__file__).resolve().parents[2] / "docs"

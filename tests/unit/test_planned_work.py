@@ -7,8 +7,8 @@ import pytest
 
 from node.duties.work import counted, counted_anew, trained_of, work_ahead_of, work_of
 from node.island.island import InnerReport
-from protocol.messages import Trained
-from protocol.rounds import Assignment, NodeId
+from protocol.wire.messages import Trained
+from protocol.wire.rounds import Assignment, NodeId
 from tests.unit.exchange_scene import A, B, C, plan_for
 
 

@@ -10,7 +10,7 @@ from node.island.training.gradients import accumulate_gradients
 from node.island.training.optimizers import iteration_dtype_of
 from node.island.training.precision import LossScale, autocast, dtype_of
 from protocol.errors import ConfigError, ExitCode
-from protocol.models import DecoderModel
+from protocol.run.models import DecoderModel
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda:1")

@@ -20,7 +20,6 @@ from node.island.data.documents import Document, parts_of
 from node.island.data.documents import documents_of as read_documents
 from node.island.data.manifest import read_manifest
 from node.island.data.shard_writing import HASHES, hash_of
-from protocol import cli
 from protocol.errors import (
     BadDataError,
     CannotCreateError,
@@ -30,7 +29,7 @@ from protocol.errors import (
     SystemRefusedError,
     UsageError,
 )
-from protocol.terminal import console
+from protocol.terminal import cli, console
 from tests.unit.tokens_scene import (
     END,
     documents_of,
@@ -195,7 +194,16 @@ def test_another_input_begins_anew_and_says_so(tmp_path: Path, small_shards: Non
 def test_a_killed_preparation_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
     """The process itself is killed, as a machine without memory does it."""
     write_jsonl(tmp_path / "a.jsonl", 4000, count=400)
-    command = [sys.executable, "-m", "protocol.cli", "data", "prepare", "a.jsonl", "--out", "out"]
+    command = [
+        sys.executable,
+        "-m",
+        "protocol.terminal.cli",
+        "data",
+        "prepare",
+        "a.jsonl",
+        "--out",
+        "out",
+    ]
     root = Path(cli.__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root)}
     process = subprocess.Popen([*command, "--jobs", "2"], cwd=tmp_path, env=environment)

@@ -39,7 +39,7 @@ from coordinator.presets.link_shares import (
     round_trips_lost,
 )
 from coordinator.presets.reasons import MORE_MOMENTUM_FOR_SPARSE, of_downlink, of_steps
-from protocol.run_spec import CodecName
+from protocol.run.run_spec import CodecName
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS = DOCS / "results"

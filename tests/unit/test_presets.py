@@ -20,7 +20,7 @@ from coordinator.presets.cost import (
 from coordinator.presets.link_shares import CongestionControl
 from coordinator.presets.view import prediction_lines
 from node.exchange.codecs.registry import CODECS
-from protocol.run_spec import CodecName, RunSpec
+from protocol.run.run_spec import CodecName, RunSpec
 from tests.unit.preset_scene import (
     all_settings,
     codecs_and_interval,

@@ -10,9 +10,9 @@ from node.exchange.giving import Pushes
 from node.exchange.limits import Waits
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import Admission, TransferRefusedError, Want
-from protocol.payload import Payload, PayloadHeader
-from protocol.rounds import NodeId, PeerAddress, RosterEntry
-from protocol.wire_count import WireCounts
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry
+from protocol.wire.wire_count import WireCounts
 from tests.unit.exchange_scene import A, B, C, contribution_of, in_virtual_time
 
 NUM_SLICES = 64

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from node.exchange.outer_optimizer import RateScale, rate_scale_of
-from protocol.rounds import Contributor, NodeId
-from protocol.run_spec import InnerSection, OuterSection, RunSection, RunSpec
+from protocol.run.run_spec import InnerSection, OuterSection, RunSection, RunSpec
+from protocol.wire.rounds import Contributor, NodeId
 
 FULL = 1000
 """Samples of a full round of min_nodes."""

@@ -18,7 +18,7 @@ from node.island.training.compiling import be_deterministic, compile_layers, rec
 from node.island.training.gradients import accumulate_gradients
 from node.island.training.local_training import LocalTraining, Recomputing
 from protocol.errors import ConfigError, ExitCode
-from protocol.models import DecoderModel
+from protocol.run.models import DecoderModel
 
 MODEL = DecoderModel(
     hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, ffn_size=24, context=16

@@ -5,7 +5,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.exchange.reducer_error import ReducerError
-from protocol.rounds import Digest, SliceOutcome
+from protocol.wire.rounds import Digest, SliceOutcome
 
 SPAN = slice(4, 8)
 OURS, ANOTHERS = Digest(b"o" * 32), Digest(b"a" * 32)

@@ -18,8 +18,8 @@ from node.exchange.reduction import (
     bounded_weights,
     missed_in_a_row,
 )
-from protocol.payload import Payload
-from protocol.rounds import BLOCK, WHOLE, Commit, Contributor, NodeId, SliceOutcome
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor, NodeId, SliceOutcome
 from tests.unit.exchange_scene import (
     RUN,
     TOKENS,

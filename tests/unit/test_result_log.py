@@ -7,8 +7,8 @@ import pytest
 
 from node.disk.logs import ResultLog
 from protocol.errors import CannotCreateError
-from protocol.payload import Payload
-from protocol.rounds import BLOCK, Digest
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import BLOCK, Digest
 from tests.unit.exchange_scene import A, B, result_of
 
 

@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from protocol.channel import (
-    RETRY_CAP_SECONDS,
-    retried,
-)
 from protocol.errors import (
     AtollError,
     NotPermittedError,
     SessionEndedError,
     TemporaryError,
     UnavailableError,
+)
+from protocol.wire.channel import (
+    RETRY_CAP_SECONDS,
+    retried,
 )
 
 

@@ -10,7 +10,7 @@ from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
 from node.exchange.codecs import entropy
 from node.exchange.codecs.codec import ONE_THREAD, TILE_ELEMENTS, Tiles
 from node.exchange.codecs.registry import CODECS
-from protocol.node_memory import CODEC_BITS, daemon_bytes
+from protocol.run.node_memory import CODEC_BITS, daemon_bytes
 
 VALUES = 5 * TILE_ELEMENTS + 300
 NODES = 2

@@ -12,8 +12,8 @@ from coordinator.presets.model_sizes import NAMED_MODELS
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.exchange.outer_optimizer import rate_scale_of
 from protocol.errors import ConfigError
-from protocol.rounds import Contributor, NodeId
-from protocol.run_spec import RunSpec, load_run_file, validated
+from protocol.run.run_spec import RunSpec, load_run_file, validated
+from protocol.wire.rounds import Contributor, NodeId
 
 TEMPLATE = validated(tomllib.loads(RUN_TEMPLATE), origin="template")
 DEMO = validated(

@@ -14,8 +14,8 @@ from node.island.training.schedule import (
     share_of_peak,
 )
 from protocol.errors import ConfigError
-from protocol.models import DecoderModel
-from protocol.run_spec import InnerSection, RunSection, RunSpec, validated
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import InnerSection, RunSection, RunSpec, validated
 
 COSINE = InnerSection(warmup_tokens=100, total_tokens=1100, final_fraction=0.2, schedule="cosine")
 LINEAR = COSINE.model_copy(update={"schedule": "linear"})

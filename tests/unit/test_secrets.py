@@ -7,10 +7,9 @@ import pytest
 
 from coordinator.config import Home
 from node.hosts.token import LeaderKey
-from protocol import cli
 from protocol.errors import NotPermittedError
 from protocol.files.durable import read_secret
-from protocol.terminal import console
+from protocol.terminal import cli, console
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from tests.unit.test_credentials import joined

@@ -11,16 +11,16 @@ import structlog.testing
 from node.link.calls import Attachment
 from node.link.session import LEAVE_SECONDS, MOST_REPORTS, Session
 from node.rulings import KeptRulings
-from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import (
     AtollError,
     NotPermittedError,
     SessionEndedError,
     UnavailableError,
 )
-from protocol.messages import EvaluationAsked, Held, Message, Report
-from protocol.rounds import Digest
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.channel import RETRY_CAP_SECONDS
+from protocol.wire.messages import EvaluationAsked, Held, Message, Report
+from protocol.wire.rounds import Digest
 from tests.unit.exchange_scene import in_virtual_time
 
 HEARTBEAT_SECONDS = 3.0

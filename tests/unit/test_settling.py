@@ -9,8 +9,8 @@ from coordinator.presets.settling import settled, wants_settling
 from coordinator.presets.toml_edit import CannotEditError, with_values
 from coordinator.presets.view import prediction_lines
 from protocol.errors import ConfigError
-from protocol.run_spec import validated
-from protocol.typed import bits_per_second_of, directions_of, rate_in_words, seconds_of
+from protocol.run.run_spec import validated
+from protocol.terminal.typed import bits_per_second_of, directions_of, rate_in_words, seconds_of
 
 ASKED = """\
 [run]

@@ -8,9 +8,9 @@ import pytest
 
 from node.exchange.limits import Waits
 from node.exchange.transport.transport import Want, WantChunk, WantResult
-from protocol.messages import Held, ResultOffered
-from protocol.payload import Payload
-from protocol.rounds import BLOCK, Commit, NodeId
+from protocol.wire.messages import Held, ResultOffered
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import BLOCK, Commit, NodeId
 from tests.unit.download_scene import (
     NUM_CHUNKS,
     DonorNode,

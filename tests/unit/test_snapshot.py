@@ -13,7 +13,7 @@ from node.disk import snapshots as snapshot_module
 from node.disk.snapshot_folder import OpenSnapshot, SnapshotError, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
 from protocol.errors import BadDataError, CannotCreateError, ConfigError, SystemRefusedError
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 RUN = Digest(bytes(range(32)))
 LAYOUT = Digest(bytes(range(32, 64)))

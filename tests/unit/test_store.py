@@ -12,10 +12,10 @@ from coordinator.swarm.events import Attached, Detached, Event, HeartbeatSeen, R
 from coordinator.swarm.shares import Rates
 from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.transition import initial_state, step
-from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
-from protocol.messages import Applied, Evaluated, Held, Reduced, Trained
-from protocol.rounds import (
+from protocol.wire.channel import RETRY_CAP_SECONDS
+from protocol.wire.messages import Applied, Evaluated, Held, Reduced, Trained
+from protocol.wire.rounds import (
     ContributionDigest,
     Contributor,
     CorpusSummary,

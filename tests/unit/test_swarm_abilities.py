@@ -3,7 +3,7 @@
 from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 from coordinator.swarm.explain import explain
-from protocol.messages import EvaluationAsked, RunFinished
+from protocol.wire.messages import EvaluationAsked, RunFinished
 
 
 def test_a_member_without_its_loop_is_in_no_plan_until_a_heartbeat_says_that_it_trains() -> None:

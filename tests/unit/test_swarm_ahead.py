@@ -3,8 +3,8 @@
 from swarm_scene import STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.ledger import free_again
-from protocol.messages import RoundOpened
-from protocol.rounds import Assignment, NodeId
+from protocol.wire.messages import RoundOpened
+from protocol.wire.rounds import Assignment, NodeId
 
 
 def overlapping(*names: str, rounds: int = 10) -> Scene:

@@ -7,8 +7,8 @@ import pytest
 from coordinator.swarm.actions import QuarantineAsked
 from coordinator.swarm.events import Reported
 from coordinator.swarm.state import MemberState, SliceProgress, Verdict, Work
-from protocol.messages import AuditAsked, Audited
-from protocol.rounds import Digest, NodeId
+from protocol.wire.messages import AuditAsked, Audited
+from protocol.wire.rounds import Digest, NodeId
 from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 OTHER = digest_of("another result")

@@ -18,7 +18,7 @@ from deadline_scene import (
 )
 from swarm_scene import TOKENS, digest_of
 
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 
 def test_a_contribution_that_came_too_late_makes_the_exchange_longer() -> None:

@@ -6,8 +6,8 @@ from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.events import CommitLearned
 from coordinator.swarm.state import MemberState
-from protocol.messages import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
-from protocol.rounds import NodeId
+from protocol.wire.messages import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
+from protocol.wire.rounds import NodeId
 
 NODES = ("node-a", "node-b")
 

@@ -4,8 +4,8 @@ import pytest
 from swarm_scene import Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.actions import Tell
-from protocol.messages import EvaluationAsked, RoundOpened
-from protocol.rounds import CorpusSummary
+from protocol.wire.messages import EvaluationAsked, RoundOpened
+from protocol.wire.rounds import CorpusSummary
 
 NODES = ("node-a", "node-b")
 

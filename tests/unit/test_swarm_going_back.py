@@ -13,9 +13,9 @@ from coordinator.swarm.start import bringing
 from coordinator.swarm.state import MemberState
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import UsageError
-from protocol.messages import CommitsWanted, RefetchAsked, RulingsTold
-from protocol.rounds import NodeId, RoundSpan
 from protocol.trust.rulings import in_words, ruling_from_json
+from protocol.wire.messages import CommitsWanted, RefetchAsked, RulingsTold
+from protocol.wire.rounds import NodeId, RoundSpan
 
 
 def swarm_of(rounds: int) -> Kept:

@@ -6,8 +6,8 @@ from swarm_scene import INITIAL, Scene, asked_of, digest_of
 from coordinator.swarm.ledger import lease_again
 from coordinator.swarm.shares import Rates
 from coordinator.swarm.weighing import say_of
-from protocol.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver
-from protocol.rounds import LayoutSummary
+from protocol.wire.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver
+from protocol.wire.rounds import LayoutSummary
 
 NODES = ("a", "b", "c")
 MB = 1e6

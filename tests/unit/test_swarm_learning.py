@@ -8,8 +8,8 @@ from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.events import BaseLearned, CommitLearned, Event, HistoryTold, Started
 from coordinator.swarm.state import MemberState, RoundPhase, SwarmState
-from protocol.messages import CommitsWanted, EvaluationAsked, RoundCommitted, RunFinished
-from protocol.rounds import Commit, Digest, NodeId
+from protocol.wire.messages import CommitsWanted, EvaluationAsked, RoundCommitted, RunFinished
+from protocol.wire.rounds import Commit, Digest, NodeId
 
 A = NodeId("node-a")
 

@@ -7,8 +7,8 @@ from swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places, free_again, num_reached
-from protocol.messages import ParticipantsIdle, RefetchAsked, RoundOpened
-from protocol.rounds import BOOK_PLACES, CorpusSummary, book_of_data
+from protocol.wire.messages import ParticipantsIdle, RefetchAsked, RoundOpened
+from protocol.wire.rounds import BOOK_PLACES, CorpusSummary, book_of_data
 
 AFTER = digest_of("after")
 EIGHT = [f"node-{i}" for i in range(8)]

@@ -8,8 +8,8 @@ from coordinator.swarm.events import HistoryTold, StreamBroken, Ticked, Woke
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import MemberState
 from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
-from protocol.messages import CommitsWanted, ParticipantsDeparted, RefetchAsked, RoundOpened
-from protocol.rounds import NodeId
+from protocol.wire.messages import CommitsWanted, ParticipantsDeparted, RefetchAsked, RoundOpened
+from protocol.wire.rounds import NodeId
 
 WRONG = digest_of("wrong")
 AFTER = digest_of("after")

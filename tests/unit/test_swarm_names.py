@@ -9,7 +9,7 @@ from coordinator.swarm.events import Event, Started, StreamBroken, Ticked, Woke
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import MemberState
 from protocol.errors import CopyAttachedError, SessionEndedError
-from protocol.rounds import NodeId
+from protocol.wire.rounds import NodeId
 
 
 def names(scene: Scene) -> dict[str, str]:

@@ -6,8 +6,8 @@ from swarm_scene import INITIAL, STEP_TOKENS, Scene, asked_of, digest_of, of_kin
 
 from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.state import MemberState, RoundPhase
-from protocol.messages import EvaluationAsked, RefetchAsked, RoundCommitted
-from protocol.rounds import Digest
+from protocol.wire.messages import EvaluationAsked, RefetchAsked, RoundCommitted
+from protocol.wire.rounds import Digest
 
 AFTER = digest_of("after")
 TAKEN_BACK = "taken back: all that held it are gone (node-a, node-b)"

@@ -16,8 +16,8 @@ from coordinator.swarm.events import Reported
 from coordinator.swarm.explain import explain
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.state import MemberState, RoundPhase
-from protocol.messages import Reduced, RefetchAsked, RoundCommitted, RoundOpened
-from protocol.rounds import ContributionDigest, Contributor, NodeId
+from protocol.wire.messages import Reduced, RefetchAsked, RoundCommitted, RoundOpened
+from protocol.wire.rounds import ContributionDigest, Contributor, NodeId
 
 RESULT = digest_of("result")
 OTHER = digest_of("other")

@@ -9,9 +9,9 @@ from coordinator.closed_rows import MOST_SCREENED, figures_of
 from coordinator.services.status import confirmed_shares
 from coordinator.swarm.books import SCREENED_ROUNDS, book, recent_screening, screenings_of, unbook
 from coordinator.swarm.state import Screening, SwarmState
-from protocol.rounds import WHOLE, Commit, NodeId
 from protocol.terminal.status_view import screened_in_words, screening_in_words, work_in_words
 from protocol.v1 import status_pb2
+from protocol.wire.rounds import WHOLE, Commit, NodeId
 
 NAMES = ("a", "b", "c")
 CUT, OUT, WHOLE_ONE = NodeId("a"), NodeId("b"), NodeId("c")

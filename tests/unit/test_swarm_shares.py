@@ -14,7 +14,7 @@ from coordinator.swarm.shares import (
     shares_in_words,
     steadied,
 )
-from protocol.rounds import BLOCK, LayoutSummary, NodeId, cut_into_slices
+from protocol.wire.rounds import BLOCK, LayoutSummary, NodeId, cut_into_slices
 
 MB = 1e6
 

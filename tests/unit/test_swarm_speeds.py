@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from swarm_scene import STEP_TOKENS, Scene, digest_of
 
 from coordinator.swarm.speeds import FASTEST, FILLED, measured, shared_out, step_budgets
-from protocol.messages import Trained
-from protocol.rounds import NodeId
+from protocol.wire.messages import Trained
+from protocol.wire.rounds import NodeId
 
 
 def a_round(scene: Scene, seconds: dict[str, float]) -> None:

@@ -7,8 +7,8 @@ from swarm_scene import Scene, digest_of, of_kind
 
 from coordinator.swarm.standing import FORGOTTEN_AFTER
 from coordinator.swarm.state import RoundPhase, Standing
-from protocol.messages import ParticipantsIdle, RoundCommitted
-from protocol.rounds import NodeId
+from protocol.wire.messages import ParticipantsIdle, RoundCommitted
+from protocol.wire.rounds import NodeId
 
 HONEST = ("node-a", "node-b", "node-c")
 IDLER = "idler"

@@ -4,7 +4,7 @@ from swarm_scene import INITIAL, Scene, digest_of, of_kind
 
 from coordinator.swarm.events import Started
 from coordinator.swarm.state import MemberState, trimmed
-from protocol.messages import RoundCommitted, RoundOpened
+from protocol.wire.messages import RoundCommitted, RoundOpened
 
 AFTER = digest_of("after 1")
 

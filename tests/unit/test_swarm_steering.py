@@ -13,9 +13,9 @@ from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import PRESENT, MemberState, Rules
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import ExpelledError, UsageError
-from protocol.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
-from protocol.rounds import NodeId
 from protocol.trust.rulings import RUN_OWNER, RulingKind, follows
+from protocol.wire.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
+from protocol.wire.rounds import NodeId
 
 
 def ruled(scene: Scene, kind: RulingKind, node: str = "", **fields: Any) -> None:

@@ -3,8 +3,8 @@
 from swarm_scene import INITIAL, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.events import Ticked
-from protocol.messages import ParticipantsIdle, ResultOffered, RoundOpened, SliceTakenOver
-from protocol.rounds import NodeId
+from protocol.wire.messages import ParticipantsIdle, ResultOffered, RoundOpened, SliceTakenOver
+from protocol.wire.rounds import NodeId
 
 RESULT = digest_of("result")
 OTHER = digest_of("other")

@@ -16,8 +16,8 @@ from coordinator.swarm.weighing import (
     taken_back,
     worth,
 )
-from protocol.messages import RefetchAsked, RoundCommitted
-from protocol.rounds import WHOLE, NodeId
+from protocol.wire.messages import RefetchAsked, RoundCommitted
+from protocol.wire.rounds import WHOLE, NodeId
 
 LIE = digest_of("a lie")
 HONEST = ("honest-a", "honest-b", "honest-c")

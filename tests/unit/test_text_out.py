@@ -17,8 +17,8 @@ from node.kept import keep_places, places_of
 from node.models.export import export_model
 from node.models.text import ByteText, files_of_tokenizer, text_of_run
 from protocol.errors import BadDataError, NoInputError, UsageError
-from protocol.models import Description, FunctionModel, TransformersModel
-from protocol.run_spec import RunSpec
+from protocol.run.models import Description, FunctionModel, TransformersModel
+from protocol.run.run_spec import RunSpec
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.token_shards import MappedFiles, TokenShards
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
-from protocol.models import DecoderModel
-from protocol.run_spec import RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import RunSpec
 from tests.unit.tokens_scene import prepared, spec_of, tokens_of, write_jsonl, write_tokenizer
 
 HERE = DataPlaces(folder=Path("/"))

@@ -16,8 +16,8 @@ from node.island.data.supply import ready_steps
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.models.text import files_of_tokenizer, text_of_run
 from protocol.errors import ConfigError, NoInputError
-from protocol.rounds import CorpusSummary
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import CorpusSummary
 from tests.unit.exchange_scene import in_virtual_time
 from tests.unit.peer_tokens_scene import (
     PIECE,

@@ -29,9 +29,9 @@ from node.island.training.local_training import PLAIN, LocalTraining, Precision,
 from node.island.training.schedule import Position, rewarming_steps, share_of_peak
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.layout import layout_of
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSection, RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSection, RunSpec
 from tests.tiny_runs import run_of
 
 SPEC = RunSpec(

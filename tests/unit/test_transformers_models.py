@@ -31,9 +31,9 @@ from node.island.training.compiling import compile_layers
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
-from protocol.layout import layout_of
-from protocol.models import TransformersModel
-from protocol.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.models import TransformersModel
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests.transformers_configs import CONFIGS, small
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import Admission, PeerUnreachableError, Want
-from protocol.payload import RESULT, Payload, PayloadHeader
-from protocol.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire_count import WireCounts
+from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
+from protocol.wire.wire_count import WireCounts
 
 ONE, OTHER, THIRD = NodeId("one"), NodeId("other"), NodeId("third")
 PAYLOAD = Payload.seal(

@@ -13,14 +13,14 @@ from lab.simulation.swarm import identity_of
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
 from node.rulings import KeptRulings
-from protocol.channel import RETRY_CAP_SECONDS
 from protocol.errors import UnavailableError
-from protocol.rounds import CorpusSummary, Digest, LayoutSummary, PeerAddress
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 from protocol.terminal.query import as_json
 from protocol.terminal.status_view import copies_in_words, summary_line
 from protocol.v1 import status_pb2
-from protocol.vitals import Vitals
+from protocol.wire.channel import RETRY_CAP_SECONDS
+from protocol.wire.rounds import CorpusSummary, Digest, LayoutSummary, PeerAddress
+from protocol.wire.vitals import Vitals
 from tests.unit.exchange_scene import in_virtual_time
 
 DIGEST = Digest(b"d" * 32)

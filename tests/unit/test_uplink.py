@@ -8,7 +8,7 @@ from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.limits import Limits
 from node.exchange.transport.rates.traffic import HEADER_SHARE, Traffic
 from node.exchange.transport.rates.uplink import LEAST_ANSWERS, MEMORY, UnderWay, Uplink
-from protocol.wire_count import WireCounts
+from protocol.wire.wire_count import WireCounts
 
 LIMITS = Limits(floor_bytes_per_second=1.0)
 EPOCH_SECONDS, QUEUE_SECONDS = LIMITS.epoch_seconds, LIMITS.queue_seconds

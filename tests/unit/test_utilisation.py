@@ -15,8 +15,8 @@ from node.island.measuring.utilisation import (
 from node.island.models.decoder_modules import Decoder, Objective
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape
-from protocol.models import DecoderModel
-from protocol.run_spec import RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import RunSpec
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from coordinator.swarm.events import Ruled
 from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import ProtocolMismatchError
-from protocol.rounds import Digest, NodeId
 from protocol.terminal.status_view import releases_in_words
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2
-from protocol.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire
+from protocol.wire.rounds import Digest, NodeId
+from protocol.wire.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire
 from tests.unit.golden.golden_file import golden_bytes, matches_golden
 
 GOLDEN = Path(__file__).parent / "golden"

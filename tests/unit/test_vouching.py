@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from protocol.errors import BadDataError, ProtocolMismatchError
-from protocol.rounds import Commit, Digest
 from protocol.trust.pki import Authority, Issuer, has_issued, make_request, new_swarm_id
 from protocol.trust.rulings import (
     CERTIFICATES,
@@ -20,6 +19,7 @@ from protocol.trust.rulings import (
 )
 from protocol.trust.signing import CommitSigner
 from protocol.trust.vouching import Bundle, Trust
+from protocol.wire.rounds import Commit, Digest
 
 SWARM = new_swarm_id()
 AUTHORITY = Authority.create(SWARM)

@@ -16,8 +16,8 @@ from node.island.data.manifest import (
     read_manifest,
 )
 from node.island.data.preparing import Prepared, Wanted, prepare
-from protocol.models import DecoderModel
-from protocol.run_spec import DataSection, InnerSection, RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 
 END = "<|endoftext|>"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")

@@ -6,7 +6,7 @@ from benchmarks.wan.peers.order import ORDER_VARIABLE
 from benchmarks.wan.peers.stage import MIDDLE, Stage
 from lab.run_files import toml_of
 
-_CLI = "protocol.cli"
+_CLI = "protocol.terminal.cli"
 
 
 def start(stage: Stage) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from node.island.ranks import forkserver
-from protocol.cli import main
+from protocol.terminal.cli import main
 
 
 def preload_pace() -> None:

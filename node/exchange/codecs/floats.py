@@ -48,7 +48,7 @@ from node.exchange.codecs.codec import (
 )
 from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, kernel, read_only
 from node.outer_state import Vector
-from protocol.rounds import BLOCK
+from protocol.wire.rounds import BLOCK
 
 
 @dataclass(frozen=True)

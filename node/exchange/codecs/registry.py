@@ -17,8 +17,8 @@ from node.exchange.codecs.entropy import Ec1, Ec2, Ec3
 from node.exchange.codecs.floats import Bf16, Fp4, Fp8, Fp32
 from node.exchange.codecs.top_k import TopK64, TopK256
 from protocol.errors import ConfigError
-from protocol.run_spec import RunSpec
-from protocol.vitals import ExchangeSpeed
+from protocol.run.run_spec import RunSpec
+from protocol.wire.vitals import ExchangeSpeed
 
 
 def all_codecs(tiles: Tiles) -> tuple[Codec, ...]:

@@ -6,8 +6,8 @@ may have been taken over, and a mean have begun, since the offer.
 
 from node.exchange.codecs.codec import Codec
 from node.exchange.round.state import Phase, RoundState, Rules, SliceState
-from protocol.payload import CONTRIBUTION, RESULT, PayloadHeader
-from protocol.rounds import NodeId, Slice, SliceOutcome
+from protocol.wire.payload import CONTRIBUTION, RESULT, PayloadHeader
+from protocol.wire.rounds import NodeId, Slice, SliceOutcome
 
 
 def refusal(

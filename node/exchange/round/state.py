@@ -12,7 +12,7 @@ from enum import Enum, auto
 from node.exchange.codecs.codec import Codec
 from node.exchange.limits import Waits
 from node.exchange.reduction import Reduction, SliceResult
-from protocol.messages import (
+from protocol.wire.messages import (
     AuditAsked,
     ParticipantsDeparted,
     ParticipantsIdle,
@@ -20,8 +20,8 @@ from protocol.messages import (
     ResultOffered,
     SliceTakenOver,
 )
-from protocol.payload import Payload
-from protocol.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

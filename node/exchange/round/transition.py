@@ -36,7 +36,7 @@ from node.exchange.round.state import (
     Tell,
     TimePassed,
 )
-from protocol.messages import (
+from protocol.wire.messages import (
     AuditAsked,
     Held,
     ParticipantsDeparted,
@@ -45,8 +45,8 @@ from protocol.messages import (
     ResultOffered,
     SliceTakenOver,
 )
-from protocol.payload import CONTRIBUTION, RESULT, Payload
-from protocol.rounds import NodeId, SliceOutcome
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
+from protocol.wire.rounds import NodeId, SliceOutcome
 
 GRACE_ROUND_TRIPS = 8
 """So long, and Waits.grace_seconds, nothing may come from a reducer that should push a result, until we

@@ -19,7 +19,7 @@ from node.disk.snapshots import Snapshot
 from node.exchange.state.manifest import Manifest, ManifestError
 from protocol.errors import AtollError
 from protocol.files.durable import refusing, remove_durably
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 LENGTH_BYTES = 8
 

@@ -33,8 +33,8 @@ from node.exchange.state.results_here import ResultsHere
 from node.heavy import Heavy
 from node.history import History
 from node.outer_state import Vector
-from protocol.messages import Report
-from protocol.rounds import Commit, Digest
+from protocol.wire.messages import Report
+from protocol.wire.rounds import Commit, Digest
 
 log = structlog.get_logger()
 

@@ -17,8 +17,8 @@ import structlog
 from node.exchange.state.manifest import ELEMENT_BYTES, Manifest
 from node.exchange.transport.transport import WantChunk, WantManifest
 from node.heavy import Heavy
-from protocol.payload import CHUNK, MANIFEST, Payload
-from protocol.rounds import Digest, NodeId
+from protocol.wire.payload import CHUNK, MANIFEST, Payload
+from protocol.wire.rounds import Digest, NodeId
 
 log = structlog.get_logger()
 

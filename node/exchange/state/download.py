@@ -32,8 +32,8 @@ from node.exchange.transport.transport import (
     do_nothing,
 )
 from node.heavy import Heavy
-from protocol.payload import Payload
-from protocol.rounds import Digest, NodeId
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import Digest, NodeId
 
 log = structlog.get_logger()
 

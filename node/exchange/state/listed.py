@@ -11,7 +11,7 @@ from node.disk.snapshots import Snapshot
 from node.exchange.outer import Outer
 from node.heavy import Heavy
 from node.history import History
-from protocol.rounds import Commit, Digest
+from protocol.wire.rounds import Commit, Digest
 
 KEPT_WHEN_LEAPING = 128
 """Of the latest rounds whose results were never here the commits are kept all the same, so that a

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import blake3
 
 from node.outer_state import PIECE_ELEMENTS, digest_of_pieces
-from protocol.rounds import Digest
-from protocol.versions import MANIFEST_MAGIC as MAGIC
+from protocol.wire.rounds import Digest
+from protocol.wire.versions import MANIFEST_MAGIC as MAGIC
 
 HEADER = struct.Struct("<8sQQQ32s32s32s")
 DIGEST_BYTES = 32

@@ -31,10 +31,10 @@ from node.exchange.reduction import COUNTED_ROUNDS
 from node.heavy import Heavy, in_place
 from node.history import KEPT_BYTES, History
 from protocol.errors import AtollError
-from protocol.layout import Layout
-from protocol.payload import Payload
-from protocol.rounds import Commit, RoundSpan
-from protocol.run_spec import RunSpec
+from protocol.run.layout import Layout
+from protocol.run.run_spec import RunSpec
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import Commit, RoundSpan
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import Heavy
 from node.history import History
 from node.outer_state import Vector
-from protocol.rounds import Commit, Digest
+from protocol.wire.rounds import Commit, Digest
 
 log = structlog.get_logger()
 

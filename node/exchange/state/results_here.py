@@ -10,8 +10,8 @@ from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.transport import WantResult
 from node.heavy import Heavy
-from protocol.payload import Payload
-from protocol.rounds import Commit, SliceOutcome
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import Commit, SliceOutcome
 
 
 class ResultsHere:

@@ -26,12 +26,12 @@ from node.exchange.transport.transport import (
     Want,
     do_nothing,
 )
-from protocol.payload import Payload, PayloadHeader
-from protocol.rounds import NodeId, RosterEntry
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
-from protocol.vitals import LinkRates, UploadPace
-from protocol.wire_count import WireCounts
+from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.rounds import NodeId, RosterEntry
+from protocol.wire.vitals import LinkRates, UploadPace
+from protocol.wire.wire_count import WireCounts
 
 PROTOCOL = "atoll/6/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""

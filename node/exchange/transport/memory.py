@@ -26,10 +26,10 @@ from node.exchange.transport.transport import (
     refusing_on_fault,
     turn_of,
 )
-from protocol.payload import Payload, PayloadError
-from protocol.rounds import NodeId, RosterEntry
-from protocol.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
-from protocol.wire_count import WireCounts
+from protocol.wire.payload import Payload, PayloadError
+from protocol.wire.rounds import NodeId, RosterEntry
+from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
+from protocol.wire.wire_count import WireCounts
 
 T = TypeVar("T")
 

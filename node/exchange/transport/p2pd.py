@@ -33,8 +33,8 @@ from node.exchange.transport.rates.tcp import TcpPacing
 from node.exchange.transport.streams import BROKEN, drop
 from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
-from protocol.rounds import RosterEntry
 from protocol.trust.identity import Identity, peer_id_of
+from protocol.wire.rounds import RosterEntry
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0

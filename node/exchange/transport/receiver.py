@@ -32,8 +32,8 @@ from node.exchange.transport.streams import (
     span_of,
 )
 from node.exchange.transport.transport import TransferRefusedError, do_nothing
-from protocol.payload import PayloadHeader
-from protocol.rounds import Digest, NodeId
+from protocol.wire.payload import PayloadHeader
+from protocol.wire.rounds import Digest, NodeId
 
 _PARTS_SHARE = 0.75  # of the places; bodies go on over fewer streams, but an offer must get in
 

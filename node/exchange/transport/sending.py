@@ -26,8 +26,8 @@ from node.exchange.transport.sender import (
 )
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
 from node.exchange.transport.transport import PeerUnreachableError, TransferRefusedError
-from protocol.payload import Payload
 from protocol.v1 import transfer_pb2 as wire
+from protocol.wire.payload import Payload
 
 OpenStream = Callable[[], AbstractAsyncContextManager[TransferStream]]
 """Opens one more stream to the peer. Raises what is `_BREAKING`, as everything on it does."""

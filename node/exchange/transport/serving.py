@@ -33,9 +33,9 @@ from node.exchange.transport.transport import (
     refusing_on_fault,
     turn_of,
 )
-from protocol.payload import Payload, PayloadError, PayloadHeader
-from protocol.rounds import Digest, NodeId
 from protocol.v1 import transfer_pb2 as wire
+from protocol.wire.payload import Payload, PayloadError, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId
 
 Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
 """Payload.verified, off the event loop where that pays; raises PayloadError."""

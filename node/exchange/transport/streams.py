@@ -25,7 +25,8 @@ from node.exchange.transport.transport import (
     WantTokens,
     do_nothing,
 )
-from protocol.payload import (
+from protocol.v1 import transfer_pb2 as wire
+from protocol.wire.payload import (
     CHUNK,
     CONTRIBUTION,
     MANIFEST,
@@ -35,9 +36,8 @@ from protocol.payload import (
     RESULT,
     TOKENS_MANIFEST,
 )
-from protocol.rounds import Digest, NodeId
-from protocol.v1 import transfer_pb2 as wire
-from protocol.wire_count import WireKind
+from protocol.wire.rounds import Digest, NodeId
+from protocol.wire.wire_count import WireKind
 
 MAX_FRAME_BYTES = 8192
 """No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import blake3
 import structlog
 
-from protocol.payload import (
+from protocol.wire.payload import (
     CHUNK,
     CONTRIBUTION,
     MANIFEST,
@@ -24,8 +24,8 @@ from protocol.payload import (
     Payload,
     PayloadHeader,
 )
-from protocol.rounds import Digest, NodeId, RosterEntry
-from protocol.vitals import LinkRates, UploadPace
+from protocol.wire.rounds import Digest, NodeId, RosterEntry
+from protocol.wire.vitals import LinkRates, UploadPace
 
 if TYPE_CHECKING:
     from protocol.v1 import transfer_pb2

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from node.disk.budget import Need
 from node.disk.round_folder import RoundFolder
 from protocol.files.durable import write_atomically
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ import structlog
 from node.island.checkpoints.folder import About, Checkpoint, CheckpointFolder, Kept, Loaded
 from node.island.ranks.faults import RankDiedError
 from node.island.training.schedule import rewarming_steps
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 log = structlog.get_logger()
 

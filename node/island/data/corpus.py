@@ -27,8 +27,8 @@ from node.island.data.places import before_wildcards
 from node.island.data.samples import Indices
 from protocol.errors import NoInputError
 from protocol.files.durable import expanded
-from protocol.rounds import CorpusSummary, Digest
-from protocol.run_spec import DataSection
+from protocol.run.run_spec import DataSection
+from protocol.wire.rounds import CorpusSummary, Digest
 
 Text = npt.NDArray[np.uint8]
 

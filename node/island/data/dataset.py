@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from node.island.data.manifest import Split
 from node.island.data.samples import Indices
-from protocol.rounds import CorpusSummary
+from protocol.wire.rounds import CorpusSummary
 
 Tree = Any
 """A tensor, or a tuple, list or dictionary of trees: what torch collates of a function's samples."""

@@ -15,8 +15,8 @@ from node.island.data.manifest import Split
 from node.island.data.samples import Indices
 from node.island.models.code import called, code_digest, refuse
 from protocol.errors import NoInputError
-from protocol.rounds import CorpusSummary, Digest
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import CorpusSummary, Digest
 
 
 class FunctionData:

@@ -28,8 +28,8 @@ from node.island.data.places import DataPlaces
 from node.island.data.tokenizing import COPIED_FILES, tokenizer_folder
 from protocol.errors import ConfigError, NoInputError
 from protocol.files.durable import expanded, make_folder, write_atomically
-from protocol.rounds import Digest
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import Digest
 
 MOST_PIECE_BYTES = 64 << 20
 """Larger pieces do not go between peers: a few of them are in memory at a time."""

@@ -22,8 +22,8 @@ from node.island.island import (
     Progress,
     both,
 )
-from protocol.rounds import CorpusSummary, Digest
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import CorpusSummary, Digest
 
 log = structlog.get_logger()
 

@@ -16,8 +16,8 @@ import blake3
 from pydantic import Field, ValidationError, model_validator
 
 from protocol.errors import BadDataError, NoInputError
-from protocol.models import Section
-from protocol.rounds import Digest
+from protocol.run.models import Section
+from protocol.wire.rounds import Digest
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"

@@ -33,9 +33,9 @@ from node.island.data.places import DataPlaces, check_reach
 from node.island.data.token_shards import Files, FoundFiles, MappedFiles, TokenShards
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.files.durable import expanded, make_folder, write_atomically
-from protocol.models import BYTES_VOCABULARY, DecoderModel
-from protocol.rounds import Digest
-from protocol.run_spec import DataSection, RunSpec
+from protocol.run.models import BYTES_VOCABULARY, DecoderModel
+from protocol.run.run_spec import DataSection, RunSpec
+from protocol.wire.rounds import Digest
 
 
 def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:

@@ -25,7 +25,7 @@ from node.island.data.manifest import (
 )
 from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, Tokenizer
 from protocol.files.durable import refusing
-from protocol.models import Section
+from protocol.run.models import Section
 
 ENCODED_BYTES = 256 << 10
 """Text that is encoded together."""

@@ -20,8 +20,8 @@ from node.island.data.samples import Indices, SampleOrder, held_out_choice
 from node.island.data.token_shards import TokenShards
 from node.island.island import InnerWork
 from protocol.errors import BadDataError, ConfigError
-from protocol.rounds import Digest, NodeId
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import Digest, NodeId
 
 log = structlog.get_logger()
 

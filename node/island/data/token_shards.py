@@ -25,7 +25,7 @@ from node.island.data.manifest import (
 )
 from node.island.data.samples import Indices
 from protocol.errors import BadDataError, ConfigError
-from protocol.rounds import CorpusSummary, Digest
+from protocol.wire.rounds import CorpusSummary, Digest
 
 Bytes = npt.NDArray[np.uint8]
 

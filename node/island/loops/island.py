@@ -36,9 +36,9 @@ from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.island.ranks.hang_watch import HangWatch
 from node.outer_state import SharedNames
 from protocol.errors import AtollError
-from protocol.layout import Layout
-from protocol.rounds import CorpusSummary
-from protocol.run_spec import RunSpec
+from protocol.run.layout import Layout
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import CorpusSummary
 
 log = structlog.get_logger()
 

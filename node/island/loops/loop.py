@@ -16,8 +16,8 @@ from node.island.island import InnerWork
 from node.island.loops.door import Visitor
 from node.island.loops.messages import VERSION, Hello, no_samples, samples
 from protocol.errors import AtollError, ConfigError, NoInputError
-from protocol.rounds import CorpusSummary, Digest
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import CorpusSummary, Digest
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -29,9 +29,9 @@ from node.island.data.dataset import Batch
 from node.island.data.samples import Indices
 from node.island.island import InnerWork
 from node.island.training.schedule import Position
-from protocol.layout import Layout
-from protocol.models import Section
-from protocol.run_spec import RunSpec
+from protocol.run.layout import Layout
+from protocol.run.models import Section
+from protocol.run.run_spec import RunSpec
 
 VERSION = 2
 

@@ -13,8 +13,8 @@ import torch
 
 from node.island.parallel.mesh import Mesh
 from node.island.ranks.accelerator import name_of, peak_memory_bytes
-from protocol.models import DecoderModel
-from protocol.run_spec import RunSpec
+from protocol.run.models import DecoderModel
+from protocol.run.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

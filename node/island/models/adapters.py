@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from protocol.errors import ConfigError
-from protocol.run_spec import LoraSection, RunSpec
+from protocol.run.run_spec import LoraSection, RunSpec
 
 _ADAPTER = "default"  # what peft calls the only one, within names
 _BASE_LAYER = ".base_layer."

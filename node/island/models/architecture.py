@@ -2,7 +2,7 @@
 
 Rooms beside this one answer for the decoder that comes with Atoll, for models of transformers and for
 modules that a function returns. Without torch nothing here works; what the daemon must know of a model
-stands in the run's description (protocol.models), by which node.island.parallel.mesh_shape refuses meshes.
+stands in the run's description (protocol.run.models), by which mesh_shape refuses meshes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from node.island.parallel.mesh import Mesh
 from node.island.training.precision import LossScale
 from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
-from protocol.models import TensorShape
-from protocol.run_spec import RunSpec
+from protocol.run.models import TensorShape
+from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from node.island.parallel.pipeline import Pipeline

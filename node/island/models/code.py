@@ -25,8 +25,8 @@ from protocol.errors import (
     NotPermittedError,
     ProtocolMismatchError,
 )
-from protocol.models import FunctionModel
-from protocol.run_spec import RunSpec
+from protocol.run.models import FunctionModel
+from protocol.run.run_spec import RunSpec
 
 
 def functions_of(spec: RunSpec) -> list[str]:

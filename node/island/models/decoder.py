@@ -31,7 +31,7 @@ from node.island.parallel.context import ContextAttention, positions_of
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.pipeline import Pipeline
 from node.island.training.precision import LossScale
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 
 class DecoderArchitecture(TokenInputs):

@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from node.island.models.architecture import Tree, changed_buffer, tensors_of
 from node.outer_state import Vector
 from protocol.errors import ConfigError, UsageError
-from protocol.layout import layout_of
-from protocol.models import Description, TensorShape
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.models import Description, TensorShape
+from protocol.run.run_spec import RunSpec
 
 log = structlog.get_logger()
 

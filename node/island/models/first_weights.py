@@ -12,8 +12,8 @@ import blake3
 import numpy as np
 
 from node.outer_state import Vector
-from protocol.layout import layout_of
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
 
 STANDARD_DEVIATION = 0.02
 _ELEMENTS_AT_ONCE = 1 << 18  # keeps the random words of a large tensor out of memory

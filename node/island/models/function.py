@@ -30,8 +30,8 @@ from node.island.models.generic import GenericArchitecture
 from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
 from protocol.errors import ConfigError
-from protocol.models import Description, FunctionModel, StageUnit, TensorStyle
-from protocol.run_spec import RunSpec
+from protocol.run.models import Description, FunctionModel, StageUnit, TensorStyle
+from protocol.run.run_spec import RunSpec
 
 Loss = Callable[[nn.Module, Tree], Any]
 

@@ -15,9 +15,9 @@ from node.island.models.decoder_modules import (
 )
 from node.outer_state import Vector
 from protocol.errors import UsageError
-from protocol.layout import layout_of
-from protocol.models import DecoderModel, TransformersModel
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.models import DecoderModel, TransformersModel
+from protocol.run.run_spec import RunSpec
 
 
 def decoder_of(spec: RunSpec, parameters: Vector) -> Decoder:

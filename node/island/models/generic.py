@@ -18,7 +18,7 @@ from node.island.models.tensor_plan import cut_by_plan
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.pipeline import Pipeline
 from node.island.training.precision import LossScale
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 
 class GenericArchitecture(ABC):

@@ -21,7 +21,7 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.training.precision import autocast
 from node.outer_state import Vector
 from protocol.errors import ConfigError
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from node.island.training.engine import Engine

@@ -20,7 +20,7 @@ from node.island.models.architecture import (
 )
 from node.island.parallel.mesh_shape import MeshShape, matches
 from protocol.errors import ConfigError
-from protocol.models import StageUnit
+from protocol.run.models import StageUnit
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from node.island.parallel.mesh_shape import matches
 from protocol.errors import ConfigError
-from protocol.models import TensorStyle
+from protocol.run.models import TensorStyle
 
 
 def cut_by_plan(part: nn.Module, devices: DeviceMesh, plan: Mapping[str, TensorStyle]) -> None:

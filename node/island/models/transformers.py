@@ -28,8 +28,8 @@ from node.island.models.decoder_modules import TokenInputs, mean_nats
 from node.island.models.generic import GenericArchitecture
 from node.island.models.transformers_plans import run_alone, stages_of, tensor_plan_of
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.models import Description
-from protocol.run_spec import LoraSection, RunSpec
+from protocol.run.models import Description
+from protocol.run.run_spec import LoraSection, RunSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from node.island.models.stages import joined
 from protocol.errors import ConfigError
-from protocol.models import StageUnit, TensorStyle
+from protocol.run.models import StageUnit, TensorStyle
 
 _STYLES: Mapping[str, TensorStyle] = {
     "colwise": "column",

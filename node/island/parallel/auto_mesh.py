@@ -17,10 +17,10 @@ from node.island.parallel.mesh_shape import (
 )
 from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.errors import ConfigError
-from protocol.layout import layout_of
-from protocol.models import DecoderModel
-from protocol.node_memory import daemon_bytes
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.models import DecoderModel
+from protocol.run.node_memory import daemon_bytes
+from protocol.run.run_spec import RunSpec
 
 DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
 

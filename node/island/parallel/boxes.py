@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from node.island.parallel.mesh import Mesh
 from node.island.ranks.accelerator import Copies, copy_in_turn
 from node.outer_state import Vector
-from protocol.layout import Layout, TensorPlace
+from protocol.run.layout import Layout, TensorPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Literal
 from node.island.parallel.mesh_shape import SPLIT_BACKWARD, MeshShape
 from node.island.training.local_training import LocalTraining
 from protocol.errors import ConfigError
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 Setting = Literal[
     "micro_batch",

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from protocol.errors import ConfigError
-from protocol.models import DecoderModel, Description
-from protocol.run_spec import RunSpec
+from protocol.run.models import DecoderModel, Description
+from protocol.run.run_spec import RunSpec
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]

@@ -25,7 +25,7 @@ from node.island.parallel.mesh_shape import ScheduleName
 from node.island.training.gradients import plain
 from node.island.training.precision import LossScale, autocast
 from protocol.errors import ConfigError
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 SCHEDULES: dict[ScheduleName, Any] = {
     "gpipe": ScheduleGPipe,  # Huang et al., 2019

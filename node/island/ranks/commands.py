@@ -10,7 +10,7 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedNames
 from protocol.errors import AtollError
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,8 @@ from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedNames
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
-from protocol.rounds import CorpusSummary
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import CorpusSummary
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -38,7 +38,7 @@ from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.optimizers import Muon, inner_optimizers, iteration_dtype_of
 from node.island.training.precision import LossScale, dtype_of
 from node.island.training.whole_matrices import WholeMatrices
-from protocol.run_spec import InnerSection, RunSpec
+from protocol.run.run_spec import InnerSection, RunSpec
 
 
 class Forward(Protocol):

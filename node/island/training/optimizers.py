@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from node.island.models.architecture import Roles, roles_of
 from node.island.training.whole_matrices import WholeMatrices
-from protocol.run_spec import InnerSection
+from protocol.run.run_spec import InnerSection
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5

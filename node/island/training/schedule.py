@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from node.island.island import InnerWork
-from protocol.run_spec import InnerSection, RunSpec
+from protocol.run.run_spec import InnerSection, RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

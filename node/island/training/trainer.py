@@ -55,9 +55,9 @@ from node.island.training.schedule import (
     share_of_peak,
 )
 from node.outer_state import Vector
-from protocol.layout import layout_of
-from protocol.rounds import Digest
-from protocol.run_spec import RunSpec
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import Digest
 
 PROGRESS_SECONDS = 0.5
 

@@ -73,7 +73,7 @@ def is_domain_error(error: grpc.RpcError) -> bool:
 def translated(error: grpc.RpcError, *, endpoint: str) -> AtollError:
     """What an error of a call means to people. Takes nothing but the error, touches no network.
 
-    Channels of protocol.channel do this on their own.
+    Channels of protocol.wire.channel do this on their own.
     """
     details = error.details() or "no details"
     metadata = _trailing_metadata(error)

@@ -9,9 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from protocol import convert
 from protocol.errors import BadDataError, ProtocolMismatchError
-from protocol.rounds import (
+from protocol.trust.rulings import Ruling, SignedRuling, ruling_from_json
+from protocol.v1 import ruling_pb2
+from protocol.v1 import session_pb2 as pb
+from protocol.wire import convert
+from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
     Contributor,
@@ -20,10 +23,7 @@ from protocol.rounds import (
     Plan,
     RosterEntry,
 )
-from protocol.trust.rulings import Ruling, SignedRuling, ruling_from_json
-from protocol.v1 import ruling_pb2
-from protocol.v1 import session_pb2 as pb
-from protocol.wire_count import WireTotals
+from protocol.wire.wire_count import WireTotals
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ Message = (
 class Trained:
     """The node's inner steps are done. They used up `samples`; contributions will weigh `tokens`.
 
-    With 0 tokens none follow. See protocol.rounds.Contributor.
+    With 0 tokens none follow. See protocol.wire.rounds.Contributor.
     """
 
     inner_steps: int

@@ -151,7 +151,7 @@ root = LazyGroup(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry of the console script and of `python -m protocol.cli`."""
+    """Entry of the console script and of `python -m protocol.terminal.cli`."""
     open_standard_files()
     # gRPC's own log repeats what we report, and tells of every stranger's failed handshake.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import ConfigError, UsageError
-from protocol.run_spec import RunSpec, validated
+from protocol.run.run_spec import RunSpec, validated
 from protocol.trust.rulings import Ruling, RulingKind, Scalar
 
 Changes = tuple[tuple[str, Scalar], ...]

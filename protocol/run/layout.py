@@ -1,6 +1,6 @@
 """Where each tensor of the model lies in the canonical vector: what all nodes of a run must agree on.
 
-From names and shapes alone (protocol.models), so the coordinator knows it before any node comes, and
+From names and shapes alone (protocol.run.models), so the coordinator knows it before any node comes, and
 the daemon without torch. Ranks compare it with the module that they have built.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import blake3
 
-from protocol.rounds import Digest, LayoutSummary
-from protocol.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import Digest, LayoutSummary
 
 NamedShape = tuple[str, tuple[int, ...]]
 """A tensor's name and shape."""

@@ -1,7 +1,7 @@
 """gRPC channels to a coordinator: mutual TLS, deadlines, keepalive, counted bytes, our own errors.
 
 Calls through these channels raise AtollErrors and nothing of gRPC's. Servers are in
-protocol.server, the first contact of a machine that has no certificate yet in protocol.trust.enrolment.
+protocol.wire.server, the first contact of a machine that has no certificate yet in protocol.trust.enrolment.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ import grpc
 import grpc.aio
 
 from protocol.errors import AtollError, SessionEndedError, TemporaryError, UnavailableError
-from protocol.status_codes import is_domain_error, translated
 from protocol.trust.credentials import Credentials
 from protocol.trust.handshake import Diagnosis
 from protocol.trust.pki import server_name
-from protocol.wire_count import WireCounts
+from protocol.wire.status_codes import is_domain_error, translated
+from protocol.wire.wire_count import WireCounts
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

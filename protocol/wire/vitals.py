@@ -6,10 +6,10 @@ One figure more takes four files: session.proto, this one, the node that measure
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from protocol import convert
-from protocol.rounds import Digest, NodeId, RoundSpan
 from protocol.v1 import session_pb2 as pb
-from protocol.wire_count import WireTotals
+from protocol.wire import convert
+from protocol.wire.rounds import Digest, NodeId, RoundSpan
+from protocol.wire.wire_count import WireTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

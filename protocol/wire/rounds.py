@@ -1,4 +1,4 @@
-"""A round as values: its plan, its outcome, its commit. Pure; protocol.convert puts them on the wire.
+"""A round as values: its plan, its outcome, its commit. Pure; protocol.wire.convert puts them on the wire.
 
 Round r turns "the state at round r - 1" into "the state at round r"; the state at round 0 is the
 model's initial one. Positions and lengths are counted in fp32 elements of the fragment's canonical

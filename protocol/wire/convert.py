@@ -1,4 +1,4 @@
-"""The values of protocol.rounds on the wire and back. Pure; nothing else knows both forms.
+"""The values of protocol.wire.rounds on the wire and back. Pure; nothing else knows both forms.
 
 What comes from the wire is checked for the size of its digests and keys and raises
 ProtocolMismatchError. Whether the values make sense is for who uses them to say.
@@ -7,7 +7,9 @@ ProtocolMismatchError. Whether the values make sense is for who uses them to say
 from collections.abc import Iterable, Mapping, Sequence
 
 from protocol.errors import ProtocolMismatchError
-from protocol.rounds import (
+from protocol.trust.identity import PUBLIC_KEY_BYTES
+from protocol.v1 import round_pb2, session_pb2
+from protocol.wire.rounds import (
     CONTRIBUTION_DIGEST_BYTES,
     WHOLE,
     Assignment,
@@ -24,9 +26,7 @@ from protocol.rounds import (
     Slice,
     SliceOutcome,
 )
-from protocol.trust.identity import PUBLIC_KEY_BYTES
-from protocol.v1 import round_pb2, session_pb2
-from protocol.wire_count import WireTotals
+from protocol.wire.wire_count import WireTotals
 
 DIGEST_BYTES = 32
 

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from protocol.channel import MAX_MESSAGE_BYTES
 from protocol.errors import NotPermittedError, SystemRefusedError
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Principal, principal_of
+from protocol.wire.channel import MAX_MESSAGE_BYTES
 
 Options = tuple[tuple[str, int], ...]
 

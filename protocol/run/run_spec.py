@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
 from protocol.files.durable import read_toml
-from protocol.models import (
+from protocol.run.models import (
     DecoderModel,
     Description,
     FunctionName,
@@ -22,7 +22,7 @@ from protocol.models import (
     Section,
     TensorShape,
 )
-from protocol.rounds import Digest
+from protocol.wire.rounds import Digest
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=7 * 86400)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import blake3
 
-from protocol.rounds import Digest, NodeId
 from protocol.trust.identity import Identity, is_signed_by, node_id_of
 from protocol.v1 import transfer_pb2
+from protocol.wire.rounds import Digest, NodeId
 
 MAX_HEADER_BYTES = 4096
 """No header is larger; a longer one is refused unread."""
