@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
+LEAST_ID_LENGTH = 4
+"""Of the beginning of an id that names a node."""
+
 ANSWER_SECONDS = 5.0
 """How long a query may take before the coordinator counts as away."""
 
@@ -210,6 +213,16 @@ def _watch(link: StatusLink) -> None:
 
 _NODES_COMMANDS = (
     (
+        "Everybody",
+        (
+            Entry(
+                name="show",
+                target="protocol.terminal.query:show_node",
+                summary="Show all that is known of a node.",
+            ),
+        ),
+    ),
+    (
         "Run owner",
         (
             Entry(
@@ -265,77 +278,72 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
         by_name,
         copies_in_words,
         cut_off,
-        device_in_words,
-        link_in_words,
-        memory_in_words,
-        mfu_in_words,
         name_of,
-        screening_in_words,
+        node_facts,
         state_in_words,
-        time_in_words,
-        work_in_words,
     )
-    from protocol.wire.vitals import upload_in_words
 
-    rows = [
-        (
-            name_of(node),
-            node.node_id[:12],
-            state_in_words(node),
-            device_in_words(node),
-            console.age_in_words(node.silent_seconds),
-            console.count_in_words(node.committed_tokens),
-            work_in_words(node),
-            screening_in_words(node.screening),
-            link_in_words(node),
-            upload_in_words(node.heartbeat.upload_pace) or "-",
-            node.heartbeat.congestion_control or "-",
-            time_in_words(node),
-            mfu_in_words(node),
-            memory_in_words(node),
-            "same" if node.same_corpus else "other",
-            node.version,
-            " ".join(node.address.multiaddrs),
-        )
-        for node in by_name(answer.nodes)
-    ]
-    columns = (
-        *(
-            "node",
-            "id",
-            "state",
-            "device",
-            "heard",
-            "tokens",
-            "work",
-            "screened",
-            "link",
-            "upload",
-            "tcp",
-            "time of a round",
-        ),
-        *("mfu", "peak memory", "text", "version", "addresses"),
+    facts = [node_facts(node) for node in by_name(answer.nodes)]
+    columns = tuple(node_facts(_no_node()))
+    _print_fitting(
+        columns,
+        [tuple(each.values()) for each in facts],
+        spare=_SPARE_OF_NODES,
+        right=("tokens", "work"),
     )
-    spare = (
-        *(
-            "addresses",
-            "peak memory",
-            "tcp",
-            "time of a round",
-            "mfu",
-            "version",
-            "text",
-            "link",
-            "upload",
-        ),
-        *("device", "id", "work", "screened"),
-    )
-    _print_fitting(columns, rows, spare=spare, right=("tokens", "work"))
     for node in by_name(answer.nodes):
         if node.standing:
             console.terminal().print(f"{name_of(node)} is {state_in_words(node)} {node.standing}")
     for fault in filter(None, (cut_off(answer.nodes), copies_in_words(answer.nodes))):
         console.terminal().print(fault)
+
+
+_SPARE_OF_NODES = (
+    *("addresses", "peak memory", "tcp", "time of a round", "mfu", "version", "text", "link"),
+    *("upload", "device", "id", "work", "screened"),
+)
+"""What a narrow terminal does without, first what goes first."""
+
+
+def _no_node() -> "status_pb2.NodeStatus":
+    from protocol.v1 import status_pb2
+
+    return status_pb2.NodeStatus()
+
+
+@click.command("show")
+@click.argument("name")
+@_json_option
+@_dir_option
+def show_node(name: str, is_json: bool, directory: Path | None) -> None:
+    """Show all that is known of a node: NAME is its name, its id, or the beginning of that.
+
+    \b
+    Example:
+      atoll nodes show basement-4090
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from protocol.terminal.status_view import by_name, name_of, node_details
+
+    with StatusLink(directory) as link:
+        answer = link.status()
+    found = [n for n in answer.nodes if n.node_name == name] or [
+        n for n in answer.nodes if len(name) >= LEAST_ID_LENGTH and n.node_id.startswith(name)
+    ]
+    if len(found) != 1:
+        names = ", ".join(map(name_of, by_name(found or answer.nodes))) or "none"
+        raise UsageError(
+            f"{name!r} may be {len(found)} nodes: {names}" if found else f"no node is {name!r}",
+            next_step=f"give the id of one: {', '.join(n.node_id[:12] for n in found)}"
+            if found
+            else f"the run's nodes are: {names}",
+        )
+    if is_json:
+        console.print_json(as_json(found[0]))
+        return
+    facts = node_details(found[0], answer)
+    width = max(map(len, facts))
+    for label, words in facts.items():
+        click.echo(f"{label.ljust(width)}  {words}")
 
 
 def _print_fitting(

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from protocol.terminal.console import (
+    age_in_words,
     bytes_in_words,
     count_in_words,
     digest_in_words,
@@ -274,7 +275,10 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
     Fits 80 columns. `notice` is shown first: that the coordinator is away, for example.
     """
     lines: list[RenderableType] = [Text(notice, style="bold yellow")] if notice else []
-    lines += [_run_line(status.run), _loss_line(status), _digest_line(status.run)]
+    lines += [_run_line(status.run), _loss_line(status)]
+    if curve := sparkline([held_out.loss for held_out in status.run.held_out_losses]):
+        lines.append(_labelled("", Text(f"{curve}  held-out", style="cyan")))
+    lines.append(_digest_line(status.run))
     lines.append(_labelled("clock", Text(clock_in_words(status.run))))
     if status.run.reason:
         lines.append(_labelled("", Text(status.run.reason, style="italic")))
@@ -496,6 +500,73 @@ def work_in_words(node: pb.NodeStatus) -> str:
     if not node.HasField("confirmed_work_share"):
         return "-"
     return f"{100 * node.confirmed_work_share:.0f}%"
+
+
+def node_facts(node: pb.NodeStatus) -> dict[str, str]:
+    """All columns of `atoll nodes`, in words."""
+    return {
+        "node": name_of(node),
+        "id": node.node_id[:12],
+        "state": state_in_words(node),
+        "device": device_in_words(node),
+        "heard": age_in_words(node.silent_seconds),
+        "tokens": count_in_words(node.committed_tokens),
+        "work": work_in_words(node),
+        "screened": screening_in_words(node.screening),
+        "link": link_in_words(node),
+        "upload": upload_in_words(node.heartbeat.upload_pace) or "-",
+        "tcp": node.heartbeat.congestion_control or "-",
+        "time of a round": time_in_words(node),
+        "mfu": mfu_in_words(node),
+        "peak memory": memory_in_words(node),
+        "text": "same" if node.same_corpus else "other",
+        "version": node.version,
+        "addresses": " ".join(node.address.multiaddrs),
+    }
+
+
+def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str, str]:
+    """All that is known of one node, in words; what is not known is left out."""
+    beat = node.heartbeat
+    sent, received = wire_in_words(node)
+    reach = [
+        sentence for sentence in cut_off(status.nodes).split("; ") if name_of(node) in sentence
+    ]
+    told = node_facts(node) | {
+        "id": node.node_id,
+        "standing": node.standing,
+        "does": _activity(node, status.run).plain,
+        "waits for": beat.waiting_for,
+        "loss": f"{beat.loss:.3f}" if beat.loss > 0 else "",
+        "speed": f"{count_in_words(beat.tokens_per_second)} tokens a second"
+        if beat.tokens_per_second > 0
+        else "",
+        "steps asked": str(node.inner_steps or ""),
+        "state held": f"round {beat.outer_round}" if node.HasField("heartbeat") else "",
+        "sent": sent,
+        "received": received,
+        "let go": f"{beat.let_go_rounds:.1f} rounds of late work" if beat.let_go_rounds else "",
+        "reach": "; ".join(reach) or "reaches all",
+        "second process": "waits with the same key: stop one of the two"
+        if node.has_waiting_copy
+        else "",
+    }
+    return {label: words for label, words in told.items() if words not in ("", "-")}
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+MOST_BLOCKS = 40
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Their course in one line: the latest 40, the least as the lowest block. Empty for fewer than three."""
+    latest = [value for value in values if math.isfinite(value)][-MOST_BLOCKS:]
+    if len(latest) < 3:
+        return ""
+    least, most = min(latest), max(latest)
+    span = most - least or 1.0
+    return "".join(BLOCKS[round((value - least) / span * (len(BLOCKS) - 1))] for value in latest)
 
 
 def _short(name: str) -> str:

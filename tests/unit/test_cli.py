@@ -13,7 +13,7 @@ from protocol.errors import ExitCode
 from protocol.terminal import cli, console, query
 from protocol.v1 import session_pb2, status_pb2
 
-ROOT = Path(cli.__file__).parent.parent
+ROOT = Path(cli.__file__).parents[2]
 
 
 def loaded_by(arguments):

@@ -16,7 +16,7 @@ from protocol.run.models import FunctionModel
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli
 
-ROOT = Path(cli.__file__).parent.parent
+ROOT = Path(cli.__file__).parents[2]
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 PAGE_IDS = [page.name for page in PAGES]
 

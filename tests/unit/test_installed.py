@@ -14,7 +14,7 @@ from node.installed import HELPER, NODE, require_installed
 from protocol.errors import SystemRefusedError
 from protocol.terminal import cli
 
-ROOT = Path(cli.__file__).parent.parent
+ROOT = Path(cli.__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 ABOUT_NODES = ("torch", "numba", "hivemind", "numpy", "safetensors")

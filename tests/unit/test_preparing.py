@@ -204,7 +204,7 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(tmp_path: Path) -> N
         "--out",
         "out",
     ]
-    root = Path(cli.__file__).parent.parent
+    root = Path(cli.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     process = subprocess.Popen([*command, "--jobs", "2"], cwd=tmp_path, env=environment)
     work = tmp_path / ".out.preparing"

@@ -1,18 +1,25 @@
 """What people see of a run, and what is worth a new line."""
 
 import io
+import json
+from unittest.mock import patch
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
-from protocol.errors import NotPermittedError, UnavailableError
+from protocol.errors import NotPermittedError, UnavailableError, UsageError
+from protocol.terminal import query
+from protocol.terminal.query import StatusLink
 from protocol.terminal.status_view import (
     clock_in_words,
     copies_in_words,
     device_in_words,
     memory_in_words,
     mfu_in_words,
+    node_details,
     render,
+    sparkline,
     summary_line,
     time_in_words,
 )
@@ -343,3 +350,41 @@ def test_the_latest_loss_of_private_data_is_told_of_each_holder_or_from_the_leas
     for loss in (1.5, 1.0, 7.25):
         holders.add(node_id="cd" * 16, loss=loss)
     assert "3.000 (5 data holders, 1.000 to 7.250)" in drawn(status, width=120)
+
+
+def test_of_one_node_all_that_is_known_is_told_and_nothing_that_is_not(three_nodes):
+    training, waiting, *_ = three_nodes
+    training.heartbeat.unreachable_ids.append(waiting.node_id)
+    told = node_details(training, a_status(*three_nodes))
+    assert told["does"] == "training 17/20"
+    assert told["speed"] == "9.1k tokens a second"
+    assert told["reach"].endswith("do not reach each other")
+    assert "mfu" not in told and "let go" not in told
+    assert all(words not in ("", "-") for words in told.values())
+
+
+def test_a_course_is_drawn_from_its_least_to_its_most_and_only_when_there_is_one():
+    assert sparkline([3.0, 2.0]) == ""
+    assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
+    assert sparkline([1.0, 1.0, float("nan"), 1.0]) == "▁▁▁"
+    assert len(sparkline(range(1000))) == 40
+    losses = [status_pb2.HeldOutLoss(round=r, loss=5.0 - r) for r in range(4)]
+    assert "█▆▃▁  held-out" in drawn(a_status(held_out_losses=losses))
+
+
+def show(status, *arguments):
+    with patch.object(StatusLink, "status", lambda _: status):
+        return CliRunner().invoke(query.show_node, arguments)
+
+
+def test_a_node_is_found_by_its_name_or_the_beginning_of_its_id_and_else_all_are_named(three_nodes):
+    status = a_status(*three_nodes)
+    for name in ("node-1", "node-1-01"):
+        shown = show(status, name)
+        assert shown.exit_code == 0 and "training 17/20" in shown.output
+    assert json.loads(show(status, "node-1", "--json").output)["node_name"] == "node-1"
+    unknown = show(status, "node-9").exception
+    assert isinstance(unknown, UsageError)
+    assert "no node is 'node-9'" in unknown.what and "node-1" in unknown.next_step
+    several = show(status, "node-").exception
+    assert isinstance(several, UsageError) and "may be 3 nodes" in several.what
