@@ -62,7 +62,7 @@ DISK_BYTES = 4 * 16 + 2 * 8 + 8
 """Of a node's disk for each parameter: four snapshots, two of them by keep_snapshots, two checkpoints of the
 inner optimizer, and results."""
 
-PAYLOAD_HEADER_BYTES = 200
+PAYLOAD_HEADER_BYTES = 300
 """What goes before each body, whatever its size."""
 
 

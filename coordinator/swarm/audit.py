@@ -374,8 +374,8 @@ def _strike(turn: Turn, node_id: NodeId) -> None:
 def _was_silent(turn: Turn, node_id: NodeId) -> None:
     """Who is asked and does not answer holds a round up: it is asked more and more seldom."""
     member, current = turn.state.members.get(node_id), turn.state.open_round
-    if member is None or current is None:
-        return
+    if member is None or current is None or member.audits.audits_from_round > current.number:
+        return  # it is gone, or was silent on another slice of this round
     silent = member.audits.num_unanswered + 1
     out = min(MOST_ROUNDS_OUT, 1 << (silent - 1))
     record = replace(

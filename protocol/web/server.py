@@ -278,6 +278,7 @@ class _Streamed(Response):
         async for event in self._stream():
             async with asyncio.timeout(ANSWER_SECONDS):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
+            await asyncio.sleep(0)  # to who has gone it is sent at once: others have their turn
         await send({"type": "http.response.body", "body": b""})
 
 
