@@ -46,7 +46,7 @@ class GetRunResponse(_message.Message):
     RUN_JSON_FIELD_NUMBER: _builtins.int
     RUN_DIGEST_FIELD_NUMBER: _builtins.int
     run_json: _builtins.str
-    """The run as canonical JSON (protocol.run_spec.RunSpec)."""
+    """The run as canonical JSON (protocol.run.run_spec.RunSpec)."""
     run_digest: _builtins.bytes
     """Digest of run_json, 32 bytes."""
     def __init__(
@@ -210,7 +210,7 @@ class AttachRequest(_message.Message):
     rulings_digest: _builtins.bytes
     """Digest of the latest of them, 32 bytes; zeros when there is none."""
     wire_version: _builtins.int
-    """Version of the protocol that the node speaks (protocol.versions.WIRE); 0 of releases before it was told."""
+    """Version of the protocol that the node speaks (protocol.wire.versions.WIRE); 0 of releases before it was told."""
     @_builtins.property
     def address(self) -> Global___PeerAddress:
         """Where peers find it."""
@@ -1232,7 +1232,7 @@ class ReducedReport(_message.Message):
     digest: _builtins.bytes
     """Digest of the result payload, 32 bytes; empty when nothing arrived to reduce."""
     header: _builtins.bytes
-    """The result's signed header, exactly as it is digested (protocol.payload); empty like the digest."""
+    """The result's signed header, exactly as it is digested (protocol.wire.payload); empty like the digest."""
     error_before: _builtins.bytes
     """Digest of the reducer's error that was added to the mean, 32 bytes; empty when none was."""
     error_after: _builtins.bytes
@@ -1461,7 +1461,7 @@ class EquivocationReport(_message.Message):
     ONE_FIELD_NUMBER: _builtins.int
     OTHER_FIELD_NUMBER: _builtins.int
     one: _builtins.bytes
-    """The signed header of one, exactly as it is digested (protocol.payload)."""
+    """The signed header of one, exactly as it is digested (protocol.wire.payload)."""
     other: _builtins.bytes
     """That of the other."""
     def __init__(

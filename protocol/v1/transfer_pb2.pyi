@@ -184,7 +184,7 @@ class PayloadHeader(_message.Message):
     sender_key: _builtins.bytes
     """Ed25519 public key of the sender of a contribution or a result, 32 bytes; its digest is sender_id."""
     signature: _builtins.bytes
-    """The key's signature over protocol.payload.PayloadHeader.statement, 64 bytes."""
+    """The key's signature over protocol.wire.payload.PayloadHeader.statement, 64 bytes."""
     process_id: _builtins.int
     """Process of the sender of a contribution or a result, as it was announced in AttachRequest."""
     plan_opened_at: _builtins.float
@@ -230,7 +230,7 @@ class Offer(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     PART_BYTES_FIELD_NUMBER: _builtins.int
     header: _builtins.bytes
-    """The payload's header, exactly as it is digested (protocol.payload)."""
+    """The payload's header, exactly as it is digested (protocol.wire.payload)."""
     part_bytes: _builtins.int
     """Size of a part when the body comes in parts, over streams of their own (Stripe); the last part
     may be smaller. 0: the whole body follows on this stream.
