@@ -6,7 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Formatter
 
+import structlog
+
 from coordinator.journal import News
+
+_log = structlog.get_logger()
 
 KEPT = 400
 """Lines that the page can go back."""
@@ -19,12 +23,12 @@ _UNTOLD = frozenset({"round opened"})
 
 
 class NewsFile:
-    """Takes what is news; a disk that is full costs what the next start would know, and no more."""
+    """Takes what is news; a disk that is full costs what the next start would know, and is said once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: deque[Mapping[str, object]] = deque(_read(path), maxlen=KEPT)
-        self.number = len(self._lines)  # grows with each line
+        self._is_writable = True
 
     @property
     def latest(self) -> list[Mapping[str, object]]:
@@ -41,13 +45,15 @@ class NewsFile:
         if not lines:
             return
         self._lines.extend(lines)
-        self.number += len(lines)
         try:
             is_full = self._path.exists() and self._path.stat().st_size > MOST_BYTES
             with self._path.open("w" if is_full else "a") as file:
                 file.writelines(json.dumps(x) + "\n" for x in (self._lines if is_full else lines))
-        except OSError:
-            pass  # the coordinator's own database says that its disk is full
+            self._is_writable = True
+        except OSError as error:
+            if self._is_writable:  # once: a full disk is full for every line
+                _log.warning("news are not kept for the page", file=str(self._path), why=str(error))
+            self._is_writable = False
 
 
 SENTENCES = {

@@ -17,6 +17,7 @@ from protocol.terminal.console import (
 from protocol.terminal.status_view import (
     GONE,
     SILENT_SECONDS,
+    activity_in_words,
     agreement_in_words,
     bits_per_byte,
     by_name,
@@ -24,6 +25,7 @@ from protocol.terminal.status_view import (
     compute_share,
     copies_in_words,
     cut_off,
+    cut_pairs,
     device_in_words,
     held_out_in_words,
     is_present,
@@ -68,7 +70,7 @@ def view_of(status: pb.GetStatusResponse, rounds: Sequence[pb.RoundSummary]) -> 
         "run": _run(status),
         "nodes": nodes[:MOST_NODES],
         "moreNodes": max(0, len(nodes) - MOST_NODES),
-        "cutPairs": _cut_pairs(status.nodes),
+        "cutPairs": sorted(cut_pairs(status.nodes)),
         "rounds": [_round(closed) for closed in rounds],
         "at": status.unix_seconds,
     }
@@ -163,7 +165,7 @@ def _node(node: pb.NodeStatus, run: pb.RunStatus) -> View:
         "state": state_in_words(node),
         "isHelper": node.is_helper,
         "tone": _tone(node),
-        "does": "-" if is_gone else _doing(node, run),
+        "does": "-" if is_gone else activity_in_words(node, run),
         "waitsFor": node.standing if is_gone else beat.waiting_for,
         "device": "helper" if node.is_helper else device_in_words(node),
         "loss": f"{beat.loss:.3f}" if beat.loss > 0 and not is_gone else "-",
@@ -210,28 +212,6 @@ def _tone(node: pb.NodeStatus) -> str:
     if node.state != pb.NODE_STATE_READY or node.silent_seconds > SILENT_SECONDS:
         return _BUSY
     return _GOOD
-
-
-def _doing(node: pb.NodeStatus, run: pb.RunStatus) -> str:
-    beat = node.heartbeat
-    if node.silent_seconds > SILENT_SECONDS:
-        return f"silent for {seconds_in_words(node.silent_seconds)}"
-    if beat.activity.startswith("training"):
-        return f"{beat.activity} {beat.inner_step}/{node.inner_steps or run.inner_steps}"
-    return beat.activity or "-"
-
-
-def _cut_pairs(nodes: Iterable[pb.NodeStatus]) -> list[tuple[str, str]]:
-    """The ids of each two present nodes of which one says that it does not reach the other."""
-    present = {node.node_id: node for node in nodes if is_present(node)}
-    return sorted(
-        {
-            (min(node.node_id, other), max(node.node_id, other))
-            for node in present.values()
-            for other in node.heartbeat.unreachable_ids
-            if other in present
-        }
-    )
 
 
 def _round(closed: pb.RoundSummary) -> View:

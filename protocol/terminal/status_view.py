@@ -113,15 +113,21 @@ MOST_PAIRS = 20
 """Of nodes that do not reach each other, in one sentence."""
 
 
-def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
-    """Which nodes do not reach each other, and which do through a helper, in words; empty when all do."""
-    present = {node.node_id: node for node in nodes if node.state not in GONE}
-    pairs = {
-        tuple(sorted((node.node_id, other)))
+def cut_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
+    """The ids of each two present nodes of which one says that it does not reach the other."""
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    return {
+        (min(node.node_id, other), max(node.node_id, other))
         for node in present.values()
         for other in node.heartbeat.unreachable_ids
         if other in present
     }
+
+
+def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which nodes do not reach each other, and which do through a helper, in words; empty when all do."""
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    pairs = cut_pairs(present.values())
     helpers = [node.node_id for node in by_name(present.values()) if node.is_helper]
     apart: list[str] = []
     through: dict[str, set[str]] = {}  # names, by their helper's
@@ -142,13 +148,13 @@ def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
 
 
 def _helper_of(
-    pair: tuple[str, ...], helpers: Sequence[str], pairs: Collection[tuple[str, ...]]
+    pair: tuple[str, str], helpers: Sequence[str], pairs: Collection[tuple[str, str]]
 ) -> str:
     """The first helper that both of a pair reach, by node id; empty when there is none."""
     if not {*pair}.isdisjoint(helpers):
         return ""
     for helper in helpers:
-        if not any(tuple(sorted((node_id, helper))) in pairs for node_id in pair):
+        if not any((min(node, helper), max(node, helper)) in pairs for node in pair):
             return helper
     return ""
 
@@ -529,13 +535,14 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
     """All that is known of one node, in words; what is not known is left out."""
     beat = node.heartbeat
     sent, received = wire_in_words(node)
-    reach = [
-        sentence for sentence in cut_off(status.nodes).split("; ") if name_of(node) in sentence
-    ]
+    names = {each.node_id: name_of(each) for each in status.nodes}
+    pairs = cut_pairs(status.nodes)
+    cut = sorted(names[other] for pair in pairs if node.node_id in pair for other in pair)
+    others = ", ".join(name for name in cut if name != name_of(node))
     told = node_facts(node) | {
         "id": node.node_id,
         "standing": node.standing,
-        "does": _activity(node, status.run).plain,
+        "does": activity_in_words(node, status.run),
         "waits for": beat.waiting_for,
         "loss": f"{beat.loss:.3f}" if beat.loss > 0 else "",
         "speed": f"{count_in_words(beat.tokens_per_second)} tokens a second"
@@ -546,7 +553,7 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
         "sent": sent,
         "received": received,
         "let go": f"{beat.let_go_rounds:.1f} rounds of late work" if beat.let_go_rounds else "",
-        "reach": "; ".join(reach) or "reaches all",
+        "does not reach": others,
         "second process": "waits with the same key: stop one of the two"
         if node.has_waiting_copy
         else "",
@@ -577,11 +584,17 @@ def _short(name: str) -> str:
     return f"{name[: _NAME_WIDTH - tail - 1]}…{name[-tail:]}"
 
 
-def _activity(node: pb.NodeStatus, run: pb.RunStatus) -> Text:
+def activity_in_words(node: pb.NodeStatus, run: pb.RunStatus) -> str:
+    """What the node does now, or for how long it has been silent."""
     if node.silent_seconds > SILENT_SECONDS:
-        return Text(f"silent {seconds_in_words(node.silent_seconds)}", style="yellow")
+        return f"silent {seconds_in_words(node.silent_seconds)}"
     beat = node.heartbeat
     if beat.activity.startswith("training"):
         # Nothing is asked of a node that trains on after its round has ended without it.
-        return Text(f"{beat.activity} {beat.inner_step}/{node.inner_steps or run.inner_steps}")
-    return Text(beat.activity or "-")
+        return f"{beat.activity} {beat.inner_step}/{node.inner_steps or run.inner_steps}"
+    return beat.activity or "-"
+
+
+def _activity(node: pb.NodeStatus, run: pb.RunStatus) -> Text:
+    is_silent = node.silent_seconds > SILENT_SECONDS
+    return Text(activity_in_words(node, run), style="yellow" if is_silent else "")

@@ -154,3 +154,20 @@ def test_a_news_file_that_grows_too_large_begins_anew_with_what_is_kept(
         news.add([told], unix_seconds=number)
     assert len(path.read_text().splitlines()) <= KEPT + 1
     assert NewsFile(path).latest[0]["text"] == f"went on (round {2 * KEPT - 1})"
+
+
+def test_news_that_cannot_be_kept_are_said_once_and_shown_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    class Log:
+        def warning(self, what: str, **_: object) -> None:
+            said.append(what)
+
+    monkeypatch.setattr("coordinator.dashboard.news_file._log", Log())
+    news = NewsFile(tmp_path / "not there" / "news.jsonl")
+    for number in range(3):
+        news.add([News(level="info", what="went on", facts={"round": number})], unix_seconds=number)
+    assert said == ["news are not kept for the page"]
+    assert len(news.latest) == 3

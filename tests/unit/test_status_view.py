@@ -358,7 +358,7 @@ def test_of_one_node_all_that_is_known_is_told_and_nothing_that_is_not(three_nod
     told = node_details(training, a_status(*three_nodes))
     assert told["does"] == "training 17/20"
     assert told["speed"] == "9.1k tokens a second"
-    assert told["reach"].endswith("do not reach each other")
+    assert told["does not reach"] == waiting.node_name
     assert "mfu" not in told and "let go" not in told
     assert all(words not in ("", "-") for words in told.values())
 
