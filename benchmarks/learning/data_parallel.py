@@ -51,7 +51,9 @@ def train_data_parallel(spec: RunSpec, corpus: Corpus, *, learning_rate: float) 
     tables = spec.model_dump(mode="json")
     tables["inner"]["batch"] *= num_nodes
     tables["inner"]["learning_rate"] = learning_rate
-    tables["run"]["min_nodes"] = 1
+    # One round, as schedules follow rounds.
+    tables["inner"]["steps"] *= spec.run.rounds
+    tables["run"] |= {"min_nodes": 1, "rounds": 1}
     joined = validated(tables, origin="data parallelism")
     trainer = Trainer(
         spec=joined,
@@ -61,7 +63,7 @@ def train_data_parallel(spec: RunSpec, corpus: Corpus, *, learning_rate: float) 
         clock=time.monotonic,
     )
     trainer.adopt(initial_parameters(spec))
-    trainer.train(lone_work(joined, spec.run.rounds * spec.inner.steps), unseen)
+    trainer.train(lone_work(joined, joined.inner.steps), unseen)
     return trainer.evaluate().loss
 
 

@@ -15,9 +15,10 @@ from benchmarks.convergence.long import FRAGMENTS_STEPS, FRONTIER_STEPS, LONG_ST
 from benchmarks.convergence.parts import PARTS
 from benchmarks.convergence.report import Difference, Losses, frontier, verdict
 from benchmarks.convergence.settings import INNER_STEPS
+from benchmarks.learning.data_parallel import train_data_parallel
 from benchmarks.learning.overlap import run_with
 from lab.processes.family import SOURCES, atoll_environment
-from lab.simulation.plain_calls import Setting, parts_of, swarm_at_end
+from lab.simulation.plain_calls import Setting, parts_of, swarm_at_end, train_swarm
 from lab.simulation.swarm import Life, simulate
 from node.island.data.corpus import Corpus
 from node.island.models.first_weights import initial_parameters
@@ -55,6 +56,18 @@ def test_results_cannot_be_later_than_the_next_round_or_at_all_without_overlap(
     for exchange, late_steps in (({"overlap": "blend"}, 6), ({}, 1)):
         with pytest.raises(ValueError, match=f"{late_steps} inner steps late"):
             swarm_at_end(replace(PLAIN, late_steps=late_steps), tiny(exchange={**exchange}), corpus)
+
+
+def test_data_parallelism_of_one_node_trains_what_a_swarm_of_one_trains(corpus: Corpus) -> None:
+    """With the same schedule to its end: a swarm of one that takes its pseudo-gradients as they are."""
+    spec = tiny(
+        run={"min_nodes": 1, "rounds": 4},
+        outer={"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0},
+        exchange={"uplink": "fp32", "downlink": "fp32"},
+    )
+    alone = train_data_parallel(spec, corpus, learning_rate=spec.inner.learning_rate)
+    swarm = train_swarm(PLAIN, spec, corpus)
+    assert alone == pytest.approx(swarm.loss, abs=1e-4)
 
 
 def test_late_work_is_not_lost(corpus: Corpus) -> None:
