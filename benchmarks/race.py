@@ -1,0 +1,434 @@
+"""Which of three learns most in the same time, each at its own best: by R, in virtual time.
+
+    python -m benchmarks.race [--ratios 5 50 300] [--nodes 2] [--optimizers adamw muon] [--seeds 0 1 2]
+        [--processes 1] [--results docs/results/race.jsonl] [--report] [--quick]
+
+R is the time that a model in fp32 takes over a node's link, divided by the time of an inner step; it decides
+how often nodes can exchange. Each case stands for a model, a link and a step of real size, and what is
+trained is a byte language model of 0.1 million parameters, 1,024 tokens a node and inner step. Links and
+steps take the time that formulas say; everything that touches a number is real (lab.simulation.plain_calls).
+
+    data parallelism    over links without limits: a step takes a step. The ceiling.
+    plain DiLoCo        contributions in bf16 by a ring all-reduce at the link's full rate, for which
+                        nodes wait: (N - 1) / N · R steps
+    Atoll               the exchange that presets choose for the link, and the time that they predict for it
+
+All take the same time, and schedules fall to their end within it. Each contender has ten tries with each
+inner optimizer on the first seed: five inner rates, then two other intervals, then three other outer
+settings; data parallelism has the five rates. The best try runs with the other seeds, and in shorter times,
+so that "times as fast" compares runs whose schedules ended. What is in the file of results is not run again.
+"""
+
+import itertools
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from benchmarks.learning.data_parallel import train_data_parallel
+from benchmarks.measurement import Rows, add_results, markdown, parser_of, read_rows
+from coordinator.presets.choosing import chosen
+from coordinator.presets.cost import FP32_BYTES, Setting, Situation, predicted
+from lab.processes.ending import nothing_left
+from lab.simulation.plain_calls import Setting as Tables
+from lab.simulation.plain_calls import spec_of, train_swarm
+from node.island.data.corpus import read_corpus
+
+RESULTS = Path("docs/results/race.jsonl")
+CEILING, PLAIN, ATOLL = "data parallelism", "plain DiLoCo", "Atoll"
+CONTENDERS = (CEILING, PLAIN, ATOLL)
+
+RATES = {
+    "adamw": (9e-3, 3e-3, 6e-3, 1.2e-2, 1.8e-2),
+    "muon": (1.6e-2, 6e-3, 1.1e-2, 2.4e-2, 3.6e-2),
+}
+"""Of the inner optimizer, the middle first. Beside Muon, AdamW has the first of its own."""
+
+OUTERS = ((0.7, 0.6), (0.7, 0.9), (0.7, 0.3), (1.0, 0.0))
+"""Rate and momentum of Nesterov's outer step, the middle first; without momentum it is the plain mean."""
+
+SHORTER = (0.85, 0.7, 0.5, 0.35, 0.25, 0.17, 0.12)
+"""Parts of a race's time in which a contender is tried again, for as long as it still beats the slowest."""
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "model": {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_size": 192,
+        "context": 64,
+    },
+    "inner": {"batch": 16},
+    "evaluation": {"samples": 512},
+}
+TINY: dict[str, dict[str, Any]] = {
+    "model": {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "ffn_size": 32}
+    | {"context": 16},
+    "inner": {"batch": 2},
+    "evaluation": {"samples": 8},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """A real model, link and step, and how many steps the ceiling takes in the race's time."""
+
+    says: str
+    num_parameters: int
+    bits_per_second: float
+    step_seconds: float
+    steps: int
+    num_nodes: int = 2
+
+    @property
+    def ratio(self) -> float:
+        """R."""
+        return 8 * FP32_BYTES * self.num_parameters / self.bits_per_second / self.step_seconds
+
+    @property
+    def situation(self) -> Situation:
+        """As presets are told of it."""
+        return Situation(
+            num_parameters=self.num_parameters,
+            num_layers=TRAINED["model"]["num_layers"],  # what is trained has no more fragments
+            num_nodes=self.num_nodes,
+            down_bits_per_second=self.bits_per_second,
+            up_bits_per_second=self.bits_per_second,
+            round_trip_seconds=0.05,
+            seconds_per_inner_step=self.step_seconds,
+            total_steps=self.steps,
+        )
+
+
+RACES = {
+    5: Race(
+        says="4.7 million parameters, 100 Mbit/s, 0.3 s",
+        num_parameters=4_700_000,
+        bits_per_second=100e6,
+        step_seconds=0.3,
+        steps=800,
+    ),
+    50: Race(
+        says="7 billion parameters, 1 Gbit/s, 4.5 s",
+        num_parameters=7_000_000_000,
+        bits_per_second=1e9,
+        step_seconds=4.5,
+        steps=1200,
+    ),
+    300: Race(
+        says="1 billion parameters, 100 Mbit/s, 1.07 s",
+        num_parameters=1_000_000_000,
+        bits_per_second=100e6,
+        step_seconds=1.07,
+        steps=3000,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """One run of a contender."""
+
+    ratio: int
+    num_nodes: int
+    contender: str
+    optimizer: str
+    rate: float
+    interval: float = 1.0  # inner steps between exchanges, in multiples of the usual
+    outer: tuple[float, float] = OUTERS[0]
+    share: float = 1.0  # of the race's time
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What a try does in the race's time."""
+
+    steps: int  # between exchanges
+    rounds: int
+    late_steps: int
+    exchange: dict[str, Any]
+
+
+def course_of(tried: Try, race: Race) -> Course:
+    """How many whole rounds fit, maybe none, and when results are taken over."""
+    seconds = tried.share * race.steps * race.step_seconds
+    if tried.contender == CEILING:
+        return Course(steps=1, rounds=round(seconds / race.step_seconds), late_steps=0, exchange={})
+    if tried.contender == PLAIN:
+        waited = (race.num_nodes - 1) / race.num_nodes * race.ratio  # in steps; all-reduce in bf16
+        steps = max(1, round(2 * waited * tried.interval))
+        return Course(
+            steps=steps,
+            rounds=int(seconds / race.step_seconds / (steps + waited)),
+            late_steps=0,
+            exchange={"uplink": "bf16", "downlink": "bf16"},
+        )
+    plan = chosen(race.situation)
+    setting: Setting = replace(
+        plan.setting, steps=max(1, round(plan.setting.steps * tried.interval))
+    )
+    prediction = predicted(race.situation, setting)
+    exchange = {each.key: each.value for each in plan.choices if each.table == "exchange"}
+    return Course(
+        steps=setting.steps,
+        rounds=int(seconds / prediction.round_seconds),
+        late_steps=prediction.late_steps,
+        exchange=exchange,
+    )
+
+
+def run(tried: Try, race: Race, base: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Trains, and gives a line of results."""
+    course = course_of(tried, race)
+    if not course.rounds:
+        return asdict(tried) | {"rounds": 0, "loss": None}
+    inner: dict[str, Any] = {"learning_rate": tried.rate, "steps": course.steps}
+    if tried.optimizer == "muon":
+        inner |= {"optimizer": "muon", "muon_learning_rate": tried.rate}
+        inner |= {"learning_rate": RATES["adamw"][0]}
+    outer_rate, momentum = tried.outer
+    setting = Tables(name=tried.contender, tables=base, late_steps=course.late_steps).changed(
+        tried.contender,
+        run={"rounds": course.rounds, "min_nodes": race.num_nodes},
+        inner=inner,
+        outer={"learning_rate": outer_rate, "momentum": momentum},
+        exchange=course.exchange,
+    )
+    spec = spec_of(setting.tables, seed=tried.seed)
+    corpus = read_corpus(
+        spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
+    )
+    if tried.contender == CEILING:
+        loss = train_data_parallel(spec, corpus, learning_rate=spec.inner.learning_rate)
+    else:
+        loss = train_swarm(setting, spec, corpus).loss
+    return asdict(tried) | {
+        "steps": course.steps,
+        "rounds": course.rounds,
+        "late_steps": course.late_steps,
+        "codec": course.exchange.get("uplink", ""),
+        "loss": loss,
+    }
+
+
+Losing = Callable[[Try], float]
+"""The held-out loss of a try, run if it is not known."""
+
+
+def tries_after(best: Try, stage: int) -> list[Try]:
+    """What is tried beside the best so far: rates, then intervals, then outer settings."""
+    if stage == 0:
+        return [replace(best, rate=rate) for rate in RATES[best.optimizer][1:]]
+    if best.contender == CEILING:
+        return []
+    if stage == 1:
+        return [replace(best, interval=interval) for interval in (0.5, 2.0)]
+    return [replace(best, outer=outer) for outer in OUTERS[1:]]
+
+
+def best_of(first: Try, loss_of: Losing) -> Try:
+    """Coordinate by coordinate, from the middle of each."""
+    best = first
+    for stage in range(3):
+        best = min([best, *tries_after(best, stage)], key=loss_of)
+    return best
+
+
+def first_try(ratio: int, num_nodes: int, contender: str, optimizer: str) -> Try:
+    """Where a contender's tries begin."""
+    rate = RATES[optimizer][0]
+    return Try(
+        ratio=ratio, num_nodes=num_nodes, contender=contender, optimizer=optimizer, rate=rate
+    )
+
+
+def compete(
+    ratio: int, *, race: Race, optimizer: str, seeds: Sequence[int], loss_of: Losing
+) -> None:
+    """One case and optimizer: all tries, then the best with all seeds and in shorter times."""
+    best = {
+        name: best_of(first_try(ratio, race.num_nodes, name, optimizer), loss_of)
+        for name in CONTENDERS
+    }
+    for seed in seeds:
+        losses = {name: loss_of(replace(each, seed=seed)) for name, each in best.items()}
+        for name, goal in ((ATOLL, losses[PLAIN]), (CEILING, max(losses.values()))):
+            for share in SHORTER:
+                if loss_of(replace(best[name], seed=seed, share=share)) > goal:
+                    break
+
+
+def identity(row: dict[str, Any]) -> Try:
+    """Whose line it is."""
+    names = Try.__dataclass_fields__
+    values = {name: row[name] for name in names}
+    return Try(**(values | {"outer": tuple(row["outer"])}))
+
+
+def share_at(goal: float, curve: Sequence[tuple[float, float]]) -> tuple[float, str]:
+    """The part of the time in which a loss is reached by (share, loss), and whether it is less or more.
+
+    Between two runs the logarithm of the share is taken to be straight in the loss.
+    """
+    falling = sorted(curve, reverse=True)
+    for (long, low), (short, high) in itertools.pairwise(falling):
+        if low <= goal < high:
+            part = (goal - low) / (high - low)
+            return math.exp(math.log(long) + part * (math.log(short) - math.log(long))), ""
+    return (falling[0][0], "more") if falling[0][1] > goal else (falling[-1][0], "less")
+
+
+def report(known: dict[Try, dict[str, Any]]) -> Iterator[str]:
+    """A table for each case and number of nodes."""
+    cases = sorted({(each.ratio, each.num_nodes) for each in known})
+    for ratio, num_nodes in cases:
+        rows: list[tuple[object, ...]] = []
+        for optimizer in RATES:
+            of_case = {
+                each: row
+                for each, row in known.items()
+                if (each.ratio, each.num_nodes, each.optimizer) == (ratio, num_nodes, optimizer)
+            }
+            rows += _rows(of_case, optimizer)
+        yield f"R = {ratio}, {num_nodes} nodes: {RACES[ratio].says}"
+        columns = (
+            "contender",
+            "tries",
+            "rate",
+            "interval",
+            "outer",
+            "steps",
+            "loss",
+            "above the ceiling",
+        )
+        yield markdown((*columns, "× as fast as plain DiLoCo", "× the ceiling's speed"), rows)
+
+
+def _rows(known: dict[Try, dict[str, Any]], optimizer: str) -> Iterator[tuple[object, ...]]:
+    full = [each for each, row in known.items() if each.share == 1 and row["loss"] is not None]
+    best: dict[str, Try] = {}
+    for name in CONTENDERS:
+        tries = [each for each in full if each.contender == name and each.seed == 0]
+        if not tries:
+            return
+        best[name] = min(tries, key=lambda each: known[each]["loss"])
+    seeds = sorted({each.seed for each in full})
+    seeds = [s for s in seeds if all(replace(each, seed=s) in known for each in best.values())]
+    for name, each in best.items():
+        losses = [known[replace(each, seed=seed)]["loss"] for seed in seeds]
+        ceiling = [known[replace(best[CEILING], seed=seed)]["loss"] for seed in seeds]
+        above = [loss / least - 1 for loss, least in zip(losses, ceiling, strict=True)]
+        row = known[each]
+        yield (
+            f"{name}, {optimizer}" + (f", {row['codec']}" if row["codec"] else ""),
+            len([one for one in full if one.contender == name and one.seed == 0]),
+            f"{each.rate:g}",
+            "–" if name == CEILING else row["steps"],
+            "–" if name == CEILING else f"{each.outer[0]:g}, {each.outer[1]:g}",
+            row["steps"] * row["rounds"],
+            f"{statistics.mean(losses):.4f} {_range(losses, '.4f')}",
+            f"{statistics.mean(above):+.2%} {_range(above, '+.2%')}",
+            _speeds(known, each, best[PLAIN], seeds),
+            _speeds(known, best[CEILING], each, seeds, is_inverse=True),
+        )
+
+
+def _speeds(
+    known: dict[Try, dict[str, Any]],
+    fast: Try,
+    slow: Try,
+    seeds: Sequence[int],
+    *,
+    is_inverse: bool = False,
+) -> str:
+    """How much sooner `fast` reaches what `slow` ends at, or, inverse, what part of its speed `slow` has."""
+    if fast == slow:
+        return "1"
+    found = [
+        share_at(
+            known[replace(slow, seed=seed)]["loss"],
+            [
+                (each.share, row["loss"])
+                for each, row in known.items()
+                if replace(each, share=1.0) == replace(fast, seed=seed) and row["loss"] is not None
+            ],
+        )
+        for seed in seeds
+    ]
+    values = [share if is_inverse else 1 / share for share, _ in found]
+    signs = {sign for _, sign in found} - {""}
+    if not signs:
+        return f"{statistics.mean(values):.2f} {_range(values, '.2f')}"
+    is_more = ("more" in signs) == is_inverse
+    return f"{'over' if is_more else 'under'} {statistics.mean(values):.2f} {_range(values, '.2f')}"
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    return f"({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
+
+
+def known_in(file: Path) -> dict[Try, dict[str, Any]]:
+    """What was run already."""
+    return {identity(row): row for row in read_rows(file)}
+
+
+def compete_alone(
+    case: tuple[int, str], *, num_nodes: int, seeds: Sequence[int], results: Path, is_quick: bool
+) -> None:
+    """One case and optimizer in a process of its own, on one thread."""
+    torch.set_num_threads(1)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    ratio, optimizer = case
+    race = replace(RACES[ratio], num_nodes=num_nodes)
+    race = replace(race, steps=30 * race.steps // 800) if is_quick else race
+    known, rows = known_in(results), Rows(results)
+
+    def loss_of(tried: Try) -> float:
+        if tried not in known:
+            known[tried] = rows.add(run(tried, race, TINY if is_quick else TRAINED))
+        loss = known[tried]["loss"]
+        return float("inf") if loss is None else float(loss)
+
+    compete(ratio, race=race, optimizer=optimizer, seeds=seeds, loss_of=loss_of)
+
+
+def main() -> None:
+    """Runs what is missing, and prints a table for each case."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--ratios", type=int, nargs="+", choices=list(RACES), default=list(RACES))
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--optimizers", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--processes", type=int, default=1, help="cases that run side by side")
+    parser.add_argument("--report", action="store_true", help="only print what is there")
+    parser.add_argument("--quick", action="store_true", help="tiny runs, to see that it works")
+    add_results(parser, RESULTS)
+    options = parser.parse_args()
+    if not options.report:
+        one = partial(
+            compete_alone,
+            num_nodes=options.nodes,
+            seeds=options.seeds,
+            results=options.results,
+            is_quick=options.quick,
+        )
+        cases = [(ratio, optimizer) for ratio in options.ratios for optimizer in options.optimizers]
+        with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+            list(pool.map(one, cases))
+    print("\n\n".join(report(known_in(options.results))))
+
+
+if __name__ == "__main__":
+    with nothing_left():
+        main()

@@ -1,0 +1,133 @@
+"""The race gives each contender the same time and as many tries, and compares what they end at."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.race import (
+    ATOLL,
+    CEILING,
+    CONTENDERS,
+    OUTERS,
+    PLAIN,
+    RACES,
+    RATES,
+    SHORTER,
+    Try,
+    compete,
+    course_of,
+    first_try,
+    known_in,
+    report,
+    share_at,
+)
+from lab.processes.family import SOURCES, atoll_environment
+
+
+def row_of(tried: Try, loss: float) -> dict:
+    return asdict(tried) | {"steps": 1, "rounds": 800, "late_steps": 0, "codec": "", "loss": loss}
+
+
+@pytest.mark.parametrize("ratio", RACES)
+@pytest.mark.parametrize("num_nodes", [2, 4])
+def test_a_case_has_the_ratio_that_it_is_called_by_and_nobody_gets_more_time(
+    ratio: int, num_nodes: int
+) -> None:
+    race = replace(RACES[ratio], num_nodes=num_nodes)
+    assert race.ratio == pytest.approx(ratio, rel=0.01)
+    for contender in CONTENDERS:
+        course = course_of(first_try(ratio, num_nodes, contender, "adamw"), race)
+        assert 0 < course.rounds * course.steps <= race.steps
+        assert 0 <= course.late_steps <= course.steps
+
+
+def test_plain_diloco_waits_for_its_ring_and_atoll_sends_while_it_trains() -> None:
+    plain = course_of(first_try(50, 2, PLAIN, "adamw"), RACES[50])
+    assert (plain.steps, plain.late_steps) == (
+        50,
+        0,
+    )  # an exchange takes 25 steps: a third is waited
+    assert plain.rounds == int(RACES[50].steps / 74.9)
+    atoll = course_of(first_try(50, 2, ATOLL, "adamw"), RACES[50])
+    assert atoll.late_steps > 0
+    assert atoll.rounds * atoll.steps > 0.9 * RACES[50].steps
+
+
+def test_half_the_time_is_half_the_rounds() -> None:
+    tried = first_try(300, 2, ATOLL, "muon")
+    whole = course_of(tried, RACES[300])
+    half = course_of(replace(tried, share=0.5), RACES[300])
+    assert half == replace(whole, rounds=whole.rounds // 2)
+
+
+def competed(losses: dict[str, float], seeds: Iterable[int]) -> dict[Try, dict]:
+    """A race in which a shorter time costs every contender alike."""
+    known: dict[Try, dict] = {}
+
+    def loss_of(tried: Try) -> float:
+        loss = losses[tried.contender] - math.log(tried.share)
+        loss += abs(math.log(tried.rate / RATES["adamw"][3]))
+        loss += abs(tried.outer[1] - 0.3) if tried.contender != CEILING else 0
+        known[tried] = row_of(tried, loss)
+        return loss
+
+    compete(5, race=RACES[5], optimizer="adamw", seeds=list(seeds), loss_of=loss_of)
+    return known
+
+
+def test_contenders_have_as_many_tries_and_each_is_judged_at_its_best() -> None:
+    known = competed({CEILING: 1.0, ATOLL: 1.2, PLAIN: 1.9}, seeds=[0, 1])
+    tries = [each for each in known if each.share == 1 and each.seed == 0]
+    counts = {name: sum(each.contender == name for each in tries) for name in CONTENDERS}
+    assert counts == {CEILING: 5, PLAIN: 10, ATOLL: 10}
+    others = [each for each in known if each.seed == 1]
+    assert {each.rate for each in others} == {RATES["adamw"][3]}
+    assert {each.outer for each in others if each.contender != CEILING} == {OUTERS[2]}
+
+
+def test_it_says_how_much_sooner_a_contender_reaches_what_another_ends_at() -> None:
+    known = competed({CEILING: 1.0, ATOLL: 1.2, PLAIN: 1.9}, seeds=[0, 1])
+    atoll = next(
+        line for line in "\n".join(report(known)).splitlines() if line.startswith("| Atoll")
+    )
+    assert f"| {math.exp(0.7):.2f} (" in atoll  # a loss of 0.7 less is e ** 0.7 times as fast here
+    assert f"| {math.exp(-0.2):.2f} (" in atoll  # … as the ceiling
+
+
+def test_who_never_gets_there_is_slower_and_who_always_does_faster_than_was_tried() -> None:
+    slower = competed({CEILING: 1.0, ATOLL: 2.0, PLAIN: 1.9}, seeds=[0])
+    assert "| under 1.00" in "\n".join(report(slower))
+    faster = competed({CEILING: 1.0, ATOLL: 1.2, PLAIN: 9.9}, seeds=[0])
+    assert f"| over {1 / SHORTER[-1]:.2f}" in "\n".join(report(faster))
+
+
+def test_between_two_runs_the_time_is_interpolated() -> None:
+    curve = [(1.0, 2.0), (0.5, 3.0)]
+    assert share_at(2.5, curve) == (pytest.approx(math.sqrt(0.5)), "")
+    assert share_at(2.0, curve) == (1.0, "")
+    assert share_at(1.9, curve) == (1.0, "more")
+    assert share_at(3.5, curve) == (0.5, "less")
+
+
+def test_its_quick_form_goes_through_all_of_it_and_runs_nothing_twice(tmp_path: Path) -> None:
+    results = tmp_path / "race.jsonl"
+    command = [sys.executable, "-m", "benchmarks.race", "--quick", "--ratios", "5", "--seeds", "0"]
+    for _ in range(2):
+        ran = subprocess.run(
+            [*command, "--optimizers", "adamw", "--results", str(results)],
+            cwd=SOURCES,
+            env=atoll_environment({}),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert "| Atoll, adamw, " in ran.stdout
+        lines = results.read_text().splitlines()
+        assert len(lines) == len(known_in(results)) >= 25
