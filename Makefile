@@ -35,6 +35,7 @@ style: $(DEV)
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_protocol.py --check
+	PYTHONPATH=. $(BIN)/python tools/generate_reference.py --check
 
 types: $(DEV)
 	$(BIN)/mypy
@@ -43,8 +44,9 @@ types: $(DEV)
 kernels: $(DEV)
 	$(BIN)/python tools/compile_kernels.py
 
-generate: $(DEV)  ## Write protocol/v1 anew from proto/
+generate: $(DEV)  ## Write protocol/v1 anew from proto/, and docs/reference.md from the code
 	$(BIN)/python tools/generate_protocol.py
+	PYTHONPATH=. $(BIN)/python tools/generate_reference.py
 
 tree:  ## Print what each file is for
 	@$(PYTHON) tools/tree.py

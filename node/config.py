@@ -118,8 +118,8 @@ allow_functions = []
 # 'atoll node start' is typed.
 code = ""
 
-# The transformers folder of the model that the run adapts ([lora] in its run file). A relative path begins
-# where 'atoll node start' is typed.
+# The transformers folder of the model that the run adapts, where its run file has a [lora]. A relative path
+# begins where 'atoll node start' is typed.
 base = ""
 
 # After how many rounds the inner optimizer's state is written to this folder (8 bytes for each

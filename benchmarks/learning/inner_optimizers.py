@@ -1,20 +1,22 @@
 """Held-out loss of AdamW and of Muon on one node, with the same steps, samples and first weights.
 
-    python -m benchmarks.learning.inner_optimizers [--seeds 0 1] [--steps 400]
+    python -m benchmarks.learning.inner_optimizers [--model 0.2m] [--batch 16] [--seeds 0 1] [--steps 400]
 
-The demo's model on the standard library's source, trained on one thread by the real trainer. Each
-optimizer runs with several peak learning rates around its best, and is judged by that.
+A model of a usual size on the standard library's source, trained on one thread by the real trainer. Each
+optimizer runs with several peak learning rates around its best, and is judged by that. Rates are told in
+multiples of AdamW's usual one for the size (coordinator.presets.model_sizes).
 """
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.learning.data_parallel import demo_spec
 from benchmarks.measurement import parser_of
+from coordinator.presets.model_sizes import NAMED_MODELS, NamedModel
 from lab.simulation.lone_work import lone_work, unseen
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
@@ -22,7 +24,7 @@ from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from protocol.run.run_spec import RunSpec, validated
 
-RATES = {"adamw": (1.5e-3, 3e-3, 6e-3), "muon": (1.2e-2, 2.4e-2, 4.8e-2)}
+TIMES: dict[str, tuple[float, ...]] = {"adamw": (0.3, 0.6, 1.0, 2.0), "muon": (1.2, 1.8, 2.4, 4.8)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,29 +47,35 @@ def trained(spec: RunSpec, corpus: Corpus) -> Outcome:
     )
 
 
-def spec_of(optimizer: str, rate: float, *, seed: int, steps: int) -> RunSpec:
-    """The demo's run as one long round of one node."""
+def spec_of(named: NamedModel, optimizer: str, rate: float, *, seed: int, steps: int) -> RunSpec:
+    """One long round of one node."""
     tables = demo_spec(seed=seed, rounds=1, num_nodes=1, codec="int4").model_dump(mode="json")
+    tables["model"] = named.model.model_dump(mode="json", exclude_none=True)
     tables["inner"] |= {"optimizer": optimizer, "learning_rate": rate, "steps": steps}
-    return validated(tables, origin="the demo's run file")
+    tables["inner"] |= {"batch": named.batch, "muon_learning_rate": None}
+    return validated(tables, origin="the benchmark's run file")
 
 
 def main() -> None:
     """Trains every combination and prints losses, then each optimizer's best."""
     parser = parser_of(__doc__)
+    parser.add_argument("--model", choices=list(NAMED_MODELS), default="0.2m")
+    parser.add_argument("--batch", type=int, default=16, help="samples of an inner step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=400)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    some = demo_spec(seed=0, rounds=1, num_nodes=1, codec="int4")
+    named = replace(NAMED_MODELS[chosen.model], batch=chosen.batch)
+    some = spec_of(named, "adamw", named.learning_rate, seed=0, steps=1)
     corpus = read_corpus(
         some.data, context=some.model.context, batch=some.inner.batch, folder=Path.cwd()
     )
     best: dict[str, float] = {}
-    for optimizer, rates in RATES.items():
-        for rate in rates:
+    for optimizer, all_times in TIMES.items():
+        for times in all_times:
+            rate = times * named.learning_rate
             outcomes = [
-                trained(spec_of(optimizer, rate, seed=seed, steps=chosen.steps), corpus)
+                trained(spec_of(named, optimizer, rate, seed=seed, steps=chosen.steps), corpus)
                 for seed in chosen.seeds
             ]
             mean = statistics.mean(outcome.loss for outcome in outcomes)

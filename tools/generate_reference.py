@@ -1,0 +1,222 @@
+"""Writes docs/reference.md from the code: commands, keys of all files, and what a model of a size takes.
+
+With --check, only compares and exits 1 on a difference.
+"""
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from benchmarks.measurement import markdown
+from coordinator.config import RUN_TEMPLATE, CoordinatorConfig
+from coordinator.presets.composing import USUAL_NODES
+from coordinator.presets.cost import (
+    DISK_BYTES,
+    FP32_BYTES,
+    RANK_BYTES,
+    Setting,
+    Situation,
+    bytes_per_round,
+)
+from coordinator.presets.model_sizes import NAMED_MODELS
+from node.config import OF_HELPERS, TEMPLATE
+from protocol.run.node_memory import daemon_bytes
+from protocol.terminal import cli
+from protocol.terminal.console import bytes_in_words, count_in_words, seconds_in_words
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
+WIDTH = 118
+LINK_BITS_PER_SECOND = 100e6
+
+Row = tuple[str, ...]
+
+
+def reference() -> str:
+    """The page's text."""
+    return (
+        "\n\n".join(
+            [
+                "# Reference",
+                "Written from the code by `python tools/generate_reference.py`.",
+                "## What a model takes",
+                *_requirements(),
+                "## Commands",
+                "`--help` says all of each.",
+                markdown_left(("command", "what it does"), _commands()),
+                "## The run file",
+                "`run.toml` is written by `atoll init`, and never changes after the first start: [amendments]"
+                "(operations.md#steering) change what may change.",
+                *_run_file(),
+                "## The node file",
+                "`node.toml` is written by `atoll join`. Options of `atoll node start` come first.",
+                markdown_left(("key", "at first", "what it is", "helpers"), _node_file()),
+                "## The coordinator's file",
+                "`coordinator.toml` is written by `atoll init`; of port 0 the system makes one at a start.",
+                markdown_left(("key", "at first", "what it is"), _coordinator_file()),
+            ]
+        ).replace("\n\n\n", "\n\n")
+        + "\n"
+    )
+
+
+def markdown_left(columns: Row, rows: Iterator[Row]) -> str:
+    """A table of words: no column is on the right."""
+    return markdown(columns, rows).replace("---:", "---")
+
+
+def _requirements() -> Iterator[str]:
+    rate = f"{LINK_BITS_PER_SECOND / 1e6:g} Mbit/s"
+    yield textwrap.fill(
+        "By `atoll init --model SIZE`: what a node takes beside the activations of its batch, where its "
+        "ranks hold one copy of the model and it is one of four that reduce, by int4 both ways and in one "
+        f"fragment. A round's bytes are sent and received; at {rate} they take the time beside them at "
+        "least. `atoll init --link 100mbit` chooses coarser codecs, fragments and overlap where that is "
+        "much. `atoll node doctor` says what a run takes on a machine.",
+        WIDTH,
+    )
+    columns = (
+        "size",
+        "parameters",
+        "ranks",
+        "daemon",
+        "/dev/shm",
+        "disk",
+        "a round sends",
+        "which takes",
+    )
+    yield markdown(columns, _sizes())
+
+
+def _sizes() -> Iterator[Row]:
+    for name, named in NAMED_MODELS.items():
+        count = named.num_parameters
+        setting = Setting(uplink="int4", downlink="int4", fragments=1, has_overlap=False, steps=1)
+        situation = Situation(
+            num_parameters=count,
+            num_layers=named.model.num_layers,
+            num_nodes=USUAL_NODES,
+            down_bits_per_second=LINK_BITS_PER_SECOND,
+            up_bits_per_second=LINK_BITS_PER_SECOND,
+            round_trip_seconds=0,
+            seconds_per_inner_step=1,
+            total_steps=1,
+        )
+        daemon = daemon_bytes(
+            num_elements=count,
+            largest_fragment=count,
+            num_reducers=USUAL_NODES,
+            keeps_error=True,
+            uplink="int4",
+            downlink="int4",
+        )
+        sent = bytes_per_round(situation, setting)
+        yield (
+            f"`{name}`",
+            count_in_words(count),
+            bytes_in_words(RANK_BYTES * count),
+            bytes_in_words(daemon),
+            bytes_in_words(2 * FP32_BYTES * count),
+            bytes_in_words(DISK_BYTES * count),
+            bytes_in_words(int(sent)),
+            seconds_in_words(8 * sent / LINK_BITS_PER_SECOND),
+        )
+
+
+def _commands() -> Iterator[Row]:
+    context = cli.root.make_context("atoll", [], resilient_parsing=True)
+    yield from _commands_of(cli.root, context, "atoll")
+
+
+def _commands_of(group: click.Group, context: click.Context, said: str) -> Iterator[Row]:
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if command.hidden:
+            continue
+        if isinstance(command, click.Group):
+            if command.invoke_without_command:
+                yield f"`{said} {name}`", _cell(_first_words(command))
+            yield from _commands_of(command, click.Context(command), f"{said} {name}")
+        else:
+            arguments = [
+                p.make_metavar(context) for p in command.params if p.param_type_name == "argument"
+            ]
+            yield f"`{' '.join([said, name, *arguments])}`", _cell(_first_words(command))
+
+
+def _first_words(command: click.Command) -> str:
+    return " ".join((command.help or "").split("\n\n")[0].split())
+
+
+def _run_file() -> Iterator[str]:
+    """Its tables; what stands above a table in the template comes before it."""
+    said: list[str] = []
+    rows: list[list[str]] = []
+    for line in RUN_TEMPLATE.partition("\n\n")[2].splitlines():
+        if match := re.fullmatch(r"\[(\w+)\]", line):
+            if rows:
+                yield _run_table(rows)
+            yield f"### [{match[1]}]"
+            if said:
+                yield textwrap.fill(" ".join(said), WIDTH)
+            said, rows = [], []
+        elif match := re.fullmatch(r"(# )?(\w+) = (.*?) +# (.*)", line):
+            rows.append([match[2], "left out" if match[1] else f"`{match[3]}`", match[4]])
+        elif match := re.fullmatch(r" +# (.*)", line):
+            rows[-1][2] += f" {match[1]}"
+        elif line.startswith("# "):
+            said.append(line.removeprefix("# "))
+    yield _run_table(rows)
+
+
+def _run_table(rows: list[list[str]]) -> str:
+    cells = ((f"`{key}`", default, _cell(text)) for key, default, text in rows)
+    return markdown_left(("key", "in the template", "what it is"), cells)
+
+
+def _node_file() -> Iterator[Row]:
+    for block in TEMPLATE.strip().split("\n\n")[1:]:
+        lines = block.splitlines()
+        text = " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
+        found = [re.fullmatch(r"(\w+) = (.*)", line) for line in lines if not line.startswith("#")]
+        pairs = [(match[1], match[2]) for match in found if match is not None]
+        defaults = dict.fromkeys(
+            "the folder's" if value == "{name}" else f"`{value}`" for _, value in pairs
+        )
+        yield (
+            ", ".join(f"`{key}`" for key, _ in pairs),
+            ", ".join(defaults),
+            _cell(text),
+            "too" if OF_HELPERS.issuperset(key for key, _ in pairs) else "",
+        )
+
+
+def _coordinator_file() -> Iterator[Row]:
+    for line in CoordinatorConfig().to_toml().splitlines():
+        if match := re.fullmatch(r"(\w+) = (\S+)(?: +# (.*))?", line):
+            yield (
+                f"`{match[1]}`",
+                f"`{json.dumps(json.loads(match[2]))}`",
+                _cell(match[3] or "where it listens"),
+            )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    """Writes the page, or with --check compares."""
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(reference())
+    elif not PAGE.exists() or PAGE.read_text() != reference():
+        sys.exit("docs/reference.md is not what the code says; run 'make generate'")
+
+
+if __name__ == "__main__":
+    main()
