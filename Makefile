@@ -9,7 +9,7 @@ RUN := $(VENV)/.made-from-pyproject-and-constraints
 DEV := $(VENV)/.with-development-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly mutants lint style types kernels generate tree counts clean
+.PHONY: help demo test nightly mutants lint style types kernels generate site tree counts clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ kernels: $(DEV)
 generate: $(DEV)  ## Write protocol/v1 anew from proto/, and docs/reference.md from the code
 	$(BIN)/python tools/generate_protocol.py
 	PYTHONPATH=. $(BIN)/python tools/generate_reference.py
+
+site: $(DEV)  ## Build the pages of docs/ as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tree:  ## Print what each file is for
 	@$(PYTHON) tools/tree.py

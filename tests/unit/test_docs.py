@@ -1,5 +1,6 @@
 """README and docs say what is so: files, commands, links, exit codes and keys exist as written."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -156,6 +157,25 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
         for target in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text()):
             new |= {(page.parent / target).resolve()} - reached
     assert reached == set(PAGES)
+
+
+def test_the_pages_build_as_a_site_in_which_every_page_has_a_place(tmp_path: Path) -> None:
+    """With --strict: no page outside the navigation, and no link or anchor that leads nowhere."""
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    first = (tmp_path / "index.html").read_text()
+    assert "Atoll trains one model on machines that are far apart" in first
+    assert all(
+        (tmp_path / page.stem / "index.html").exists() for page in (ROOT / "docs").glob("*.md")
+    )
 
 
 def test_the_table_of_exit_codes_is_the_codes() -> None:
