@@ -17,11 +17,11 @@ from node.duties.lasting_island import LastingIsland
 from node.duties.times import Meters
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
+from node.exchange.limits import Patience
 from node.exchange.outer import Outer
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls, FirstState
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.patience import Patience
 from node.exchange.tokens import HeldTokens, PeerTokens
 from node.exchange.transport.transport import Transport
 from node.heavy import Heavy

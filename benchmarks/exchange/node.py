@@ -18,7 +18,7 @@ import structlog
 
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Limits, Waits
+from node.exchange.limits import Limits, Patience, Waits
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
@@ -28,7 +28,6 @@ from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
 from node.exchange.signing import PayloadSigner
 from node.exchange.state.catch_up import CoordinatorCalls
-from node.exchange.state.patience import Patience
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.history import History

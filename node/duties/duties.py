@@ -25,7 +25,7 @@ from node.duties.work import (
     work_of,
 )
 from node.exchange.exchange import Exchange
-from node.exchange.state.patience import Patience
+from node.exchange.limits import Patience
 from node.history import History
 from node.island.island import InnerWork, Progress
 from node.link.session import Session

@@ -14,14 +14,13 @@ import structlog
 
 from node.exchange.auditing import input_of
 from node.exchange.fetching import Donors, Silences
-from node.exchange.giving import KEPT_ROUNDS, HeldResults, Pushes
+from node.exchange.giving import KEPT_ROUNDS, Donor, HeldResults, Pushes, ServedState
 from node.exchange.outer import Outer
 from node.exchange.round.admission import refusal
 from node.exchange.round.state import RoundNews, Rules
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls, FirstState
-from node.exchange.state.donor import Donor, State
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.transport import (
     Admission,
@@ -304,7 +303,7 @@ class Exchange:
         find = self._disk.results.find
         return await self._heavy(partial(find, want.round, want.slice_index, want.digest))
 
-    async def _opened_state(self, want: WantManifest) -> State | None:
+    async def _opened_state(self, want: WantManifest) -> ServedState | None:
         """The newest state that is asked for: from disk, or copied where there is no folder."""
         if self._disk is not None:
             return await self._disk.served(

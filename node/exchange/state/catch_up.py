@@ -8,8 +8,8 @@ what the node still owes stays owed, as long as its state is one of the swarm's 
 Where it is not, the coordinator may have gone back to an older copy of its database. So before the node
 gives anything up, it brings its own commits; then it goes back as little as it can.
 
-What to fetch and when is decided here; how it is fetched, in download.py and results_here.py. What the
-coordinator lists stands in listed.py, and what this node can go back to by itself, in own_states.py.
+What to fetch and when is decided here. How a state is fetched stands in download.py; results, what the
+coordinator lists, and what this node can go back to by itself, in sources.py.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,13 +23,11 @@ from node.disk.snapshots import Snapshot
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
 from node.exchange.giving import HeldResults
+from node.exchange.limits import Patience
 from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.state.download import Download
-from node.exchange.state.listed import Listed, is_same
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.own_states import OwnStates
-from node.exchange.state.patience import Patience
-from node.exchange.state.results_here import ResultsHere
+from node.exchange.state.sources import Listed, OwnStates, ResultsHere, is_same
 from node.heavy import Heavy
 from node.history import History
 from node.outer_state import Vector
