@@ -8,7 +8,7 @@ node that are the swarm's: on its disk, or the first, which it draws itself.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +18,7 @@ from node.disk.logs import ResultLog
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import KEPT_ROUNDS, HeldResults
+from node.exchange.limits import Waits
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.transport import WantResult
@@ -37,26 +38,37 @@ PAGE_ROUNDS = 64
 """The coordinator lists at most so many commits in an answer."""
 
 
+FirstState = Callable[[], Vector]
+"""Draws the weights of round 0 from the run file's seed. Heavy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateHere:
+    """What this node has of the run's state, and where work on it is done that takes long."""
+
+    outer: Outer
+    history: History
+    disk: StateOnDisk | None  # None: nothing outlives the process
+    heavy: Heavy
+    first_state: FirstState | None = None  # None: the weights of round 0 come from elsewhere
+    held: HeldResults = field(default_factory=HeldResults)
+
+
 class Listed:
     """The coordinator's list of commits."""
 
     def __init__(
         self,
         list_commits: Callable[[int], Awaitable[tuple[Commit, ...]]],
-        *,
-        outer: Outer,
-        history: History,
-        heavy: Heavy,
-        settle_seconds: float,
-        pause_seconds: float,
+        here: StateHere,
+        waits: Waits,
     ) -> None:
         self.after = list_commits
         """A page of the commits after a round, oldest first."""
-        self._outer = outer
-        self._history = history
-        self._heavy = heavy
-        self._settle_seconds = settle_seconds
-        self._pause_seconds = pause_seconds
+        self._outer = here.outer
+        self._history = here.history
+        self._heavy = here.heavy
+        self._waits = waits
 
     async def commit_of(self, round: int) -> Commit | None:
         """The commit of a round, if it is listed."""
@@ -79,13 +91,13 @@ class Listed:
         self, known: tuple[int, Digest] | None, round: int, digest: Digest
     ) -> bool:
         """Whether a state is the swarm's, which may still be agreeing on its newest round."""
-        give_up_at = asyncio.get_running_loop().time() + self._settle_seconds
+        give_up_at = asyncio.get_running_loop().time() + self._waits.settle_seconds
         while True:
             settled = await self.settled_digest(round, known)
             is_open = settled is None and await self.commit_of(round) is not None
             if not is_open or asyncio.get_running_loop().time() >= give_up_at:
                 return settled == digest
-            await asyncio.sleep(self._pause_seconds)
+            await asyncio.sleep(self._waits.pause_seconds)
 
     async def has_ours(self) -> bool:
         """Whether the commit is listed that led to our state."""
@@ -165,21 +177,13 @@ Kept = tuple[Snapshot, Owed | None]
 class OwnStates:
     """What a node can go back to without its peers."""
 
-    def __init__(
-        self,
-        *,
-        run_digest: Digest,
-        outer: Outer,
-        disk: StateOnDisk | None,
-        history: History,
-        heavy: Heavy,
-        listed: Listed,
-    ) -> None:
+    def __init__(self, here: StateHere, listed: Listed, *, run_digest: Digest) -> None:
         self._run_digest = run_digest
-        self._outer = outer
-        self._disk = disk
-        self._history = history
-        self._heavy = heavy
+        self._outer = here.outer
+        self._disk = here.disk
+        self._history = here.history
+        self._heavy = here.heavy
+        self._first_state = here.first_state
         self._listed = listed
 
     async def go_back(self) -> bool:
@@ -196,14 +200,16 @@ class OwnStates:
         await self.take_up(kept)
         return True
 
-    async def before(self, round: int, first: Vector | None) -> Kept | None:
+    async def before(self, round: int) -> Kept | None:
         """The latest state of an earlier round, by which nothing has moved yet.
 
-        `first` are the weights of round 0, where this node draws them and results lead on from there.
+        That is the one of round 0 where this node draws its weights, and results may still be had from
+        there on.
         """
         kept = await self._on_disk(round - 1)
-        if kept is not None or first is None:
+        if kept is not None or self._first_state is None or self._outer.round > KEPT_ROUNDS:
             return kept
+        first = await self._heavy(self._first_state)
         state = Snapshot(
             round=0,
             run_digest=self._run_digest,
@@ -212,10 +218,6 @@ class OwnStates:
             momentum=np.zeros_like(first),
         )
         return state, None
-
-    def leads_from_the_first(self) -> bool:
-        """Whether results may still be had from round 0 on."""
-        return self._outer.round <= KEPT_ROUNDS
 
     async def take_up(self, kept: Kept) -> None:
         """Takes the place of the state that is held, and of what is owed."""
@@ -260,20 +262,11 @@ def is_void(commit: Commit) -> bool:
 class ResultsHere:
     """Of rounds that are not applied yet."""
 
-    def __init__(
-        self,
-        *,
-        outer: Outer,
-        held: HeldResults,
-        disk: StateOnDisk | None,
-        heavy: Heavy,
-        donors: Donors,
-        say: Callable[[str], None],
-    ) -> None:
-        self._outer = outer
-        self._held = held
-        self._disk = disk
-        self._heavy = heavy
+    def __init__(self, here: StateHere, donors: Donors, *, say: Callable[[str], None]) -> None:
+        self._outer = here.outer
+        self._held = here.held
+        self._disk = here.disk
+        self._heavy = here.heavy
         self._donors = donors
         self._say = say
 
