@@ -15,9 +15,7 @@ from node.config import NodeSettings
 from node.island.data.places import DataPlaces, check_reach
 from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
-from node.link.calls import CoordinatorLink
-from node.link.first_contact import run_of_coordinator
-from node.link.renewing import RenewingCalls
+from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.placement import num_ranks_of, refuse_small_helper, refuse_what_cannot_work

@@ -28,8 +28,7 @@ from node.heavy import in_thread
 from node.history import History
 from node.hosts.desk import HostDesk
 from node.hosts.leading import HostsIsland
-from node.hosts.rendezvous import interface_of
-from node.hosts.token import LeaderKey
+from node.hosts.wire import LeaderKey, interface_of
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.fetching import is_url
 from node.island.data.held import TokensHere

@@ -247,12 +247,12 @@ def follow(
 
     Example: atoll node follow island.token --device cuda
     """
-    from node.hosts.token import HostToken
+    require_installed(to="follow a node")
+    from node.hosts.wire import HostToken
     from node.island.ranks.devices import check_choice
     from protocol.terminal.logging import start_logging
 
     leader = HostToken.read(token)
-    require_installed(to="follow a node")
     check_choice(device)
     own_name = name or socket.gethostname()[:64] or "host"
     start_logging(as_json=log_json, node=own_name)

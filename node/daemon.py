@@ -17,11 +17,12 @@ from node.duties.lasting_island import LastingIsland
 from node.duties.times import Meters
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
+from node.exchange.limits import Patience
 from node.exchange.outer import Outer
 from node.exchange.round.state import Rules
-from node.exchange.state.catch_up import CoordinatorCalls, FirstState
+from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.patience import Patience
+from node.exchange.state.sources import FirstState, StateHere
 from node.exchange.tokens import HeldTokens, PeerTokens
 from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
@@ -163,11 +164,14 @@ class Daemon:
                 uplink=outer.uplink,
                 downlink=outer.downlink,
             ),
-            outer=outer,
+            StateHere(
+                outer=outer,
+                history=history,
+                disk=holdings.disk,
+                heavy=meters.exchange_time.over(heavy),
+                first_state=holdings.first_state,
+            ),
             transport=transport,
-            disk=holdings.disk,
-            history=history,
-            heavy=meters.exchange_time.over(heavy),
             coordinator=CoordinatorCalls(
                 report=self._report,
                 list_commits=self._list_commits,
@@ -175,7 +179,6 @@ class Daemon:
                 patience=self._asking,
             ),
             give_tokens=None if peer_tokens is None else peer_tokens.supply,
-            first_state=holdings.first_state,
         )
         self._session = Session(
             link=self._link,
@@ -192,7 +195,6 @@ class Daemon:
             spec=spec,
             island=self._island,
             exchange=self._exchange,
-            history=history,
             session=self._session,
             meters=meters,
             patience=self._asking,

@@ -18,7 +18,7 @@ import structlog
 
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Limits, Waits
+from node.exchange.limits import Limits, Patience, Waits
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
@@ -28,7 +28,7 @@ from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
 from node.exchange.signing import PayloadSigner
 from node.exchange.state.catch_up import CoordinatorCalls
-from node.exchange.state.patience import Patience
+from node.exchange.state.sources import StateHere
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.history import History
@@ -95,11 +95,8 @@ class BenchmarkNode:
                 downlink=self.outer.downlink,
                 waits=Waits().stretched(order["slow_motion"]),
             ),
-            outer=self.outer,
+            StateHere(outer=self.outer, history=History(None), disk=None, heavy=in_thread),
             transport=self.transport,
-            disk=None,
-            history=History(None),
-            heavy=in_thread,
             coordinator=CoordinatorCalls(
                 report=self._report,
                 list_commits=self._list_commits,

@@ -18,8 +18,8 @@ import structlog
 
 from node.disk.snapshots import Snapshot
 from node.exchange import fetching
+from node.exchange.giving import Donor
 from node.exchange.limits import Waits
-from node.exchange.state.donor import Donor
 from node.exchange.state.download import Download
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import (

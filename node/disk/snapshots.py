@@ -6,7 +6,7 @@ node. The metadata hold the rest: the outer digest covers both vectors of the ou
 what is owed and all other metadata, and the head's seal these metadata alone, for who does not read what
 is owed. The seal covers what is owed by the digests of its pieces, which are written in any order; of
 formats 1 and 2, by its bytes. Which files are kept and read is node.disk.snapshot_folder's; how states travel
-between nodes, node.exchange.state.manifest's.
+between nodes, node.exchange.state.chunks'.
 """
 
 import json

@@ -25,8 +25,7 @@ from node.duties.work import (
     work_of,
 )
 from node.exchange.exchange import Exchange
-from node.exchange.state.patience import Patience
-from node.history import History
+from node.exchange.limits import Patience
 from node.island.island import InnerWork, Progress
 from node.link.session import Session
 from node.rulings import KeptRulings
@@ -70,7 +69,6 @@ class Duties:
         spec: RunSpec,
         island: LastingIsland,
         exchange: Exchange,
-        history: History,
         session: Session,
         meters: Meters,
         patience: Patience,
@@ -90,7 +88,7 @@ class Duties:
         self._island = island
         self._exchange = exchange
         self._outer = exchange.outer
-        self._history = history
+        self._history = exchange.history
         self._session = session
         self._counts, self._exchange_time = meters.counts, meters.exchange_time
         self._counted: WireTotals = {}  # when the outer state moved the last time

@@ -14,15 +14,13 @@ import structlog
 
 from node.exchange.auditing import input_of
 from node.exchange.fetching import Donors, Silences
-from node.exchange.giving import KEPT_ROUNDS, HeldResults, Pushes
-from node.exchange.outer import Outer
+from node.exchange.giving import KEPT_ROUNDS, Donor, Pushes, ServedState
 from node.exchange.round.admission import refusal
 from node.exchange.round.state import RoundNews, Rules
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
-from node.exchange.state.catch_up import CatchUp, CoordinatorCalls, FirstState
-from node.exchange.state.donor import Donor, State
-from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
+from node.exchange.state.sources import StateHere
 from node.exchange.transport.transport import (
     Admission,
     TransferRefusedError,
@@ -34,8 +32,6 @@ from node.exchange.transport.transport import (
     WantResult,
     WantTokens,
 )
-from node.heavy import Heavy
-from node.history import History
 from protocol.wire.messages import SliceTakenOver
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, RosterEntry
@@ -52,31 +48,26 @@ class Exchange:
     def __init__(
         self,
         rules: Rules,
+        here: StateHere,
         *,
-        outer: Outer,
         transport: Transport,
-        disk: StateOnDisk | None,
-        history: History,
-        heavy: Heavy,
         coordinator: CoordinatorCalls,
         give_tokens: GiveTokens | None = None,
-        first_state: FirstState | None = None,
         forgery: Callable[[PayloadHeader], str] = PayloadHeader.forgery,
     ) -> None:
         """`give_tokens` answers what peers ask of the run's tokens; None: nothing is given.
 
-        `first_state` draws the weights of round 0; None: they come from elsewhere. `forgery` says why a
-        header is not signed as it must be.
+        `forgery` says why a header is not signed as it must be.
         """
         self._give_tokens = give_tokens
-        self.outer = outer
+        self._here = here
+        self.outer, self.history = here.outer, here.history
         self._rules = rules
         self._transport = transport
-        self._disk = disk
-        self._history = history
-        self._heavy = heavy
+        self._disk = here.disk
+        self._heavy = here.heavy
         self._report = coordinator.report
-        self._held = HeldResults()
+        self._held = here.held
         self._round: RoundRunner | None = None
         # One for all rounds: peers still wait for results when the next round begins.
         self._pushes = Pushes(transport, Random(rules.node_id), rules.waits)
@@ -88,11 +79,11 @@ class Exchange:
         self._donor = Donor(
             node_id=rules.node_id,
             run_digest=rules.run_digest,
-            layout_digest=outer.layout_digest,
-            num_elements=outer.layout.num_elements,
+            layout_digest=here.outer.layout_digest,
+            num_elements=here.outer.layout.num_elements,
             oldest_round=self._oldest_useful_round,
             open_state=self._opened_state,
-            heavy=heavy,
+            heavy=here.heavy,
         )
         self._donors = Donors(
             transport=transport,
@@ -101,15 +92,7 @@ class Exchange:
             forgery=forgery,
         )
         self._catch_up = CatchUp(
-            run_digest=rules.run_digest,
-            outer=outer,
-            held=self._held,
-            heavy=heavy,
-            disk=disk,
-            history=history,
-            coordinator=coordinator,
-            donors=self._donors,
-            first_state=first_state,
+            here, run_digest=rules.run_digest, coordinator=coordinator, donors=self._donors
         )
 
     # What the daemon asks for
@@ -136,9 +119,7 @@ class Exchange:
         self._round = RoundRunner(
             plan,
             self._rules,
-            outer=self.outer,
-            held=self._held,
-            heavy=self._heavy,
+            self._here,
             report=self._report,
             pushes=self._pushes,
             donors=self._donors,
@@ -231,7 +212,7 @@ class Exchange:
         self._early = []
         self._held.forget_from(round + 1)
         if self._disk is None:
-            self._history.forget_after(round)
+            self.history.forget_after(round)
         else:
             async with self._lock:
                 await self._heavy(partial(self._disk.forget_after, round))
@@ -304,7 +285,7 @@ class Exchange:
         find = self._disk.results.find
         return await self._heavy(partial(find, want.round, want.slice_index, want.digest))
 
-    async def _opened_state(self, want: WantManifest) -> State | None:
+    async def _opened_state(self, want: WantManifest) -> ServedState | None:
         """The newest state that is asked for: from disk, or copied where there is no folder."""
         if self._disk is not None:
             return await self._disk.served(

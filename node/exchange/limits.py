@@ -1,13 +1,18 @@
-"""What one node lets its peers take from it, and how long it waits for what: two values, passed in.
+"""What a node lets its peers take, how long it waits for what, and how it pauses before it asks again.
 
-Sizes and shares that no link changes stand with the controller that they belong to.
+Limits and waits are two values, passed in. Sizes and shares that no link changes stand with the controller
+that they belong to.
 """
 
+import asyncio
+import contextlib
+import random
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
 
 Value = TypeVar("Value", bound="DataclassInstance")
 
@@ -165,3 +170,30 @@ class Waits:
     def stretched(self, factor: float) -> "Waits":
         """For links on which everything takes so many times as long."""
         return stretched(self, factor)
+
+
+LONGEST_PAUSE_SECONDS = 60.0
+"""Between two times of asking everybody, if there are no news."""
+
+
+class Patience:
+    """Pauses that double, with jitter, so that nodes that wait together do not ask together.
+
+    News from the coordinator ends a pause at once: somebody may have come who supplies what is missing.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._news = asyncio.Event()
+
+    def tell(self) -> None:
+        """The coordinator has told something. Heard by the next pause, if there is none now."""
+        self._news.set()
+
+    async def pause(self, asked: int, *, first_seconds: float) -> None:
+        """Waits after everybody was asked for the `asked`-th time in vain."""
+        longest = min(LONGEST_PAUSE_SECONDS, first_seconds * 2.0 ** min(asked - 1, 10))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._rng.uniform(longest / 2, longest)):
+                await self._news.wait()
+        self._news.clear()

@@ -15,8 +15,7 @@ import structlog
 from node.exchange.auditing import Auditor
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
-from node.exchange.giving import HeldResults, Pushes
-from node.exchange.outer import Outer
+from node.exchange.giving import Pushes
 from node.exchange.round.admission import contradicted, refusal
 from node.exchange.round.state import (
     Action,
@@ -50,8 +49,8 @@ from node.exchange.round.transition import (
     step,
 )
 from node.exchange.signing import AlreadySignedError
+from node.exchange.state.sources import StateHere
 from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult
-from node.heavy import Heavy
 from protocol.errors import BadDataError
 from protocol.wire.messages import EquivocationSeen, Report, SliceTakenOver
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
@@ -67,17 +66,15 @@ class RoundRunner:
         self,
         plan: Plan,
         rules: Rules,
+        here: StateHere,
         *,
-        outer: Outer,
-        held: HeldResults,
-        heavy: Heavy,
         report: Callable[[int, Report], None],
         pushes: Pushes,
         donors: Donors,
     ) -> None:
-        self._outer = outer
-        self._held = held
-        self._heavy = heavy
+        self._outer = here.outer
+        self._held = here.held
+        self._heavy = here.heavy
         self._report = partial(report, plan.round)
         self._pushes = pushes  # results on their way outlive the round
         self._donors = donors
@@ -85,7 +82,9 @@ class RoundRunner:
         self._timer: asyncio.TimerHandle | None = None
         self._completed = asyncio.Event()
         self._lies_told: set[Slot] = set()
-        result_bytes = sum(outer.downlink.most_bytes(part.num_elements) for part in plan.slices)
+        result_bytes = sum(
+            self._outer.downlink.most_bytes(part.num_elements) for part in plan.slices
+        )
         self.state = opened(
             plan,
             rules,

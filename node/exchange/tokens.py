@@ -14,8 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from node.exchange.limits import Waits
-from node.exchange.state.patience import Patience
+from node.exchange.limits import Patience, Waits
 from node.exchange.transport.transport import (
     FalseAnswerError,
     NotHeldError,

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import structlog
 
 from node.hosts.orders import End, Order, answer_from_wire, to_wire
-from node.hosts.token import LeaderKey
-from node.hosts.wire import Message, Wire, is_invited, server_context, zeros
+from node.hosts.wire import LeaderKey, Message, Wire, is_invited, server_context, zeros
 from node.island.island import Progress
 from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.outer_state import Vector

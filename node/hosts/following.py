@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from node.disk.budget import DiskBudget
 from node.hosts.orders import (
     Adopt,
     End,
@@ -22,6 +23,7 @@ from node.hosts.orders import (
     KeepPart,
     OpenShelf,
     Order,
+    Part,
     Publish,
     Shelved,
     Start,
@@ -32,10 +34,8 @@ from node.hosts.orders import (
     answer_to_wire,
     from_wire,
 )
-from node.hosts.parts import Shelf
-from node.hosts.rendezvous import interface_of
-from node.hosts.token import HostToken
-from node.hosts.wire import Wire, connect
+from node.hosts.wire import HostToken, Wire, connect, interface_of
+from node.island.checkpoints.folder import Checkpoint, CheckpointFolder
 from node.island.data.places import DataPlaces
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.code import check_functions
@@ -52,12 +52,69 @@ from protocol.errors import (
     ProtocolMismatchError,
     UnavailableError,
 )
+from protocol.files.durable import make_folder
+from protocol.files.folder_lock import FolderLock
 from protocol.run.layout import Layout, layout_of
 from protocol.run.run_spec import run_from_json
+from protocol.wire.rounds import Digest
 
 log = structlog.get_logger()
 
 _RETRY_SECONDS = 2.0
+
+
+class Shelf:
+    """Where a follower keeps its parts, for as long as its process lives, whatever leader it has."""
+
+    def __init__(self, path: Path) -> None:
+        """Takes the folder for this process. Raises SystemRefusedError, CannotCreateError."""
+        make_folder(path)
+        self._lock = FolderLock.take(
+            path,
+            holder="follower",
+            next_step="give this one another --name, or a folder of its own with --checkpoints",
+        )
+        self._path = path.absolute()  # ranks need not be where we are
+        self._folder: CheckpointFolder | None = None
+        self._checkpoints: dict[str, Checkpoint] = {}
+
+    def open(self, order: OpenShelf) -> list[Part]:
+        """What lies there of this run. No rank may run. Raises SystemRefusedError."""
+        self._folder = CheckpointFolder(
+            path=self._path,
+            run_digest=Digest(bytes.fromhex(order.run_digest)),
+            layout_digest=Digest(bytes.fromhex(order.layout_digest)),
+            every_rounds=order.every_rounds,
+            num_hosts=order.num_hosts,
+        )
+        DiskBudget().require([self._folder.need(order.num_elements, order.num_parts)])
+        self._folder.remove_unfinished()
+        self._checkpoints = {}
+        for checkpoint in self._folder.whole():
+            if checkpoint.about.num_hosts == 1:  # and so no set, but a node's that was alone
+                log.warning(
+                    "checkpoint left out",
+                    path=str(checkpoint.path),
+                    why="one host wrote it alone: where it leads, it can be read",
+                )
+            else:
+                self._checkpoints[checkpoint.about.set_id] = checkpoint
+        return [Part.of(checkpoint.about) for checkpoint in self._checkpoints.values()]
+
+    @property
+    def folder(self) -> CheckpointFolder:
+        """Where ranks write."""
+        assert self._folder is not None, "the shelf is opened before anything is kept"
+        return self._folder
+
+    def part_of(self, set_id: str) -> Path | None:
+        """Where our part of a set lies, if `open` found one."""
+        checkpoint = self._checkpoints.get(set_id)
+        return None if checkpoint is None else checkpoint.path
+
+    def close(self) -> None:
+        """Lets another process have the folder; safe to repeat."""
+        self._lock.release()
 
 
 async def follow(

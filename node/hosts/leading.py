@@ -1,10 +1,16 @@
-"""The leader's side: its own ranks and those of the hosts that follow, as one island."""
+"""The leader's side: its own ranks and those of the hosts that follow, as one island.
+
+A start takes a set of checkpoints whose parts are all with hosts that are here, however many there were
+when it was written, and whatever their mesh. Writing and reading, and how values come to ranks of other
+hosts, is node.island.checkpoints' (writer, passing).
+"""
 
 import asyncio
 import json
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
@@ -17,15 +23,14 @@ from node.hosts.orders import (
     Hold,
     KeepPart,
     OpenShelf,
+    Part,
     Publish,
     Start,
     Stop,
     TakeOver,
     Train,
 )
-from node.hosts.parts import arranged, part_of
-from node.hosts.rendezvous import interface_of, open_store
-from node.hosts.wire import zeros
+from node.hosts.wire import interface_of, open_store, zeros
 from node.island.checkpoints.folder import Checkpoint, Kept, Loaded
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.ranks.commands import Keep, MeetingPoint
@@ -156,7 +161,7 @@ class HostsIsland:
             ),
         )
         arrangement = arranged(
-            [part_of(checkpoint) for checkpoint in own],
+            [Part.of(checkpoint.about) for checkpoint in own],
             [shelved.parts for shelved in theirs],
         )
         self._others = [self._others[index] for index in arrangement.order]
@@ -306,3 +311,43 @@ async def _together(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Checkpoints of several hosts: each has its own ranks' part on its own disk, and a set is all parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Which of the hosts that follow takes which place, and which of the leader's sets can be had."""
+
+    order: tuple[int, ...]  # of the first place the index of its host, and so on
+    lacks: tuple[str, ...]  # of each what is not here; empty: all of it is
+
+
+def arranged(own: Sequence[Part], others: Sequence[Sequence[Part]]) -> Arrangement:
+    """Gives hosts the places that they had when the newest set was written of which all parts are here.
+
+    They come in any order, and with its old place a host finds most of what it wants on its own disk.
+    Hosts that have no part come last. `own` is what the leader has, the newest first; of other sets
+    nobody would know the round. Without a set the order is that in which they came.
+    """
+    lacks = tuple(_lack_of(part, others) for part in own)
+    newest = next((part.set_id for part, lack in zip(own, lacks, strict=True) if not lack), None)
+    place_of = {
+        index: part.host
+        for index, parts in enumerate(others)
+        for part in parts
+        if part.set_id == newest
+    }
+    order = sorted(range(len(others)), key=lambda index: place_of.get(index, math.inf))
+    return Arrangement(order=tuple(order), lacks=lacks)
+
+
+def _lack_of(part: Part, others: Sequence[Sequence[Part]]) -> str:
+    """What is not here of a set of which the leader has a part."""
+    here = {other.host for parts in others for other in parts if other.set_id == part.set_id}
+    missing = sorted(set(range(part.num_hosts)) - here - {part.host})
+    if not missing:
+        return ""
+    whose = " and ".join(f"host {host}'s" for host in missing)
+    return f"{whose} part of it is not here"

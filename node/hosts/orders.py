@@ -5,7 +5,7 @@ Another machine sends them, so each is checked against its type before it is act
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -54,6 +54,11 @@ class Part:
     set_id: str
     host: int
     num_hosts: int  # that wrote
+
+    @classmethod
+    def of(cls, about: About) -> Self:
+        """Whose part of what a checkpoint is."""
+        return cls(set_id=about.set_id, host=about.host, num_hosts=about.num_hosts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,30 +1,144 @@
-"""Messages between the hosts of an island: a little JSON, and after some of them a vector's bytes.
+"""How the hosts of an island reach and trust each other: the token, the connection, and where ranks meet.
 
-Sizes are checked before anything is read, and nothing is unpickled.
+A token lets a host follow: it says where the leader listens, whose certificate it has, and a secret. The
+follower sends the secret only to who holds the certificate's key, and the leader reads nothing else before
+it. Both last as long as the leader's folder.
+
+Messages are a little JSON, and after some of them a vector's bytes. Sizes are checked before anything is
+read, and nothing is unpickled.
+
+Ranks meet at a store of torch's on one interface, a fresh one each time. Within the network of the island
+nothing is encrypted or authenticated, neither that nor what ranks send each other; docs/footguns.md says so.
 """
 
 import asyncio
+import base64
+import fcntl
 import hashlib
 import hmac
 import json
+import secrets
 import socket
 import ssl
 import struct
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
-from node.hosts.token import HostToken, LeaderKey
+from node.island.ranks.aside import Aside
 from node.outer_state import Vector
-from protocol.errors import ProtocolMismatchError, UnavailableError
+from protocol.errors import (
+    BadDataError,
+    ConfigError,
+    NoInputError,
+    ProtocolMismatchError,
+    UnavailableError,
+)
+from protocol.files.durable import read_secret, refusing, write_atomically
+from protocol.trust.pki import Authority, new_swarm_id, pin_of
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+TOKEN_FILE = "island.token"
+_KEY_FILE = "island.key"
+_PREFIX = "atoll-island-"
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 _CHUNK_BYTES = 1 << 20  # keeps the event loop free for others between two of them
 _DEAD_AFTER_MILLISECONDS = 20_000
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostToken:
+    """What a follower is given."""
+
+    host: str
+    port: int
+    pin: bytes  # of the leader's certificate
+    secret: str
+
+    def text(self) -> str:
+        """For a file, or a shell's variable."""
+        values = [self.host, self.port, self.pin.hex(), self.secret]
+        return _PREFIX + base64.urlsafe_b64encode(json.dumps(values).encode()).decode()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises BadDataError."""
+        try:
+            if not text.startswith(_PREFIX):
+                raise ValueError
+            values = json.loads(base64.urlsafe_b64decode(text.removeprefix(_PREFIX)))
+            host, port, pin, secret = values
+            return cls(host=str(host), port=int(port), pin=bytes.fromhex(pin), secret=str(secret))
+        except (ValueError, TypeError) as error:
+            raise BadDataError(
+                "that is not a whole island token",
+                next_step=f"copy the leader's {TOKEN_FILE} again",
+            ) from error
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises NoInputError, BadDataError."""
+        try:
+            return cls.parse(path.read_text().strip())
+        except (OSError, UnicodeDecodeError) as error:
+            raise NoInputError(
+                f"{path} cannot be read",
+                next_step=f"copy {TOKEN_FILE} from the leader's folder",
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderKey:
+    """What the leader keeps."""
+
+    certificate_pem: bytes
+    key_pem: bytes
+    secret: str
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Self:
+        """Made at the first use, and readable to its owner only."""
+        path = folder / _KEY_FILE
+        if not path.exists():
+            issued = Authority.create(new_swarm_id()).issue_server()
+            values = {
+                "certificate": issued.certificate_pem.decode(),
+                "key": issued.key_pem.decode(),
+                "secret": secrets.token_hex(32),
+            }
+            write_atomically(path, json.dumps(values).encode(), mode=0o600)
+        try:
+            values = json.loads(read_secret(path))
+            return cls(
+                certificate_pem=values["certificate"].encode(),
+                key_pem=values["key"].encode(),
+                secret=values["secret"],
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadDataError(
+                f"{path} is damaged", next_step="remove it; hosts then need the new token"
+            ) from error
+
+    def token(self, host: str, port: int) -> HostToken:
+        """For the hosts that may follow."""
+        return HostToken(host=host, port=port, pin=pin_of(self.certificate_pem), secret=self.secret)
+
+    def write_token(self, folder: Path, host: str, port: int) -> Path:
+        """The file to copy to the other hosts."""
+        path = folder / TOKEN_FILE
+        with refusing(path):
+            write_atomically(path, self.token(host, port).text().encode() + b"\n", mode=0o600)
+        return path
 
 
 class Wire:
@@ -157,3 +271,52 @@ def server_context(key: LeaderKey) -> ssl.SSLContext:
 def zeros(num_elements: int) -> Vector:
     """A vector to receive into."""
     return np.zeros(num_elements, np.float32)
+
+
+_SIOCGIFADDR = 0x8915
+
+
+async def open_store(host: str) -> tuple[Aside, int]:
+    """A store that listens on this address alone until it is closed; and its port."""
+    aside = Aside(_store, host)
+    try:
+        port: int = await aside.answer()
+    except BaseException:
+        aside.close()
+        raise
+    return aside, port
+
+
+def _store(connection: "Connection[int, None]", host: str) -> None:
+    import torch.distributed as dist
+
+    listening = socket.create_server((host, 0))
+    port: int = listening.getsockname()[1]
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # is public
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),  # else it would listen on all addresses
+    )
+    connection.send(port)
+    with suppress(EOFError, OSError):
+        connection.recv()  # until the daemon closes it, or ends
+    del store
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an IPv4 address, as NCCL and gloo want it named."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    raise ConfigError(
+        f"no network interface of this machine has the address {address}",
+        next_step="give --island-listen an IPv4 address of the link to the other hosts",
+    )

@@ -8,8 +8,8 @@ import pytest
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.exchange import giving
 from node.exchange.fetching import MOST_AT_ONCE
-from node.exchange.state import manifest as manifest_file
-from node.exchange.state.manifest import Manifest
+from node.exchange.state import chunks
+from node.exchange.state.chunks import Manifest
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import Want, WantChunk
 from node.island.data.corpus import Corpus
@@ -35,7 +35,7 @@ before all of it, which must take less than the second after which a donor is si
 @pytest.fixture(autouse=True)
 def a_state_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of what a joiner missed only the latest can be replayed."""
-    monkeypatch.setattr(manifest_file, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(giving, "KEPT_ROUNDS", 6)
 
 

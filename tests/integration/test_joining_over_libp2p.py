@@ -13,10 +13,10 @@ from transport_peers import Desk, Peer, introduce
 from node.disk.snapshot_folder import OpenSnapshot, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, Silences
+from node.exchange.giving import Donor
 from node.exchange.limits import Waits
-from node.exchange.state.donor import Donor
+from node.exchange.state.chunks import CHUNK_BYTES, Manifest
 from node.exchange.state.download import Download
-from node.exchange.state.manifest import CHUNK_BYTES, Manifest
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Want, WantChunk, WantManifest
 from node.heavy import in_thread

@@ -13,7 +13,7 @@ from coordinator_scene import START, FakeNode, invite_from, joined, new_home, se
 from coordinator.backup import back_up
 from coordinator.config import Home
 from coordinator.rotation import Rotation, protect
-from node.link.renewing import RenewingCalls
+from node.link.calls import RenewingCalls
 from node.rulings import KeptRulings
 from protocol.errors import (
     BadDataError,

@@ -10,8 +10,7 @@ from coordinator_scene import PATIENCE_SECONDS, invite_from, new_home, serving
 
 from coordinator.app import Coordinator
 from node.doctor.checks import coordinator_findings
-from node.link.calls import CoordinatorLink
-from node.link.first_contact import run_of_coordinator
+from node.link.calls import CoordinatorLink, run_of_coordinator
 from protocol.errors import ExitCode
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity

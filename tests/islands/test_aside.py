@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from node.hosts.rendezvous import open_store
+from node.hosts.wire import open_store
 from node.island.ranks.aside import Aside, Work
 from node.island.ranks.devices import devices_of, usable_devices
 from protocol.errors import ConfigError, SystemRefusedError

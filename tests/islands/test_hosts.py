@@ -20,11 +20,9 @@ from test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
 
 from lab.processes.family import MARK, Family, atoll_command, atoll_environment
 from node.hosts.desk import HostDesk
-from node.hosts.following import follow
+from node.hosts.following import Shelf, follow
 from node.hosts.leading import HostsIsland
-from node.hosts.parts import Shelf
-from node.hosts.token import HostToken, LeaderKey
-from node.hosts.wire import connect
+from node.hosts.wire import HostToken, LeaderKey, connect
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.places import DataPlaces
 from node.island.inline import InlineIsland

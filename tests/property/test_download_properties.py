@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.limits import Waits
-from node.exchange.state import manifest as manifest_file
-from node.exchange.state.manifest import Manifest
+from node.exchange.state import chunks
+from node.exchange.state.chunks import Manifest
 from node.exchange.transport.transport import (
     TransferRefusedError,
     Want,
@@ -142,7 +142,7 @@ donors = st.tuples(st.integers(6, NEWEST), st.none() | tricks, st.sampled_from([
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks() -> object:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest_file, "CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr(chunks, "CHUNK_BYTES", CHUNK_BYTES)
         yield
 
 

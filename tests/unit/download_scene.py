@@ -11,11 +11,11 @@ import pytest
 
 from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Donors, Silences
+from node.exchange.giving import Donor
 from node.exchange.limits import Waits
-from node.exchange.state import manifest as manifest_file
-from node.exchange.state.donor import Donor
+from node.exchange.state import chunks
+from node.exchange.state.chunks import Manifest
 from node.exchange.state.download import Download
-from node.exchange.state.manifest import Manifest
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import (
     Admission,
@@ -44,7 +44,7 @@ ROUNDS_BEHIND = 8
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest_file, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 def state_at(round: int, *, seed: int | None = None) -> Snapshot:

@@ -15,6 +15,7 @@ from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.codecs.registry import codec_named
 from node.exchange.exchange import Exchange
+from node.exchange.limits import Patience
 from node.exchange.mean import norm_of
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
@@ -25,7 +26,7 @@ from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.patience import Patience
+from node.exchange.state.sources import StateHere
 from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
@@ -250,11 +251,8 @@ class Node:
         self.patience = Patience(Random(0))
         self.exchange = Exchange(
             rules_of(outer, node_id),
-            outer=outer,
+            StateHere(outer=outer, history=history or History(None), disk=disk, heavy=in_place),
             transport=self.transport,
-            disk=disk,
-            history=history or History(None),
-            heavy=in_place,
             coordinator=CoordinatorCalls(
                 report=lambda round, report: self.reports.append((round, report)),
                 list_commits=scene.list_commits,

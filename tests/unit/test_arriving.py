@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.disk.snapshots import Snapshot
-from node.exchange.state.arriving import Arrivals
-from node.exchange.state.manifest import Manifest
+from node.exchange.state.chunks import Arrivals, Manifest
 from protocol.errors import SystemRefusedError
 from tests.unit.download_scene import (
     CHUNK_BYTES,

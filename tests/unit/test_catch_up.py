@@ -14,13 +14,12 @@ from node.disk.snapshots import Owed
 from node.exchange import giving
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
 from node.exchange.giving import HeldResults
-from node.exchange.limits import Waits
+from node.exchange.limits import LONGEST_PAUSE_SECONDS, Waits
 from node.exchange.outer import NotApplicableError, Outer
-from node.exchange.state import manifest as manifest_file
+from node.exchange.state import chunks
 from node.exchange.state.catch_up import ROUNDS_AHEAD
-from node.exchange.state.manifest import Manifest
+from node.exchange.state.chunks import Manifest
 from node.exchange.state.on_disk import Saving, StateOnDisk
-from node.exchange.state.patience import LONGEST_SECONDS
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
 from node.history import History
 from protocol.wire.messages import Held
@@ -152,7 +151,7 @@ async def test_a_state_comes_from_several_donors_while_their_rounds_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(giving, "KEPT_ROUNDS", 1)
-    monkeypatch.setattr(manifest_file, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 512)
     scene = await Scene.of(A, B, C, codec="int4")
     for node_id in (A, B):
         scene.network.slow_down(node_id, 900)
@@ -206,7 +205,7 @@ async def test_after_a_cut_between_all_nodes_results_still_bring_them_on() -> No
     assert not any(task.done() for task in applying)
     for pair in ((A, B), (B, C), (A, C)):
         scene.network.mend(*pair)
-    await asyncio.wait_for(asyncio.gather(*applying), 2 * LONGEST_SECONDS)
+    await asyncio.wait_for(asyncio.gather(*applying), 2 * LONGEST_PAUSE_SECONDS)
     assert len({node.outer.digest for node in scene.nodes.values()}) == 1
     await scene.stop()
 

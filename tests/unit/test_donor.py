@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from node.disk.snapshots import Snapshot
-from node.exchange.state.donor import (
-    KEPT_SECONDS,
-    LONGEST_SECONDS,
+from node.exchange.giving import (
+    COPY_KEPT_SECONDS,
+    COPY_LONGEST_SECONDS,
     MOST_COPIES,
 )
-from node.exchange.state.manifest import Manifest
+from node.exchange.state.chunks import Manifest
 from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import WantChunk, WantManifest
 from protocol.wire.payload import CHUNK, MANIFEST, Payload
@@ -102,9 +102,9 @@ async def test_a_copy_is_kept_while_it_is_asked_for_and_dropped_a_while_after() 
     await node.round_for(1)
     node.states = [state_at(8)]
     for _ in range(5):
-        await asyncio.sleep(KEPT_SECONDS - 1)
+        await asyncio.sleep(COPY_KEPT_SECONDS - 1)
         assert await node.first_chunk(7) is not None
-    await asyncio.sleep(2 * KEPT_SECONDS)
+    await asyncio.sleep(2 * COPY_KEPT_SECONDS)
     assert not node.donor._copies
     assert await node.first_chunk(7) is None
 
@@ -128,12 +128,12 @@ async def test_there_are_never_more_copies_than_two_and_none_is_held_for_ever() 
         node.states = [state_at(number)]
         assert await node.round_for(number) == number
     node.states = [state_at(20)]
-    while asyncio.get_running_loop().time() < LONGEST_SECONDS:
+    while asyncio.get_running_loop().time() < COPY_LONGEST_SECONDS:
         assert await node.round_for(20) is None  # both are being fetched
         assert len(node.donor._copies) == MOST_COPIES
         for number in range(7, 7 + MOST_COPIES):
             assert await node.first_chunk(number) is not None
-        await asyncio.sleep(KEPT_SECONDS / 2)
+        await asyncio.sleep(COPY_KEPT_SECONDS / 2)
     assert await node.round_for(20) == 20
     assert sorted(node.donor._copies) == [8, 20]
 

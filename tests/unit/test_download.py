@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from node.exchange import fetching
+from node.exchange.giving import COPY_KEPT_SECONDS
 from node.exchange.limits import Waits
-from node.exchange.state.donor import KEPT_SECONDS
 from node.exchange.state.download import MOST_ASKED
 from node.exchange.transport.transport import (
     TransferRefusedError,
@@ -400,7 +400,7 @@ async def test_what_nobody_serves_any_more_is_given_up_for_a_newer_state(tmp_pat
     for donor in donors_of(scene):
         donor.states = [state_at(12), state_at(13)]
     scene.settled[13] = state_at(13).outer_digest()
-    await asyncio.sleep(2 * KEPT_SECONDS)
+    await asyncio.sleep(2 * COPY_KEPT_SECONDS)
     download = await scene.joiner()
     found = await scene.fetch(download)
     assert_is(found, state_at(13))

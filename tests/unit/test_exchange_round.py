@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from node.disk.snapshot_folder import SnapshotFolder
 from node.exchange.giving import KEPT_ROUNDS, HeldResults
-from node.exchange.state.manifest import Manifest
+from node.exchange.state.chunks import Manifest
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.transport import (
     Admission,

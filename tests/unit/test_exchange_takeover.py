@@ -150,7 +150,7 @@ async def test_a_slice_that_is_taken_over_while_it_is_reduced_or_its_result_deco
 ):
     scene = await Scene.of(A, B, C)
     for node in scene.nodes.values():
-        node.exchange._heavy = done_a_second_later
+        node.exchange._here = replace(node.exchange._here, heavy=done_a_second_later)
     await scene.open_round(1, A, B, C)
     result = result_of(VALUES, sender_id=C, index=2)
     decoding = asyncio.create_task(scene.nodes[A].receive(C, result))
@@ -169,7 +169,9 @@ async def test_a_slice_that_is_taken_over_while_it_is_reduced_or_its_result_deco
 @in_virtual_time
 async def test_a_slice_that_comes_back_while_its_mean_is_taken_has_one_result() -> None:
     scene = await Scene.of(A, B, C)
-    scene.nodes[B].exchange._heavy = done_a_second_later
+    scene.nodes[B].exchange._here = replace(
+        scene.nodes[B].exchange._here, heavy=done_a_second_later
+    )
     await scene.open_round(1, A, B, C)
     for node_id in (A, C):
         await scene.nodes[node_id].contribute(1.0)

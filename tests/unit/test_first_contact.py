@@ -7,8 +7,7 @@ import threading
 import pytest
 import structlog
 
-from node.link.calls import CoordinatorLink
-from node.link.first_contact import run_of_coordinator
+from node.link.calls import CoordinatorLink, run_of_coordinator
 from protocol.errors import (
     AtollError,
     NotPermittedError,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from node.hosts.desk import HostDesk
-from node.hosts.token import LeaderKey
-from node.hosts.wire import connect
+from node.hosts.wire import LeaderKey, connect
 from node.island.ranks.faults import RankDiedError
 
 PATIENCE_SECONDS = 60.0

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from node.hosts.following import Shelf
+from node.hosts.leading import Arrangement, arranged
 from node.hosts.orders import OpenShelf, Part
-from node.hosts.parts import Arrangement, Shelf, arranged
 from node.island.checkpoints.folder import About, CheckpointFolder
 from protocol.errors import SystemRefusedError
 from protocol.wire.rounds import Digest

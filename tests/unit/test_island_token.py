@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from node.config import load_settings
-from node.hosts.rendezvous import interface_of
-from node.hosts.token import HostToken, LeaderKey
+from node.hosts.wire import HostToken, LeaderKey, interface_of
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 
 

@@ -5,7 +5,7 @@ from random import Random
 
 from structlog.testing import capture_logs
 
-from node.exchange.state.patience import LONGEST_SECONDS, Patience
+from node.exchange.limits import LONGEST_PAUSE_SECONDS, Patience
 from protocol.wire.messages import RefetchAsked, RosterTold
 from protocol.wire.rounds import Digest
 from tests.unit.daemon_scene import Life
@@ -25,8 +25,8 @@ async def test_pauses_grow_to_a_minute_with_jitter() -> None:
     for first, *_ in pauses:
         assert 0.5 <= first <= 1.0
     for one in pauses:
-        assert max(one) <= LONGEST_SECONDS
-        assert all(pause >= LONGEST_SECONDS / 2 for pause in one[6:])
+        assert max(one) <= LONGEST_PAUSE_SECONDS
+        assert all(pause >= LONGEST_PAUSE_SECONDS / 2 for pause in one[6:])
     assert pauses[0] != pauses[1]
 
 
@@ -62,7 +62,9 @@ async def test_a_node_whose_gap_nobody_bridges_says_once_what_it_waits_for_and_a
             asked_in_vain = len(times)
             life.link.say(RosterTold(members=()))
             await asyncio.sleep(0.1)
-        assert 3600 / LONGEST_SECONDS <= asked_in_vain <= 2 * 3600 / LONGEST_SECONDS + 10
+        assert (
+            3600 / LONGEST_PAUSE_SECONDS <= asked_in_vain <= 2 * 3600 / LONGEST_PAUSE_SECONDS + 10
+        )
         assert len(times) > asked_in_vain, "news made it ask at once"
         (said,) = [entry for entry in logs if "waits_for" in entry]
         assert said["log_level"] == "warning"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import Home
-from node.hosts.token import LeaderKey
+from node.hosts.wire import LeaderKey
 from protocol.errors import NotPermittedError
 from protocol.files.durable import read_secret
 from protocol.terminal import cli, console

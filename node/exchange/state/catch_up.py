@@ -8,8 +8,8 @@ what the node still owes stays owed, as long as its state is one of the swarm's 
 Where it is not, the coordinator may have gone back to an older copy of its database. So before the node
 gives anything up, it brings its own commits; then it goes back as little as it can.
 
-What to fetch and when is decided here; how it is fetched, in download.py and results_here.py. What the
-coordinator lists stands in listed.py, and what this node can go back to by itself, in own_states.py.
+What to fetch and when is decided here. How a state is fetched stands in download.py; results, what the
+coordinator lists, and what this node can go back to by itself, in sources.py.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,17 +22,10 @@ import structlog
 from node.disk.snapshots import Snapshot
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
-from node.exchange.giving import HeldResults
-from node.exchange.outer import NotApplicableError, Outer, Position
+from node.exchange.limits import Patience
+from node.exchange.outer import NotApplicableError, Position
 from node.exchange.state.download import Download
-from node.exchange.state.listed import Listed, is_same
-from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.state.own_states import OwnStates
-from node.exchange.state.patience import Patience
-from node.exchange.state.results_here import ResultsHere
-from node.heavy import Heavy
-from node.history import History
-from node.outer_state import Vector
+from node.exchange.state.sources import Listed, OwnStates, ResultsHere, StateHere, is_same
 from protocol.wire.messages import Report
 from protocol.wire.rounds import Commit, Digest
 
@@ -40,9 +33,6 @@ log = structlog.get_logger()
 
 ASKS_BEFORE_SNAPSHOT = 3
 """How often everybody is asked for results before the node asks for a snapshot as well."""
-
-FirstState = Callable[[], Vector]
-"""Draws the weights of round 0 from the run file's seed. Heavy."""
 
 ROUNDS_AHEAD = 4
 """Results of so many rounds are fetched together, and are in memory before they are applied."""
@@ -63,57 +53,34 @@ class CatchUp:
 
     def __init__(
         self,
+        here: StateHere,
         *,
         run_digest: Digest,
-        outer: Outer,
-        held: HeldResults,
-        heavy: Heavy,
-        disk: StateOnDisk | None,
-        history: History,
         coordinator: CoordinatorCalls,
         donors: Donors,
-        first_state: FirstState | None = None,
     ) -> None:
         self.waiting_for = ""
         self.refused = ""
         """Why the state that the swarm is said to have is not taken over, in a sentence."""
-        self._first_state = first_state
         self._disbelieved: tuple[int, Digest] | None = None
-        self._outer = outer
-        self._held = held
-        self._heavy = heavy
-        self._history = history
+        self._outer = here.outer
+        self._held = here.held
+        self._heavy = here.heavy
+        self._history = here.history
         self._bring_back = coordinator.bring_back
         self._patience = coordinator.patience
         self._brought_for: tuple[Position, object] | None = None
         self._donors = donors
-        waits = donors.waits
-        self._listed = Listed(
-            coordinator.list_commits,
-            outer=outer,
-            history=history,
-            heavy=heavy,
-            settle_seconds=waits.settle_seconds,
-            pause_seconds=waits.pause_seconds,
-        )
-        self._own = OwnStates(
-            run_digest=run_digest,
-            outer=outer,
-            disk=disk,
-            history=history,
-            heavy=heavy,
-            listed=self._listed,
-        )
-        self._results = ResultsHere(
-            outer=outer, held=held, disk=disk, heavy=heavy, donors=donors, say=self._say
-        )
+        self._listed = Listed(coordinator.list_commits, here, donors.waits)
+        self._own = OwnStates(here, self._listed, run_digest=run_digest)
+        self._results = ResultsHere(here, donors, say=self._say)
         self._download = Download(
             run_digest=run_digest,
-            layout_digest=outer.layout_digest,
-            num_elements=outer.layout.num_elements,
-            heavy=heavy,
+            layout_digest=here.outer.layout_digest,
+            num_elements=here.outer.layout.num_elements,
+            heavy=here.heavy,
             donors=donors,
-            folder=None if disk is None else disk.path,
+            folder=None if here.disk is None else here.disk.path,
             say=self._say,
         )
 
@@ -238,7 +205,7 @@ class CatchUp:
 
         All results are looked for before anything moves.
         """
-        kept = await self._own.before(max(round, 1), await self._drawn())
+        kept = await self._own.before(max(round, 1))
         if kept is None:
             return False
         start, _ = kept
@@ -252,12 +219,6 @@ class CatchUp:
             if not await self._replayed(commit):
                 return False  # a file was damaged meanwhile
         return True
-
-    async def _drawn(self) -> Vector | None:
-        """The weights of round 0, where this node draws them itself and results lead on from there."""
-        if self._first_state is None or not self._own.leads_from_the_first():
-            return None
-        return await self._heavy(self._first_state)
 
     async def _pass(self, commit: Commit) -> bool:
         """Gets past a commit; False when it is none of the swarm's history any more.

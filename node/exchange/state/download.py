@@ -19,8 +19,7 @@ import structlog
 
 from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Donors, Outcome, Schedule, fetch_pieces
-from node.exchange.state.arriving import Arrivals, Arriving
-from node.exchange.state.manifest import Manifest, ManifestError
+from node.exchange.state.chunks import Arrivals, Arriving, Manifest, ManifestError
 from node.exchange.transport.transport import (
     FalseAnswerError,
     NotHeldError,

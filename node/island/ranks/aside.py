@@ -1,7 +1,7 @@
 """A process beside the ranks, for what needs torch but trains nothing: the daemon goes without it.
 
 It comes from the forkserver, as ranks do, and so has torch loaded already. What is asked of it is its
-owner's business: devices (node.island.ranks.devices), a meeting point (node.hosts.rendezvous).
+owner's business: devices (node.island.ranks.devices), a meeting point (node.hosts.wire).
 """
 
 import asyncio
