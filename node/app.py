@@ -27,6 +27,7 @@ from protocol.errors import AtollError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
 from protocol.run.run_spec import RunSpec
+from protocol.service.notify import ServiceManager
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
@@ -70,24 +71,26 @@ async def run_node(
         next_step="stop that one first; another node on this machine needs a folder of its own",
     )
     tell_leftovers()
-    with StopSignals() as signals:
-        if ends_with_stdin:
-            signals.heed_stdin()
-        try:
-            return await _run(
-                folder, settings, credentials, identity, hardware, signals, waits=waits
-            )
-        except asyncio.CancelledError:
-            return _STOPPED
-        except AtollError as error:
-            if not signals.is_asked:
-                raise
-            # Whoever stops a service signals all its processes, and we may see a rank end first.
-            log.info("while stopping", error=str(error))
-            return _STOPPED
-        finally:
-            end_forkserver()
-            lock.release()
+    manager = ServiceManager.of_environment()
+    async with manager.watching():
+        with StopSignals(manager) as signals:
+            if ends_with_stdin:
+                signals.heed_stdin()
+            try:
+                return await _run(
+                    folder, settings, credentials, identity, hardware, signals, waits=waits
+                )
+            except asyncio.CancelledError:
+                return _STOPPED
+            except AtollError as error:
+                if not signals.is_asked:
+                    raise
+                # Whoever stops a service signals all its processes, and we may see a rank end first.
+                log.info("while stopping", error=str(error))
+                return _STOPPED
+            finally:
+                end_forkserver()
+                lock.release()
 
 
 async def _run(
@@ -103,6 +106,7 @@ async def _run(
     counts = WireCounts()
     async with RenewingCalls(credentials, identity, counts) as calls:
         link = CoordinatorLink(calls, renew=calls.renew)
+        signals.manager.doing(f"looking for the coordinator at {credentials.endpoint}")
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
         is_helper = credentials.principal.role is Role.HELPER
         if is_helper:

@@ -16,7 +16,15 @@ from typing import Self
 
 import structlog
 
+from protocol.service.notify import NOBODY, ServiceManager
+
 log = structlog.get_logger()
+
+GOODBYE_SECONDS = 20.0
+"""How long a node that leaves at once may take to end what it started."""
+
+ENDING_SECONDS = 90.0
+"""The same with the last snapshot of a large model: what a service manager should grant beside a drain."""
 
 
 class StopSignals:
@@ -25,7 +33,7 @@ class StopSignals:
     Afterwards they do nothing any more, for the process ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, manager: ServiceManager = NOBODY) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.is_asked = False
@@ -33,6 +41,7 @@ class StopSignals:
         self._drain: Callable[[float], bool] | None = None
         self._drain_seconds = 0.0
         self._task = task
+        self.manager = manager
         self._numbers = _signals()
 
     def __enter__(self) -> Self:
@@ -92,9 +101,14 @@ class StopSignals:
                     "leaving with the round in flight; ask again to leave at once",
                     within_seconds=self._drain_seconds,
                 )
+                self.manager.stopping(
+                    "leaving with the round in flight",
+                    within_seconds=self._drain_seconds + ENDING_SECONDS,
+                )
             return
         self._is_ending = True
         log.info("stopping")
+        self.manager.stopping("leaving", within_seconds=ENDING_SECONDS)
         self._task.cancel()
 
     def _break_off(self, _number: int, _frame: FrameType | None) -> None:
