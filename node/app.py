@@ -20,6 +20,7 @@ from node.link.first_contact import run_of_coordinator
 from node.link.renewing import RenewingCalls
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
+from node.machine.metadata import heeding_notices
 from node.machine.placement import num_ranks_of, refuse_small_helper, refuse_what_cannot_work
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
@@ -104,7 +105,10 @@ async def _run(
     waits: bool,
 ) -> str:
     counts = WireCounts()
-    async with RenewingCalls(credentials, identity, counts) as calls:
+    async with (
+        heeding_notices(settings.cloud, signals.leave),
+        RenewingCalls(credentials, identity, counts) as calls,
+    ):
         link = CoordinatorLink(calls, renew=calls.renew)
         signals.manager.doing(f"looking for the coordinator at {credentials.endpoint}")
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())

@@ -1,5 +1,10 @@
-"""Daemons as a service manager sees them: real processes, and a socket in systemd's place."""
+"""Daemons as a service manager sees them, and on a cloud's machine that goes: real processes.
 
+A socket stands in systemd's place, a web server in the cloud's.
+"""
+
+import json
+import re
 import signal
 import socket
 import time
@@ -11,6 +16,7 @@ import pytest
 from typed_commands import PATIENCE_SECONDS, Swarm, atoll, done, refused
 
 from protocol.service.unit import units_folder
+from tests.fake_metadata import AWS_ACTION, in_seconds, serving
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(
@@ -39,11 +45,13 @@ class Listening:
 
 @contextmanager
 def listening(monkeypatch: pytest.MonkeyPatch, name: Path) -> Iterator[Listening]:
-    """What is started within it has this manager, with a watchdog of two seconds."""
+    """What is started within it has this manager. A socket that nobody reads holds ten messages, so the
+    watchdog's come seldom; the first one comes at once.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
         told.bind(str(name))
         monkeypatch.setenv("NOTIFY_SOCKET", str(name))
-        monkeypatch.setenv("WATCHDOG_USEC", "2000000")
+        monkeypatch.setenv("WATCHDOG_USEC", "120000000")
         yield Listening(told)
 
 
@@ -63,17 +71,43 @@ def test_a_coordinator_and_a_node_are_ready_live_and_stop(
                 swarm.join("alone", swarm.invite())
                 node = swarm.start_node("alone")
                 before = of_node.until("READY=1")
+                assert "WATCHDOG=1" in before
                 assert any("looking for the coordinator" in line for line in before)
                 node.says("attached")
                 swarm.does("training", "alone")
-                of_node.until("WATCHDOG=1")
-                node.stop(signal.SIGTERM)
-                assert any("round in flight" in line for line in of_node.until("STOPPING=1"))
+                memory = node.shared_memory()
+                node.process.send_signal(signal.SIGTERM)
+                assert any("leaving" in line for line in of_node.until("STOPPING=1"))
+                node.ends(memory)
             of_coordinator.until("WATCHDOG=1")
             swarm.coordinator.stop(signal.SIGTERM)
             of_coordinator.until("STOPPING=1")
         finally:
             swarm.end()
+
+
+def test_a_node_whose_machine_is_taken_away_leaves_with_its_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = Swarm(folder / "swarm", RUN)
+    try:
+        swarm.join("spot", swarm.invite())
+        with serving() as metadata:
+            monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.address)
+            settings = folder / "swarm" / "spot" / "node.toml"
+            settings.write_text(settings.read_text().replace('cloud = "auto"', 'cloud = "aws"'))
+            node = swarm.start_node("spot")
+            swarm.does("training", "spot")
+            memory = node.shared_memory()
+            action = {"action": "terminate", "time": in_seconds(110)}
+            metadata.says[AWS_ACTION] = json.dumps(action)
+            node.ends(memory)
+        assert "this machine is about to be taken away" in node.log
+        assert "AWS is about to terminate this spot machine" in node.log
+        assert re.search(r"spot has stopped: .*after the commit of round", node.log), node.log
+        assert swarm.nodes()["spot"].committed_tokens > 0
+    finally:
+        swarm.end()
 
 
 def test_services_are_printed_installed_and_refused(
