@@ -9,7 +9,7 @@ RUN := $(VENV)/.made-from-pyproject-and-constraints
 DEV := $(VENV)/.with-development-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly mutants lint style types kernels generate site tree counts clean
+.PHONY: help demo test nightly mutants lint style types kernels generate site tree counts dist clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,11 @@ tree:  ## Print what each file is for
 
 counts: $(DEV)  ## Count files, lines, and files that a round and a push enter
 	$(BIN)/python tools/counts.py $(ARGS)
+
+dist: $(DEV)  ## Make the wheel that others install without a checkout, and the tested versions beside it
+	rm -rf dist
+	$(BIN)/python -m hatchling build --target wheel --directory dist
+	cp constraints.txt dist
 
 clean:  ## Remove .venv and caches; demo folders stay
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -42,6 +42,7 @@ from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
 from protocol.run.amendments import in_force
 from protocol.run.layout import layout_of
+from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, start_logging
 from protocol.terminal.typed import web_address_of
 from protocol.trust.invite import endpoint_of
@@ -62,6 +63,9 @@ NEWS_FILE = "news.jsonl"
 
 GRACE_SECONDS = 1.0
 """Calls in flight may take this long to end when the coordinator stops."""
+
+STOP_SECONDS = 60.0
+"""What a service manager should grant it for all of its end, on a busy machine with a slow disk."""
 
 OWN_OPEN_FILES = 96
 DASHBOARD_OPEN_FILES = 128
@@ -344,7 +348,9 @@ def _add_enrolment(
     )
 
 
-async def _serve(home: Home, config: CoordinatorConfig, log: LogStream) -> None:
+async def _serve(
+    home: Home, config: CoordinatorConfig, log: LogStream, manager: ServiceManager
+) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
@@ -360,7 +366,10 @@ async def _serve(home: Home, config: CoordinatorConfig, log: LogStream) -> None:
             log.write(f"page: {link}\n")
         log.write(f"invite a node: 'atoll invite create --dir {directory}'\n")
         log.write(f"watch the run: 'atoll status --watch --dir {directory}'\n")
-        await coordinator.serve_until(stopped)
+        manager.ready(f"serves nodes at {control}, and who joins at {enrolment}")
+        async with manager.watching():
+            await coordinator.serve_until(stopped)
+        manager.stopping("stopping", within_seconds=STOP_SECONDS)
         log_stopping(coordinator.driver.state, directory)
     finally:
         await coordinator.stop()
@@ -381,4 +390,4 @@ def run_coordinator(
     log = start_logging(as_json=log_json)
     if settled is not None:
         log_settled(settled)
-    asyncio.run(_serve(home, config, log))
+    asyncio.run(_serve(home, config, log, ServiceManager.of_environment()))

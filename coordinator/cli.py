@@ -12,6 +12,7 @@ import click
 
 from coordinator.new_run import init as new_run
 from protocol.errors import UnavailableError, UsageError
+from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal import console
 from protocol.terminal.typed import as_seconds
 
@@ -78,6 +79,35 @@ def start(
     )
     plan = None if settled is None else settled.plan
     run_coordinator(home, config, log_json=log_json, settled=plan)
+
+
+@coordinator.command("install-service")
+@click.argument("directory", metavar="[DIR]", type=_FOLDER, required=False)
+@SYSTEM
+@PRINT
+def service(directory: Path | None, is_system: bool, prints: bool) -> None:
+    """Have systemd start the coordinator of DIR, watch it, and start it again.
+
+    Writes a unit and says what to type next; nothing is started. Addresses and ports are those of
+    coordinator.toml.
+
+    Example: atoll coordinator install-service my-run --print
+    """
+    from coordinator.app import STOP_SECONDS
+    from coordinator.config import Home
+    from protocol.files.folder_lock import FolderLock
+
+    folder = folder_of(directory).absolute()
+    install_service(
+        "coordinator",
+        folder,
+        called=Home.load(folder).run.run.name,
+        arguments=("coordinator", "start", str(folder)),
+        stop_seconds=STOP_SECONDS,
+        running=FolderLock.holder_of(folder),
+        is_system=is_system,
+        prints=prints,
+    )
 
 
 @coordinator.command()

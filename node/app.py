@@ -18,6 +18,7 @@ from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
+from node.machine.metadata import heeding_notices
 from node.machine.placement import num_ranks_of, refuse_small_helper, refuse_what_cannot_work
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
@@ -25,6 +26,7 @@ from protocol.errors import AtollError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
 from protocol.run.run_spec import RunSpec
+from protocol.service.notify import ServiceManager
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
@@ -68,24 +70,26 @@ async def run_node(
         next_step="stop that one first; another node on this machine needs a folder of its own",
     )
     tell_leftovers()
-    with StopSignals() as signals:
-        if ends_with_stdin:
-            signals.heed_stdin()
-        try:
-            return await _run(
-                folder, settings, credentials, identity, hardware, signals, waits=waits
-            )
-        except asyncio.CancelledError:
-            return _STOPPED
-        except AtollError as error:
-            if not signals.is_asked:
-                raise
-            # Whoever stops a service signals all its processes, and we may see a rank end first.
-            log.info("while stopping", error=str(error))
-            return _STOPPED
-        finally:
-            end_forkserver()
-            lock.release()
+    manager = ServiceManager.of_environment()
+    async with manager.watching():
+        with StopSignals(manager) as signals:
+            if ends_with_stdin:
+                signals.heed_stdin()
+            try:
+                return await _run(
+                    folder, settings, credentials, identity, hardware, signals, waits=waits
+                )
+            except asyncio.CancelledError:
+                return _STOPPED
+            except AtollError as error:
+                if not signals.is_asked:
+                    raise
+                # Whoever stops a service signals all its processes, and we may see a rank end first.
+                log.info("while stopping", error=str(error))
+                return _STOPPED
+            finally:
+                end_forkserver()
+                lock.release()
 
 
 async def _run(
@@ -99,8 +103,12 @@ async def _run(
     waits: bool,
 ) -> str:
     counts = WireCounts()
-    async with RenewingCalls(credentials, identity, counts) as calls:
+    async with (
+        heeding_notices(settings.cloud, signals.leave),
+        RenewingCalls(credentials, identity, counts) as calls,
+    ):
         link = CoordinatorLink(calls, renew=calls.renew)
+        signals.manager.doing(f"looking for the coordinator at {credentials.endpoint}")
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
         is_helper = credentials.principal.role is Role.HELPER
         if is_helper:

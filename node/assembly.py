@@ -181,6 +181,7 @@ async def _run_in(
             transport=transport,
             island=island,
             is_paused=lambda: is_paused(start.folder),
+            manager=signals.manager,
         ),
         heavy=in_thread,
         meters=meters,

@@ -10,6 +10,8 @@ import click
 from node.config import NodeSettings, load_settings, require_node_folder
 from node.installed import HELPER, require_installed
 from protocol.errors import NotPermittedError
+from protocol.files.folder_lock import FolderLock
+from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal.typed import as_seconds
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.pki import Role
@@ -217,6 +219,45 @@ def start_helper(
     require_installed(HELPER, to="start a helper")
     chosen = load_settings(home, **settings)
     _run(home, chosen, waits=waits, log_json=log_json, ends_with_stdin=ends_with_stdin)
+
+
+def _service_of(role: Role) -> click.Command:
+    """`install-service` of the nodes' commands or of the helpers'."""
+
+    @click.command(
+        "install-service",
+        help=f"""Have systemd start this machine's {role}, watch it, and start it again.
+
+        Writes a unit and says what to type next; nothing is started. The {role} is ready when it takes
+        part. It is started again when it fails, unless that wants a person, and has its time to leave with
+        its work when it is stopped. Settings are those of node.toml.
+
+        Example: atoll {role} install-service --print""",
+    )
+    @DIRECTORY
+    @SYSTEM
+    @PRINT
+    def command(folder: Path | None, is_system: bool, prints: bool) -> None:
+        from node.stopping import ENDING_SECONDS
+
+        home = _home_of(role, folder).absolute()
+        settings = load_settings(home)
+        install_service(
+            str(role),
+            home,
+            called=settings.name,
+            arguments=(str(role), "start", "--dir", str(home)),
+            stop_seconds=settings.drain_within + ENDING_SECONDS,
+            running=FolderLock.holder_of(home),
+            is_system=is_system,
+            prints=prints,
+        )
+
+    return command
+
+
+node.add_command(_service_of(Role.NODE))
+helper.add_command(_service_of(Role.HELPER))
 
 
 @node.command()

@@ -14,6 +14,7 @@ from node.disk.round_folder import Retention
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import MeshShape, ScheduleName
 from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
+from node.machine.notices import CloudChoice
 from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.run.models import Section
@@ -170,6 +171,10 @@ metrics = ""
 # of the round in flight; 0 means that it leaves at once.
 drain_within = 30
 
+# Whose notices, that a machine is about to be taken away, make the node leave with its work, within the time
+# that is left: "aws", "gcp", "azure"; "auto" finds out by this machine's firmware; or "off".
+cloud = "auto"
+
 # The file with the run's first weights, for a node that has them where a run begins with given ones: the
 # others fetch them from it. Empty means that this node fetches them, or draws them from the run's seed.
 weights = ""
@@ -177,7 +182,7 @@ weights = ""
 
 OF_HELPERS = frozenset(
     {"name", "max_disk", "max_disk_writes", "listen", "port", "announce", "max_upload", "metrics"}
-    | {"drain_within"}
+    | {"drain_within", "cloud"}
 )
 """The settings that mean something to a helper."""
 
@@ -305,6 +310,7 @@ class NodeSettings(Section):
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
     metrics: Annotated[str, AfterValidator(_pages_address)] = ""
     drain_within: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    cloud: CloudChoice = "auto"
     weights: str = ""
 
     @property

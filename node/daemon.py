@@ -35,6 +35,7 @@ from node.pausing import LOOK_SECONDS
 from node.rulings import KeptRulings
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
+from protocol.service.notify import NOBODY, ServiceManager
 from protocol.trust.rulings import RulingKind, SignedRuling, in_words
 from protocol.wire.channel import retried
 from protocol.wire.messages import (
@@ -107,6 +108,7 @@ class Counterparts:
     transport: Transport
     island: Island
     is_paused: Callable[[], bool] = lambda: False  # by the owner: it trains nothing now
+    manager: ServiceManager = NOBODY  # behind this process
 
 
 class Daemon:
@@ -128,6 +130,7 @@ class Daemon:
         transport = counterparts.transport
         self._rulings = holdings.rulings or KeptRulings(spec)
         self._is_paused = counterparts.is_paused
+        self._manager = counterparts.manager
         self._facts = facts
         self._spec = spec
         self._run_digest = spec.digest()
@@ -386,6 +389,7 @@ class Daemon:
                 next_step="write another name into node.toml, and restart the node, to choose it yourself",
             )
         self.called = called
+        self._manager.ready(f"takes part as {called}, from round {attachment.committed_round} on")
         if attachment.committed_round > self._outer.round:
             self._duties.put(CatchUpNeeded(round=attachment.committed_round))
 

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from node.config import SETTINGS_FILE, load_settings, require_node_folder
+from node.stopping import GOODBYE_SECONDS
 from protocol.errors import SystemRefusedError
 from protocol.files.folder_lock import FolderLock
-
-GOODBYE_SECONDS = 20.0
-"""How long a node that leaves at once may take to end what it started."""
 
 
 def drain_node(folder: Path, *, within_seconds: float, say: Callable[[str], None]) -> None:

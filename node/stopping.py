@@ -2,7 +2,8 @@
 
 The first signal drains the node when it has a round in flight; the second one, or the first when
 there is nothing to finish, lets it leave at once: it says goodbye and ends what it started. Later
-ones are ignored: they would break that off, and leave ranks or p2pd behind.
+ones are ignored: they would break that off, and leave ranks or p2pd behind. A cloud that takes the machine
+away drains it too, for as long as the machine has.
 """
 
 import asyncio
@@ -16,7 +17,16 @@ from typing import Self
 
 import structlog
 
+from node.machine.notices import Leaving
+from protocol.service.notify import NOBODY, ServiceManager
+
 log = structlog.get_logger()
+
+GOODBYE_SECONDS = 20.0
+"""How long a node that leaves at once may take to end what it started."""
+
+ENDING_SECONDS = 90.0
+"""The same with the last snapshot of a large model: what a service manager should grant beside a drain."""
 
 
 class StopSignals:
@@ -25,14 +35,16 @@ class StopSignals:
     Afterwards they do nothing any more, for the process ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, manager: ServiceManager = NOBODY) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.is_asked = False
+        self._is_signalled = False
         self._is_ending = False
         self._drain: Callable[[float], bool] | None = None
         self._drain_seconds = 0.0
         self._task = task
+        self.manager = manager
         self._numbers = _signals()
 
     def __enter__(self) -> Self:
@@ -85,21 +97,41 @@ class StopSignals:
     def _stop(self) -> None:
         if self._is_ending:
             return
+        is_first, self._is_signalled = not self._is_signalled, True
+        if is_first and self.is_asked:
+            # The machine that a notice was of is shut down, and its time is what is being used.
+            log.info("leaving already; ask again to leave at once")
+            return
+        self._leave(self._drain_seconds if is_first else 0.0)
+
+    def leave(self, leaving: Leaving) -> None:
+        """The machine is about to be taken away. Nothing new to one that is leaving."""
+        if self._is_ending or self.is_asked:
+            return
+        log.warning("this machine is about to be taken away", why=leaving.reason)
+        self._leave(leaving.within_seconds)
+
+    def _leave(self, within_seconds: float) -> None:
         is_first, self.is_asked = not self.is_asked, True
-        if self._drain is not None and self._drain(self._drain_seconds if is_first else 0.0):
+        if self._drain is not None and self._drain(within_seconds):
             if is_first:
                 log.info(
                     "leaving with the round in flight; ask again to leave at once",
-                    within_seconds=self._drain_seconds,
+                    within_seconds=within_seconds,
+                )
+                self.manager.stopping(
+                    "leaving with the round in flight",
+                    within_seconds=within_seconds + ENDING_SECONDS,
                 )
             return
         self._is_ending = True
         log.info("stopping")
+        self.manager.stopping("leaving", within_seconds=ENDING_SECONDS)
         self._task.cancel()
 
     def _break_off(self, _number: int, _frame: FrameType | None) -> None:
         if not self.is_asked:
-            self.is_asked = self._is_ending = True
+            self.is_asked = self._is_signalled = self._is_ending = True
             raise asyncio.CancelledError  # and not a word: it may have come in the midst of one
 
 

@@ -20,6 +20,7 @@ from node.history import History
 from node.kept import RUN_FILE
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.kernel import congestion_control
+from node.machine.metadata import NoAnswerError, cloud_here, service_of
 from node.machine.placement import num_ranks_of
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.descriptors import require_open_files
@@ -205,6 +206,27 @@ def skew_findings(theirs: float, ours: float) -> list[Finding]:
             next_step="set it: 'sudo timedatectl set-ntp true'",
         )
     ]
+
+
+def notices_findings(settings: NodeSettings) -> list[Finding]:
+    """Whether the cloud that may take this machine away can be asked; nothing where there is none."""
+    cloud = cloud_here(settings.cloud)
+    if cloud is None:
+        return []
+    try:
+        notice = service_of(cloud).notice()
+    except NoAnswerError as error:
+        return [
+            Finding(
+                about="notices",
+                verdict="advice",
+                what=f"the metadata service of {cloud} does not answer ({error}): the node cannot leave "
+                "with its work when its machine is taken away",
+                next_step="in a container allow the service one more hop; else set cloud in node.toml",
+            )
+        ]
+    what = f"{notice.what} in {notice.seconds_left:.0f} s" if notice else "this machine stays"
+    return [Finding(about="notices", verdict="fine", what=f"{cloud} answers: {what}")]
 
 
 def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:

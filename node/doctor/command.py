@@ -31,6 +31,7 @@ def examined(folder: Path) -> Iterator[Finding]:
     yield from checks.open_files_findings(num_ranks)
     yield from checks.disk_findings(folder, settings, num_ranks)
     yield from checks.coordinator_findings(folder)
+    yield from checks.notices_findings(settings)
     yield from checks.port_findings(folder, settings)
     yield from checks.libp2p_findings()
     yield from kernel_findings()

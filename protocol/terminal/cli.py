@@ -11,7 +11,7 @@ from importlib import metadata
 
 import click
 
-from protocol.files.descriptors import open_standard_files
+from protocol.errors import SystemRefusedError
 from protocol.terminal import console
 from protocol.terminal.lazy_group import Entry, LazyGroup
 
@@ -150,9 +150,28 @@ root = LazyGroup(
 )
 
 
+def other_system(platform: str, machine: str) -> SystemRefusedError | None:
+    """What keeps Atoll from running there; None on Linux on x86-64."""
+    if platform == "linux" and machine == "x86_64":
+        return None
+    here = f"{platform} on {machine}" if machine else platform
+    return SystemRefusedError(
+        f"Atoll runs on Linux on x86-64, and this is {here}",
+        next_step="on Windows use WSL 2; 'Other systems' in docs/operations.md has the rest",
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry of the console script and of `python -m protocol.terminal.cli`."""
-    open_standard_files()
+    asked = sys.argv[1:] if arguments is None else arguments
+    machine = os.uname().machine if hasattr(os, "uname") else ""
+    refusal = other_system(sys.platform, machine)
+    if refusal is not None and not {"--version", "--help", "-h"}.issuperset(asked):
+        sys.exit(console.refuse(refusal))
+    if refusal is None:
+        from protocol.files.descriptors import open_standard_files  # Windows has no such module
+
+        open_standard_files()
     # gRPC's own log repeats what we report, and tells of every stranger's failed handshake.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(console.run(root, arguments))

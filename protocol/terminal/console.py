@@ -41,8 +41,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         code = command.main(args=arguments, prog_name="atoll", standalone_mode=False)
         return code if isinstance(code, int) else ExitCode.OK
     except AtollError as error:
-        _complain(error.what, error.next_step)
-        return error.exit_code
+        return refuse(error)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return ExitCode.USAGE
@@ -67,6 +66,12 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         return ExitCode.SYSTEM
     except Exception as error:
         return _blame_a_bug(error)
+
+
+def refuse(error: AtollError) -> int:
+    """Says what a person can act on; returns its exit code."""
+    _complain(error.what, error.next_step)
+    return error.exit_code
 
 
 def _next_step_for_usage(error: click.ClickException) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from node.machine.notices import Leaving
 from node.stopping import StopSignals
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -81,3 +82,41 @@ async def test_a_signal_in_the_midst_of_imports_breaks_them_off_at_once() -> Non
         await asyncio.sleep(0.01)
     assert came_to == ["the import"]
     assert signals.is_asked
+
+
+NOTICE = Leaving(within_seconds=25.0, reason="it goes in 30 s")
+
+
+async def test_a_machine_that_goes_drains_and_its_shutdown_does_not_cut_that_short() -> None:
+    node = Node(has_work=True)
+    with StopSignals() as signals, signals.draining(node.drain, seconds=30.0):
+        signals.leave(NOTICE)
+        signals.leave(NOTICE)
+        assert node.asked == [25.0] and signals.is_asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+        assert node.asked == [25.0]
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+        assert node.asked == [25.0, 0.0], "its owner wants it to leave at once"
+
+
+async def test_a_machine_that_goes_cancels_a_node_with_nothing_to_finish() -> None:
+    node = Node(has_work=False)
+    with (
+        pytest.raises(asyncio.CancelledError),
+        StopSignals() as signals,
+        signals.draining(node.drain, seconds=30.0),
+    ):
+        signals.leave(NOTICE)
+        await asyncio.sleep(10)
+    assert node.asked == [25.0]
+
+
+async def test_a_notice_is_nothing_new_to_a_node_that_was_stopped() -> None:
+    node = Node(has_work=True)
+    with StopSignals() as signals, signals.draining(node.drain, seconds=30.0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+        signals.leave(NOTICE)
+    assert node.asked == [30.0]
