@@ -130,29 +130,26 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
 
 def _audits(before: SwarmState, after: SwarmState) -> Iterator[News]:
     """What came of audits; one that agreed with its first auditor is no news."""
-    current = after.open_round
-    if current is None or current is before.open_round:
+    if after.audits is before.audits:
         return
-    was = () if before.open_round is None else before.open_round.slices
-    for progress in current.slices:
-        audit, index = progress.audit, progress.slice.index
-        known = was[index].audit if index < len(was) else None
-        if audit is None or audit.verdict is None or audit is known:
-            continue
+    known = {(a.round, a.slice.index) for a in before.audits if a.verdict is not None}
+    for audit in after.audits:
+        place = audit.round, audit.slice.index
         is_news = audit.is_contested or audit.verdict is not Verdict.AGREED
-        if is_news and (known is None or known.verdict is None):
-            yield _news(
-                "warning",
-                "slice audited",
-                round=current.number,
-                slice=index,
-                reducer=_name(after, progress.slice.reducer_id),
-                verdict=audit.verdict.value,
-                why=audit.why,
-                differing=[
-                    _name(after, f.node_id) for f in audit.findings if f.found != progress.digest
-                ],
-            )
+        if audit.verdict is None or place in known or not is_news:
+            continue
+        yield _news(
+            "warning",
+            "slice audited",
+            round=audit.round,
+            slice=audit.slice.index,
+            reducer=_name(after, audit.slice.reducer_id),
+            verdict=audit.verdict.value,
+            why=audit.why,
+            differing=[
+                _name(after, f.node_id) for f in audit.findings if f.found != audit.reduced.digest
+            ],
+        )
 
 
 def _told(after: SwarmState, told: Tell) -> Iterator[News]:

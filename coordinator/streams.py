@@ -6,6 +6,7 @@ Who is told what of a step is the driver's; how it looks on the wire is protocol
 import asyncio
 
 from coordinator.swarm.agreement import may_bring_commits
+from coordinator.swarm.audit import lacking, order_of, pending_audits
 from coordinator.swarm.explain import explain
 from coordinator.swarm.rounds import holders_of, plan_of
 from coordinator.swarm.start import time_of_round
@@ -86,6 +87,11 @@ def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Messag
             held.extend(_news_of(state, open_round, time_of_round(state, now)))
     if state.evaluating is not None and member.node_id in state.evaluating.node_ids:
         held.append(EvaluationAsked(round=state.evaluating.round))
+    held.extend(
+        order_of(audit, time_of_round(state, now))
+        for audit in pending_audits(state)
+        if member.node_id in lacking(audit)
+    )
     if may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
         held.append(CommitsWanted(after_round=last_sure_round(state)))
     if (refetch := _refetch_due(state, member)) is not None:

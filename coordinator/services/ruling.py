@@ -352,14 +352,14 @@ class Rulings:
         event = self.event(
             RulingKind.QUARANTINED,
             by=COORDINATOR,
-            node_id=asked.node_id,
-            node_name=asked.node_name,
-            reason=asked.reason,
+            node_id=asked.conviction.node_id,
+            node_name=asked.conviction.node_name,
+            reason=asked.conviction.reason,
         )
         try:
             await self.make(event)
         except AtollError as error:  # it is barred already, or the coordinator ends
-            _log.warning("no ruling was made", node=asked.node_id, why=error.what)
+            _log.warning("no ruling was made", node=asked.conviction.node_id, why=error.what)
 
     def _name_of(self, node_id: NodeId) -> str:
         member = self._driver.state.members.get(node_id)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coordinator.swarm.state import Alarm
+from coordinator.swarm.state import Alarm, Conviction
 from protocol.wire.messages import Message
 from protocol.wire.rounds import NodeId
 
@@ -46,11 +46,9 @@ class GoBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineAsked:
-    """Auditors have convicted a member: the edge makes the ruling, which needs a date and a signature."""
+    """A member is convicted: the edge makes the ruling, which needs a date and a signature."""
 
-    node_id: NodeId
-    node_name: str
-    reason: str
+    conviction: Conviction
 
 
 Action = OpenSession | EndSession | SendRoster | Tell | GoBack | QuarantineAsked

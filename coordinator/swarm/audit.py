@@ -1,12 +1,16 @@
 """Audits of reducers: which slices are made again, by whom, and what follows from what is found. Pure.
 
-When a slice is reduced it is drawn, or not, by a secret that members do not know: so none knows before it
-reports whether anybody will look. One auditor makes the result again from the signed contributions. The
-slice commits when that one agrees, or does not answer in time. When it finds something else, or is not given
-the inputs, others are asked too. What more than half of the weight of those present says holds: the
-reducer is convicted, or who has found otherwise is contradicted. Where neither side has as much, the
-slice is void, and for 1, 2, 4, … rounds neither its reducer reduces nor its first auditor audits. So who
-reduces falsely loses its place, and who audits falsely its say, and a few rounds' slices are all it costs.
+When a slice is committed it is drawn, or not, by a secret that members do not know: so none knows before it
+reports whether anybody will look, and no round waits for who looks. One auditor makes the result again from
+the signed contributions, which nodes keep for a few rounds. When it finds something else, or is not given
+the inputs, others are asked too, and the weight of those present decides:
+
+- More than half of it makes the same other result: the reducer is convicted, and put in quarantine.
+- More than half of it cannot make the result again: nobody is convicted, but the reducer stays away from
+  slices for 1, 2, 4, … rounds.
+- With either the run goes back to before that round, by the ruling that the run owner would make.
+- More than half of it makes the same result: who has found otherwise is contradicted.
+- Neither side has as much: the result stays, and reducer and first auditor stay away from slices and audits.
 """
 
 from collections.abc import Sequence
@@ -15,29 +19,38 @@ from dataclasses import replace
 from blake3 import blake3
 
 from coordinator.swarm.actions import QuarantineAsked, Tell
+from coordinator.swarm.evaluation import sound_alarm
+from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import (
+    BARRED,
+    Alarm,
+    Audit,
+    Conviction,
     Finding,
     KeptError,
     Member,
     MemberState,
     Round,
-    RoundPhase,
-    SliceAudit,
+    Say,
     SliceProgress,
     SwarmState,
     Verdict,
     Work,
 )
-from coordinator.swarm.turn import Turn, is_present, name_of, present_participants
-from coordinator.swarm.weighing import is_enough, say_in, weight_of
+from coordinator.swarm.turn import Turn, is_present, name_of
+from coordinator.swarm.weighing import is_enough, say_of, weight_of
 from protocol.wire.messages import AuditAsked, Audited
-from protocol.wire.rounds import Commit, NodeId
+from protocol.wire.rounds import AUDIT_ROUNDS, Commit, NodeId
 
 MOST_AUDITORS = 16
 """Asked for one slice, those of most weight: each fetches all its contributions from its reducer."""
 
-LEAST_SECONDS = 1.0
-"""With less time before the commit deadline nobody could make a result again."""
+STAGE_ROUNDS = 2
+"""The first auditor, and then the others, have as long as the audited round took, so many times: with half
+of AUDIT_ROUNDS both are done before nodes forget what they made their results of."""
+
+LEAST_SECONDS = 2.0
+"""Each has so long at least."""
 
 MOST_ROUNDS_OUT = 64
 MOST_CONTRADICTED = 2
@@ -47,93 +60,113 @@ UNKNOWN_ROUNDS = 64
 """For so many rounds after history was taken back or learnt, reducers may keep what is not known here."""
 
 
-def draw(turn: Turn, index: int) -> None:
-    """Has a slice that was just reduced audited, by lot."""
+def refuse_untraced(turn: Turn, index: int) -> None:
+    """Refuses a result that was just reported if it has in it what no committed result has left."""
     state, current = turn.state, turn.state.open_round
     assert current is not None
     progress = current.slices[index]
-    if not state.rules.audited_share or progress.reduced is None:
+    if progress.reduced is None or not (why := _untraced(state, current, progress)):
         return
-    if why := _untraced(state, current, progress):
-        audit = SliceAudit(auditor_ids=(), until=turn.now, verdict=Verdict.VOID, why=why)
-        _put(turn, replace(progress, audit=audit))
-        _strike(turn, progress.slice.reducer_id)
-        return
-    if _lot(state, current, progress, "is audited") >= state.rules.audited_share:
-        return
-    may = _may_audit(state, current, progress)
-    left = current.commit_deadline - turn.now
-    if not may or left < LEAST_SECONDS:
-        return
-    auditor = _drawn(state, current, progress, may)
-    audit = SliceAudit(auditor_ids=(auditor,), until=turn.now + left / 2)
-    _put(turn, replace(progress, audit=audit))
-    _ask(turn, current, progress, audit, (auditor,))
+    slices = (
+        *current.slices[:index],
+        replace(progress, refused=why),
+        *current.slices[index + 1 :],
+    )
+    turn.put_round(replace(current, slices=slices))
+    _strike(turn, progress.slice.reducer_id)
+
+
+def draw(turn: Turn, closed: Round, commit: Commit) -> None:
+    """Has slices of a round that was just committed audited, by lot."""
+    for progress, outcome in zip(closed.slices, commit.slices, strict=True):
+        if outcome.digest is None or progress.reduced is None:
+            continue
+        audit = Audit(
+            round=closed.number,
+            slice=progress.slice,
+            attempt=progress.attempt,
+            reduced=progress.reduced,
+            participants=tuple(a.node_id for a in closed.assignments),
+            process_id=_process_of(turn.state, progress.slice.reducer_id),
+            seconds=max(LEAST_SECONDS, STAGE_ROUNDS * (turn.now - closed.opened_at)),
+            auditor_ids=(),
+            until=turn.now,
+        )
+        if _lot(turn.state, audit, "is audited") >= turn.state.rules.audited_share:
+            continue
+        if may := _may_audit(turn.state, audit):
+            audit = replace(
+                audit,
+                auditor_ids=(_drawn(turn.state, audit, may),),
+                until=turn.now + audit.seconds,
+            )
+            turn.state = replace(turn.state, audits=(*turn.state.audits, audit))
+            _ask(turn, audit, audit.auditor_ids)
 
 
 def audited(turn: Turn, node_id: NodeId, round: int, report: Audited) -> None:
     """Takes in a finding of who was asked, about the result that was reported; others change nothing."""
-    current = turn.state.open_round
-    if current is None or current.number != round or current.phase is RoundPhase.APPLYING:
-        return
-    if not 0 <= report.slice_index < len(current.slices):
-        return
-    progress = current.slices[report.slice_index]
-    audit = progress.audit
-    if audit is None or audit.verdict is not None or progress.digest != report.digest:
-        return
-    if node_id not in audit.auditor_ids or any(f.node_id == node_id for f in audit.findings):
-        return
-    finding = Finding(node_id=node_id, found=report.found, why=report.why)
-    findings = (*audit.findings, finding)
-    _put(turn, replace(progress, audit=replace(audit, findings=findings)))
+    for audit in pending_audits(turn.state):
+        is_it = (audit.round, audit.slice.index, audit.reduced.digest) == (
+            round,
+            report.slice_index,
+            report.digest,
+        )
+        if is_it and node_id in lacking(audit):
+            finding = Finding(node_id=node_id, found=report.found, why=report.why)
+            _put(turn, replace(audit, findings=(*audit.findings, finding)))
 
 
 def decide_audits(turn: Turn) -> None:
     """What follows from the findings that are here, and from the time."""
-    current = turn.state.open_round
-    if current is None or current.phase is RoundPhase.APPLYING:
-        return
-    for index, progress in enumerate(current.slices):
-        audit = progress.audit
-        if audit is not None and audit.verdict is None:
-            if audit.is_contested:
-                _decide_contested(turn, index)
-            else:
-                _decide_first(turn, index)
+    for audit in pending_audits(turn.state):
+        if audit.is_contested:
+            _decide_contested(turn, audit)
+        else:
+            _decide_first(turn, audit)
+
+
+def sound_convictions(turn: Turn) -> None:
+    """Has the edge rule what follows from convictions that a coordinator before this one came to."""
+    for conviction in turn.state.convicted if turn.state.awaited is None else ():
+        turn.act(QuarantineAsked(conviction=conviction))
+
+
+def pending_audits(state: SwarmState) -> tuple[Audit, ...]:
+    """Those that go on."""
+    return tuple(audit for audit in state.audits if audit.verdict is None)
+
+
+def lacking(audit: Audit) -> tuple[NodeId, ...]:
+    """Who was asked and has not answered."""
+    told = {finding.node_id for finding in audit.findings}
+    return tuple(node_id for node_id in audit.auditor_ids if node_id not in told)
+
+
+def order_of(audit: Audit, now: float) -> AuditAsked:
+    """What its auditors are told, with the time that is left."""
+    return AuditAsked(
+        round=audit.round,
+        reducer_id=audit.slice.reducer_id,
+        attempt=audit.attempt,
+        seconds=max(0.0, audit.until - now),
+        reduced=audit.reduced,
+    )
 
 
 def next_audit_end(state: SwarmState) -> float | None:
     """When the next audit ends without an answer."""
-    current = state.open_round
-    if current is None or current.phase is RoundPhase.APPLYING:
-        return None
-    pending = (p.audit for p in current.slices if p.audit is not None and p.audit.verdict is None)
-    return min((audit.until for audit in pending), default=None)
+    return min((audit.until for audit in pending_audits(state)), default=None)
 
 
-def is_pending(progress: SliceProgress) -> bool:
-    """Whether the slice waits for an auditor."""
-    return progress.audit is not None and progress.audit.verdict is None
-
-
-def audit_void_reason(progress: SliceProgress) -> str:
-    """Why an audit makes the slice void, in words; empty when it does not."""
-    audit = progress.audit
-    is_void = audit is not None and audit.verdict in (Verdict.VOID, Verdict.CONVICTED)
-    return audit.why if audit is not None and is_void else ""
-
-
-def audits_in_words(state: SwarmState, current: Round) -> str:
-    """What the round's audits have shown, for its reason; empty when there was none."""
+def audits_in_words(state: SwarmState) -> str:
+    """What audits have shown since the commit before, for a round's reason; empty when there was none."""
     said = []
-    for progress in current.slices:
-        audit = progress.audit
-        if audit is None or not audit.auditor_ids:
-            continue
-        names = ", ".join(name_of(state, node_id) for node_id in audit.auditor_ids)
-        verdict = audit.verdict or Verdict.UNANSWERED
-        said.append(f"slice {progress.slice.index} audited by {names}: {verdict}")
+    for audit in state.audits:
+        if audit.verdict is not None:
+            names = ", ".join(name_of(state, node_id) for node_id in audit.auditor_ids)
+            place = f"slice {audit.slice.index} of round {audit.round}"
+            said.append(f"{place} audited by {names}: {audit.verdict}")
     return "; ".join(said)
 
 
@@ -203,42 +236,48 @@ _UNTRACED = "its reducer adds an error that no committed result of its own has l
 # Who audits
 
 
-def _lot(state: SwarmState, current: Round, progress: SliceProgress, of: str) -> float:
+def _lot(state: SwarmState, audit: Audit, of: str) -> float:
     """A number from 0 to 1 that nobody knows who does not know the secret."""
-    place = (
-        f"{of}, {state.incarnation}, {current.number}, {progress.slice.index}, {progress.attempt}"
-    )
-    digest = blake3(state.audit_secret + place.encode() + (progress.digest or b"")).digest()
+    index, result = audit.slice.index, audit.reduced.digest or b""
+    place = f"{of}, {state.incarnation}, {audit.round}, {index}, {audit.attempt}"
+    digest = blake3(state.audit_secret + place.encode() + result).digest()
     return int.from_bytes(digest[:8], "little") / 2.0**64
 
 
-def _may_audit(state: SwarmState, current: Round, progress: SliceProgress) -> list[NodeId]:
-    """Present participants beside the reducer that hold the base and stay; of other invites, if any."""
-    reducer = progress.slice.reducer_id
+def _may_audit(state: SwarmState, audit: Audit) -> list[NodeId]:
+    """Present participants beside the reducer that hold the state and stay; of other invites, if any."""
+    reducer, next_round = audit.slice.reducer_id, _next_round(state)
     invite = state.members[reducer].invite_id if reducer in state.members else ""
     may = [
         member
-        for node_id in present_participants(state, current)
+        for node_id in _here(state, audit)
         if node_id != reducer
-        and (member := state.members[node_id]).state is MemberState.READY
+        and (member := state.members[node_id]).state is not MemberState.DIVERGED
         and not member.is_draining
         and not member.standing.is_on_trial
-        and max(member.audits.back_at_round, member.audits.audits_from_round) <= current.number
+        and max(member.audits.back_at_round, member.audits.audits_from_round) <= next_round
         and member.audits.num_contradicted < MOST_CONTRADICTED
     ]
     others = [member.node_id for member in may if member.invite_id != invite]
     return others or [member.node_id for member in may]
 
 
-def _drawn(
-    state: SwarmState, current: Round, progress: SliceProgress, may: Sequence[NodeId]
-) -> NodeId:
+def _here(state: SwarmState, audit: Audit) -> list[NodeId]:
+    """The round's participants that have a live session, in the order of their ids: who decides."""
+    return [node_id for node_id in sorted(audit.participants) if is_present(state, node_id)]
+
+
+def _say(state: SwarmState, audit: Audit) -> Say:
+    return say_of((state.members[n] for n in _here(state, audit)), audit.round)
+
+
+def _drawn(state: SwarmState, audit: Audit, may: Sequence[NodeId]) -> NodeId:
     """One of them, each as likely as its confirmed work weighs."""
-    say = say_in(state, current, may)
+    say = _say(state, audit)
     weights = [say.weights.get(node_id, 0) for node_id in may]
     if not any(weights):
         weights = [1] * len(may)
-    left = _lot(state, current, progress, "auditor") * sum(weights)
+    left = _lot(state, audit, "auditor") * sum(weights)
     for node_id, weight in zip(may, weights, strict=True):
         left -= weight
         if left < 0:
@@ -246,141 +285,167 @@ def _drawn(
     return may[-1]
 
 
-def _ask(
-    turn: Turn,
-    current: Round,
-    progress: SliceProgress,
-    audit: SliceAudit,
-    node_ids: tuple[NodeId, ...],
-) -> None:
-    assert progress.reduced is not None
-    asked = AuditAsked(
-        round=current.number,
-        reducer_id=progress.slice.reducer_id,
-        attempt=progress.attempt,
-        seconds=max(0.0, audit.until - turn.now),
-        reduced=progress.reduced,
-    )
-    turn.act(Tell(message=asked, to=node_ids))
+def _ask(turn: Turn, audit: Audit, node_ids: tuple[NodeId, ...]) -> None:
+    turn.act(Tell(message=order_of(audit, turn.now), to=node_ids))
 
 
 # What follows
 
 
-def _decide_first(turn: Turn, index: int) -> None:
-    current = turn.state.open_round
-    assert current is not None
-    progress = current.slices[index]
-    audit = progress.audit
-    assert audit is not None
+def _decide_first(turn: Turn, audit: Audit) -> None:
+    state, (first,) = turn.state, audit.auditor_ids
+    if audit.findings and audit.findings[0].found == audit.reduced.digest:
+        _end(turn, audit, Verdict.AGREED)
+        return
+    if _has_lost_its_inputs(state, audit):
+        _end_without_inputs(turn, audit)
+        return
     if not audit.findings:
-        auditor = audit.auditor_ids[0]
-        if turn.now >= audit.until or not is_present(turn.state, auditor):
-            _put(turn, replace(progress, audit=replace(audit, verdict=Verdict.UNANSWERED)))
-            _was_silent(turn, auditor)
+        if _is_over(turn, audit) or not is_present(state, first):
+            _end(turn, audit, Verdict.UNANSWERED)
+            _was_silent(turn, first)
         return
-    if audit.findings[0].found == progress.digest:
-        _put(turn, replace(progress, audit=replace(audit, verdict=Verdict.AGREED)))
-        return
-    first = audit.auditor_ids[0]
-    may = [n for n in _may_audit(turn.state, current, progress) if n != first]
-    say = say_in(turn.state, current, present_participants(turn.state, current))
+    say = _say(state, audit)
+    may = [node_id for node_id in _may_audit(state, audit) if node_id != first]
     jury = tuple(sorted(may, key=lambda n: (-say.weights.get(n, 0), n))[: MOST_AUDITORS - 1])
-    left = current.commit_deadline - turn.now
-    if not jury or left < LEAST_SECONDS:
-        _void(turn, index)
+    if not jury:
+        _dispute(turn, audit)
         return
-    contested = replace(
-        audit, is_contested=True, auditor_ids=(first, *jury), until=turn.now + left / 2
+    audit = replace(
+        audit, is_contested=True, auditor_ids=(first, *jury), until=turn.now + audit.seconds
     )
-    _put(turn, replace(progress, audit=contested))
-    _ask(turn, current, progress, contested, jury)
+    _put(turn, audit)
+    _ask(turn, audit, jury)
 
 
-def _decide_contested(turn: Turn, index: int) -> None:
-    current = turn.state.open_round
-    assert current is not None
-    progress = current.slices[index]
-    audit, reducer = progress.audit, progress.slice.reducer_id
-    assert audit is not None
-    among = present_participants(turn.state, current)
-    say = say_in(turn.state, current, among)
-    agreeing = [f.node_id for f in audit.findings if f.found == progress.digest]
+def _decide_contested(turn: Turn, audit: Audit) -> None:
+    claimed, reducer, among = (
+        audit.reduced.digest,
+        audit.slice.reducer_id,
+        _here(turn.state, audit),
+    )
+    say = _say(turn.state, audit)
+    agreeing = [f.node_id for f in audit.findings if f.found == claimed]
     others: dict[bytes, list[NodeId]] = {}
     for finding in audit.findings:
-        if finding.found and finding.found != progress.digest:
+        if finding.found and finding.found != claimed:
             others.setdefault(finding.found, []).append(finding.node_id)
     heaviest = max(others.values(), key=lambda nodes: weight_of(say, nodes), default=[])
     if len(heaviest) > 1 and is_enough(say, heaviest, among):
-        _convict(turn, index, heaviest, agreeing)
+        _convict(turn, audit, heaviest, agreeing)
         return
     differing = [node_id for nodes in others.values() for node_id in nodes]
+    failing = [f.node_id for f in audit.findings if f.found != claimed]
     right = {*agreeing, reducer}
-    is_over = len(audit.findings) == len(audit.auditor_ids) or turn.now >= audit.until
+    is_over = not lacking(audit) or _is_over(turn, audit)
     is_sure = bool(agreeing) and is_enough(say, right, among)
     is_outweighed = weight_of(say, right) <= weight_of(say, differing)
     if is_sure or (agreeing and is_over and not is_outweighed):
-        _put(turn, replace(progress, audit=replace(audit, verdict=Verdict.AGREED)))
+        _end(turn, audit, Verdict.AGREED)
         for node_id in differing if is_sure else ():
             _contradict(turn, node_id)
-    elif is_over:
-        _void(turn, index)
+    elif not is_over:
+        return
+    elif _has_lost_its_inputs(turn.state, audit):
+        _end_without_inputs(turn, audit)
+    elif len(failing) > 1 and is_enough(say, failing, among):
+        _undo_unproven(turn, audit, failing)
+    else:
+        _dispute(turn, audit)
 
 
-def _convict(turn: Turn, index: int, by: Sequence[NodeId], agreeing: Sequence[NodeId]) -> None:
-    state, current = turn.state, turn.state.open_round
-    assert current is not None
-    progress = current.slices[index]
-    assert progress.audit is not None
-    reducer = progress.slice.reducer_id
-    names = ", ".join(name_of(state, node_id) for node_id in by)
+def _is_over(turn: Turn, audit: Audit) -> bool:
+    is_forgotten = turn.state.committed_round >= audit.round + AUDIT_ROUNDS
+    return turn.now >= audit.until or is_forgotten
+
+
+def _has_lost_its_inputs(state: SwarmState, audit: Audit) -> bool:
+    """Whether the reducer is gone, or its process: nobody can know any more what it made its result of."""
+    reducer = audit.slice.reducer_id
+    return not is_present(state, reducer) or _process_of(state, reducer) != audit.process_id
+
+
+def _end_without_inputs(turn: Turn, audit: Audit) -> None:
+    """A machine may fail at any time. Who leaves again and again when it is audited reduces no more."""
+    _end(turn, audit, Verdict.UNANSWERED, why="its reducer is gone, or began anew")
+    _strike(turn, audit.slice.reducer_id)
+
+
+def _convict(turn: Turn, audit: Audit, by: Sequence[NodeId], agreeing: Sequence[NodeId]) -> None:
+    state, reducer = turn.state, audit.slice.reducer_id
     reason = (
-        f"{names} made slice {index} of round {current.number} again and found another result "
-        f"than it has signed"
+        f"{_names(state, by)} made slice {audit.slice.index} of round {audit.round} again and found "
+        f"another result than it has signed"
     )
-    why = f"its reducer {name_of(state, reducer)} is convicted: {reason}"
-    audit = replace(progress.audit, verdict=Verdict.CONVICTED, why=why)
-    _put(turn, replace(progress, audit=audit))
+    name = name_of(state, reducer)
+    _end(turn, audit, Verdict.CONVICTED, why=reason)
     for node_id in agreeing:
         _contradict(turn, node_id)
     _strike(turn, reducer)
-    turn.act(QuarantineAsked(node_id=reducer, node_name=name_of(state, reducer), reason=reason))
+    member = state.members.get(reducer)
+    if member is not None and member.state not in BARRED:
+        conviction = Conviction(node_id=reducer, node_name=name, reason=reason)
+        turn.state = replace(turn.state, convicted=(*turn.state.convicted, conviction))
+        turn.act(QuarantineAsked(conviction=conviction))
+    _go_back_before(turn, audit, f"{name} is convicted: {reason}")
 
 
-def _void(turn: Turn, index: int) -> None:
+def _undo_unproven(turn: Turn, audit: Audit, failing: Sequence[NodeId]) -> None:
+    state, reducer = turn.state, audit.slice.reducer_id
+    why = audit.findings[0].why
+    reason = (
+        f"{_names(state, failing)} could not make slice {audit.slice.index} of round {audit.round} again, "
+        f"which {name_of(state, reducer)} has reduced: {why}"
+    )
+    _end(turn, audit, Verdict.UNPROVEN, why=reason)
+    _strike(turn, reducer)
+    _go_back_before(turn, audit, reason)
+
+
+def _go_back_before(turn: Turn, audit: Audit, reason: str) -> None:
+    """Has the run go back to before the round, or as near as nodes reach; to nowhere, it pauses."""
+    state = turn.state
+    if state.stopped is not None or state.is_finished:
+        return
+    round = latest_in_reach(state, audit.round - 1)
+    if round is None:
+        reason = f"{reason}, and no node that is here can go back to before that round"
+    pending = state.alarm
+    if pending is not None:  # the earlier of both undoes what the other one would
+        known = [r for r in (round, pending.round) if r is not None]
+        round, reason = min(known, default=None), f"{pending.reason}; {reason}"
+    turn.state = replace(state, alarm=Alarm(round=round, reason=reason), end_waits_until=None)
+    sound_alarm(turn)
+
+
+def _dispute(turn: Turn, audit: Audit) -> None:
     """Neither side has enough weight: both parties neither reduce nor audit for a while."""
-    state, current = turn.state, turn.state.open_round
-    assert current is not None
-    progress = current.slices[index]
-    assert progress.audit is not None
-    first = progress.audit.findings[0] if progress.audit.findings else None
-    by = "" if first is None else f" by {name_of(state, first.node_id)}: {first.why}"
-    audit = replace(progress.audit, verdict=Verdict.VOID, why=f"its audit{by}")
-    _put(turn, replace(progress, audit=audit))
-    for node_id in {progress.slice.reducer_id, progress.audit.auditor_ids[0]}:
+    first = audit.findings[0]
+    why = f"{name_of(turn.state, first.node_id)} says: {first.why}"
+    _end(turn, audit, Verdict.DISPUTED, why=why)
+    for node_id in {audit.slice.reducer_id, audit.auditor_ids[0]}:
         _strike(turn, node_id)
 
 
 def _strike(turn: Turn, node_id: NodeId) -> None:
-    member, current = turn.state.members.get(node_id), turn.state.open_round
-    if member is None or current is None:
+    member = turn.state.members.get(node_id)
+    if member is None:
         return
-    num_voided = member.audits.num_voided + 1
-    out = min(MOST_ROUNDS_OUT, 1 << (num_voided - 1))
-    record = replace(member.audits, num_voided=num_voided, back_at_round=current.number + 1 + out)
+    num_disputed = member.audits.num_disputed + 1
+    out = min(MOST_ROUNDS_OUT, 1 << (num_disputed - 1))
+    back_at = _next_round(turn.state) + out
+    record = replace(member.audits, num_disputed=num_disputed, back_at_round=back_at)
     turn.put_member(replace(member, audits=record))
 
 
 def _was_silent(turn: Turn, node_id: NodeId) -> None:
-    """Who is asked and does not answer holds a round up: it is asked more and more seldom."""
-    member, current = turn.state.members.get(node_id), turn.state.open_round
-    if member is None or current is None or member.audits.audits_from_round > current.number:
-        return  # it is gone, or was silent on another slice of this round
+    """Who is asked and does not answer lets results pass unseen: it is asked more and more seldom."""
+    member, next_round = turn.state.members.get(node_id), _next_round(turn.state)
+    if member is None or member.audits.audits_from_round > next_round:
+        return  # it is gone, or was silent on another slice too
     silent = member.audits.num_unanswered + 1
     out = min(MOST_ROUNDS_OUT, 1 << (silent - 1))
-    record = replace(
-        member.audits, num_unanswered=silent, audits_from_round=current.number + 1 + out
-    )
+    record = replace(member.audits, num_unanswered=silent, audits_from_round=next_round + out)
     turn.put_member(replace(member, audits=record))
 
 
@@ -396,9 +461,26 @@ def _contradict(turn: Turn, node_id: NodeId) -> None:
     turn.put_member(member)
 
 
-def _put(turn: Turn, progress: SliceProgress) -> None:
-    current = turn.state.open_round
-    assert current is not None
-    index = progress.slice.index
-    slices = (*current.slices[:index], progress, *current.slices[index + 1 :])
-    turn.put_round(replace(current, slices=slices))
+def _end(turn: Turn, audit: Audit, verdict: Verdict, *, why: str = "") -> None:
+    _put(turn, replace(audit, verdict=verdict, why=why))
+
+
+def _put(turn: Turn, audit: Audit) -> None:
+    place = audit.round, audit.slice.index
+    audits = (audit if (a.round, a.slice.index) == place else a for a in turn.state.audits)
+    turn.state = replace(turn.state, audits=tuple(audits))
+
+
+def _names(state: SwarmState, node_ids: Sequence[NodeId]) -> str:
+    return ", ".join(name_of(state, node_id) for node_id in node_ids)
+
+
+def _process_of(state: SwarmState, node_id: NodeId) -> int:
+    member = state.members.get(node_id)
+    return 0 if member is None else member.process_id
+
+
+def _next_round(state: SwarmState) -> int:
+    """The first round that has no plan yet."""
+    current = state.open_round
+    return 1 + (state.committed_round if current is None else current.number)

@@ -41,7 +41,11 @@ def unbook(state: SwarmState, commit: Commit) -> SwarmState:
         for n, m in state.members.items()
     }
     state = _with_tokens(state, commit, works, {}, sign=-1)
-    return replace(state, ledger=reopen(state.ledger, commit.assignments, samples))
+    return replace(
+        state,
+        ledger=reopen(state.ledger, commit.assignments, samples),
+        audits=tuple(audit for audit in state.audits if audit.round != commit.round),
+    )
 
 
 def book_learned(state: SwarmState, commit: Commit) -> SwarmState:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from coordinator.swarm.reach_back import rounds_in_reach
+from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Alarm, HeldOut, HolderLoss, SwarmState
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import worth
@@ -92,11 +92,10 @@ def alarm_of(state: SwarmState, round: int, found: Sequence[HolderLoss]) -> Alar
     what = f"{_found(losses)} after round {round}, and was {last.loss:.3f} after round {last.round}"
     if _was_here_before(state, round):
         return Alarm(round=None, reason=f"{what}, again after the run went back from there")
-    spans = [span for span in rounds_in_reach(state) if span.first <= last.round]
-    reached = [min(span.last, last.round) for span in spans]
-    if not reached:
+    reached = latest_in_reach(state, last.round)
+    if reached is None:
         return Alarm(round=None, reason=f"{what}, and no node that is here can go back so far")
-    return Alarm(round=max(reached), reason=what)
+    return Alarm(round=reached, reason=what)
 
 
 def _was_here_before(state: SwarmState, round: int) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
+from coordinator.swarm.audit import pending_audits
 from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.evaluation import ask_somebody, may_be_evaluated
 from coordinator.swarm.state import Member, MemberState, SwarmState
@@ -92,6 +93,11 @@ def _wait_for_members_behind(turn: Turn) -> None:
 
 
 def _finish(turn: Turn) -> None:
+    """Ends the run, or waits for audits of the last rounds: what they undo is trained again."""
+    if audits := pending_audits(turn.state):
+        until = max(audit.until for audit in audits)
+        turn.state = replace(turn.state, end_waits_until=until)
+        return
     state = replace(
         turn.state,
         is_finished=True,

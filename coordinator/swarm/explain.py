@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from coordinator.swarm.audit import is_pending
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.estimates import left_in_words
 from coordinator.swarm.evaluation import may_be_evaluated
@@ -139,9 +138,6 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
         if progress.digest is None:
             reducer = name_of(state, progress.slice.reducer_id)
             waits.append(f"slice {progress.slice.index} from its reducer {reducer}")
-        elif progress.audit is not None and is_pending(progress):
-            auditors = _names(state, progress.audit.auditor_ids)
-            waits.append(f"slice {progress.slice.index} audited by {auditors}")
         else:
             share = held_in_words(state, current, progress)
             waits.append(f"slice {progress.slice.index} held by {share}")

@@ -105,6 +105,7 @@ def go_back(turn: Turn, ruling: Ruling, undone: Undone | None) -> None:
             outer_digest=Digest(gone[0].base_digest),
             recent=undone.recent,
             norms=undone.norms,
+            audits=tuple(audit for audit in state.audits if audit.round <= round),
             left=tuple(left for left in state.left if left.first_round <= round),
             unsupplied_since=None,
             is_finished=False,

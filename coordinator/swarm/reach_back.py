@@ -32,6 +32,12 @@ def rounds_in_reach(state: SwarmState) -> tuple[RoundSpan, ...]:
     return tuple(found)
 
 
+def latest_in_reach(state: SwarmState, round: int) -> int | None:
+    """The latest round up to this one to whose state some node that is here can go back."""
+    spans = [span for span in rounds_in_reach(state) if span.first <= round]
+    return max((min(span.last, round) for span in spans), default=None)
+
+
 def spans_in_words(spans: Iterable[RoundSpan]) -> str:
     """Rounds as people read them: "12, 24 and 30 to 41"."""
     words = [

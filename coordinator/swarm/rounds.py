@@ -6,12 +6,12 @@ from dataclasses import replace
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.audit import (
-    audit_void_reason,
     audits_in_words,
     draw,
     errors_after,
     forget_errors,
-    is_pending,
+    pending_audits,
+    refuse_untraced,
 )
 from coordinator.swarm.books import book
 from coordinator.swarm.bounds import bounded, norms_after
@@ -175,7 +175,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
         held = _with_held(current.held, node_id, {report.slice_index: report.digest})
         _put_slice(turn, replace(current, held=held), progress)
         if is_news:
-            draw(turn, report.slice_index)
+            refuse_untraced(turn, report.slice_index)
             _offer_to_deceived(turn, report.slice_index, current.held)
 
 
@@ -313,8 +313,8 @@ def void_reason(
         return f"its reducer {reducer} is gone"
     if progress.digest is None:
         return f"its reducer {reducer} never reported"
-    if why := audit_void_reason(progress):
-        return why
+    if progress.refused:
+        return progress.refused
     if not is_held_by_enough(state, current, progress, is_late=is_late):
         return f"held by {held_in_words(state, current, progress)}"
     return ""
@@ -330,10 +330,8 @@ def is_undecided(state: SwarmState, current: Round, progress: SliceProgress) -> 
         return False
     if progress.digest is None:
         return is_present(state, progress.slice.reducer_id)
-    if audit_void_reason(progress):
+    if progress.refused:
         return False
-    if is_pending(progress):
-        return True
     return not is_held_by_enough(state, current, progress, is_late=False)
 
 
@@ -367,9 +365,7 @@ def close_round(turn: Turn) -> None:
         tokens=sum(committed_tokens(commit).values()),
         seconds=turn.now - current.opened_at,
         reason="; ".join(
-            filter(
-                None, (_closing_reason(commit, is_late=is_late), audits_in_words(state, current))
-            )
+            filter(None, (_closing_reason(commit, is_late=is_late), audits_in_words(state)))
         ),
     )
     if state.errors_incarnation != state.incarnation:
@@ -390,9 +386,11 @@ def close_round(turn: Turn) -> None:
         recent=trimmed((*state.recent, closed)),
         norms=norms_after(state.norms, commit),
         errors=errors_after(state, current, commit),
+        audits=pending_audits(state),
     )
     note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))
+    draw(turn, current, commit)
     if is_void:
         for member in ready_members(turn.state):
             turn.put_member(replace(member, outer_round=current.number))

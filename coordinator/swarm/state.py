@@ -88,7 +88,7 @@ class Standing:
 class AuditRecord:
     """What audits have shown of a member, as a reducer and as an auditor."""
 
-    num_voided: int = 0  # audits that ended neither way: it was a party to each
+    num_disputed: int = 0  # audits that convicted nobody and found nobody right: a party to each
     back_at_round: int = 0  # no plan of an earlier round has it reduce, or audit
     num_contradicted: int = 0  # findings that others of more weight contradict
     num_unanswered: int = 0  # audits that it was asked for, and was silent on
@@ -165,14 +165,22 @@ class Verdict(StrEnum):
 
     AGREED = "agreed"
     UNANSWERED = "unanswered"  # no auditor answered in time: it counts as not audited
-    VOID = "void"
-    CONVICTED = "convicted"
+    DISPUTED = "disputed"  # neither side has the weight to decide: the result stays
+    UNPROVEN = "unproven"  # most of the weight cannot make the result again: it is undone
+    CONVICTED = "convicted"  # most of the weight makes another one of it: it is undone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceAudit:
-    """The audit of one slice in one round."""
+class Audit:
+    """The audit of one slice of a committed round."""
 
+    round: int
+    slice: Slice  # with who has reduced it
+    attempt: int  # takeovers of it
+    reduced: Reduced  # the report as it was made
+    participants: tuple[NodeId, ...]  # of the round
+    process_id: int  # of the reducer: another one has not kept what it made the result of
+    seconds: float  # that each stage may take
     auditor_ids: tuple[NodeId, ...]  # who was asked, in order
     until: float
     findings: tuple[Finding, ...] = ()
@@ -208,7 +216,7 @@ class SliceProgress:
     is_orphaned: bool = False  # its reducer's process began anew, and with it its memory
     is_offered: bool = False  # the others were told to fetch the result of a gone reducer
     reduced: Reduced | None = None  # the report as it was made, where it may be audited
-    audit: SliceAudit | None = None
+    refused: str = ""  # why the result counts for nothing, or empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,6 +351,15 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Conviction:
+    """Auditors have proven a member's result false: it is to be quarantined."""
+
+    node_id: NodeId
+    node_name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
     """Whom a coordinator that has just started waits for: see coordinator.swarm.start."""
 
@@ -396,7 +413,7 @@ class Rules:
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
     watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.canary
     bounds_results: bool = True  # whether no result moves the model by much more than others did
-    audited_share: float = 0.0  # of slices, drawn when they are reduced
+    audited_share: float = 0.0  # of slices, drawn when they are committed
 
 
 _LEASE_UNTIL = attrgetter("lease_until")
@@ -482,6 +499,7 @@ class SwarmState:
     held_out: tuple[HeldOut, ...] = ()
     evaluating: Evaluating | None = None
     alarm: Alarm | None = None  # until it is ruled what follows from it
+    convicted: tuple[Conviction, ...] = ()  # until it is ruled what follows from it
     end_waits_until: float | None = None  # at the end, while somebody here holds the final state
     is_finished: bool = False
     finished_at: float | None = None
@@ -497,6 +515,7 @@ class SwarmState:
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone
     audit_secret: bytes = b""  # draws audits: nobody but the coordinator knows it
+    audits: tuple[Audit, ...] = ()  # that go on, and those that ended since the latest commit
     errors: tuple[KeptError, ...] = ()  # what reducers keep, as far as it is known
     errors_unknown_until: int = 0  # of rounds before, reducers may keep what is not known here
     errors_incarnation: int = 0  # of the history that they are of

@@ -70,11 +70,12 @@ def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
 
 def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
     """The state with what rulings of the database come to; members have been barred then already."""
-    alarm = state.alarm  # of after the latest of them
+    alarm, convicted = state.alarm, state.convicted  # of after the latest of them
     state = replace(state, rulings=(), rolled_back=())
     for ruling in rulings:
         state = _noted(state, ruling)
-    return replace(state, rules=_rules_after(state, state.rules), alarm=alarm)
+    rules = _rules_after(state, state.rules)
+    return replace(state, rules=rules, alarm=alarm, convicted=convicted)
 
 
 _OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED})
@@ -121,7 +122,11 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
         case RulingKind.ROLLED_BACK:
             return replace(state, alarm=None, rolled_back=(*state.rolled_back, ruling))
         case kind if kind in ABOUT_NODES:
-            return replace(state, latest_rulings={**state.latest_rulings, ruling.node_id: ruling})
+            return replace(
+                state,
+                latest_rulings={**state.latest_rulings, ruling.node_id: ruling},
+                convicted=tuple(c for c in state.convicted if c.node_id != ruling.node_id),
+            )
     return state
 
 

@@ -140,7 +140,7 @@ def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
         is_orphaned=False,
         is_offered=False,
         reduced=None,
-        audit=None,
+        refused="",
     )
     index = progress.slice.index
     held = {

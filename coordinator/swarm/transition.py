@@ -7,7 +7,7 @@ from itertools import groupby
 
 from coordinator.swarm.actions import Action
 from coordinator.swarm.agreement import agree_on_initial_state, history_told
-from coordinator.swarm.audit import audited, decide_audits, next_audit_end
+from coordinator.swarm.audit import audited, decide_audits, next_audit_end, sound_convictions
 from coordinator.swarm.ending import end_run
 from coordinator.swarm.evaluation import ask_if_due, evaluated, give_up_evaluation, sound_alarm
 from coordinator.swarm.events import (
@@ -103,7 +103,8 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
     is_waiting = isinstance(event, Started) or turn.state.awaited is not None
     end_waiting(turn)
     if is_waiting:
-        sound_alarm(turn)  # of before a restart
+        sound_convictions(turn)  # of before a restart, as the alarm
+        sound_alarm(turn)
     if turn.state.awaited is None:
         _decide(turn, round_before=state.committed_round)
     else:

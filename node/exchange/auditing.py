@@ -1,15 +1,16 @@
 """Audits of reducers: what is given to an auditor, and how it makes a result again, bit for bit.
 
-A reducer keeps what contributors sent it until its round is committed, and so long it gives an auditor each
-body, with its contributor's signature, and the error that it has added to the mean. The auditor makes the
-result by the same code from the same bytes. Another result is the reducer's lie, or the auditor's.
+Rounds go on meanwhile. So for AUDIT_ROUNDS more each node keeps what a round's results follow from: as a
+reducer each body, with its contributor's signature, and the error that it has added to the mean; as somebody
+who may be asked, the plan and what of the state the merge depends on. The auditor makes the result by the
+same code from the same bytes. Another result is the reducer's lie, or the auditor's.
 """
 
 import asyncio
 import math
 import struct
-from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,10 @@ from blake3 import blake3
 
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
-from node.exchange.outer import Outer
+from node.exchange.outer import Base, Outer
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.round.admission import misfit
-from node.exchange.round.state import MakeAgain, RoundState
+from node.exchange.round.state import RoundState, Rules
 from node.exchange.transport.transport import (
     NotHeldError,
     PeerUnreachableError,
@@ -31,9 +32,16 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import Heavy
 from node.outer_state import Vector
-from protocol.wire.messages import AuditAsked, Audited, Reduced
+from protocol.wire.messages import AuditAsked, Audited, Reduced, Report
 from protocol.wire.payload import REDUCER_ERROR, Payload, PayloadError, PayloadHeader
-from protocol.wire.rounds import Digest, NodeId, contribution_digest
+from protocol.wire.rounds import (
+    AUDIT_ROUNDS,
+    Digest,
+    NodeId,
+    Plan,
+    Slice,
+    contribution_digest,
+)
 
 log = structlog.get_logger()
 
@@ -51,50 +59,166 @@ class NotGivenError(Exception):
     """The reducer does not give what it says that it has made the result of."""
 
 
-def input_of(outer: Outer, state: RoundState, want: WantInput) -> Payload | None:
-    """What this node, as the reducer of a slice, has made its result of; None when it is not here."""
-    known = state.slices.get(want.slice_index)
-    if known is None or state.plan.round != want.round:
-        return None
-    if want.contributor_id is not None:
-        given = known.contributions.get(want.contributor_id)
-        is_it = given is not None and contribution_digest(given.header.body_digest) == want.digest
-        return given if is_it else None
-    error = outer.carried(known.part, state.plan.fragment)
-    if error is None:
-        return None
-    return Payload.seal(
-        kind=REDUCER_ERROR,
-        run_digest=state.rules.run_digest,
-        round=want.round,
-        fragment=state.plan.fragment,
-        slice_index=want.slice_index,
-        start=known.part.start,
-        num_elements=known.part.num_elements,
-        codec="fp32/1",
-        sender_id=state.rules.node_id,
-        body=np.ascontiguousarray(error, dtype="<f4").tobytes(),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """What the results of one round follow from, as far as this node has it."""
+
+    plan: Plan
+    contributions: Mapping[int, Mapping[NodeId, Payload]]  # by slice: of those reduced here
+    errors: Mapping[int, Vector]  # by slice, likewise: what was added to the mean
+    base: Base
+
+    @classmethod
+    def of(cls, state: RoundState, base: Base, outer: Outer) -> "Inputs":
+        """Before the round's commit is applied, which moves errors on."""
+        own = {
+            i: known for i, known in state.slices.items() if known.part.reducer_id == outer.node_id
+        }
+        errors = {i: outer.carried(known.part, state.plan.fragment) for i, known in own.items()}
+        return cls(
+            plan=state.plan,
+            contributions={i: known.contributions for i, known in own.items()},
+            errors={i: error for i, error in errors.items() if error is not None},
+            base=base,
+        )
+
+
+class Audits:
+    """Keeps inputs of the latest rounds, gives them to auditors, and audits when the coordinator asks."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        outer: Outer,
+        donors: Donors,
+        heavy: Heavy,
+        report: Callable[[int, Report], None],
+    ) -> None:
+        self._rules = rules
+        self._outer = outer
+        self._donors = donors
+        self._heavy = heavy
+        self._report = report
+        self._kept: dict[int, Inputs] = {}  # by round
+        self._early: list[AuditAsked] = []  # of rounds whose commits are not applied here yet
+        self._tasks: dict[tuple[int, int, int], asyncio.Task[None]] = {}
+
+    async def keep(self, state: RoundState) -> None:
+        """Keeps what a round's results follow from; before its commit is applied."""
+        base = await self._heavy(partial(self._outer.base_of, state.plan))
+        if base is None:
+            return
+        number = state.plan.round
+        self._kept[number] = Inputs.of(state, base, self._outer)
+        for old in [round for round in self._kept if round <= number - AUDIT_ROUNDS]:
+            del self._kept[old]
+        await self._end(lambda round: round <= number - AUDIT_ROUNDS)
+        early, self._early = self._early, []
+        for asked in early:
+            self.ask(asked)
+
+    def ask(self, asked: AuditAsked) -> None:
+        """Begins an audit, once; or later, when the round's commit is about to be applied here."""
+        place = asked.round, asked.reduced.slice_index, asked.attempt
+        if place in self._tasks:
+            return
+        if inputs := self._kept.get(asked.round):
+            self._tasks[place] = asyncio.get_running_loop().create_task(self._audit(asked, inputs))
+        elif asked.round > self._outer.round:
+            self._early.append(asked)
+        else:  # what the round's results follow from of the state is not known here any more
+            log.info("not audited", round=asked.round, why="this node did not take part in it")
+
+    async def _audit(self, asked: AuditAsked, inputs: Inputs) -> None:
+        try:
+            self._report(asked.round, await self._auditor(asked, inputs).audited())
+        except Exception:  # nobody waits for this task
+            log.exception("audit failed", round=asked.round, slice=asked.reduced.slice_index)
+
+    def _auditor(self, asked: AuditAsked, inputs: Inputs) -> "Auditor":
+        part = next(p for p in inputs.plan.slices if p.index == asked.reduced.slice_index)
+        return Auditor(
+            asked=asked,
+            slice=replace(part, reducer_id=asked.reducer_id),
+            inputs=inputs,
+            rules=self._rules,
+            outer=self._outer,
+            donors=self._donors,
+            heavy=self._heavy,
+        )
+
+    def supply(self, want: WantInput, state: RoundState | None) -> Payload | None:
+        """What this node, as a slice's reducer, has made its result of; None when it is not here. Heavy.
+
+        `state` is of the round that is open here: others may have applied its commit already.
+        """
+        if state is not None and state.plan.round == want.round:
+            inputs: Inputs | None = Inputs.of(state, {}, self._outer)
+        else:
+            inputs = self._kept.get(want.round)
+        if inputs is None or want.slice_index not in inputs.contributions:
+            return None
+        if want.contributor_id is not None:
+            given = inputs.contributions[want.slice_index].get(want.contributor_id)
+            is_it = given and contribution_digest(given.header.body_digest) == want.digest
+            return given if is_it else None
+        error = inputs.errors.get(want.slice_index)
+        if error is None:
+            return None
+        part = next(p for p in inputs.plan.slices if p.index == want.slice_index)
+        return Payload.seal(
+            kind=REDUCER_ERROR,
+            run_digest=self._rules.run_digest,
+            round=want.round,
+            fragment=inputs.plan.fragment,
+            slice_index=want.slice_index,
+            start=part.start,
+            num_elements=part.num_elements,
+            codec="fp32/1",
+            sender_id=self._rules.node_id,
+            body=np.ascontiguousarray(error, dtype="<f4").tobytes(),
+        )
+
+    async def forget_after(self, round: int) -> None:
+        """Later rounds are undone: nobody asks for what made their results."""
+        self._early = []
+        for number in [number for number in self._kept if number > round]:
+            del self._kept[number]
+        await self._end(lambda number: number > round)
+
+    async def stop(self) -> None:
+        """Ends what is under way."""
+        await self._end(lambda _: True)
+
+    async def _end(self, is_over: Callable[[int], bool]) -> None:
+        tasks = [self._tasks.pop(place) for place in list(self._tasks) if is_over(place[0])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Auditor:
-    """Makes results of a round again."""
+    """Makes one result again."""
 
-    state: RoundState
+    asked: AuditAsked
+    slice: Slice
+    inputs: Inputs
+    rules: Rules
     outer: Outer
     donors: Donors
     heavy: Heavy
 
-    async def audited(self, order: MakeAgain) -> Audited:
-        """What came of an audit, within the time that is given for it."""
-        asked, part = order.asked, order.slice
+    async def audited(self) -> Audited:
+        """What came of it, within the time that is given for it."""
+        asked, part = self.asked, self.slice
         digest = asked.reduced.digest
         assert digest is not None, "nobody audits what is empty"
         finding = partial(Audited, slice_index=part.index, digest=digest)
         try:
             async with asyncio.timeout(IN_TIME * asked.seconds):
-                found = await self._found(order)
+                found = await self._found()
         except TimeoutError:
             return finding(found=b"", why="its inputs did not come in time")
         except NotGivenError as error:
@@ -105,45 +229,36 @@ class Auditor:
             log.warning(why, round=asked.round, slice=part.index, reducer=asked.reducer_id)
         return finding(found=digest if is_same else found, why=why)
 
-    async def _found(self, order: MakeAgain) -> Digest:
-        asked, part = order.asked, order.slice
+    async def _found(self) -> Digest:
+        asked, part = self.asked, self.slice
         named = zip(asked.reduced.contributors, asked.reduced.contributions, strict=True)
         places = asyncio.Semaphore(INPUTS_AT_ONCE)
 
         async def given(node_id: NodeId, digest: bytes) -> Payload:
-            own = order.own
-            if (
-                node_id == self.state.rules.node_id
-                and own is not None
-                and contribution_digest(own.header.body_digest) == digest
-            ):
-                return own
             want = WantInput(
                 round=asked.round, slice_index=part.index, contributor_id=node_id, digest=digest
             )
             async with places:
-                payload = await self._fetched(
-                    asked, want, self.outer.uplink.most_bytes(part.num_elements)
-                )
-            self._check(payload.header, order)
+                payload = await self._fetched(want, self.outer.uplink.most_bytes(part.num_elements))
+            self._check(payload.header)
             return payload
 
         fetching = [given(c.node_id, digest) for c, digest in named]
         contributions = await _all(fetching)
-        carried = await self._error(order)
+        carried = await self._error()
         reduction = Reduction(
-            plan=self.state.plan,
+            plan=self.inputs.plan,
             slice=part,
             contributions={payload.header.sender_id: payload for payload in contributions},
             late=frozenset(asked.reduced.late),
             uplink=self.outer.uplink,
-            context=self.state.rules.context,
+            context=self.rules.context,
             attempt=asked.attempt,
         )
         make = partial(
             self.outer.made_again,
             reduction,
-            self.state.plan.fragment,
+            self.inputs.base[part.index],
             missed=dict(asked.reduced.missed),
             carried=carried,
         )
@@ -153,16 +268,16 @@ class Auditor:
             raise NotGivenError(f"nothing can be made of its inputs: {error}") from error
         return _finding_of_result(result)
 
-    def _check(self, header: PayloadHeader, order: MakeAgain) -> None:
+    def _check(self, header: PayloadHeader) -> None:
         """Raises NotGivenError unless it is a contribution of this very slice, signed by its maker."""
-        why = self.donors.forgery(header) or misfit(header, order.slice, self.outer.uplink)
-        if not why and header.base_digest != self.state.plan.base_digest:
+        why = self.donors.forgery(header) or misfit(header, self.slice, self.outer.uplink)
+        if not why and header.base_digest != self.inputs.plan.base_digest:
             why = f"the contribution of {header.sender_id} is from another state"
         if why:
             raise NotGivenError(f"what it has taken counts nothing: {why}")
 
-    async def _error(self, order: MakeAgain) -> Vector | None:
-        asked, part = order.asked, order.slice
+    async def _error(self) -> Vector | None:
+        asked, part = self.asked, self.slice
         if not asked.reduced.error_before:
             return None
         want = WantInput(
@@ -171,16 +286,19 @@ class Auditor:
             contributor_id=None,
             digest=asked.reduced.error_before,
         )
-        payload = await self._fetched(asked, want, 4 * part.num_elements)
+        payload = await self._fetched(want, 4 * part.num_elements)
         if payload.header.body_bytes != 4 * part.num_elements:
             raise NotGivenError("its error is of another size than the slice")
         return np.frombuffer(payload.body, dtype="<f4").astype(np.float32, copy=False)
 
-    async def _fetched(self, asked: AuditAsked, want: WantInput, most_bytes: int) -> Payload:
+    async def _fetched(self, want: WantInput, most_bytes: int) -> Payload:
         what = "its error" if want.contributor_id is None else f"that of {want.contributor_id}"
         try:
             return await self.donors.transport.fetch(
-                asked.reducer_id, want, max_body_bytes=most_bytes, timeout_seconds=asked.seconds
+                self.asked.reducer_id,
+                want,
+                max_body_bytes=most_bytes,
+                timeout_seconds=self.asked.seconds,
             )
         except (
             PeerUnreachableError,

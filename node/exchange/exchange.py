@@ -12,7 +12,7 @@ from random import Random
 
 import structlog
 
-from node.exchange.auditing import input_of
+from node.exchange.auditing import Audits
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import KEPT_ROUNDS, Donor, Pushes, ServedState
 from node.exchange.round.admission import refusal
@@ -32,7 +32,7 @@ from node.exchange.transport.transport import (
     WantResult,
     WantTokens,
 )
-from protocol.wire.messages import SliceTakenOver
+from protocol.wire.messages import AuditAsked, SliceTakenOver
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 
@@ -90,6 +90,13 @@ class Exchange:
             peers=self._peers,
             silences=Silences(transport.round_trip_seconds, rules.waits),
             forgery=forgery,
+        )
+        self._audits = Audits(
+            rules,
+            outer=here.outer,
+            donors=self._donors,
+            heavy=here.heavy,
+            report=coordinator.report,
         )
         self._catch_up = CatchUp(
             here, run_digest=rules.run_digest, coordinator=coordinator, donors=self._donors
@@ -153,9 +160,11 @@ class Exchange:
                     return
                 await self._heavy(partial(self.outer.owing.add_published, fragment, before))
 
-    def tell(self, news: RoundNews) -> None:
+    def tell(self, news: RoundNews | AuditAsked) -> None:
         """Takes in what the coordinator says of a round, which may not be open here yet."""
-        if self._round is not None and self._round.state.plan.round == news.round:
+        if isinstance(news, AuditAsked):
+            self._audits.ask(news)
+        elif self._round is not None and self._round.state.plan.round == news.round:
             self._round.hear(news)
         elif news.round > self.outer.round:
             self._early.append((asyncio.get_running_loop().time(), news))
@@ -174,6 +183,7 @@ class Exchange:
     async def stop(self) -> None:
         """Ends everything in flight, results that peers still wait for included."""
         self._donor.drop()
+        await self._audits.stop()
         await self._break_off_round()
         await self._pushes.stop()
         if kept := await self._heavy(self.outer.owing.kept_elements):
@@ -184,6 +194,8 @@ class Exchange:
         """Brings the outer state to the commit's round, by results or, failing that, by a snapshot."""
         if self._round is not None and self._round.state.plan.round == commit.round:
             await self._round.complete(commit)
+            async with self._lock:
+                await self._audits.keep(self._round.state)
         await self._close_round()
         async with self._lock:
             await self._catch_up.to_commit(commit)
@@ -211,6 +223,7 @@ class Exchange:
         """Later rounds are undone: nothing of theirs is kept, here or for peers."""
         self._early = []
         self._held.forget_from(round + 1)
+        await self._audits.forget_after(round)
         if self._disk is None:
             self.history.forget_after(round)
         else:
@@ -272,9 +285,8 @@ class Exchange:
             case WantChunk():
                 return await self._donor.chunk(want)
             case WantInput():
-                if self._round is None:
-                    return None
-                return await self._heavy(partial(input_of, self.outer, self._round.state, want))
+                state = None if self._round is None else self._round.state
+                return await self._heavy(partial(self._audits.supply, want, state))
             case WantTokens():
                 return None if self._give_tokens is None else await self._give_tokens(sender, want)
 

@@ -184,18 +184,16 @@ def norm_of(values: Vector, *, passes: Passes = ONE_PASS) -> float:
     return squares.norm()
 
 
-def largest_norm(parameters: Vector, *, asked_for: float, passes: Passes = ONE_PASS) -> float:
-    """The norm that no pseudo-gradient of a slice with these parameters [n] has, for one of `asked_for`.
+def largest_norm(
+    num_elements: int, *, asked_for: float, norm_of_parameters: Callable[[], float]
+) -> float:
+    """The norm that no pseudo-gradient of a slice of so many elements has, for one of `asked_for`.
 
-    LARGEST_RMS says which that is. The parameters are read only where a norm is so large that it depends
-    on them.
+    LARGEST_RMS says which that is. The norm of the slice's parameters is asked for only where it depends
+    on that.
     """
-    least = LARGEST_RMS * math.sqrt(parameters.size)
-    return (
-        least
-        if asked_for <= least
-        else max(least, LARGEST_RMS * norm_of(parameters, passes=passes))
-    )
+    least = LARGEST_RMS * math.sqrt(num_elements)
+    return least if asked_for <= least else max(least, LARGEST_RMS * norm_of_parameters())
 
 
 class BlockSums:

@@ -16,7 +16,7 @@ from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
 from node.exchange.codecs.codec import ONE_THREAD, Codec, CodecError, Opened, Tiles
 from node.exchange.codecs.registry import codec_named, compile_kernels
-from node.exchange.mean import BlockSums, largest_norm, weighted_sum
+from node.exchange.mean import BlockSums, largest_norm, norm_of, weighted_sum
 from node.exchange.outer_optimizer import (
     OuterOptimizer,
     RateScale,
@@ -34,7 +34,16 @@ from protocol.run.layout import Layout
 from protocol.run.run_spec import WANTS_FEEDBACK, RunSpec
 from protocol.trust.identity import Identity
 from protocol.wire.payload import Payload
-from protocol.wire.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, Slice, SliceOutcome
+from protocol.wire.rounds import (
+    BLOCK,
+    WHOLE,
+    Commit,
+    Digest,
+    NodeId,
+    Plan,
+    Slice,
+    SliceOutcome,
+)
 
 log = structlog.get_logger()
 
@@ -58,6 +67,10 @@ def merging_of(spec: RunSpec) -> Merging:
         is_audited=spec.outer.audit > 0,
         most_weight=spec.data.most_weight,
     )
+
+
+Base = Mapping[int, Merging]
+"""By slice, how contributions to it are merged on the state that its round builds on."""
 
 
 class NotApplicableError(Exception):
@@ -116,7 +129,7 @@ class Outer:
         """Likewise how contributions to a round are merged, which is its reducers' business."""
         self._rate_scale = rules.rate_scale
         self._sender = sender
-        self._node_id = sender.node_id
+        self.node_id = sender.node_id
         self._opened: dict[tuple[Digest, int], Opened] = {}  # results since the last commit
         self._missed: dict[
             NodeId, int
@@ -202,9 +215,10 @@ class Outer:
         Moves nothing: tell `owing.note_result` when it is to be handed out. Heavy.
         """
         part = reduction.slice
+        span = self.layout.span_of(fragment, part.start, part.num_elements)
         result = self._reduced(
             reduction,
-            fragment,
+            self._merging_on(span),
             sender=self._sender,
             missed=self._missed,
             carried=self.carried(part, fragment),
@@ -219,10 +233,27 @@ class Outer:
         span = self.layout.span_of(fragment, part.start, part.num_elements)
         return self.owing.reducer_error.carried(span)
 
+    def base_of(self, plan: Plan) -> Base | None:
+        """What a round's results follow from of the state that it builds on; None where nobody audits.
+
+        Also where this node holds another state. Heavy: reads the fragment, and for merges by the momentum
+        makes a vector of its size.
+        """
+        merging = self.merging_in(plan.round)
+        if not merging.is_audited or (plan.round - 1, plan.base_digest) != self.position:
+            return None
+        base = {}
+        for part in plan.slices:
+            by = self._merging_on(self.layout.span_of(plan.fragment, part.start, part.num_elements))
+            assert by.norm_of_parameters is not None
+            norm = by.norm_of_parameters()
+            base[part.index] = replace(by, norm_of_parameters=partial(float, norm))
+        return base
+
     def made_again(
         self,
         reduction: Reduction,
-        fragment: int,
+        by: Merging,
         *,
         missed: Mapping[NodeId, int],
         carried: Vector | None,
@@ -231,30 +262,33 @@ class Outer:
         reducer = Sender(
             run_digest=self._sender.run_digest, node_id=reduction.slice.reducer_id, signer=None
         )
-        return self._reduced(reduction, fragment, sender=reducer, missed=missed, carried=carried)
+        return self._reduced(reduction, by, sender=reducer, missed=missed, carried=carried)
 
     def _reduced(
         self,
         reduction: Reduction,
-        fragment: int,
+        by: Merging,
         *,
         sender: Sender,
         missed: Mapping[NodeId, int],
         carried: Vector | None,
     ) -> SliceResult | None:
-        part = reduction.slice
-        span = self.layout.span_of(fragment, part.start, part.num_elements)
+        return reduction.result(
+            downlink=self.downlink,
+            sender=sender,
+            by=replace(by, missed=missed),
+            carried=carried,
+            wants_error=self.owing.reducer_error.rule != "drop",
+        )
+
+    def _merging_on(self, span: slice) -> Merging:
+        """How contributions to a slice are merged in the next round, as the state now has it."""
         merging = self.merging_in(self.round + 1)
         centre = None
         if merging.goes_by_momentum:
             centre = self._optimizer.usual_mean(self._momentum[span])
-        return reduction.result(
-            downlink=self.downlink,
-            sender=sender,
-            by=replace(merging, missed=missed, centre=centre, parameters=self._parameters[span]),
-            carried=carried,
-            wants_error=self.owing.reducer_error.rule != "drop",
-        )
+        norm = partial(norm_of, self._parameters[span])
+        return replace(merging, centre=centre, norm_of_parameters=norm)
 
     def check_result(self, payload: Payload) -> None:
         """Raises CodecError unless the result decodes, to the norm that its header declares.
@@ -319,7 +353,7 @@ class Outer:
         for outcome in committed:
             norm = results[outcome.index].header.norm * outcome.factor / WHOLE
             self._move(commit.fragment, outcome, opened.pop(outcome.index), norm)
-        own = {index for index, reducer in reducers.items() if reducer == self._node_id}
+        own = {index for index, reducer in reducers.items() if reducer == self.node_id}
         self.count_missed(commit, own)
         self._digest.renew(
             (
@@ -366,7 +400,11 @@ class Outer:
         `norm` is what the result comes to then.
         """
         span = self.layout.span_of(fragment, outcome.start, outcome.num_elements)
-        largest = largest_norm(self._parameters[span], asked_for=norm)
+        largest = largest_norm(
+            outcome.num_elements,
+            asked_for=norm,
+            norm_of_parameters=partial(norm_of, self._parameters[span]),
+        )
         if norm > largest:
             # No bound of the coordinator's has held it, as in a first round. All nodes see the same.
             log.error(

@@ -1,7 +1,7 @@
 """A slice's result: its contributions screened and merged, encoded once, as the same bytes for everyone."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -115,7 +115,8 @@ class Merging:
     centre: Vector | None = (
         None  # [slice]: what contributions were on average, by the outer momentum
     )
-    parameters: Vector | None = None  # [slice]: what no training exceeds by as much
+    norm_of_parameters: Callable[[], float] | None = None
+    """Of the slice: what no training exceeds by as much; None: nothing is too large."""
 
     @property
     def goes_by_momentum(self) -> bool:
@@ -281,8 +282,12 @@ class Reduction:
                 [by.missed.get(sender, 0) for sender in here],
             )
             largest = math.inf
-            if by.parameters is not None:
-                largest = largest_norm(by.parameters, asked_for=max(looked.norms), passes=passes)
+            if by.norm_of_parameters is not None:
+                largest = largest_norm(
+                    size,
+                    asked_for=max(looked.norms),
+                    norm_of_parameters=by.norm_of_parameters,
+                )
             found = screened(looked.norms, allowed, own=own, largest=largest)
             verdicts.update(zip(here, found, strict=True))
             if any(verdict.factor == 0 for verdict in found):

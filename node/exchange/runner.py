@@ -12,7 +12,6 @@ from typing import Any
 
 import structlog
 
-from node.exchange.auditing import Auditor
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import Pushes
@@ -28,7 +27,6 @@ from node.exchange.round.state import (
     FetchEnded,
     Hold,
     Links,
-    MakeAgain,
     MeanTaken,
     PayloadCame,
     PushBegan,
@@ -129,8 +127,6 @@ class RoundRunner:
                 self._report(report)
             case Fetch():
                 self._start(self._fetch(action))
-            case MakeAgain():
-                self._start(self._make_again(action))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -291,14 +287,6 @@ class RoundRunner:
         except (CodecError, AlreadySignedError) as error:  # finite values whose mean is not
             log.error("slice not reduced", **place, why=str(error))
         self.feed(MeanTaken(index=reduction.slice.index, attempt=reduce.attempt, result=result))
-
-    async def _make_again(self, order: MakeAgain) -> None:
-        auditor = Auditor(
-            state=self.state, outer=self._outer, donors=self._donors, heavy=self._heavy
-        )
-        audited = await auditor.audited(order)
-        if self.state.commit is None and not self.state.is_closed:
-            self._report(audited)
 
     async def _fetch(self, fetch: Fetch) -> None:
         wanted, until = {}, None

@@ -26,6 +26,10 @@ def contribution_digest(body_digest: Digest) -> ContributionDigest:
     return ContributionDigest(body_digest[:CONTRIBUTION_DIGEST_BYTES])
 
 
+AUDIT_ROUNDS = 4
+"""A result may be audited until so many later rounds are committed; nodes keep for so long what made it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
     """A contiguous part of a fragment that one participant reduces."""

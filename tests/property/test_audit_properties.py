@@ -6,7 +6,7 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator.swarm.actions import QuarantineAsked
+from coordinator.swarm.actions import GoBack, QuarantineAsked
 from coordinator.swarm.events import Reported
 from coordinator.swarm.state import Verdict, Work
 from protocol.wire.messages import AuditAsked, Audited
@@ -42,10 +42,7 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
         scene.attach(name, invite=name)
     work = dict(zip(names, tokens, strict=True))
     say = replace(scene.round.say, weights=work, is_confirmed=True)  # type: ignore[type-var]
-    members = {
-        n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in scene.state.members.items()
-    }
-    scene.state = replace(scene.state, members=members, open_round=replace(scene.round, say=say))
+    scene.state = replace(scene.state, open_round=replace(scene.round, say=say))
     reducer = scene.round.slices[0].slice.reducer_id
     liars = {NodeId(names[i]) for i in lying if i < len(names)} - {reducer}
     if is_reducer_lying:
@@ -53,8 +50,19 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
     assume(2 * sum(work[n] for n in liars) < sum(tokens))
 
     result = CLAIMED if is_reducer_lying else RIGHT
-    scene.train(reducer)
+    for name in names:
+        scene.train(name)
+    for progress in scene.round.slices[1:]:
+        scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
     scene.reduce(reducer, 0, result)
+    for name in names:
+        if scene.state.committed_round == 0:
+            scene.hold(name, 0, result)
+
+    members = {
+        n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in scene.state.members.items()
+    }
+    scene.state = replace(scene.state, members=members)
 
     def answer(asked: list[NodeId]) -> None:
         order.shuffle(asked)  # type: ignore[attr-defined]
@@ -63,21 +71,23 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
             report = Audited(slice_index=0, digest=result, found=found, why="")
             scene.do(Reported(node_id=name, round=1, report=report))
 
-    (first,) = asked_of(scene.actions, AuditAsked)
+    (first,) = asked_of(scene.log, AuditAsked)
     answer([first])
     answer([n for n in asked_of(scene.log, AuditAsked) if n != first])
-    audit = scene.round.slices[0].audit
-    assert audit is not None
+    (audit,) = scene.state.audits
     verdict = audit.verdict
-    convicted = {a.node_id for a in scene.log if isinstance(a, QuarantineAsked)}
+    convicted = {a.conviction.node_id for a in scene.log if isinstance(a, QuarantineAsked)}
+    is_undone = any(isinstance(action, GoBack) for action in scene.log)
     contradicted = {n for n, m in scene.state.members.items() if m.audits.num_contradicted}
     assert convicted <= liars
     assert contradicted <= liars
+    assert is_reducer_lying or not is_undone, "liars undo nothing"
     if is_reducer_lying and first not in liars:
-        assert verdict in (Verdict.VOID, Verdict.CONVICTED)
+        assert verdict in (Verdict.DISPUTED, Verdict.UNPROVEN, Verdict.CONVICTED)
         honest = [n for n in names if n not in liars]
         if len(honest) > 1:
             assert convicted == {reducer}, "all that are honest looked, and they are most"
+            assert is_undone
     is_seen_honestly = any(n not in liars for n in audit.auditor_ids)
     if not is_reducer_lying and is_seen_honestly:
-        assert verdict is Verdict.AGREED, "liars make nothing void that an honest auditor looks at"
+        assert verdict is Verdict.AGREED, "liars make nothing disputed that an honest auditor sees"

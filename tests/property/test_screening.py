@@ -1,6 +1,7 @@
 """Liars among contributors: what they do to a slice's result is bounded, whatever the run's merge."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -209,12 +210,17 @@ def test_what_no_training_comes_to_is_left_out_whoever_is_alone_with_it() -> Non
     told = honest(2, 3)
     told[1] = np.full(BLOCK, 1e30, dtype=np.float32)
     parameters = np.full(BLOCK, 0.02, dtype=np.float32)
-    result = reduced(told, own=1, parameters=parameters)
+    result = reduced(told, own=1, norm_of_parameters=partial(norm_of, parameters))
     assert result.factors == (WHOLE, 0)
     large = np.full(BLOCK, 10.0, dtype=np.float32)
     told[1] = np.full(BLOCK, 5 * LARGEST_RMS, dtype=np.float32)
-    assert reduced(told, own=1, parameters=parameters).factors == (WHOLE, 0)
-    assert reduced(told, own=1, parameters=large).factors == (), "it follows the parameters"
+    assert reduced(told, own=1, norm_of_parameters=partial(norm_of, parameters)).factors == (
+        WHOLE,
+        0,
+    )
+    assert reduced(told, own=1, norm_of_parameters=partial(norm_of, large)).factors == (), (
+        "it follows the parameters"
+    )
 
 
 def test_nobody_weighs_more_than_twice_the_mean_whatever_it_claims() -> None:

@@ -4,15 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.swarm.actions import QuarantineAsked
-from coordinator.swarm.events import Reported
-from coordinator.swarm.state import MemberState, SliceProgress, Verdict, Work
+from coordinator.store import Store
+from coordinator.streams import what_holds_for
+from coordinator.swarm.actions import GoBack, QuarantineAsked
+from coordinator.swarm.events import Reported, Ruled, Started
+from coordinator.swarm.state import Audit, MemberState, SwarmState, Verdict, Work
+from coordinator.swarm.transition import initial_state
+from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import AuditAsked, Audited
-from protocol.wire.rounds import Digest, NodeId
-from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of
+from protocol.wire.rounds import Digest, NodeId, RoundSpan
+from tests.unit.swarm_scene import INITIAL, RUN, Scene, asked_of, digest_of, of_kind
 
 OTHER = digest_of("another result")
 RESULT = digest_of("result 1/0")
+STATE = digest_of("state 1")
 
 
 def scene_of(*names: str, share: float = 1.0, secret: bytes = b"secret") -> Scene:
@@ -27,123 +32,198 @@ def scene_of(*names: str, share: float = 1.0, secret: bytes = b"secret") -> Scen
     return scene
 
 
-def slice_0(scene: Scene) -> SliceProgress:
-    return scene.round.slices[0]
+def reducer_of(scene: Scene) -> NodeId:
+    return scene.round.slices[0].slice.reducer_id
 
 
-def reduce_0(scene: Scene, digest: Digest = RESULT, *, error_before: bytes = b"") -> NodeId:
-    """The reducer of slice 0 reports, and all hold its result; returns the auditor."""
-    reducer = slice_0(scene).slice.reducer_id
-    scene.reduce(reducer, 0, digest)
-    (auditor,) = asked_of(scene.actions, AuditAsked)
+def commit_1(scene: Scene) -> tuple[NodeId, list[NodeId]]:
+    """Round 1 commits with slice 0 alone; returns that one's reducer, and who audits."""
+    reducer = reducer_of(scene)
+    for progress in scene.round.slices[1:]:
+        scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
+    scene.reduce(reducer, 0, RESULT)
+    assert not asked_of(scene.log, AuditAsked), "who reduces cannot know it before"
     for name in scene.state.members:
-        scene.hold(name, 0, digest)
-    return auditor
+        if scene.state.committed_round == 0:
+            scene.hold(name, 0, RESULT)
+    assert scene.state.committed_round == 1, scene.reason
+    return reducer, asked_of(scene.log, AuditAsked)
+
+
+def committed(scene: Scene) -> tuple[NodeId, NodeId]:
+    """The same where it is audited; all apply it, and round 2 begins."""
+    reducer, (auditor,) = commit_1(scene)
+    scene.apply(digest_of("state 1"), *scene.state.members)
+    assert scene.round.number == 2
+    return reducer, auditor
+
+
+def reach_back(scene: Scene, *rounds: int) -> None:
+    """Nodes say that they can go back to the states after these rounds."""
+    spans = tuple(RoundSpan(first=round, last=round) for round in rounds)
+    members = {n: replace(m, reach_back=spans) for n, m in scene.state.members.items()}
+    scene.state = replace(scene.state, members=members)
 
 
 def find(scene: Scene, name: str, found: bytes, why: str = "") -> None:
     report = Audited(slice_index=0, digest=RESULT, found=found, why=why)
-    scene.do(Reported(node_id=NodeId(name), round=scene.round.number, report=report))
+    scene.do(Reported(node_id=NodeId(name), round=1, report=report))
 
 
-def verdict(scene: Scene) -> Verdict | None:
-    audit = slice_0(scene).audit
-    assert audit is not None
-    return audit.verdict
+def audit_of(scene: Scene) -> Audit:
+    (audit,) = [audit for audit in scene.state.audits if audit.round == 1]
+    return audit
 
 
-def test_a_slice_waits_for_its_auditor_who_is_told_all_that_the_reducer_told() -> None:
+def test_a_round_commits_and_the_next_one_goes_on_while_its_slice_is_audited() -> None:
     scene = scene_of("a", "b", "c")
-    reducer = slice_0(scene).slice.reducer_id
-    scene.reduce(reducer, 0, RESULT)
-    (asked,) = scene.asked(AuditAsked)
-    assert (asked.reducer_id, asked.reduced.digest) == (reducer, RESULT)
+    reducer, (auditor,) = commit_1(scene)
+    (asked,) = of_kind(scene.log, AuditAsked)
+    assert (asked.round, asked.reducer_id, asked.reduced.digest) == (1, reducer, RESULT)
     assert {c.node_id for c in asked.reduced.contributors} == set(scene.state.members)
-    assert 0 < asked.seconds < scene.round.commit_deadline - scene.now
-    assert asked_of(scene.actions, AuditAsked) != [reducer]
-    for name in "abc":
-        scene.hold(name, 0, RESULT)
-    assert "slice 0 audited by" in scene.reason
-    auditor = asked_of(scene.log, AuditAsked)[0]
+    assert asked.seconds > 0
+    assert auditor != reducer
+    scene.apply(digest_of("state 1"), "a", "b", "c")
+    assert scene.round.number == 2 and audit_of(scene).verdict is None
     find(scene, auditor, RESULT)
-    assert verdict(scene) is Verdict.AGREED
-    assert "slice 0 audited" not in scene.reason
+    assert audit_of(scene).verdict is Verdict.AGREED
+    scene.train("a")
+    scene.commit("a", "b", "c")
+    assert f"slice 0 of round 1 audited by {auditor}: agreed" in scene.state.recent[-1].reason
+    assert all(audit.round == 2 for audit in scene.state.audits)
 
 
 def test_nobody_foresees_the_draw_who_does_not_know_the_secret() -> None:
-    def drawn(secret: bytes, result: str) -> bool:
+    def drawn(secret: bytes, result: Digest = RESULT) -> bool:
         scene = scene_of("a", "b", "c", share=0.5, secret=secret)
-        scene.reduce(slice_0(scene).slice.reducer_id, 0, digest_of(result))
-        return bool(scene.asked(AuditAsked))
+        reducer = reducer_of(scene)
+        for progress in scene.round.slices[1:]:
+            scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
+        scene.reduce(reducer, 0, result)
+        for name in "abc":
+            if scene.state.committed_round == 0:
+                scene.hold(name, 0, result)
+        return bool(scene.state.audits)
 
-    by_secret = [drawn(bytes([n]), "same") for n in range(40)]
-    by_result = [drawn(b"secret", f"result {n}") for n in range(40)]
+    by_secret = [drawn(bytes([n])) for n in range(40)]
+    by_result = [drawn(b"secret", digest_of(f"result {n}")) for n in range(40)]
     assert 8 < sum(by_secret) < 32 and 8 < sum(by_result) < 32
-    assert drawn(b"secret", "result 1") == drawn(b"secret", "result 1"), "a restart changes nothing"
+    assert drawn(b"secret") == drawn(b"secret"), "a restart changes nothing"
 
 
 def test_auditors_of_the_reducers_own_invite_are_asked_only_where_there_is_no_other() -> None:
     for secret in range(12):
-        scene = Scene(min_nodes=3)
-        rules = replace(scene.state.rules, audited_share=1.0)
-        scene.state = replace(scene.state, rules=rules, audit_secret=bytes([secret]))
-        scene.attach("a", "b", invite="one")
-        scene.attach("c", invite="another")
-        scene.train("a")
-        scene.reduce("a", 0, RESULT)
-        assert asked_of(scene.actions, AuditAsked) == ["c"]
+        scene = scene_of("a", "b", "c", secret=bytes([secret]))
+        invites = {"a": "one", "b": "one", "c": "another"}
+        members = {n: replace(m, invite_id=invites[n]) for n, m in scene.state.members.items()}
+        scene.state = replace(scene.state, members=members)
+        reducer, (auditor,) = commit_1(scene)
+        assert (auditor == "c") or reducer == "c"
 
 
-def test_who_is_found_false_by_most_of_the_weight_is_convicted_and_its_slice_is_void() -> None:
+def test_who_is_found_false_by_most_of_the_weight_is_convicted_and_the_run_goes_back() -> None:
     scene = scene_of("a", "b", "c", "d")
-    reducer, first = slice_0(scene).slice.reducer_id, reduce_0(scene)
+    reducer, first = committed(scene)
     find(scene, first, OTHER)
     jury = asked_of(scene.actions, AuditAsked)
     assert {*jury, first, reducer} == set(scene.state.members)
     for name in jury:
-        assert verdict(scene) is None
+        assert audit_of(scene).verdict is None
         find(scene, name, OTHER)
-    assert verdict(scene) is Verdict.CONVICTED
+    assert audit_of(scene).verdict is Verdict.CONVICTED
     (asked,) = scene.asked(QuarantineAsked)
-    assert asked.node_id == reducer and "found another result" in asked.reason
-    scene.wait_until(scene.round.commit_deadline)
-    outcome = scene.state.recent[-1].commit.slices[0]
-    assert outcome.digest is None and "is convicted" in outcome.void_reason
+    assert asked.conviction.node_id == reducer
+    assert "found another result" in asked.conviction.reason
+    (wish,) = scene.asked(GoBack)
+    assert wish.alarm.round is None, "before round 1 is nothing that nodes keep"
+    assert "is convicted" in wish.alarm.reason and "can go back" in wish.alarm.reason
 
 
-def test_different_findings_convict_nobody() -> None:
+def test_a_lie_of_a_later_round_is_undone_by_going_back_to_the_round_before_or_as_near_as_can_be() -> (
+    None
+):
+    for reach, expected in (((1, 2), 1), ((2,), None)):
+        scene = scene_of("a", "b", "c", "d", share=0.0)
+        scene.commit("a", "b", "c", "d")
+        scene.apply(digest_of("state 1"), *"abcd")
+        scene.state = replace(scene.state, rules=replace(scene.state.rules, audited_share=1.0))
+        for name in "abcd":
+            scene.train(name)
+        scene.commit("a", "b", "c", "d")
+        scene.apply(digest_of("state 2"), *"abcd")
+        reach_back(scene, *reach)
+        audit = scene.state.audits[0]
+        (first,) = audit.auditor_ids
+
+        def tell(name: str, audit: Audit = audit, scene: Scene = scene) -> None:
+            digest = audit.reduced.digest
+            assert digest is not None
+            told = Audited(slice_index=audit.slice.index, digest=digest, found=OTHER, why="")
+            scene.do(Reported(node_id=NodeId(name), round=2, report=told))
+
+        tell(first)
+        for name in asked_of(scene.actions, AuditAsked):
+            tell(name)
+        (wish,) = of_kind(scene.log, GoBack)
+        assert wish.alarm.round == expected
+
+
+def test_a_conviction_outlives_a_coordinator_that_dies_before_it_has_ruled() -> None:
     scene = scene_of("a", "b", "c", "d")
-    first = reduce_0(scene)
+    reducer, first = committed(scene)
     find(scene, first, OTHER)
+    for name in asked_of(scene.actions, AuditAsked):
+        find(scene, name, OTHER)
+    store = Store.in_memory()
+    store.save(initial_state(scene.state.rules, RUN), scene.state, now=scene.now)
+    scene.state = store.load(scene.state.rules, RUN)
+    scene.do(Started())
+    for name in "abcd":
+        if name != reducer:
+            scene.attach(name, at=1, digest=digest_of("state 1"), invite=name)
+    scene.wait(1000)
+    asked = of_kind(scene.log, QuarantineAsked)
+    assert len(asked) == 2 and len(of_kind(scene.log, GoBack)) == 2, "once more after the start"
+    scene.do(
+        Ruled(kind=RulingKind.QUARANTINED, by="x", unix_seconds=0.0, node_id=reducer, node_name="")
+    )
+    assert not scene.state.convicted
+
+
+def test_different_findings_convict_nobody_and_as_nobody_can_make_it_again_it_is_undone() -> None:
+    scene = scene_of("a", "b", "c", "d")
+    reducer, first = committed(scene)
+    find(scene, first, OTHER, "another result comes out")
     for place, name in enumerate(asked_of(scene.actions, AuditAsked)):
         find(scene, name, digest_of(f"yet another {place}"))
-    assert verdict(scene) is Verdict.VOID
-    assert not [each for each in scene.log if isinstance(each, QuarantineAsked)]
+    assert audit_of(scene).verdict is Verdict.UNPROVEN
+    assert not of_kind(scene.log, QuarantineAsked)
+    (wish,) = scene.asked(GoBack)
+    assert "another result comes out" in wish.alarm.reason
+    assert scene.member(reducer).audits.back_at_round == 4
 
 
 def test_who_contradicts_most_of_the_weight_twice_has_no_say_any_more_and_audits_nothing() -> None:
     scene = scene_of("a", "b", "c", "d")
-    first = reduce_0(scene)
+    _, first = committed(scene)
     scene.state = _with_work(scene, dict.fromkeys("abcd", 100))
     find(scene, first, OTHER)
     for name in asked_of(scene.actions, AuditAsked):
         find(scene, name, RESULT)
-    assert verdict(scene) is Verdict.AGREED
+    audit = audit_of(scene)
+    assert audit.verdict is Verdict.AGREED
     member = scene.member(first)
     assert (member.audits.num_contradicted, bool(member.work.by_stretch)) == (1, True)
-    # The same again, in another round:
-    audit = slice_0(scene).audit
-    assert audit is not None
+    # The same again, of another slice:
     again = replace(audit, verdict=None, findings=audit.findings[:1], is_contested=True)
-    slices = (replace(slice_0(scene), audit=again), *scene.round.slices[1:])
-    scene.state = replace(scene.state, open_round=replace(scene.round, slices=slices))
+    scene.state = replace(scene.state, audits=(again,))
     for name in audit.auditor_ids[1:]:
         find(scene, name, RESULT)
     member = scene.member(first)
     assert (member.audits.num_contradicted, member.work) == (2, Work())
 
 
-def _with_work(scene: Scene, tokens: dict[str, int]):  # type: ignore[no-untyped-def]
+def _with_work(scene: Scene, tokens: dict[str, int]) -> SwarmState:
     members = {
         n: replace(m, work=Work(by_stretch=((0, tokens[n]),)))
         for n, m in scene.state.members.items()
@@ -151,58 +231,79 @@ def _with_work(scene: Scene, tokens: dict[str, int]):  # type: ignore[no-untyped
     return replace(scene.state, members=members)
 
 
-def test_a_dispute_between_two_makes_the_slice_void_and_lets_neither_reduce_or_audit_for_a_while() -> (
+def test_a_dispute_between_two_undoes_nothing_and_lets_neither_reduce_or_audit_for_a_while() -> (
     None
 ):
     scene = scene_of("a", "b")
-    reducer, first = slice_0(scene).slice.reducer_id, reduce_0(scene)
+    reducer, first = committed(scene)
     find(scene, first, b"", "it does not give its error")
-    assert verdict(scene) is Verdict.VOID
+    audit = audit_of(scene)
+    assert audit.verdict is Verdict.DISPUTED and "it does not give its error" in audit.why
+    assert not of_kind(scene.log, GoBack)
     for name in (reducer, first):
-        assert scene.member(name).audits.back_at_round == 3
+        assert scene.member(name).audits.back_at_round == 4
         assert scene.member(name).state is MemberState.READY
-    audit = slice_0(scene).audit
-    assert audit is not None and "it does not give its error" in audit.why
 
 
-def test_a_round_never_waits_for_an_auditor_longer_than_to_its_deadline() -> None:
+def test_an_auditor_that_is_silent_costs_the_audit_alone() -> None:
     scene = scene_of("a", "b", "c")
-    deadline = scene.round.commit_deadline
-    auditor = reduce_0(scene)
-    for progress in scene.round.slices[1:]:
-        scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
-    scene.wait_until(deadline)
-    commit = scene.state.recent[-1].commit
-    assert commit.slices[0].digest == RESULT, "it costs the audit alone"
-    assert "unanswered" in scene.state.recent[-1].reason
-    assert scene.member(auditor).audits.audits_from_round == 3
+    scene.wait(5)
+    reducer, auditor = committed(scene)
+    scene.wait(11)
+    assert audit_of(scene).verdict is Verdict.UNANSWERED
+    assert scene.member(auditor).audits.audits_from_round == 4
+    assert scene.member(reducer).audits.back_at_round == 0
 
 
 def test_an_auditor_that_leaves_is_not_waited_for() -> None:
     scene = scene_of("a", "b", "c")
-    auditor = reduce_0(scene)
+    _, auditor = committed(scene)
     scene.leave(auditor)
-    assert verdict(scene) is Verdict.UNANSWERED
+    assert audit_of(scene).verdict is Verdict.UNANSWERED
+
+
+def test_a_reducer_that_leaves_or_begins_anew_is_no_liar_and_reduces_nothing_for_a_while() -> None:
+    """Nobody can know what it made its result of: a machine may fail at any time."""
+    for goes in (
+        Scene.leave,
+        lambda scene, name: scene.attach(name, at=1, digest=STATE, invite=name),
+    ):
+        scene = scene_of("a", "b", "c", "d")
+        reducer, auditor = committed(scene)
+        goes(scene, reducer)
+        find(scene, auditor, b"", "it does not give its error")
+        assert audit_of(scene).verdict is Verdict.UNANSWERED
+        assert scene.member(reducer).audits.back_at_round == 4
+        assert not of_kind(scene.log, GoBack)
 
 
 @pytest.mark.parametrize("name", ["the reducer", "nobody"])
 def test_a_finding_of_who_was_not_asked_changes_nothing(name: str) -> None:
     scene = scene_of("a", "b", "c")
-    reducer, auditor = slice_0(scene).slice.reducer_id, reduce_0(scene)
+    reducer, auditor = committed(scene)
     (third,) = set(scene.state.members) - {reducer, auditor}
     find(scene, reducer if name == "the reducer" else third, OTHER)
-    audit = slice_0(scene).audit
-    assert audit is not None and not audit.findings
+    assert not audit_of(scene).findings
+
+
+def test_an_auditor_that_comes_back_is_told_again_what_it_was_asked() -> None:
+    scene = scene_of("a", "b", "c")
+    _, auditor = committed(scene)
+    told = what_holds_for(scene.state, scene.member(auditor), scene.now)
+    assert [m.round for m in told if isinstance(m, AuditAsked)] == [1]
+    find(scene, auditor, RESULT)
+    told = what_holds_for(scene.state, scene.member(auditor), scene.now)
+    assert not [m for m in told if isinstance(m, AuditAsked)]
 
 
 def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left() -> None:
     """Else it could add whatever it likes, and every auditor would find the same."""
     scene = scene_of("a", "b", share=1e-9)
-    reducer = slice_0(scene).slice.reducer_id
+    reducer = reducer_of(scene)
 
     def reported(before: bytes, after: bytes) -> None:
         scene.reduce(reducer, 0, digest_of(f"result {scene.round.number}"))
-        progress = slice_0(scene)
+        progress = scene.round.slices[0]
         assert progress.reduced is not None
         told = replace(progress.reduced, error_before=before, error_after=after)
         scene.state = replace(
@@ -210,7 +311,7 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
             open_round=replace(
                 scene.round,
                 slices=(
-                    replace(progress, digest=None, reduced=None, audit=None, contributors=()),
+                    replace(progress, digest=None, reduced=None, contributors=()),
                     *scene.round.slices[1:],
                 ),
             ),

@@ -13,7 +13,6 @@ from node.exchange.codecs.codec import Codec
 from node.exchange.limits import Waits
 from node.exchange.reduction import Reduction, SliceResult
 from protocol.wire.messages import (
-    AuditAsked,
     ParticipantsDeparted,
     ParticipantsIdle,
     Report,
@@ -213,7 +212,7 @@ class Closed:
     """The commit's results are here, or the round ends without one: the node goes on."""
 
 
-RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered | AuditAsked
+RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered
 """What the coordinator says of a round between its plan and its commit."""
 
 Event = (
@@ -282,13 +281,4 @@ class Fetch:
     is_committed: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MakeAgain:
-    """A slice's result is made again from what its reducer says that it has made it of."""
-
-    asked: AuditAsked
-    slice: Slice
-    own: Payload | None  # what this node has contributed to it
-
-
-Action = Send | Reduce | Hold | Drop | Tell | Fetch | MakeAgain
+Action = Send | Reduce | Hold | Drop | Tell | Fetch

@@ -22,7 +22,6 @@ from node.exchange.round.state import (
     Fetch,
     FetchEnded,
     Hold,
-    MakeAgain,
     MeanTaken,
     PayloadCame,
     Phase,
@@ -37,7 +36,6 @@ from node.exchange.round.state import (
     TimePassed,
 )
 from protocol.wire.messages import (
-    AuditAsked,
     Held,
     ParticipantsDeparted,
     ParticipantsIdle,
@@ -175,8 +173,6 @@ def _take_in(turn: _Turn, event: Event) -> None:
             _take_over(turn, event)
         case ResultOffered():
             _note_offer(turn, event)
-        case AuditAsked():
-            _audit(turn, event)
         case Committed():
             _commit(turn, event)
         case TimePassed(links=links):
@@ -330,15 +326,6 @@ def _note_offer(turn: _Turn, event: ResultOffered) -> None:
             holder_ids=tuple(n for n in event.holder_ids if n != turn.state.rules.node_id),
         )
         turn.put(event.slice_index, wanted=offered, is_fetched=False)
-
-
-def _audit(turn: _Turn, event: AuditAsked) -> None:
-    """Makes another reducer's result again; once the round is committed nobody asks for the finding."""
-    known = turn.state.slices.get(event.reduced.slice_index)
-    if known is None or turn.state.commit is not None:
-        return
-    part = replace(known.part, reducer_id=event.reducer_id)
-    turn.actions.append(MakeAgain(asked=event, slice=part, own=known.own))
 
 
 def _commit(turn: _Turn, event: Committed) -> None:
