@@ -18,6 +18,7 @@ from coordinator.dashboard.link import page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.timeline import Timeline
+from coordinator.dashboard.times_file import TimesFile
 from coordinator.driver import Driver
 from coordinator.journal import (
     log_refusal,
@@ -59,6 +60,9 @@ if TYPE_CHECKING:
 
 NEWS_FILE = "news.jsonl"
 """In the coordinator's folder: what has happened to the swarm, for its page."""
+
+TIMES_FILE = "times.jsonl"
+"""Beside it: when which node did what in closed rounds."""
 
 GRACE_SECONDS = 1.0
 """Calls in flight may take this long to end when the coordinator stops."""
@@ -135,9 +139,10 @@ class Coordinator:
                 reader=reader,
             )
             rulings = Rulings(driver, home.run, signer, verifier=verifier)
+            times = TimesFile(home.directory / TIMES_FILE)
             watched = Watched(
                 tally=RoundTally(driver.state, now=driver.clock.now()),
-                timeline=Timeline(),
+                timeline=Timeline(times.latest(), keep=times.add),
                 news=NewsFile(home.directory / NEWS_FILE),
             )
             await rulings.announce_key(home.key_number, home.tail_pem)
@@ -175,6 +180,8 @@ class Coordinator:
                 store=store,
                 driver=driver,
                 enrolment_port=enrolment_port,
+                timeline=watched.timeline,
+                times=times,
             )
             _add_enrolment(
                 enrolment,
@@ -250,6 +257,8 @@ def _add_member_services(
     store: Store,
     driver: Driver,
     enrolment_port: int,
+    timeline: Timeline,
+    times: TimesFile,
 ) -> StatusDesk:
     """What is behind mutual TLS; returns the desk that tells how the run is doing."""
     telemetry = Telemetry()
@@ -258,7 +267,9 @@ def _add_member_services(
         swarm_id=swarm_id, store=store, standing_of=rulings.standing_of, clock=driver.clock.now
     )
     session = SessionDesk(driver, telemetry, home.run, signer, rulings)
-    status = StatusDesk(driver, telemetry, home.run, swarm_id=swarm_id)
+    status = StatusDesk(
+        driver, telemetry, home.run, swarm_id=swarm_id, timeline=timeline, kept_times=times.of
+    )
     operator = OperatorDesk(
         store,
         host=config.advertise,

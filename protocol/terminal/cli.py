@@ -95,8 +95,8 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ),
             Entry(
                 name="rounds",
-                target="protocol.terminal.query:rounds",
-                summary="List the latest rounds.",
+                target="protocol.terminal.rounds:rounds",
+                summary="List the latest rounds, or show one as a chart.",
             ),
             Entry(
                 name="data",

@@ -1,4 +1,4 @@
-"""The commands that ask a coordinator: status, nodes, rounds, data. They start in a fraction of a second.
+"""The commands that ask a coordinator: status, nodes, data. They start in a fraction of a second.
 
 grpc and rich are imported where they are used: --help and usage errors do not wait for them.
 """
@@ -76,6 +76,13 @@ class StatusLink:
             lambda stub: stub.ListRounds(ListRoundsRequest(limit=limit), timeout=ANSWER_SECONDS)
         )
 
+    def round(self, number: int) -> "status_pb2.GetRoundResponse":
+        """One round, 0 for the newest; raises AtollError when there is no answer."""
+        from protocol.v1.status_pb2 import GetRoundRequest
+
+        request = GetRoundRequest(round=number)
+        return self._answer(lambda stub: stub.GetRound(request, timeout=ANSWER_SECONDS))
+
     def _answer(self, ask: "Callable[[StatusServiceStub], Answer]") -> "Answer":
         """A viewer's certificate, or that of a node that does not run now, may have ended meanwhile."""
         try:
@@ -152,22 +159,22 @@ def _plain(field: Any, value: Any) -> object:
     return value
 
 
-_dir_option = click.option(
+dir_option = click.option(
     "--dir",
     "directory",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the node or coordinator. Default: $ATOLL_DIR, else the current folder when it "
     "is one, else the folder that 'atoll join' made.",
 )
-_json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 
 
 @click.command()
 @click.option(
     "--watch", "is_watching", is_flag=True, help="Follow the run until it is finished; Ctrl-C ends."
 )
-@_json_option
-@_dir_option
+@json_option
+@dir_option
 def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
     """Show what the run and its nodes do.
 
@@ -251,8 +258,8 @@ _NODES_COMMANDS = (
 
 
 @click.group(cls=LazyGroup, sections=_NODES_COMMANDS, invoke_without_command=True)
-@_json_option
-@_dir_option
+@json_option
+@dir_option
 @click.pass_context
 def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None:
     """List the nodes: who they are and how they stand with the swarm; or decide who takes part.
@@ -285,7 +292,7 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
 
     facts = [node_facts(node) for node in by_name(answer.nodes)]
     columns = tuple(node_facts(_no_node()))
-    _print_fitting(
+    print_fitting(
         columns,
         [tuple(each.values()) for each in facts],
         spare=_SPARE_OF_NODES,
@@ -313,8 +320,8 @@ def _no_node() -> "status_pb2.NodeStatus":
 
 @click.command("show")
 @click.argument("name")
-@_json_option
-@_dir_option
+@json_option
+@dir_option
 def show_node(name: str, is_json: bool, directory: Path | None) -> None:
     """Show all that is known of a node: NAME is its name, its id, or the beginning of that.
 
@@ -346,7 +353,7 @@ def show_node(name: str, is_json: bool, directory: Path | None) -> None:
         click.echo(f"{label.ljust(width)}  {words}")
 
 
-def _print_fitting(
+def print_fitting(
     columns: "Sequence[str]",
     rows: "Sequence[Sequence[str]]",
     *,
@@ -361,57 +368,6 @@ def _print_fitting(
     if left_out:
         names = ", ".join(name for name in columns if name in left_out)
         screen.print(f"left out: {names}; --json shows all")
-
-
-@click.command()
-@click.option(
-    "--limit", type=click.IntRange(1, 4000), default=20, show_default=True, help="How many."
-)
-@_json_option
-@_dir_option
-def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
-    """List the latest closed rounds, newest first.
-
-    \b
-    Example:
-      atoll rounds --limit 5
-
-    JSON is a list of RoundSummary (proto/protocol/v1/status.proto):
-
-    \b
-      [{"round": 7, "num_participants": 3, "num_committed_slices": 3, "tokens": 184320,
-        "seconds": 8.4, "loss": 2.1, "outer_digest": "8f3a…", "reason": "…", …}]
-    """  # noqa: D301 - click reads the character \b, not its two letters
-    with StatusLink(directory) as link:
-        answer = link.rounds(limit)
-    if is_json:
-        console.print_json([as_json(closed) for closed in answer.rounds])
-        return
-    from protocol.terminal.status_view import ledger_bytes, screened_in_words
-
-    rows = [
-        (
-            str(closed.round),
-            f"{closed.num_contributors} of {closed.num_participants}",
-            f"{closed.num_committed_slices} of {closed.num_slices}",
-            console.count_in_words(closed.tokens),
-            console.bytes_in_words(ledger_bytes(closed.wire)),
-            console.seconds_in_words(closed.seconds),
-            f"{closed.loss:.3f}" if closed.loss > 0 else "-",
-            console.digest_in_words(closed.outer_digest),
-            screened_in_words(closed),
-            closed.reason,
-        )
-        for closed in answer.rounds
-    ]
-    columns = (
-        *("round", "nodes", "slices", "tokens", "sent", "took", "loss", "digest", "screened"),
-        "reason",
-    )
-    right = ("round", "tokens", "sent", "took", "loss")
-    _print_fitting(
-        columns, rows, spare=("reason", "digest", "sent", "slices", "screened"), right=right
-    )
 
 
 _DATA_COMMANDS = (
@@ -439,8 +395,8 @@ _DATA_COMMANDS = (
 
 
 @click.group(cls=LazyGroup, sections=_DATA_COMMANDS, invoke_without_command=True)
-@_json_option
-@_dir_option
+@json_option
+@dir_option
 @click.pass_context
 def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
     """Prepare data for a run; alone: show what became of the run's samples.

@@ -415,9 +415,6 @@ def held_out_in_words(run: pb.RunStatus) -> str:
     return words + holders_in_words(latest.holders)
 
 
-"""Of more data holders a line has no room for each."""
-
-
 def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
     """What the latest held-out loss is of each holder of private data; empty where there are none."""
     if not holders:
@@ -476,7 +473,7 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
         uploads = upload_in_words(beat.upload_pace)
         waits_for = "; ".join(filter(None, (beat.waiting_for, uploads and f"upload: {uploads}")))
     return (
-        Text(_short(name_of(node)), style="dim" if is_gone else ""),
+        Text(short_name(name_of(node)), style="dim" if is_gone else ""),
         Text(word, style=colour),
         does,
         Text(loss),
@@ -576,7 +573,7 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BLOCKS[round((value - least) / span * (len(BLOCKS) - 1))] for value in latest)
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A name that fits its column, with its end: nodes of one name differ there."""
     if len(name) <= _NAME_WIDTH:
         return name
