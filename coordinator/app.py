@@ -43,7 +43,7 @@ from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
 from protocol.run.amendments import in_force
 from protocol.run.layout import layout_of
-from protocol.terminal.logging import LogStream, start_logging
+from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.terminal.typed import web_address_of
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import pin_of
@@ -389,7 +389,8 @@ def run_coordinator(
         OWN_OPEN_FILES + pages + OPEN_FILES_PER_NODE * home.run.run.min_nodes,
         of="the coordinator",
     )
-    log = start_logging(as_json=log_json)
+    log = start_logging(as_json=log_json, folder=home.directory, process="coordinator")
     if settled is not None:
         log_settled(settled)
-    asyncio.run(_serve(home, config, log))
+    with keeping_the_end(home.directory, "coordinator"):
+        asyncio.run(_serve(home, config, log))

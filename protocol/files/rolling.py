@@ -17,10 +17,13 @@ class RollingFile:
     def __init__(self, path: Path, *, most_bytes: int) -> None:
         self.path = path
         self._most_bytes = most_bytes
+        self._is_begun = False
 
     def append(self, lines: Iterable[str]) -> None:
         """Writes lines, each with its end, by one call of the system: who reads sees whole ones."""
         data = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+        if not self._is_begun and _is_torn(self.path):
+            data = b"\n" + data
         if self.path.exists() and self.path.stat().st_size + len(data) > self._most_bytes:
             self.path.replace(old_of(self.path))
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -29,6 +32,16 @@ class RollingFile:
                 data = data[os.write(descriptor, data) :]
         finally:
             os.close(descriptor)
+        self._is_begun = True
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether its last line was cut when the machine stopped: the next must not go on with it."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def old_of(path: Path) -> Path:

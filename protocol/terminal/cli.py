@@ -99,6 +99,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 summary="List the latest rounds, or show one as a chart.",
             ),
             Entry(
+                name="logs",
+                target="protocol.terminal.logs:logs",
+                summary="Show what all processes of a folder have logged, and follow.",
+            ),
+            Entry(
                 name="data",
                 target="protocol.terminal.query:data",
                 summary="Prepare data; show which samples are trained, leased, waiting.",

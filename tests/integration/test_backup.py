@@ -84,6 +84,7 @@ def test_copies_of_a_run_in_full_flight_are_consistent_and_one_can_be_started(
         "atoll.db-shm",
         "news.jsonl",  # what the page of this machine has told
         "times.jsonl",  # what its timeline has
+        "logs",
     }
     for name in files:
         mode = (copy / name).stat().st_mode & 0o777
