@@ -14,6 +14,7 @@ import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, rules_of
+from coordinator.dashboard.given import GivenFile, Tally
 from coordinator.dashboard.link import page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
@@ -36,7 +37,7 @@ from coordinator.services.ruling import Rulings, refuse_replaced_key
 from coordinator.services.session import SessionDesk, SessionServicer
 from coordinator.services.status import StatusDesk, StatusServicer
 from coordinator.store import Store
-from coordinator.swarm.state import SwarmState
+from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
@@ -64,6 +65,9 @@ NEWS_FILE = "news.jsonl"
 TIMES_FILE = "times.jsonl"
 """Beside it: when which node did what in closed rounds."""
 
+GIVEN_FILE = "given.json"
+"""Beside these: what each node has given over the whole run."""
+
 GRACE_SECONDS = 1.0
 """Calls in flight may take this long to end when the coordinator stops."""
 
@@ -85,6 +89,7 @@ class Coordinator:
         *,
         store: Store,
         driver: Driver,
+        given: GivenFile,
         threads: Sequence[ThreadPoolExecutor],
         control: grpc.aio.Server,
         enrolment: grpc.aio.Server,
@@ -98,6 +103,7 @@ class Coordinator:
         self.control_port = control_port
         self.enrolment_port = enrolment_port
         self._store = store
+        self._given = given
         self._threads = threads
         self._servers = (control, enrolment)
         self._clock_task = asyncio.create_task(driver.run_clock())
@@ -144,6 +150,11 @@ class Coordinator:
                 tally=RoundTally(driver.state, now=driver.clock.now()),
                 timeline=Timeline(times.latest(), keep=times.add),
                 news=NewsFile(home.directory / NEWS_FILE),
+                given=GivenFile(
+                    home.directory / GIVEN_FILE,
+                    closed=lambda: store.latest_rounds(KEPT_ROUNDS),
+                    now=driver.clock.now(),
+                ),
             )
             await rulings.announce_key(home.key_number, home.tail_pem)
             control_port = bind_control(
@@ -182,6 +193,7 @@ class Coordinator:
                 enrolment_port=enrolment_port,
                 timeline=watched.timeline,
                 times=times,
+                given=watched.given.tally,
             )
             _add_enrolment(
                 enrolment,
@@ -208,6 +220,7 @@ class Coordinator:
         return cls(
             store=store,
             driver=driver,
+            given=watched.given,
             threads=threads,
             control=control,
             enrolment=enrolment,
@@ -243,6 +256,7 @@ class Coordinator:
         await self.driver.settled()
         for thread in self._threads:
             thread.shutdown()
+        self._given.save()
         self._store.close()
 
 
@@ -259,6 +273,7 @@ def _add_member_services(
     enrolment_port: int,
     timeline: Timeline,
     times: TimesFile,
+    given: Tally,
 ) -> StatusDesk:
     """What is behind mutual TLS; returns the desk that tells how the run is doing."""
     telemetry = Telemetry()
@@ -268,7 +283,13 @@ def _add_member_services(
     )
     session = SessionDesk(driver, telemetry, home.run, signer, rulings)
     status = StatusDesk(
-        driver, telemetry, home.run, swarm_id=swarm_id, timeline=timeline, kept_times=times.of
+        driver,
+        telemetry,
+        home.run,
+        swarm_id=swarm_id,
+        timeline=timeline,
+        kept_times=times.of,
+        given=given,
     )
     operator = OperatorDesk(
         store,
@@ -295,11 +316,13 @@ class Watched:
     tally: RoundTally
     timeline: Timeline
     news: NewsFile
+    given: GivenFile
 
     def hear(self, before: SwarmState, transition: Transition) -> None:
         """A step was taken."""
         self.tally.hear(transition)
         self.timeline.hear(before, transition)
+        self.given.hear(transition)
         self.news.add(log_transition(before, transition), unix_seconds=time.time())
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from coordinator.closed_rows import screening_to_wire, wire_ledger
+from coordinator.dashboard.given import Given, Tally
 from coordinator.dashboard.timeline import RoundTimes, Timeline
 from coordinator.driver import Driver
 from coordinator.services import checks
@@ -74,6 +75,7 @@ class StatusDesk:
         swarm_id: str,
         timeline: Timeline | None = None,
         kept_times: Callable[[int], RoundTimes | None] = lambda number: None,
+        given: Tally | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
@@ -82,6 +84,7 @@ class StatusDesk:
         self._swarm_id = swarm_id
         self._timeline = timeline or Timeline()
         self._kept_times = kept_times
+        self._given = given
         self._started_at = driver.clock.now()
         self._wall_clock = wall_clock
 
@@ -225,6 +228,7 @@ class StatusDesk:
             confirmed_work_share=shares.get(member.node_id),
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
             is_helper=member.is_helper,
+            given=None if self._given is None else given_to_wire(self._given.of(member.node_id)),
         )
 
 
@@ -232,6 +236,16 @@ _BARRED = {
     RulingKind.QUARANTINED: pb.NODE_STATE_QUARANTINED,
     RulingKind.EXPELLED: pb.NODE_STATE_EXPELLED,
 }
+
+
+def given_to_wire(given: Given) -> pb.Given:
+    """What a node has given."""
+    return pb.Given(
+        num_rounds=given.num_rounds,
+        sent_bytes=given.sent_bytes,
+        received_bytes=given.received_bytes,
+        present_seconds=given.present_seconds,
+    )
 
 
 def standing_in_words(standing: Ruling) -> str:

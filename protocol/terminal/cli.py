@@ -69,6 +69,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 summary="Start a helper, which reduces for nodes behind routers.",
             ),
             Entry(
+                name="me",
+                target="protocol.terminal.me:me",
+                summary="Show what this folder's node has given to the run.",
+            ),
+            Entry(
                 name="export",
                 target="node.models.command:export",
                 summary="Write the model out for other software.",

@@ -505,6 +505,13 @@ def work_in_words(node: pb.NodeStatus) -> str:
     return f"{100 * node.confirmed_work_share:.0f}%"
 
 
+def given_in_words(given: pb.Given) -> str:
+    """The bytes that a node has moved for the run."""
+    return (
+        f"{bytes_in_words(given.sent_bytes)} sent, {bytes_in_words(given.received_bytes)} received"
+    )
+
+
 def node_facts(node: pb.NodeStatus) -> dict[str, str]:
     """All columns of `atoll nodes`, in words."""
     return {
@@ -550,6 +557,10 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
         "sent": sent,
         "received": received,
         "let go": f"{beat.let_go_rounds:.1f} rounds of late work" if beat.let_go_rounds else "",
+        "gave": f"{node.given.num_rounds} rounds, {given_in_words(node.given)}, "
+        f"{seconds_in_words(node.given.present_seconds)} present"
+        if node.HasField("given")
+        else "",
         "does not reach": others,
         "second process": "waits with the same key: stop one of the two"
         if node.has_waiting_copy

@@ -442,6 +442,7 @@ class NodeStatus(_message.Message):
     CONFIRMED_WORK_SHARE_FIELD_NUMBER: _builtins.int
     STANDING_FIELD_NUMBER: _builtins.int
     IS_HELPER_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     node_name: _builtins.str
@@ -492,6 +493,10 @@ class NodeStatus(_message.Message):
     def screening(self) -> Global___Screening:
         """What became of its contributions in the latest 20 rounds; absent where it made none."""
 
+    @_builtins.property
+    def given(self) -> Global___Given:
+        """What it has given over the whole run; absent where this coordinator counts it not."""
+
     def __init__(
         self,
         *,
@@ -515,10 +520,11 @@ class NodeStatus(_message.Message):
         confirmed_work_share: _builtins.float | None = ...,
         standing: _builtins.str = ...,
         is_helper: _builtins.bool = ...,
+        given: Global___Given | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "confirmed_work_share", b"confirmed_work_share", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates", "screening", b"screening"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "confirmed_work_share", b"confirmed_work_share", "given", b"given", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates", "screening", b"screening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "confirmed_work_share", b"confirmed_work_share", "device", b"device", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "is_helper", b"is_helper", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "screening", b"screening", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "confirmed_work_share", b"confirmed_work_share", "device", b"device", "given", b"given", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "is_helper", b"is_helper", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "screening", b"screening", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirmed_work_share: _TypeAlias = _typing.Literal["confirmed_work_share"]  # noqa: Y015
     _WhichOneofArgType__confirmed_work_share: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share"]  # noqa: Y015
@@ -530,6 +536,40 @@ class NodeStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__inner_steps_per_second) -> _WhichOneofReturnType__inner_steps_per_second | None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
+
+@_typing.final
+class Given(_message.Message):
+    """What a node has given over the whole run, over all starts of it and of the coordinator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    PRESENT_SECONDS_FIELD_NUMBER: _builtins.int
+    num_rounds: _builtins.int
+    """Committed rounds with something of its work in them; of a helper those that it took part in."""
+    sent_bytes: _builtins.int
+    """Bytes that it has sent, as it tells with each round."""
+    received_bytes: _builtins.int
+    """Bytes that it has received, likewise."""
+    present_seconds: _builtins.float
+    """Seconds that it was present while the coordinator ran."""
+    def __init__(
+        self,
+        *,
+        num_rounds: _builtins.int = ...,
+        sent_bytes: _builtins.int = ...,
+        received_bytes: _builtins.int = ...,
+        present_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rounds", b"num_rounds", "present_seconds", b"present_seconds", "received_bytes", b"received_bytes", "sent_bytes", b"sent_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Given: _TypeAlias = Given  # noqa: Y015
 
 @_typing.final
 class Screening(_message.Message):

@@ -113,7 +113,12 @@ async def test_a_round_is_told_stage_by_stage_and_again_after_a_restart(tmp_path
     async with serving(home) as coordinator:
         async with open_channel(Credentials.load(home.directory)) as channel:
             again = await StatusServiceStub(channel).GetRound(status_pb2.GetRoundRequest(round=1))
+            nodes = (
+                await StatusServiceStub(channel).GetStatus(status_pb2.GetStatusRequest())
+            ).nodes
         assert again == closed
+        assert [node.given.num_rounds for node in nodes] == [1, 1]
+        assert all(node.given.present_seconds > 0 for node in nodes)
         assert coordinator.driver.state.committed_round == 1
 
 
