@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
+    from protocol.terminal.watch import Screen
     from protocol.v1 import status_pb2
     from protocol.v1.status_pb2_grpc import StatusServiceStub
 
@@ -182,21 +183,17 @@ def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
     Example:
       atoll status --watch
 
-    JSON holds the fields of GetStatusResponse (proto/protocol/v1/status.proto), digests as hex:
+    JSON holds the fields of GetStatusResponse (proto/protocol/v1/status.proto), digests as hex; with
+    --watch it is one line each second:
 
     \b
       {"run": {"run_name": "my-run", "phase": "training", "committed_round": 6,
                "total_rounds": 100, "outer_digest": "8f3a…", "digests_agree": true, …},
        "nodes": [{"node_name": "node-1", "state": "ready", "heartbeat": {…}, …}]}
     """  # noqa: D301 - click reads the character \b, not its two letters
-    if is_watching and is_json:
-        raise UsageError(
-            "--watch shows a picture and --json prints one answer",
-            next_step="leave one of them out",
-        )
     with StatusLink(directory) as link:
         if is_watching:
-            _watch(link)
+            _watch(link, is_json=is_json)
             return
         answer = link.status()
     if is_json:
@@ -207,13 +204,32 @@ def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
     console.terminal().print(render(answer))
 
 
-def _watch(link: StatusLink) -> None:
-    from protocol.terminal.watch import LineScreen, LiveScreen, watch
+def _watch(link: StatusLink, *, is_json: bool) -> None:
+    from protocol.terminal.watch import LineScreen, LiveScreen, StreamScreen, json_line
 
-    screen = LiveScreen() if sys.stdout.isatty() else LineScreen()
+    if is_json:
+        watch_until_finished(link, StreamScreen(lambda answer: [json_line(as_json(answer))]))
+    else:
+        watch_until_finished(link, LiveScreen() if sys.stdout.isatty() else LineScreen())
+
+
+def watch_until_finished(
+    link: StatusLink,
+    screen: "Screen",
+    *,
+    look: "Callable[[status_pb2.RunStatus], None]" = lambda run: None,
+) -> None:
+    """Shows the status each second until the run is finished; `look` may ask for more before."""
+    from protocol.terminal.watch import watch
+
+    def ask() -> "status_pb2.GetStatusResponse":
+        answer = link.status()
+        look(answer.run)
+        return answer
+
     try:
         with screen:
-            watch(link.status, screen)
+            watch(ask, screen)
     except KeyboardInterrupt:
         return  # the way to end it, hence exit code 0
 
@@ -258,10 +274,13 @@ _NODES_COMMANDS = (
 
 
 @click.group(cls=LazyGroup, sections=_NODES_COMMANDS, invoke_without_command=True)
+@click.option(
+    "--watch", "is_watching", is_flag=True, help="With --json: one line each second, until Ctrl-C."
+)
 @json_option
 @dir_option
 @click.pass_context
-def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None:
+def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: Path | None) -> None:
     """List the nodes: who they are and how they stand with the swarm; or decide who takes part.
 
     \b
@@ -276,7 +295,17 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
     """  # noqa: D301 - click reads the character \b, not its two letters
     if context.invoked_subcommand is not None:
         return
+    if is_watching and not is_json:
+        raise UsageError(
+            "'atoll nodes --watch' streams JSON and was not given --json",
+            next_step="add --json, or watch the nodes with 'atoll status --watch'",
+        )
     with StatusLink(directory) as link:
+        if is_watching:
+            from protocol.terminal.watch import StreamScreen, json_line
+
+            watch_until_finished(link, StreamScreen(lambda now: [json_line(_nodes_at(now))]))
+            return
         answer = link.status()
     if is_json:
         console.print_json([as_json(node) for node in answer.nodes])
@@ -303,6 +332,11 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
             console.terminal().print(f"{name_of(node)} is {state_in_words(node)} {node.standing}")
     for fault in filter(None, (cut_off(answer.nodes), copies_in_words(answer.nodes))):
         console.terminal().print(fault)
+
+
+def _nodes_at(answer: "status_pb2.GetStatusResponse") -> dict[str, object]:
+    nodes = [as_json(node) for node in answer.nodes]
+    return {"unix_seconds": answer.unix_seconds, "nodes": nodes}
 
 
 _SPARE_OF_NODES = (

@@ -14,6 +14,7 @@ from protocol.terminal.query import (
     dir_option,
     json_option,
     print_fitting,
+    watch_until_finished,
 )
 
 if TYPE_CHECKING:
@@ -49,16 +50,22 @@ _ROUNDS_COMMANDS = (
 @click.option(
     "--limit", type=click.IntRange(1, 4000), default=20, show_default=True, help="How many."
 )
+@click.option(
+    "--watch", "is_watching", is_flag=True, help="Then one line for each round that closes."
+)
 @json_option
 @dir_option
 @click.pass_context
-def rounds(context: click.Context, limit: int, is_json: bool, directory: Path | None) -> None:
+def rounds(
+    context: click.Context, limit: int, is_watching: bool, is_json: bool, directory: Path | None
+) -> None:
     """List the latest closed rounds, newest first; or show one.
 
     \b
     Examples:
       atoll rounds --limit 5
       atoll rounds show 41
+      atoll rounds --watch --json
 
     JSON is a list of RoundSummary (proto/protocol/v1/status.proto):
 
@@ -69,6 +76,9 @@ def rounds(context: click.Context, limit: int, is_json: bool, directory: Path | 
     if context.invoked_subcommand is not None:
         return
     with StatusLink(directory) as link:
+        if is_watching:
+            _watch(link, limit, is_json=is_json)
+            return
         answer = link.rounds(limit)
     if is_json:
         console.print_json([as_json(closed) for closed in answer.rounds])
@@ -98,6 +108,33 @@ def rounds(context: click.Context, limit: int, is_json: bool, directory: Path | 
     print_fitting(
         columns, rows, spare=("reason", "digest", "sent", "slices", "screened"), right=right
     )
+
+
+def _watch(link: StatusLink, limit: int, *, is_json: bool) -> None:
+    """A line for each of the latest rounds, oldest first, and then for each that closes."""
+    from protocol.terminal.watch import NewRounds, StreamScreen, json_line
+
+    new = NewRounds(link.rounds, limit=limit)
+    in_words = (lambda closed: json_line(as_json(closed))) if is_json else line_of
+    screen = StreamScreen(lambda _: map(in_words, new.take()))
+    watch_until_finished(link, screen, look=new.look)
+
+
+def line_of(closed: "pb.RoundSummary") -> str:
+    """A closed round in one line."""
+    from protocol.terminal.status_view import ledger_bytes, screened_in_words
+
+    parts = [
+        f"round {closed.round}: {closed.num_contributors} of {closed.num_participants} nodes",
+        f"{closed.num_committed_slices} of {closed.num_slices} slices",
+        f"{console.count_in_words(closed.tokens)} tokens",
+        f"{console.bytes_in_words(ledger_bytes(closed.wire))} sent",
+        f"took {console.seconds_in_words(closed.seconds)}",
+        *([f"loss {closed.loss:.3f}"] if closed.loss > 0 else []),
+        *([f"screened {screened_in_words(closed)}"] if closed.screened else []),
+        closed.reason,
+    ]
+    return ", ".join(filter(None, parts))
 
 
 @click.command("show")
