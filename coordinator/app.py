@@ -14,10 +14,12 @@ import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, rules_of
+from coordinator.dashboard.given import GivenFile, Tally
 from coordinator.dashboard.link import page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.timeline import Timeline
+from coordinator.dashboard.times_file import TimesFile
 from coordinator.driver import Driver
 from coordinator.journal import (
     log_refusal,
@@ -35,7 +37,7 @@ from coordinator.services.ruling import Rulings, refuse_replaced_key
 from coordinator.services.session import SessionDesk, SessionServicer
 from coordinator.services.status import StatusDesk, StatusServicer
 from coordinator.store import Store
-from coordinator.swarm.state import SwarmState
+from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
@@ -43,7 +45,7 @@ from protocol.files.descriptors import require_open_files
 from protocol.run.amendments import in_force
 from protocol.run.layout import layout_of
 from protocol.service.notify import ServiceManager
-from protocol.terminal.logging import LogStream, start_logging
+from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.terminal.typed import web_address_of
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import pin_of
@@ -60,6 +62,12 @@ if TYPE_CHECKING:
 
 NEWS_FILE = "news.jsonl"
 """In the coordinator's folder: what has happened to the swarm, for its page."""
+
+TIMES_FILE = "times.jsonl"
+"""Beside it: when which node did what in closed rounds."""
+
+GIVEN_FILE = "given.json"
+"""Beside these: what each node has given over the whole run."""
 
 GRACE_SECONDS = 1.0
 """Calls in flight may take this long to end when the coordinator stops."""
@@ -85,6 +93,7 @@ class Coordinator:
         *,
         store: Store,
         driver: Driver,
+        given: GivenFile,
         threads: Sequence[ThreadPoolExecutor],
         control: grpc.aio.Server,
         enrolment: grpc.aio.Server,
@@ -98,6 +107,7 @@ class Coordinator:
         self.control_port = control_port
         self.enrolment_port = enrolment_port
         self._store = store
+        self._given = given
         self._threads = threads
         self._servers = (control, enrolment)
         self._clock_task = asyncio.create_task(driver.run_clock())
@@ -139,10 +149,16 @@ class Coordinator:
                 reader=reader,
             )
             rulings = Rulings(driver, home.run, signer, verifier=verifier)
+            times = TimesFile(home.directory / TIMES_FILE)
             watched = Watched(
                 tally=RoundTally(driver.state, now=driver.clock.now()),
-                timeline=Timeline(),
+                timeline=Timeline(times.latest(), keep=times.add),
                 news=NewsFile(home.directory / NEWS_FILE),
+                given=GivenFile(
+                    home.directory / GIVEN_FILE,
+                    closed=lambda: store.latest_rounds(KEPT_ROUNDS),
+                    now=driver.clock.now(),
+                ),
             )
             await rulings.announce_key(home.key_number, home.tail_pem)
             control_port = bind_control(
@@ -179,6 +195,9 @@ class Coordinator:
                 store=store,
                 driver=driver,
                 enrolment_port=enrolment_port,
+                timeline=watched.timeline,
+                times=times,
+                given=watched.given.tally,
             )
             _add_enrolment(
                 enrolment,
@@ -205,6 +224,7 @@ class Coordinator:
         return cls(
             store=store,
             driver=driver,
+            given=watched.given,
             threads=threads,
             control=control,
             enrolment=enrolment,
@@ -240,6 +260,7 @@ class Coordinator:
         await self.driver.settled()
         for thread in self._threads:
             thread.shutdown()
+        self._given.save()
         self._store.close()
 
 
@@ -254,6 +275,9 @@ def _add_member_services(
     store: Store,
     driver: Driver,
     enrolment_port: int,
+    timeline: Timeline,
+    times: TimesFile,
+    given: Tally,
 ) -> StatusDesk:
     """What is behind mutual TLS; returns the desk that tells how the run is doing."""
     telemetry = Telemetry()
@@ -262,7 +286,15 @@ def _add_member_services(
         swarm_id=swarm_id, store=store, standing_of=rulings.standing_of, clock=driver.clock.now
     )
     session = SessionDesk(driver, telemetry, home.run, signer, rulings)
-    status = StatusDesk(driver, telemetry, home.run, swarm_id=swarm_id)
+    status = StatusDesk(
+        driver,
+        telemetry,
+        home.run,
+        swarm_id=swarm_id,
+        timeline=timeline,
+        kept_times=times.of,
+        given=given,
+    )
     operator = OperatorDesk(
         store,
         host=config.advertise,
@@ -288,11 +320,13 @@ class Watched:
     tally: RoundTally
     timeline: Timeline
     news: NewsFile
+    given: GivenFile
 
     def hear(self, before: SwarmState, transition: Transition) -> None:
         """A step was taken."""
         self.tally.hear(transition)
         self.timeline.hear(before, transition)
+        self.given.hear(transition)
         self.news.add(log_transition(before, transition), unix_seconds=time.time())
 
 
@@ -387,7 +421,8 @@ def run_coordinator(
         OWN_OPEN_FILES + pages + OPEN_FILES_PER_NODE * home.run.run.min_nodes,
         of="the coordinator",
     )
-    log = start_logging(as_json=log_json)
+    log = start_logging(as_json=log_json, folder=home.directory, process="coordinator")
     if settled is not None:
         log_settled(settled)
-    asyncio.run(_serve(home, config, log, ServiceManager.of_environment()))
+    with keeping_the_end(home.directory, "coordinator"):
+        asyncio.run(_serve(home, config, log, ServiceManager.of_environment()))

@@ -160,6 +160,12 @@ def latest_figures(connection: sqlite3.Connection, limit: int) -> Iterator[pb.Ro
         yield pb.RoundSummary.FromString(message)
 
 
+def figures_at(connection: sqlite3.Connection, round_number: int) -> pb.RoundSummary | None:
+    """The figures of one round; None where they are not kept."""
+    row = row_of(connection, "figures", "WHERE round = ?", (round_number,))
+    return None if row is None else pb.RoundSummary.FromString(row[1])
+
+
 def figures_of(state: SwarmState, closed: ClosedRound) -> pb.RoundSummary:
     """One closed round in a line."""
     commit = closed.commit

@@ -300,6 +300,14 @@ class Store:
         with self._database.reading_aside() as connection:
             return tuple(closed_rows.latest_figures(connection, limit))
 
+    def closed_round(self, round_number: int) -> tuple[RoundSummary | None, ClosedRound | None]:
+        """What is kept of a closed round: its figures, and all of it. For a thread aside."""
+        with self._database.reading_aside() as connection:
+            whole = next(closed_rows.latest_closed(connection, 1, last=round_number), None)
+            return closed_rows.figures_at(connection, round_number), (
+                whole if whole is not None and whole.commit.round == round_number else None
+            )
+
     def kept_commit(self, round_number: int) -> KeptCommit | None:
         """What stays of a round's commit for the whole run; None when the round is not closed."""
         with self._database.reading() as connection:

@@ -7,6 +7,8 @@ ranks come from: a coordinator that is another's, a device that no machine has, 
 import asyncio
 import os
 import random
+import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import structlog
@@ -15,6 +17,7 @@ from node.config import NodeSettings
 from node.island.data.places import DataPlaces, check_reach
 from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
+from node.island.ranks.output import RankOutput
 from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
@@ -24,9 +27,11 @@ from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import AtollError
 from protocol.files.descriptors import require_open_files
+from protocol.files.durable import refusing
 from protocol.files.folder_lock import FolderLock
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import ServiceManager
+from protocol.terminal.logging import LOGS_FOLDER, LogFile, LogStream
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
@@ -72,12 +77,12 @@ async def run_node(
     tell_leftovers()
     manager = ServiceManager.of_environment()
     async with manager.watching():
-        with StopSignals(manager) as signals:
+        with ExitStack() as at_last, StopSignals(manager) as signals:
             if ends_with_stdin:
                 signals.heed_stdin()
             try:
                 return await _run(
-                    folder, settings, credentials, identity, hardware, signals, waits=waits
+                    folder, settings, credentials, identity, hardware, signals, at_last, waits=waits
                 )
             except asyncio.CancelledError:
                 return _STOPPED
@@ -99,6 +104,7 @@ async def _run(
     identity: Identity,
     hardware: Hardware,
     signals: StopSignals,
+    at_last: ExitStack,
     *,
     waits: bool,
 ) -> str:
@@ -120,7 +126,9 @@ async def _run(
         )
         if not is_helper and not settings.loop:
             log.info("loading torch: it takes some seconds")
-            prepare_forkserver()  # it imports torch while we import the rest, and do without
+            output = at_last.enter_context(closing(_rank_output(folder, settings.name)))
+            # It imports torch while we import the rest, and do without.
+            prepare_forkserver(standard_error=output.descriptor)
         keep_freed_memory()
         with signals.blocking():
             from node.assembly import NodeStart, run_daemon
@@ -134,6 +142,16 @@ async def _run(
             counts=counts,
         )
         return await run_daemon(start, hardware, signals)
+
+
+def _rank_output(folder: Path, name: str) -> RankOutput:
+    kept = LogFile(folder, "ranks")
+    with refusing(folder / LOGS_FOLDER):
+        return RankOutput(
+            folder / LOGS_FOLDER / "ranks.txt",
+            show=LogStream(sys.stderr.fileno()).write,
+            keep=lambda line: kept.keep({"level": "warning", "event": line, "node": name}),
+        )
 
 
 def _refuse_or_tell(

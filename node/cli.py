@@ -174,12 +174,13 @@ def _run(
     home: Path, chosen: NodeSettings, *, waits: bool, log_json: bool, ends_with_stdin: bool
 ) -> None:
     """Runs the daemon of a folder to its end."""
-    from protocol.terminal.logging import start_logging
+    from protocol.terminal.logging import keeping_the_end, start_logging
 
-    start_logging(as_json=log_json, node=chosen.name)
-    from node.app import run_node
+    start_logging(as_json=log_json, folder=home, process="node", node=chosen.name)
+    with keeping_the_end(home, "node"):
+        from node.app import run_node
 
-    reason = asyncio.run(run_node(home, chosen, waits=waits, ends_with_stdin=ends_with_stdin))
+        reason = asyncio.run(run_node(home, chosen, waits=waits, ends_with_stdin=ends_with_stdin))
     click.echo(f"{chosen.name} has stopped: {reason}")
 
 

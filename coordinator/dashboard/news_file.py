@@ -9,14 +9,15 @@ from string import Formatter
 import structlog
 
 from coordinator.journal import News
+from protocol.files.rolling import RollingFile, lines_of
 
 _log = structlog.get_logger()
 
 KEPT = 400
 """Lines that the page can go back."""
 
-MOST_BYTES = 1_000_000
-"""Of the file; then it begins anew, with what is kept."""
+MOST_BYTES = 500_000
+"""Of the file, and of the one before."""
 
 _UNTOLD = frozenset({"round opened"})
 """What the page shows better elsewhere."""
@@ -26,7 +27,7 @@ class NewsFile:
     """Takes what is news; a disk that is full costs what the next start would know, and is said once."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = RollingFile(path, most_bytes=MOST_BYTES)
         self._lines: deque[Mapping[str, object]] = deque(_read(path), maxlen=KEPT)
         self._is_writable = True
 
@@ -46,13 +47,13 @@ class NewsFile:
             return
         self._lines.extend(lines)
         try:
-            is_full = self._path.exists() and self._path.stat().st_size > MOST_BYTES
-            with self._path.open("w" if is_full else "a") as file:
-                file.writelines(json.dumps(x) + "\n" for x in (self._lines if is_full else lines))
+            self._file.append(map(json.dumps, lines))
             self._is_writable = True
         except OSError as error:
             if self._is_writable:  # once: a full disk is full for every line
-                _log.warning("news are not kept for the page", file=str(self._path), why=str(error))
+                _log.warning(
+                    "news are not kept for the page", file=str(self._file.path), why=str(error)
+                )
             self._is_writable = False
 
 
@@ -99,12 +100,8 @@ def _said(value: object) -> str:
 
 
 def _read(path: Path) -> list[Mapping[str, object]]:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return []
     lines: list[Mapping[str, object]] = []
-    for line in text.splitlines()[-KEPT:]:
+    for line in list(lines_of(path))[-KEPT:]:
         try:
             value = json.loads(line)
         except ValueError:  # a line that was cut when the machine stopped

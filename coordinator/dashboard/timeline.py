@@ -4,8 +4,8 @@ Times are of the coordinator's clock: when its report came, which is what others
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from coordinator.swarm.state import Round, SwarmState
 from coordinator.swarm.transition import Transition
@@ -38,6 +38,7 @@ class RoundTimes:
 
     number: int
     opened: float
+    heard: float  # from when on reports were heard: later than opened after a start in mid-round
     committed: float | None = None
     ended: float | None = None
     reason: str = ""
@@ -45,15 +46,28 @@ class RoundTimes:
 
 
 class Timeline:
-    """Hears every transition; keeps the latest rounds in memory."""
+    """Hears every transition; keeps the latest rounds in memory.
 
-    def __init__(self) -> None:
-        self._rounds: deque[RoundTimes] = deque(maxlen=KEPT_ROUNDS)
+    It begins with what is known of rounds that are over, and gives each that ends to `keep`.
+    """
+
+    def __init__(
+        self,
+        known: Iterable[RoundTimes] = (),
+        *,
+        keep: Callable[[RoundTimes], None] = lambda times: None,
+    ) -> None:
+        self._rounds: deque[RoundTimes] = deque(known, maxlen=KEPT_ROUNDS)
+        self._keep = keep
 
     @property
     def rounds(self) -> list[RoundTimes]:
         """Oldest first; the last one may be in flight."""
         return list(self._rounds)
+
+    def of(self, number: int) -> RoundTimes | None:
+        """A round that is in memory."""
+        return next((times for times in reversed(self._rounds) if times.number == number), None)
 
     def hear(self, before: SwarmState, transition: Transition) -> None:
         """A step was taken."""
@@ -67,14 +81,15 @@ class Timeline:
         if now is None:
             return
         if latest is None or latest.number != now.number or latest.opened != now.opened_at:
-            latest = self._begun(now, transition.state)
+            latest = self._begun(now, transition.state, at)
         self._note(latest, now, at)
 
-    def _begun(self, current: Round, state: SwarmState) -> RoundTimes:
+    def _begun(self, current: Round, state: SwarmState, at: float) -> RoundTimes:
         members = state.members
         times = RoundTimes(
             number=current.number,
             opened=current.opened_at,
+            heard=at,
             nodes={
                 a.node_id: Stages(
                     name=members[a.node_id].node_name if a.node_id in members else a.node_id[:8]
@@ -96,6 +111,7 @@ class Timeline:
             if stages is not None and stages.applied is None and member.outer_round >= was.number:
                 stages.applied = at
         times.ended = at
+        self._keep(_latest_nodes(times))
 
     def _note(self, times: RoundTimes, current: Round, at: float) -> None:
         nodes = times.nodes
@@ -164,16 +180,27 @@ def shown(rounds: Sequence[RoundTimes], *, now: float) -> list[Mapping[str, obje
     return told
 
 
+def _latest_nodes(times: RoundTimes) -> RoundTimes:
+    """The round with no more than the MOST_NODES nodes that were done last, or never."""
+
+    def lateness(node: tuple[NodeId, Stages]) -> float:
+        stages = node[1]
+        done = filter(None, (stages.trained, stages.held, stages.applied))
+        return max(done, default=float("inf"))
+
+    if len(times.nodes) <= MOST_NODES:
+        return times
+    latest = sorted(times.nodes.items(), key=lateness, reverse=True)[:MOST_NODES]
+    return replace(times, nodes=dict(latest))
+
+
 def as_shown(times: RoundTimes, *, now: float) -> Mapping[str, object]:
     """One round for the page: seconds since it was opened, of its last MOST_NODES nodes."""
 
     def since(at: float | None) -> float | None:
         return None if at is None else round(max(0.0, at - times.opened), 2)
 
-    def lateness(stages: Stages) -> float:
-        return max(filter(None, (stages.trained, stages.held, stages.applied)), default=now)
-
-    latest = sorted(times.nodes.values(), key=lateness, reverse=True)[:MOST_NODES]
+    latest = _latest_nodes(times).nodes.values()
     return {
         "round": times.number,
         "ago": round(now - times.opened, 1),

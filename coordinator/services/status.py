@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from coordinator.closed_rows import screening_to_wire, wire_ledger
+from coordinator.dashboard.given import Given, Tally
+from coordinator.dashboard.timeline import RoundTimes, Timeline
 from coordinator.driver import Driver
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
+from coordinator.services.one_round import closed_round, open_round
 from coordinator.swarm.books import recent_screening
 from coordinator.swarm.estimates import run_seconds_left
 from coordinator.swarm.explain import explain, paused_in_words
@@ -27,6 +30,7 @@ from coordinator.swarm.state import (
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import say_of, weight_of
 from coordinator.telemetry import Telemetry
+from protocol.errors import NoInputError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.pki import Role
 from protocol.trust.rulings import Ruling, RulingKind, in_words
@@ -69,12 +73,18 @@ class StatusDesk:
         run: RunSpec,
         *,
         swarm_id: str,
+        timeline: Timeline | None = None,
+        kept_times: Callable[[int], RoundTimes | None] = lambda number: None,
+        given: Tally | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
         self._telemetry = telemetry
         self._run = run
         self._swarm_id = swarm_id
+        self._timeline = timeline or Timeline()
+        self._kept_times = kept_times
+        self._given = given
         self._started_at = driver.clock.now()
         self._wall_clock = wall_clock
 
@@ -122,6 +132,30 @@ class StatusDesk:
         store = self._driver.store
         rounds = await self._driver.aside(lambda: store.latest_figures(limit or DEFAULT_ROUNDS))
         return pb.ListRoundsResponse(rounds=rounds)
+
+    async def get_round(self, request: pb.GetRoundRequest) -> pb.GetRoundResponse:
+        """One round, in flight or closed; raises NoInputError where there is none, or none is kept."""
+        state = self._driver.state
+        current = state.open_round
+        newest = state.committed_round if current is None else current.number
+        number = checks.count(request.round, of="the round") or newest
+        if not 0 < number <= max(newest, state.committed_round):
+            raise NoInputError(
+                f"round {number} has not begun: {f'the newest is {newest}' if newest else 'none has'}",
+                next_step="'atoll rounds' lists the latest",
+            )
+        figures, closed = await self._driver.aside(lambda: self._driver.store.closed_round(number))
+        times = self._timeline.of(number)
+        if times is None:
+            times = await self._driver.aside(lambda: self._kept_times(number))
+        if current is not None and current.number == number:
+            return open_round(state, current, figures, times, now=self._driver.clock.now())
+        if figures is None:
+            raise NoInputError(
+                f"round {number} is too old to be kept: of rounds as old only some are",
+                next_step=f"'atoll rounds --limit {MAX_ROUNDS}' lists those",
+            )
+        return closed_round(state, figures, closed, times)
 
     def _run_status(self, state: SwarmState, now: float) -> pb.RunStatus:
         agreed_round, agreed = agreed_state(state)
@@ -194,6 +228,7 @@ class StatusDesk:
             confirmed_work_share=shares.get(member.node_id),
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
             is_helper=member.is_helper,
+            given=None if self._given is None else given_to_wire(self._given.of(member.node_id)),
         )
 
 
@@ -201,6 +236,16 @@ _BARRED = {
     RulingKind.QUARANTINED: pb.NODE_STATE_QUARANTINED,
     RulingKind.EXPELLED: pb.NODE_STATE_EXPELLED,
 }
+
+
+def given_to_wire(given: Given) -> pb.Given:
+    """What a node has given."""
+    return pb.Given(
+        num_rounds=given.num_rounds,
+        sent_bytes=given.sent_bytes,
+        received_bytes=given.received_bytes,
+        present_seconds=given.present_seconds,
+    )
 
 
 def standing_in_words(standing: Ruling) -> str:
@@ -331,4 +376,10 @@ class StatusServicer(StatusServiceServicer):
         """See StatusDesk.list_rounds."""
         return await answered_when_durable(
             context, self._gate.anyone, lambda _: self._desk.list_rounds(request)
+        )
+
+    async def GetRound(self, request: pb.GetRoundRequest, context: Context) -> pb.GetRoundResponse:
+        """See StatusDesk.get_round."""
+        return await answered_when_durable(
+            context, self._gate.anyone, lambda _: self._desk.get_round(request)
         )

@@ -69,6 +69,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 summary="Start a helper, which reduces for nodes behind routers.",
             ),
             Entry(
+                name="me",
+                target="protocol.terminal.me:me",
+                summary="Show what this folder's node has given to the run.",
+            ),
+            Entry(
                 name="export",
                 target="node.models.command:export",
                 summary="Write the model out for other software.",
@@ -95,8 +100,13 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ),
             Entry(
                 name="rounds",
-                target="protocol.terminal.query:rounds",
-                summary="List the latest rounds.",
+                target="protocol.terminal.rounds:rounds",
+                summary="List the latest rounds, or show one as a chart.",
+            ),
+            Entry(
+                name="logs",
+                target="protocol.terminal.logs:logs",
+                summary="Show what all processes of a folder have logged, and follow.",
             ),
             Entry(
                 name="data",

@@ -1,11 +1,33 @@
-"""Logs of the daemons: one line an event on standard error, for people or, as JSON, for machines."""
+"""Logs of the daemons: one line an event on standard error, for people or, as JSON, for machines.
 
+And one JSON object a line in the folder's own log files, whatever becomes of standard error; what reads
+those is protocol.terminal.logs.
+"""
+
+import json
 import logging
 import os
 import select
 import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 
 import structlog
+
+from protocol.errors import AtollError
+from protocol.files.rolling import RollingFile
+
+LOGS_FOLDER = "logs"
+"""In the folder of a node or a coordinator."""
+
+MOST_BYTES = 8_000_000
+"""Of a process's log file, and of the one before."""
+
+KEPT_KEYS = ("at", "level", "process", "event")
+"""What each line of a log file has; all else are facts of the event."""
 
 
 class LogStream:
@@ -45,19 +67,76 @@ class LogStream:
         return any(event & select.POLLOUT for _, event in self._poll.poll(0))
 
 
-def start_logging(*, as_json: bool, **context: str) -> LogStream:
+class LogFile(logging.Handler):
+    """A process's log in its folder: takes events of structlog and warnings of libraries.
+
+    A disk that takes no line costs that line; `refusal` says why until one is taken again.
+    """
+
+    def __init__(self, folder: Path, process: str) -> None:
+        super().__init__()
+        self.refusal = ""
+        self._process = process
+        self._file = RollingFile(folder / LOGS_FOLDER / f"{process}.log", most_bytes=MOST_BYTES)
+
+    def keep(self, event: Mapping[str, object]) -> None:
+        """Writes one event: its `level`, its `event` in words, and its facts."""
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        told = {"at": at, "level": "info", **event, "process": self._process}
+        try:
+            self._file.path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._file.append([json.dumps({**told, "at": at}, default=str)])
+            self.refusal = ""
+        except OSError as error:
+            self.refusal = f"{self._file.path}: {error.strerror or error}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a warning of a library."""
+        words = f"{record.name}: {record.getMessage()}"
+        self.keep({"level": record.levelname.lower(), "event": words})
+
+
+@contextmanager
+def keeping_the_end(folder: Path, process: str) -> Iterator[None]:
+    """Keeps in a process's log file by what error it ends; the terminal shows that by itself."""
+    try:
+        yield
+    except Exception as error:
+        told = {"level": "error", "event": f"ended: {error}"}
+        if not isinstance(error, AtollError):
+            told["exception"] = traceback.format_exc()
+        LogFile(folder, process).keep(told)
+        raise
+
+
+def start_logging(
+    *, as_json: bool, folder: Path | None = None, process: str = "", **context: str
+) -> LogStream:
     """Sends structlog, and warnings of libraries, to standard error; `context` stands in every line.
+
+    With a `folder`, also to the log file there of `process`, which is its name.
 
     With `$ATOLL_LOG=debug` also what is worth a line only to who looks for a fault.
     """
     is_debug = os.environ.get("ATOLL_LOG") == "debug"
     stream = LogStream(sys.stderr.fileno())
+    kept = None if folder is None else LogFile(folder, process)
 
     def tell_of_lost_lines(
         _logger: object, _method: str, event: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
         if stream.lost_lines:
             event["lost_lines"] = stream.lost_lines
+        return event
+
+    def keep(
+        _logger: object, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        if kept is not None:
+            was_refused = kept.refusal
+            kept.keep(structlog.processors.format_exc_info(None, "", dict(event)))
+            if kept.refusal and not was_refused:  # once: a full disk is full for every line
+                event["not_in_log_file"] = kept.refusal
         return event
 
     structlog.contextvars.bind_contextvars(**context)
@@ -70,6 +149,7 @@ def start_logging(*, as_json: bool, **context: str) -> LogStream:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            keep,
             structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
             tell_of_lost_lines,
             *renderers,
@@ -84,4 +164,6 @@ def start_logging(*, as_json: bool, **context: str) -> LogStream:
     logging.basicConfig(
         level=logging.WARNING, stream=stream, format="%(levelname)s %(name)s: %(message)s"
     )
+    if kept is not None:
+        logging.getLogger().addHandler(kept)
     return stream

@@ -1,4 +1,4 @@
-"""The commands that ask a coordinator: status, nodes, rounds, data. They start in a fraction of a second.
+"""The commands that ask a coordinator: status, nodes, data. They start in a fraction of a second.
 
 grpc and rich are imported where they are used: --help and usage errors do not wait for them.
 """
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
+    from protocol.terminal.watch import Screen
     from protocol.v1 import status_pb2
     from protocol.v1.status_pb2_grpc import StatusServiceStub
 
@@ -75,6 +76,13 @@ class StatusLink:
         return self._answer(
             lambda stub: stub.ListRounds(ListRoundsRequest(limit=limit), timeout=ANSWER_SECONDS)
         )
+
+    def round(self, number: int) -> "status_pb2.GetRoundResponse":
+        """One round, 0 for the newest; raises AtollError when there is no answer."""
+        from protocol.v1.status_pb2 import GetRoundRequest
+
+        request = GetRoundRequest(round=number)
+        return self._answer(lambda stub: stub.GetRound(request, timeout=ANSWER_SECONDS))
 
     def _answer(self, ask: "Callable[[StatusServiceStub], Answer]") -> "Answer":
         """A viewer's certificate, or that of a node that does not run now, may have ended meanwhile."""
@@ -152,22 +160,22 @@ def _plain(field: Any, value: Any) -> object:
     return value
 
 
-_dir_option = click.option(
+dir_option = click.option(
     "--dir",
     "directory",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the node or coordinator. Default: $ATOLL_DIR, else the current folder when it "
     "is one, else the folder that 'atoll join' made.",
 )
-_json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+json_option = click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 
 
 @click.command()
 @click.option(
     "--watch", "is_watching", is_flag=True, help="Follow the run until it is finished; Ctrl-C ends."
 )
-@_json_option
-@_dir_option
+@json_option
+@dir_option
 def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
     """Show what the run and its nodes do.
 
@@ -175,21 +183,17 @@ def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
     Example:
       atoll status --watch
 
-    JSON holds the fields of GetStatusResponse (proto/protocol/v1/status.proto), digests as hex:
+    JSON holds the fields of GetStatusResponse (proto/protocol/v1/status.proto), digests as hex; with
+    --watch it is one line each second:
 
     \b
       {"run": {"run_name": "my-run", "phase": "training", "committed_round": 6,
                "total_rounds": 100, "outer_digest": "8f3a…", "digests_agree": true, …},
        "nodes": [{"node_name": "node-1", "state": "ready", "heartbeat": {…}, …}]}
     """  # noqa: D301 - click reads the character \b, not its two letters
-    if is_watching and is_json:
-        raise UsageError(
-            "--watch shows a picture and --json prints one answer",
-            next_step="leave one of them out",
-        )
     with StatusLink(directory) as link:
         if is_watching:
-            _watch(link)
+            _watch(link, is_json=is_json)
             return
         answer = link.status()
     if is_json:
@@ -200,13 +204,32 @@ def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
     console.terminal().print(render(answer))
 
 
-def _watch(link: StatusLink) -> None:
-    from protocol.terminal.watch import LineScreen, LiveScreen, watch
+def _watch(link: StatusLink, *, is_json: bool) -> None:
+    from protocol.terminal.watch import LineScreen, LiveScreen, StreamScreen, json_line
 
-    screen = LiveScreen() if sys.stdout.isatty() else LineScreen()
+    if is_json:
+        watch_until_finished(link, StreamScreen(lambda answer: [json_line(as_json(answer))]))
+    else:
+        watch_until_finished(link, LiveScreen() if sys.stdout.isatty() else LineScreen())
+
+
+def watch_until_finished(
+    link: StatusLink,
+    screen: "Screen",
+    *,
+    look: "Callable[[status_pb2.RunStatus], None]" = lambda run: None,
+) -> None:
+    """Shows the status each second until the run is finished; `look` may ask for more before."""
+    from protocol.terminal.watch import watch
+
+    def ask() -> "status_pb2.GetStatusResponse":
+        answer = link.status()
+        look(answer.run)
+        return answer
+
     try:
         with screen:
-            watch(link.status, screen)
+            watch(ask, screen)
     except KeyboardInterrupt:
         return  # the way to end it, hence exit code 0
 
@@ -251,10 +274,13 @@ _NODES_COMMANDS = (
 
 
 @click.group(cls=LazyGroup, sections=_NODES_COMMANDS, invoke_without_command=True)
-@_json_option
-@_dir_option
+@click.option(
+    "--watch", "is_watching", is_flag=True, help="With --json: one line each second, until Ctrl-C."
+)
+@json_option
+@dir_option
 @click.pass_context
-def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None:
+def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: Path | None) -> None:
     """List the nodes: who they are and how they stand with the swarm; or decide who takes part.
 
     \b
@@ -269,7 +295,17 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
     """  # noqa: D301 - click reads the character \b, not its two letters
     if context.invoked_subcommand is not None:
         return
+    if is_watching and not is_json:
+        raise UsageError(
+            "'atoll nodes --watch' streams JSON and was not given --json",
+            next_step="add --json, or watch the nodes with 'atoll status --watch'",
+        )
     with StatusLink(directory) as link:
+        if is_watching:
+            from protocol.terminal.watch import StreamScreen, json_line
+
+            watch_until_finished(link, StreamScreen(lambda now: [json_line(_nodes_at(now))]))
+            return
         answer = link.status()
     if is_json:
         console.print_json([as_json(node) for node in answer.nodes])
@@ -285,7 +321,7 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
 
     facts = [node_facts(node) for node in by_name(answer.nodes)]
     columns = tuple(node_facts(_no_node()))
-    _print_fitting(
+    print_fitting(
         columns,
         [tuple(each.values()) for each in facts],
         spare=_SPARE_OF_NODES,
@@ -296,6 +332,11 @@ def nodes(context: click.Context, is_json: bool, directory: Path | None) -> None
             console.terminal().print(f"{name_of(node)} is {state_in_words(node)} {node.standing}")
     for fault in filter(None, (cut_off(answer.nodes), copies_in_words(answer.nodes))):
         console.terminal().print(fault)
+
+
+def _nodes_at(answer: "status_pb2.GetStatusResponse") -> dict[str, object]:
+    nodes = [as_json(node) for node in answer.nodes]
+    return {"unix_seconds": answer.unix_seconds, "nodes": nodes}
 
 
 _SPARE_OF_NODES = (
@@ -313,8 +354,8 @@ def _no_node() -> "status_pb2.NodeStatus":
 
 @click.command("show")
 @click.argument("name")
-@_json_option
-@_dir_option
+@json_option
+@dir_option
 def show_node(name: str, is_json: bool, directory: Path | None) -> None:
     """Show all that is known of a node: NAME is its name, its id, or the beginning of that.
 
@@ -346,7 +387,7 @@ def show_node(name: str, is_json: bool, directory: Path | None) -> None:
         click.echo(f"{label.ljust(width)}  {words}")
 
 
-def _print_fitting(
+def print_fitting(
     columns: "Sequence[str]",
     rows: "Sequence[Sequence[str]]",
     *,
@@ -361,57 +402,6 @@ def _print_fitting(
     if left_out:
         names = ", ".join(name for name in columns if name in left_out)
         screen.print(f"left out: {names}; --json shows all")
-
-
-@click.command()
-@click.option(
-    "--limit", type=click.IntRange(1, 4000), default=20, show_default=True, help="How many."
-)
-@_json_option
-@_dir_option
-def rounds(limit: int, is_json: bool, directory: Path | None) -> None:
-    """List the latest closed rounds, newest first.
-
-    \b
-    Example:
-      atoll rounds --limit 5
-
-    JSON is a list of RoundSummary (proto/protocol/v1/status.proto):
-
-    \b
-      [{"round": 7, "num_participants": 3, "num_committed_slices": 3, "tokens": 184320,
-        "seconds": 8.4, "loss": 2.1, "outer_digest": "8f3a…", "reason": "…", …}]
-    """  # noqa: D301 - click reads the character \b, not its two letters
-    with StatusLink(directory) as link:
-        answer = link.rounds(limit)
-    if is_json:
-        console.print_json([as_json(closed) for closed in answer.rounds])
-        return
-    from protocol.terminal.status_view import ledger_bytes, screened_in_words
-
-    rows = [
-        (
-            str(closed.round),
-            f"{closed.num_contributors} of {closed.num_participants}",
-            f"{closed.num_committed_slices} of {closed.num_slices}",
-            console.count_in_words(closed.tokens),
-            console.bytes_in_words(ledger_bytes(closed.wire)),
-            console.seconds_in_words(closed.seconds),
-            f"{closed.loss:.3f}" if closed.loss > 0 else "-",
-            console.digest_in_words(closed.outer_digest),
-            screened_in_words(closed),
-            closed.reason,
-        )
-        for closed in answer.rounds
-    ]
-    columns = (
-        *("round", "nodes", "slices", "tokens", "sent", "took", "loss", "digest", "screened"),
-        "reason",
-    )
-    right = ("round", "tokens", "sent", "took", "loss")
-    _print_fitting(
-        columns, rows, spare=("reason", "digest", "sent", "slices", "screened"), right=right
-    )
 
 
 _DATA_COMMANDS = (
@@ -439,8 +429,8 @@ _DATA_COMMANDS = (
 
 
 @click.group(cls=LazyGroup, sections=_DATA_COMMANDS, invoke_without_command=True)
-@_json_option
-@_dir_option
+@json_option
+@dir_option
 @click.pass_context
 def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
     """Prepare data for a run; alone: show what became of the run's samples.

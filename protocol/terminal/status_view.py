@@ -415,9 +415,6 @@ def held_out_in_words(run: pb.RunStatus) -> str:
     return words + holders_in_words(latest.holders)
 
 
-"""Of more data holders a line has no room for each."""
-
-
 def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
     """What the latest held-out loss is of each holder of private data; empty where there are none."""
     if not holders:
@@ -476,7 +473,7 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
         uploads = upload_in_words(beat.upload_pace)
         waits_for = "; ".join(filter(None, (beat.waiting_for, uploads and f"upload: {uploads}")))
     return (
-        Text(_short(name_of(node)), style="dim" if is_gone else ""),
+        Text(short_name(name_of(node)), style="dim" if is_gone else ""),
         Text(word, style=colour),
         does,
         Text(loss),
@@ -506,6 +503,13 @@ def work_in_words(node: pb.NodeStatus) -> str:
     if not node.HasField("confirmed_work_share"):
         return "-"
     return f"{100 * node.confirmed_work_share:.0f}%"
+
+
+def given_in_words(given: pb.Given) -> str:
+    """The bytes that a node has moved for the run."""
+    return (
+        f"{bytes_in_words(given.sent_bytes)} sent, {bytes_in_words(given.received_bytes)} received"
+    )
 
 
 def node_facts(node: pb.NodeStatus) -> dict[str, str]:
@@ -553,6 +557,10 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
         "sent": sent,
         "received": received,
         "let go": f"{beat.let_go_rounds:.1f} rounds of late work" if beat.let_go_rounds else "",
+        "gave": f"{node.given.num_rounds} rounds, {given_in_words(node.given)}, "
+        f"{seconds_in_words(node.given.present_seconds)} present"
+        if node.HasField("given")
+        else "",
         "does not reach": others,
         "second process": "waits with the same key: stop one of the two"
         if node.has_waiting_copy
@@ -576,7 +584,7 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(BLOCKS[round((value - least) / span * (len(BLOCKS) - 1))] for value in latest)
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A name that fits its column, with its end: nodes of one name differ there."""
     if len(name) <= _NAME_WIDTH:
         return name

@@ -1,7 +1,8 @@
 """Follows a run: asks for its status every second and shows it as a picture or line by line."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -14,6 +15,9 @@ from protocol.terminal.status_view import render, summary_line, what_people_wait
 from protocol.v1 import status_pb2 as pb
 
 REFRESH_SECONDS = 1.0
+
+MOST_ROUNDS = 4000
+"""That a coordinator lists at once."""
 
 
 class Screen(Protocol):
@@ -115,6 +119,78 @@ class LineScreen:
         if not self._is_away:
             self._is_away = True
             click.echo(f"coordinator away, retrying: {why}")
+
+
+class StreamScreen:
+    """Lines that `made` makes of each status; what is no status goes to standard error."""
+
+    def __init__(self, made: Callable[[pb.GetStatusResponse], Iterable[str]]) -> None:
+        self._made = made
+        self._is_away = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        """Prints the line beside the stream."""
+        click.echo(line, err=True)
+
+    def show(self, status: pb.GetStatusResponse) -> None:
+        """Prints what the status makes."""
+        self._is_away = False
+        for line in self._made(status):
+            click.echo(line)
+
+    def away(self, why: str) -> None:
+        """Says so at the beginning of an absence."""
+        if not self._is_away:
+            self._is_away = True
+            self.say(f"coordinator away, retrying: {why}")
+
+
+def json_line(value: Mapping[str, object]) -> str:
+    """One value of a stream of JSON lines."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+class NewRounds:
+    """Which closed rounds are new: each once, oldest first, when it changes no more."""
+
+    def __init__(self, ask: Callable[[int], pb.ListRoundsResponse], *, limit: int) -> None:
+        """`ask` gives the latest so many rounds, newest first; the first time `limit` of them count."""
+        self._ask = ask
+        self._limit = limit
+        self._seen: int | None = None
+        self._waiting: list[pb.RoundSummary] = []
+
+    def look(self, run: pb.RunStatus) -> None:
+        """Asks for rounds when there are new ones."""
+        newest = run.committed_round
+        if self._seen is not None and newest < self._seen:
+            self._seen = newest  # the run went back: its rounds are made again
+        if self._seen == newest:
+            return
+        wanted = self._limit if self._seen is None else min(MOST_ROUNDS, newest - self._seen + 1)
+        is_over = run.phase == pb.RUN_PHASE_FINISHED
+        for closed in reversed(self._ask(wanted).rounds):
+            # While nodes apply a round its digest and bytes are not all known.
+            is_settled = is_over or bool(closed.outer_digest) or closed.round < newest
+            if is_settled and closed.round > (self._seen or 0):
+                self._waiting.append(closed)
+                self._seen = closed.round
+
+    def take(self) -> list[pb.RoundSummary]:
+        """What was found since the last call."""
+        found, self._waiting = self._waiting, []
+        return found
 
 
 def watch(

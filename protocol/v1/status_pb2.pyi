@@ -442,6 +442,7 @@ class NodeStatus(_message.Message):
     CONFIRMED_WORK_SHARE_FIELD_NUMBER: _builtins.int
     STANDING_FIELD_NUMBER: _builtins.int
     IS_HELPER_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     node_name: _builtins.str
@@ -492,6 +493,10 @@ class NodeStatus(_message.Message):
     def screening(self) -> Global___Screening:
         """What became of its contributions in the latest 20 rounds; absent where it made none."""
 
+    @_builtins.property
+    def given(self) -> Global___Given:
+        """What it has given over the whole run; absent where this coordinator counts it not."""
+
     def __init__(
         self,
         *,
@@ -515,10 +520,11 @@ class NodeStatus(_message.Message):
         confirmed_work_share: _builtins.float | None = ...,
         standing: _builtins.str = ...,
         is_helper: _builtins.bool = ...,
+        given: Global___Given | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "confirmed_work_share", b"confirmed_work_share", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates", "screening", b"screening"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "confirmed_work_share", b"confirmed_work_share", "given", b"given", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates", "screening", b"screening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "confirmed_work_share", b"confirmed_work_share", "device", b"device", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "is_helper", b"is_helper", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "screening", b"screening", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "confirmed_work_share", b"confirmed_work_share", "device", b"device", "given", b"given", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "is_draining", b"is_draining", "is_helper", b"is_helper", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "screening", b"screening", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirmed_work_share: _TypeAlias = _typing.Literal["confirmed_work_share"]  # noqa: Y015
     _WhichOneofArgType__confirmed_work_share: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share"]  # noqa: Y015
@@ -530,6 +536,40 @@ class NodeStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__inner_steps_per_second) -> _WhichOneofReturnType__inner_steps_per_second | None: ...
 
 Global___NodeStatus: _TypeAlias = NodeStatus  # noqa: Y015
+
+@_typing.final
+class Given(_message.Message):
+    """What a node has given over the whole run, over all starts of it and of the coordinator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    PRESENT_SECONDS_FIELD_NUMBER: _builtins.int
+    num_rounds: _builtins.int
+    """Committed rounds with something of its work in them; of a helper those that it took part in."""
+    sent_bytes: _builtins.int
+    """Bytes that it has sent, as it tells with each round."""
+    received_bytes: _builtins.int
+    """Bytes that it has received, likewise."""
+    present_seconds: _builtins.float
+    """Seconds that it was present while the coordinator ran."""
+    def __init__(
+        self,
+        *,
+        num_rounds: _builtins.int = ...,
+        sent_bytes: _builtins.int = ...,
+        received_bytes: _builtins.int = ...,
+        present_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rounds", b"num_rounds", "present_seconds", b"present_seconds", "received_bytes", b"received_bytes", "sent_bytes", b"sent_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Given: _TypeAlias = Given  # noqa: Y015
 
 @_typing.final
 class Screening(_message.Message):
@@ -728,3 +768,207 @@ class ListRoundsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListRoundsResponse: _TypeAlias = ListRoundsResponse  # noqa: Y015
+
+@_typing.final
+class GetRoundRequest(_message.Message):
+    """Asks for a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Its number; 0 means the one in flight, or where none is the newest closed one."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRoundRequest: _TypeAlias = GetRoundRequest  # noqa: Y015
+
+@_typing.final
+class NodeInRound(_message.Message):
+    """What one participant did in a round. Times are the coordinator's, in seconds since it sent the plan: when
+    the node's report came.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
+    INNER_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_SLICES_REDUCED_FIELD_NUMBER: _builtins.int
+    TRAINED_SECONDS_FIELD_NUMBER: _builtins.int
+    REDUCED_SECONDS_FIELD_NUMBER: _builtins.int
+    HELD_SECONDS_FIELD_NUMBER: _builtins.int
+    APPLIED_SECONDS_FIELD_NUMBER: _builtins.int
+    TRAINED_INNER_STEPS_FIELD_NUMBER: _builtins.int
+    TRAINED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    SCREENING_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The node."""
+    node_name: _builtins.str
+    """What people call it; empty when it is forgotten."""
+    inner_steps: _builtins.int
+    """Inner steps that the plan asked of it; 0 of a helper."""
+    num_slices_reduced: _builtins.int
+    """Slices that the plan has it reduce, after takeovers."""
+    trained_seconds: _builtins.float
+    """When it had trained; absent where it has not, or nobody knows."""
+    reduced_seconds: _builtins.float
+    """When the last of the slices that it reduces was; absent likewise."""
+    held_seconds: _builtins.float
+    """When it held the results of all slices; absent likewise."""
+    applied_seconds: _builtins.float
+    """When it had applied the commit; absent likewise."""
+    trained_inner_steps: _builtins.int
+    """Inner steps that it trained; absent where it has not told."""
+    trained_tokens: _builtins.int
+    """Tokens that it trained on."""
+    loss: _builtins.float
+    """Its mean training loss, nats per token; absent where it has not told."""
+    @_builtins.property
+    def screening(self) -> Global___Screening:
+        """What became of its contributions; absent before the commit, and where nobody knows."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        node_name: _builtins.str = ...,
+        inner_steps: _builtins.int = ...,
+        num_slices_reduced: _builtins.int = ...,
+        trained_seconds: _builtins.float | None = ...,
+        reduced_seconds: _builtins.float | None = ...,
+        held_seconds: _builtins.float | None = ...,
+        applied_seconds: _builtins.float | None = ...,
+        trained_inner_steps: _builtins.int | None = ...,
+        trained_tokens: _builtins.int = ...,
+        loss: _builtins.float | None = ...,
+        screening: Global___Screening | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_applied_seconds", b"_applied_seconds", "_held_seconds", b"_held_seconds", "_loss", b"_loss", "_reduced_seconds", b"_reduced_seconds", "_trained_inner_steps", b"_trained_inner_steps", "_trained_seconds", b"_trained_seconds", "applied_seconds", b"applied_seconds", "held_seconds", b"held_seconds", "loss", b"loss", "reduced_seconds", b"reduced_seconds", "screening", b"screening", "trained_inner_steps", b"trained_inner_steps", "trained_seconds", b"trained_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_applied_seconds", b"_applied_seconds", "_held_seconds", b"_held_seconds", "_loss", b"_loss", "_reduced_seconds", b"_reduced_seconds", "_trained_inner_steps", b"_trained_inner_steps", "_trained_seconds", b"_trained_seconds", "applied_seconds", b"applied_seconds", "held_seconds", b"held_seconds", "inner_steps", b"inner_steps", "loss", b"loss", "node_id", b"node_id", "node_name", b"node_name", "num_slices_reduced", b"num_slices_reduced", "reduced_seconds", b"reduced_seconds", "screening", b"screening", "trained_inner_steps", b"trained_inner_steps", "trained_seconds", b"trained_seconds", "trained_tokens", b"trained_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__applied_seconds: _TypeAlias = _typing.Literal["applied_seconds"]  # noqa: Y015
+    _WhichOneofArgType__applied_seconds: _TypeAlias = _typing.Literal["_applied_seconds", b"_applied_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__held_seconds: _TypeAlias = _typing.Literal["held_seconds"]  # noqa: Y015
+    _WhichOneofArgType__held_seconds: _TypeAlias = _typing.Literal["_held_seconds", b"_held_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    _WhichOneofReturnType__reduced_seconds: _TypeAlias = _typing.Literal["reduced_seconds"]  # noqa: Y015
+    _WhichOneofArgType__reduced_seconds: _TypeAlias = _typing.Literal["_reduced_seconds", b"_reduced_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__trained_inner_steps: _TypeAlias = _typing.Literal["trained_inner_steps"]  # noqa: Y015
+    _WhichOneofArgType__trained_inner_steps: _TypeAlias = _typing.Literal["_trained_inner_steps", b"_trained_inner_steps"]  # noqa: Y015
+    _WhichOneofReturnType__trained_seconds: _TypeAlias = _typing.Literal["trained_seconds"]  # noqa: Y015
+    _WhichOneofArgType__trained_seconds: _TypeAlias = _typing.Literal["_trained_seconds", b"_trained_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__applied_seconds) -> _WhichOneofReturnType__applied_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__held_seconds) -> _WhichOneofReturnType__held_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reduced_seconds) -> _WhichOneofReturnType__reduced_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_inner_steps) -> _WhichOneofReturnType__trained_inner_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trained_seconds) -> _WhichOneofReturnType__trained_seconds | None: ...
+
+Global___NodeInRound: _TypeAlias = NodeInRound  # noqa: Y015
+
+@_typing.final
+class VoidSlice(_message.Message):
+    """A slice that a round left as it was."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which one, from 0."""
+    reason: _builtins.str
+    """Why."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VoidSlice: _TypeAlias = VoidSlice  # noqa: Y015
+
+@_typing.final
+class GetRoundResponse(_message.Message):
+    """One round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    IS_OPEN_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    COMMITTED_SECONDS_FIELD_NUMBER: _builtins.int
+    WAITED_FOR_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    VOID_SLICES_FIELD_NUMBER: _builtins.int
+    NOT_KEPT_FIELD_NUMBER: _builtins.int
+    is_open: _builtins.bool
+    """Whether it is in flight."""
+    seconds: _builtins.float
+    """Seconds from the plan to its end or, of a round in flight, so far; absent where nobody knows."""
+    committed_seconds: _builtins.float
+    """Seconds from the plan to the commit; absent before, and where nobody knows."""
+    waited_for: _builtins.str
+    """Whom the others waited for and at what, in words; empty where nobody was last by much."""
+    not_kept: _builtins.str
+    """What of all this is not kept, and why, in words; empty where all is."""
+    @_builtins.property
+    def summary(self) -> Global___RoundSummary:
+        """Its figures; of a round in flight its number and how many take part."""
+
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeInRound]:
+        """Participants, in the order of their node ids."""
+
+    @_builtins.property
+    def void_slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___VoidSlice]:
+        """Slices that are void."""
+
+    def __init__(
+        self,
+        *,
+        summary: Global___RoundSummary | None = ...,
+        is_open: _builtins.bool = ...,
+        seconds: _builtins.float | None = ...,
+        committed_seconds: _builtins.float | None = ...,
+        waited_for: _builtins.str = ...,
+        nodes: _abc.Iterable[Global___NodeInRound] | None = ...,
+        void_slices: _abc.Iterable[Global___VoidSlice] | None = ...,
+        not_kept: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "seconds", b"seconds", "summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "is_open", b"is_open", "nodes", b"nodes", "not_kept", b"not_kept", "seconds", b"seconds", "summary", b"summary", "void_slices", b"void_slices", "waited_for", b"waited_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__committed_seconds: _TypeAlias = _typing.Literal["committed_seconds"]  # noqa: Y015
+    _WhichOneofArgType__committed_seconds: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__seconds: _TypeAlias = _typing.Literal["seconds"]  # noqa: Y015
+    _WhichOneofArgType__seconds: _TypeAlias = _typing.Literal["_seconds", b"_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__committed_seconds) -> _WhichOneofReturnType__committed_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds) -> _WhichOneofReturnType__seconds | None: ...
+
+Global___GetRoundResponse: _TypeAlias = GetRoundResponse  # noqa: Y015

@@ -45,6 +45,11 @@ class StatusServiceStub:
                 request_serializer=protocol_dot_v1_dot_status__pb2.ListRoundsRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_status__pb2.ListRoundsResponse.FromString,
                 _registered_method=True)
+        self.GetRound = channel.unary_unary(
+                '/atoll.v1.StatusService/GetRound',
+                request_serializer=protocol_dot_v1_dot_status__pb2.GetRoundRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_status__pb2.GetRoundResponse.FromString,
+                _registered_method=True)
 
 
 class StatusServiceServicer:
@@ -65,6 +70,13 @@ class StatusServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRound(self, request, context):
+        """One round: what became of it, and when each participant did what.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StatusServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_StatusServiceServicer_to_server(servicer, server):
                     servicer.ListRounds,
                     request_deserializer=protocol_dot_v1_dot_status__pb2.ListRoundsRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_status__pb2.ListRoundsResponse.SerializeToString,
+            ),
+            'GetRound': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRound,
+                    request_deserializer=protocol_dot_v1_dot_status__pb2.GetRoundRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_status__pb2.GetRoundResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class StatusService:
             '/atoll.v1.StatusService/ListRounds',
             protocol_dot_v1_dot_status__pb2.ListRoundsRequest.SerializeToString,
             protocol_dot_v1_dot_status__pb2.ListRoundsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRound(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.StatusService/GetRound',
+            protocol_dot_v1_dot_status__pb2.GetRoundRequest.SerializeToString,
+            protocol_dot_v1_dot_status__pb2.GetRoundResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class StatusServiceStub:
     """The run, the round in flight and all nodes, as of one instant."""
     ListRounds: _grpc.UnaryUnaryMultiCallable[_status_pb2.ListRoundsRequest, _status_pb2.ListRoundsResponse]
     """The latest closed rounds."""
+    GetRound: _grpc.UnaryUnaryMultiCallable[_status_pb2.GetRoundRequest, _status_pb2.GetRoundResponse]
+    """One round: what became of it, and when each participant did what."""
 
 @_typing.type_check_only
 class StatusServiceAsyncStub(StatusServiceStub):
@@ -47,6 +49,8 @@ class StatusServiceAsyncStub(StatusServiceStub):
     """The run, the round in flight and all nodes, as of one instant."""
     ListRounds: _aio.UnaryUnaryMultiCallable[_status_pb2.ListRoundsRequest, _status_pb2.ListRoundsResponse]  # type: ignore[assignment]
     """The latest closed rounds."""
+    GetRound: _aio.UnaryUnaryMultiCallable[_status_pb2.GetRoundRequest, _status_pb2.GetRoundResponse]  # type: ignore[assignment]
+    """One round: what became of it, and when each participant did what."""
 
 class StatusServiceServicer(metaclass=_abc_1.ABCMeta):
     """Read-only queries."""
@@ -66,5 +70,13 @@ class StatusServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_status_pb2.ListRoundsResponse, _abc.Awaitable[_status_pb2.ListRoundsResponse]]:
         """The latest closed rounds."""
+
+    @_abc_1.abstractmethod
+    def GetRound(
+        self,
+        request: _status_pb2.GetRoundRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_status_pb2.GetRoundResponse, _abc.Awaitable[_status_pb2.GetRoundResponse]]:
+        """One round: what became of it, and when each participant did what."""
 
 def add_StatusServiceServicer_to_server(servicer: StatusServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

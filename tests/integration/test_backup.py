@@ -83,6 +83,9 @@ def test_copies_of_a_run_in_full_flight_are_consistent_and_one_can_be_started(
         "atoll.db-wal",
         "atoll.db-shm",
         "news.jsonl",  # what the page of this machine has told
+        "times.jsonl",  # what its timeline has
+        "logs",
+        "given.json",
     }
     for name in files:
         mode = (copy / name).stat().st_mode & 0o777

@@ -27,6 +27,7 @@ from protocol.run.run_spec import RunSpec, run_from_json, validated
 from protocol.trust.credentials import Credentials
 from protocol.v1 import operator_pb2, session_pb2, status_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+from protocol.v1.status_pb2_grpc import StatusServiceStub
 from protocol.wire.channel import open_channel
 
 
@@ -76,6 +77,49 @@ async def test_two_nodes_join_and_go_through_a_whole_round(tmp_path: Path) -> No
         ]
         listed = (await b.session.ListCommits(session_pb2.ListCommitsRequest())).commits
         assert [(c.round, c.outer_digest) for c in listed] == [(1, MIDDLE)]
+
+
+async def test_a_round_is_told_stage_by_stage_and_again_after_a_restart(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), two_nodes(home) as (a, b):
+        with pytest.raises(NoInputError, match="round 2 has not begun: the newest is 1"):
+            await a.status.GetRound(status_pb2.GetRoundRequest(round=2))
+        plans = [(await node.next("plan")).plan for node in (a, b)]
+        await a.trained(1)
+        flying = await b.status.GetRound(status_pb2.GetRoundRequest())
+        assert (flying.summary.round, flying.is_open) == (1, True)
+        assert {node.node_name: node.HasField("trained_seconds") for node in flying.nodes} == {
+            "node-a": True,
+            "node-b": False,
+        }
+        await b.trained(1)
+        for node in (a, b):
+            await node.reduced(plans[0])
+        for node in (a, b):
+            await node.held(plans[0])
+        for node in (a, b):
+            await node.next("commit")
+            await node.applied(1, MIDDLE)
+        await b.next("plan")
+        closed = await b.status.GetRound(status_pb2.GetRoundRequest(round=1))
+        assert (closed.is_open, closed.not_kept, closed.summary.tokens) == (False, "", 2000)
+        for told in closed.nodes:
+            stages = ("trained", "reduced", "held", "applied")
+            times = [getattr(told, f"{stage}_seconds") for stage in stages]
+            assert times == sorted(times) and times[-1] <= closed.seconds + 0.001
+            assert all(told.HasField(f"{stage}_seconds") for stage in stages)  # type: ignore[arg-type]
+            assert told.num_slices_reduced == 1
+            assert told.screening.num_contributions == 2
+    async with serving(home) as coordinator:
+        async with open_channel(Credentials.load(home.directory)) as channel:
+            again = await StatusServiceStub(channel).GetRound(status_pb2.GetRoundRequest(round=1))
+            nodes = (
+                await StatusServiceStub(channel).GetStatus(status_pb2.GetStatusRequest())
+            ).nodes
+        assert again == closed
+        assert [node.given.num_rounds for node in nodes] == [1, 1]
+        assert all(node.given.present_seconds > 0 for node in nodes)
+        assert coordinator.driver.state.committed_round == 1
 
 
 async def test_heartbeats_show_in_the_status_and_a_node_that_leaves_is_gone(

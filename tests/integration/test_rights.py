@@ -54,6 +54,7 @@ RIGHTS = {
     "SessionService.Detach": NODE,
     "StatusService.GetStatus": MEMBERS,
     "StatusService.ListRounds": MEMBERS,
+    "StatusService.GetRound": MEMBERS,
     "OperatorService.CreateInvite": OWNER,
     "OperatorService.ListInvites": OWNER,
     "OperatorService.RevokeInvite": OWNER,

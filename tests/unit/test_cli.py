@@ -117,9 +117,9 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(program):
     assert ran.stderr == ""
 
 
-def test_watching_and_json_exclude_each_other(capsys):
-    assert console.run(cli.root, ["status", "--watch", "--json"]) == ExitCode.USAGE
-    assert "--watch shows a picture" in capsys.readouterr().err
+def test_nodes_are_watched_as_json_or_by_the_status(capsys):
+    assert console.run(cli.root, ["nodes", "--watch"]) == ExitCode.USAGE
+    assert "add --json, or watch the nodes with 'atoll status --watch'" in capsys.readouterr().err
 
 
 def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_absent():
@@ -145,6 +145,7 @@ def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_ab
         "confirmed_work_share": None,
         "standing": "",
         "is_helper": False,
+        "given": None,
     }
     node.heartbeat.CopyFrom(
         session_pb2.HeartbeatRequest(outer_digest=b"\x01\xff", loss=float("nan"))

@@ -21,12 +21,19 @@ if TYPE_CHECKING:
 
 _context = multiprocessing.get_context("forkserver")
 
+_standard_error = 2
+"""What its standard error is, and that of ranks; it may have to be started again much later."""
 
-def prepare_forkserver() -> None:
+
+def prepare_forkserver(*, standard_error: int | None = None) -> None:
     """Starts it; it imports torch while the daemon goes on.
 
-    Returns at once. It is a fresh Python, so it holds nothing of the daemon's threads and gRPC.
+    Returns at once. It is a fresh Python, so it holds nothing of the daemon's threads and gRPC. From the
+    first call that gives one on, `standard_error` is a descriptor that ranks write to instead of ours.
     """
+    global _standard_error  # as long as the process, like the forkserver itself
+    if standard_error is not None:
+        _standard_error = standard_error
     # Ranks of two nodes on one machine have more threads than it has cores. OpenMP's threads spin
     # while they wait, which made them about twenty times slower; ranks inherit this from the forkserver.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -46,9 +53,13 @@ def prepare_forkserver() -> None:
     # A Ctrl-C at the terminal is the daemon's alone. The forkserver says so itself, but only once
     # it has imported torch; until then it would end with a traceback.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    own = os.dup(2)
     try:
+        os.dup2(_standard_error, 2)
         forkserver.ensure_running()
     finally:
+        os.dup2(own, 2)
+        os.close(own)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
@@ -77,6 +88,8 @@ def end_forkserver() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
     server._stop()
+    global _standard_error
+    _standard_error = 2
 
 
 def _live(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) -> None:

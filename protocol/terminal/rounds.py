@@ -1,0 +1,278 @@
+"""`atoll rounds` and `atoll rounds show`: closed rounds as a table, and one as a chart of text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from protocol.terminal import console
+from protocol.terminal.lazy_group import Entry, LazyGroup
+from protocol.terminal.query import (
+    StatusLink,
+    as_json,
+    dir_option,
+    json_option,
+    print_fitting,
+    watch_until_finished,
+)
+
+if TYPE_CHECKING:
+    from protocol.v1 import status_pb2 as pb
+
+NAME_WIDTH = 16
+BAR_WIDTH = 60
+"""Of a chart, which with a name fits 80 columns."""
+
+TRAINS, REDUCES, RECEIVES, APPLIES, MISSING = "█▓▒░·"
+
+LEGEND = (
+    f"{TRAINS} trains  {REDUCES} sends and reduces  {RECEIVES} sends and receives  "
+    f"{APPLIES} applies  {MISSING} not done"
+)
+
+
+_ROUNDS_COMMANDS = (
+    (
+        "Anyone",
+        (
+            Entry(
+                name="show",
+                target="protocol.terminal.rounds:show_round",
+                summary="Show when each node did what in a round.",
+            ),
+        ),
+    ),
+)
+
+
+@click.group(cls=LazyGroup, sections=_ROUNDS_COMMANDS, invoke_without_command=True)
+@click.option(
+    "--limit", type=click.IntRange(1, 4000), default=20, show_default=True, help="How many."
+)
+@click.option(
+    "--watch", "is_watching", is_flag=True, help="Then one line for each round that closes."
+)
+@json_option
+@dir_option
+@click.pass_context
+def rounds(
+    context: click.Context, limit: int, is_watching: bool, is_json: bool, directory: Path | None
+) -> None:
+    """List the latest closed rounds, newest first; or show one.
+
+    \b
+    Examples:
+      atoll rounds --limit 5
+      atoll rounds show 41
+      atoll rounds --watch --json
+
+    JSON is a list of RoundSummary (proto/protocol/v1/status.proto):
+
+    \b
+      [{"round": 7, "num_participants": 3, "num_committed_slices": 3, "tokens": 184320,
+        "seconds": 8.4, "loss": 2.1, "outer_digest": "8f3a…", "reason": "…", …}]
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    if context.invoked_subcommand is not None:
+        return
+    with StatusLink(directory) as link:
+        if is_watching:
+            _watch(link, limit, is_json=is_json)
+            return
+        answer = link.rounds(limit)
+    if is_json:
+        console.print_json([as_json(closed) for closed in answer.rounds])
+        return
+    from protocol.terminal.status_view import ledger_bytes, screened_in_words
+
+    rows = [
+        (
+            str(closed.round),
+            f"{closed.num_contributors} of {closed.num_participants}",
+            f"{closed.num_committed_slices} of {closed.num_slices}",
+            console.count_in_words(closed.tokens),
+            console.bytes_in_words(ledger_bytes(closed.wire)),
+            console.seconds_in_words(closed.seconds),
+            f"{closed.loss:.3f}" if closed.loss > 0 else "-",
+            console.digest_in_words(closed.outer_digest),
+            screened_in_words(closed),
+            closed.reason,
+        )
+        for closed in answer.rounds
+    ]
+    columns = (
+        *("round", "nodes", "slices", "tokens", "sent", "took", "loss", "digest", "screened"),
+        "reason",
+    )
+    right = ("round", "tokens", "sent", "took", "loss")
+    print_fitting(
+        columns, rows, spare=("reason", "digest", "sent", "slices", "screened"), right=right
+    )
+
+
+def _watch(link: StatusLink, limit: int, *, is_json: bool) -> None:
+    """A line for each of the latest rounds, oldest first, and then for each that closes."""
+    from protocol.terminal.watch import NewRounds, StreamScreen, json_line
+
+    new = NewRounds(link.rounds, limit=limit)
+    in_words = (lambda closed: json_line(as_json(closed))) if is_json else line_of
+    screen = StreamScreen(lambda _: map(in_words, new.take()))
+    watch_until_finished(link, screen, look=new.look)
+
+
+def line_of(closed: "pb.RoundSummary") -> str:
+    """A closed round in one line."""
+    from protocol.terminal.status_view import ledger_bytes, screened_in_words
+
+    parts = [
+        f"round {closed.round}: {closed.num_contributors} of {closed.num_participants} nodes",
+        f"{closed.num_committed_slices} of {closed.num_slices} slices",
+        f"{console.count_in_words(closed.tokens)} tokens",
+        f"{console.bytes_in_words(ledger_bytes(closed.wire))} sent",
+        f"took {console.seconds_in_words(closed.seconds)}",
+        *([f"loss {closed.loss:.3f}"] if closed.loss > 0 else []),
+        *([f"screened {screened_in_words(closed)}"] if closed.screened else []),
+        closed.reason,
+    ]
+    return ", ".join(filter(None, parts))
+
+
+@click.command("show")
+@click.argument("number", metavar="[ROUND]", type=click.IntRange(min=1), required=False)
+@json_option
+@dir_option
+def show_round(number: int | None, is_json: bool, directory: Path | None) -> None:
+    """Show when each node did what in a round; without a number in the one in flight, or the newest.
+
+    \b
+    Example:
+      atoll rounds show 41
+
+    JSON holds the fields of GetRoundResponse (proto/protocol/v1/status.proto):
+
+    \b
+      {"summary": {"round": 41, …}, "is_open": false, "seconds": 12.4, "committed_seconds": 10.1,
+       "waited_for": "…", "nodes": [{"node_name": "node-1", "trained_seconds": 7.9, …}], …}
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    with StatusLink(directory) as link:
+        answer = link.round(number or 0)
+    if is_json:
+        console.print_json(as_json(answer))
+        return
+    for line in (*_facts(answer), *chart(answer)):
+        click.echo(line)
+    rows = [tuple(_row(node).values()) for node in _by_name(answer)]
+    if rows:
+        click.echo()
+        columns = tuple(_row(answer.nodes[0]))
+        print_fitting(columns, rows, spare=("loss", "tokens", "steps"), right=columns[1:-1])
+    for void in answer.void_slices:
+        click.echo(f"slice {void.index} is void: {void.reason}")
+    if answer.not_kept:
+        click.echo(answer.not_kept)
+
+
+def _facts(answer: "pb.GetRoundResponse") -> list[str]:
+    from protocol.terminal.status_view import screened_in_words
+
+    told = answer.summary
+    is_committed = answer.HasField("committed_seconds") or not answer.is_open
+    name = f"round {told.round}"
+    if answer.is_open:
+        so_far = console.seconds_in_words(answer.seconds)
+        name += f", {'committed, nodes apply it' if is_committed else 'in flight'}, {so_far} so far"
+    elif answer.HasField("seconds"):
+        name += f", {console.seconds_in_words(answer.seconds)}"
+    lines = [name, told.reason]
+    if is_committed:
+        lines.append(
+            f"{told.num_contributors} of {told.num_participants} nodes are in it, "
+            f"{told.num_committed_slices} of {told.num_slices} slices are committed, "
+            f"{console.count_in_words(told.tokens)} tokens"
+            + (f", loss {told.loss:.3f}" if told.loss > 0 else "")
+        )
+    if told.screened:
+        lines.append(f"screened: {screened_in_words(told)}")
+    return [*filter(None, (*lines, answer.waited_for)), ""]
+
+
+def chart(answer: "pb.GetRoundResponse") -> list[str]:
+    """A bar for each node from the plan to the end of the round; nothing where no times are known."""
+    whole = answer.seconds
+    timed = any(node.HasField("trained_seconds") for node in answer.nodes)
+    if whole <= 0 or not (timed or answer.is_open):
+        return []
+    rows = [
+        f"{_short(node).ljust(NAME_WIDTH)}  {bar(node, whole=whole, is_open=answer.is_open)}"
+        for node in _by_name(answer)
+    ]
+    axis = ["0 s".ljust(BAR_WIDTH - len(end := console.seconds_in_words(whole))) + end]
+    if answer.HasField("committed_seconds"):
+        place = min(BAR_WIDTH - 1, int(answer.committed_seconds / whole * BAR_WIDTH))
+        words = f"commit at {console.seconds_in_words(answer.committed_seconds)}"
+        fits = place + 2 + len(words) <= BAR_WIDTH
+        axis.append(" " * place + f"↑ {words}" if fits else f"{words} ↑".rjust(place + 1))
+    return [*rows, *(" " * (NAME_WIDTH + 2) + line for line in axis), LEGEND]
+
+
+def bar(node: "pb.NodeInRound", *, whole: float, is_open: bool) -> str:
+    """What a node does at each moment, of which BAR_WIDTH make the whole; spaces once it is done.
+
+    After the last stage that is known to be over comes the next one, or that it was not done.
+    """
+    stages = [
+        *([(TRAINS, "trained_seconds")] if node.inner_steps else []),  # a helper trains nothing
+        *([(REDUCES, "reduced_seconds")] if node.num_slices_reduced else []),
+        (RECEIVES, "held_seconds"),
+        (APPLIES, "applied_seconds"),
+    ]
+    over = [
+        (mark, getattr(node, field))
+        for mark, field in stages
+        if node.HasField(field)  # type: ignore[arg-type] # a name from the list above
+    ]
+    last = over[-1][0] if over else ""
+    later = [mark for mark, _ in stages]
+    later = later[later.index(last) + 1 :] if last else later
+    goes_on = (later[0] if is_open else MISSING) if later else " "
+    moments = ((cell + 0.5) / BAR_WIDTH * whole for cell in range(BAR_WIDTH))
+    drawn = (next((mark for mark, at in over if moment < at), goes_on) for moment in moments)
+    return "".join(drawn).rstrip()
+
+
+def _row(node: "pb.NodeInRound") -> dict[str, str]:
+    from protocol.terminal.status_view import screening_in_words
+
+    def at(field: str) -> str:
+        return f"{getattr(node, field):.1f} s" if node.HasField(field) else "-"  # type: ignore[arg-type]
+
+    taken = screening_in_words(node.screening)
+    if node.HasField("screening"):
+        whole = node.screening.num_contributions
+        cut = node.screening.num_clipped or node.screening.num_left_out
+        taken = taken if cut else f"all {whole} taken" if whole else "none"
+    return {
+        "node": _short(node),
+        "trained": at("trained_seconds"),
+        "reduced": at("reduced_seconds"),
+        "held": at("held_seconds"),
+        "applied": at("applied_seconds"),
+        "steps": f"{node.trained_inner_steps} of {node.inner_steps}"
+        if node.HasField("trained_inner_steps")
+        else "helper"
+        if not node.inner_steps
+        else "-",
+        "tokens": console.count_in_words(node.trained_tokens) if node.trained_tokens else "-",
+        "loss": f"{node.loss:.3f}" if node.loss > 0 else "-",
+        "contributions": taken,
+    }
+
+
+def _by_name(answer: "pb.GetRoundResponse") -> Sequence["pb.NodeInRound"]:
+    return sorted(answer.nodes, key=lambda node: (node.node_name, node.node_id))
+
+
+def _short(node: "pb.NodeInRound") -> str:
+    from protocol.terminal.status_view import short_name
+
+    return short_name(node.node_name or node.node_id[:8])
