@@ -1,7 +1,7 @@
 """How payloads travel between members: push a payload to a peer, fetch one from a peer.
 
 Two transports implement it: node.exchange.transport.libp2p over the network, and
-node.exchange.transport.memory within one process. One contract test suite runs against both. The rules that
+lab.simulation.memory_transport within one process. One contract test suite runs against both. The rules that
 both keep stand at the end.
 """
 
