@@ -223,8 +223,8 @@ def _is_wanted(want: Want, header: PayloadHeader) -> bool:
             return blake3.blake3(header.encode()).digest() == digest
         case WantManifest():
             return want.includes(header.round)
-        case WantChunk(round=round_, digest=digest):
-            return (header.round, header.body_digest) == (round_, digest)
+        case WantChunk(round=round, digest=digest):
+            return (header.round, header.body_digest) == (round, digest)
         case WantTokens(kind=kind, digest=digest):
             return kind != PIECE or header.body_digest == digest
         case WantInput(contributor_id=contributor, digest=digest):
