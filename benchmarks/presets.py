@@ -23,7 +23,7 @@ from coordinator.presets.cost import (
 )
 from coordinator.presets.link_shares import CUBIC, CongestionControl
 from coordinator.presets.model_sizes import NAMED_MODELS
-from lab.simulation.queued_network import QueuedNetwork
+from lab.simulation.memory_transport import QueuedNetwork
 from lab.simulation.swarm import Life, simulate
 from protocol.run.run_spec import RunSpec, validated
 

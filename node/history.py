@@ -50,10 +50,10 @@ class History:
         if self._file is not None:
             self._unsaved.append(encoded)
 
-    def after(self, round_number: int, *, max_bytes: int) -> tuple[Commit, ...]:
+    def after(self, round: int, *, max_bytes: int) -> tuple[Commit, ...]:
         """The commits of later rounds, oldest first: as many as fit, but one in any case."""
         commits: list[Commit] = []
-        for place in range(bisect_right(self._rounds, round_number), len(self._rounds)):
+        for place in range(bisect_right(self._rounds, round), len(self._rounds)):
             encoded = self._commits[self._rounds[place]]
             max_bytes -= len(encoded)
             if commits and max_bytes < 0:
@@ -61,29 +61,29 @@ class History:
             commits.append(convert.commit_from_wire(round_pb2.Commit.FromString(encoded)))
         return tuple(commits)
 
-    def at(self, round_number: int) -> Commit | None:
+    def at(self, round: int) -> Commit | None:
         """The commit of a round; None where it is not kept."""
-        encoded = self._commits.get(round_number)
+        encoded = self._commits.get(round)
         if encoded is None:
             return None
         return convert.commit_from_wire(round_pb2.Commit.FromString(encoded))
 
-    def incarnation_at(self, round_number: int) -> int:
+    def incarnation_at(self, round: int) -> int:
         """Of the commit that led to the state at this round; 0 when it is not known."""
-        return self._incarnations.get(round_number, 0)
+        return self._incarnations.get(round, 0)
 
-    def forget_after(self, round_number: int) -> None:
+    def forget_after(self, round: int) -> None:
         """Drops the commits of later rounds, which are undone, from the file with the next `save`."""
-        if not self._rounds or self._rounds[-1] <= round_number:
+        if not self._rounds or self._rounds[-1] <= round:
             return
-        while self._rounds and self._rounds[-1] > round_number:
+        while self._rounds and self._rounds[-1] > round:
             self._drop(self._rounds.pop())
         self._unsaved = []
         self._is_cut = self._file is not None
 
-    def is_known(self, round_number: int) -> bool:
+    def is_known(self, round: int) -> bool:
         """Whether the commit of a round is kept."""
-        return round_number in self._commits
+        return round in self._commits
 
     def save(self) -> None:
         """Makes what was added durable. Raises what protocol.files.durable.refusing does.

@@ -3,7 +3,8 @@
     python tools/counts.py           # --files lists what a round and a push enter, most called first
 
 A round is the third of a swarm of three in one process (lab.simulation), from one commit to the next;
-a push is a body of 1 MB between two real transports that have pushed one before. A file is entered
+a push is a body of 1 MB between two real transports that have pushed one before, its parts over one stream:
+how many it would open else depends on how busy the machine is. A file is entered
 when a function of it is called; a change of file is a call into another file than that of the call before.
 Messages are counted by the files that name them.
 """
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 import structlog  # noqa: E402  # after the path to our own packages
 
 from lab.simulation.swarm import Life, simulate  # noqa: E402
+from node.exchange.limits import Limits  # noqa: E402
 from node.exchange.transport.libp2p import Libp2pTransport  # noqa: E402
 from node.exchange.transport.transport import Admission, Want  # noqa: E402
 from protocol.run.run_spec import validated  # noqa: E402
@@ -167,7 +169,10 @@ async def entered_by_a_push() -> Entered:
     entered = Entered()
     identities = [Identity.generate() for _ in range(2)]
     transports = [
-        Libp2pTransport(identity=identity, counts=WireCounts()) for identity in identities
+        Libp2pTransport(
+            identity=identity, counts=WireCounts(), limits=Limits(max_streams_per_body=1)
+        )
+        for identity in identities
     ]
     try:
         for transport in transports:

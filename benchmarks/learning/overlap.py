@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.learning.data_parallel import demo_spec
 from benchmarks.measurement import Rows, add_results, parser_of
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from protocol.run.run_spec import RunSpec, validated
 

@@ -22,6 +22,8 @@ from google.protobuf.message import Message
 from coordinator.swarm.explain import explain
 from coordinator.swarm.state import HeldOut, SwarmState
 from lab.simulation.coordinator import DeskStub, Outage, SimulatedCoordinator, new_folder
+from lab.simulation.inline_island import InlineIsland
+from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from lab.simulation.meshed_island import MeshedIsland
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
@@ -32,13 +34,11 @@ from node.exchange.giving import HeldResults
 from node.exchange.outer import Outer, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
-from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape

@@ -213,10 +213,10 @@ class Duties:
                     await self._take_part(received)
                 case RoundCommitted(commit=commit):
                     await self._apply(commit)
-                case EvaluationAsked(round=round_):
-                    await self._evaluate(round_)
-                case CatchUpNeeded(round=round_):
-                    await self._catch_up(round_)
+                case EvaluationAsked(round=round):
+                    await self._evaluate(round)
+                case CatchUpNeeded(round=round):
+                    await self._catch_up(round)
                 case RefetchAsked() as asked:
                     await self._refetch(asked)
                 case RunFinished() as finished:

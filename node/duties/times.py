@@ -49,7 +49,7 @@ class RoundTimes:
         self._adopt_seconds += seconds
 
     def end(
-        self, round_: int, now: float, *, compute_seconds: float, exchange_seconds: float
+        self, round: int, now: float, *, compute_seconds: float, exchange_seconds: float
     ) -> Utilisation | None:
         """The round is over for this node and the next begins; None when it did not train.
 
@@ -66,7 +66,7 @@ class RoundTimes:
             exchange_seconds,
         )
         self._began_at, self._report, self._adopt_seconds = now, None, 0.0
-        if report is None or report.tokens < 1 or began_at is None or report.round != round_:
+        if report is None or report.tokens < 1 or began_at is None or report.round != round:
             return None
         flops_per_second = report.flops / report.seconds if report.seconds > 0 else 0.0
         peak = report.peak_flops_per_second
@@ -75,7 +75,7 @@ class RoundTimes:
         inner_steps, publish, adopt, exchange = (part / seconds for part in parts)
         communication = _communication_of(report, inner_steps)
         return Utilisation(
-            round=round_,
+            round=round,
             tokens_per_second=report.tokens / report.seconds if report.seconds > 0 else 0.0,
             flops_per_second=flops_per_second,
             # Above 1 the peak was measured while something else had the device: it says nothing.

@@ -142,9 +142,9 @@ class Pushes:
     async def _push_of_lot(
         self, peer: NodeId, payload: Payload, deadline: float, is_wanted: Callable[[], bool]
     ) -> None:
-        what, round_number = payload.header.kind_name, payload.header.round
-        place = (what, round_number, peer)
-        lot = self._lots.setdefault(place, _Lot(what=what, round=round_number, peer=peer))
+        what, round = payload.header.kind_name, payload.header.round
+        place = (what, round, peer)
+        lot = self._lots.setdefault(place, _Lot(what=what, round=round, peer=peer))
         lot.num_slices += 1
         try:
             await self._push(lot, payload, deadline, is_wanted)

@@ -26,8 +26,9 @@ from node.exchange.outer_optimizer import (
 )
 from node.exchange.owing import Owing
 from node.exchange.reducer_error import ReducerError
-from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, missed_in_a_row
+from node.exchange.reduction import Merging, Reduction, Sender, SliceResult
 from node.exchange.residual import Residual
+from node.exchange.screening import missed_in_a_row
 from node.exchange.signing import PayloadSigner
 from node.outer_state import OuterDigest, Vector
 from protocol.run.layout import Layout

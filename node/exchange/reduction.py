@@ -1,7 +1,7 @@
 """A slice's result: its contributions screened and merged, encoded once, as the same bytes for everyone."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -25,12 +25,16 @@ from node.exchange.mean import (
     weighted_sum,
 )
 from node.exchange.screening import (
+    COUNTED_ROUNDS,
+    MOST_OF_MEAN_WEIGHT,
     Verdict,
     allowances,
+    bounded_weights,
     centred_factors,
     num_trimmed,
     quantised,
     screened,
+    tokens_of_late,
     trust_factors,
 )
 from node.exchange.signing import PayloadSigner
@@ -39,7 +43,6 @@ from protocol.run.run_spec import Merge
 from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import (
     WHOLE,
-    Commit,
     ContributionDigest,
     Contributor,
     Digest,
@@ -51,9 +54,6 @@ from protocol.wire.rounds import (
 )
 
 log = structlog.get_logger()
-
-MOST_OF_MEAN_WEIGHT = 2.0
-"""Nobody weighs more than so many times what contributions weigh on average, whatever tokens it claims."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -415,62 +415,3 @@ class _Look:
 
 def _times(body: Encoded, factor: float, passes: Passes) -> Vector | Encoded:
     return body if factor == 1 else weighted_sum([body], [factor], passes=passes)
-
-
-def bounded_weights(tokens: Sequence[int], holders: Sequence[int], *, most: float) -> list[int]:
-    """Weights by tokens, so that nobody's data make up more than `most` of a mean.
-
-    `holders` says whose data each contribution is of. Who has more than that part is brought down to it,
-    and its nodes share what is left by their tokens. Where so few hold data that all would be brought
-    down, all holders weigh the same. Whole numbers, rounded down, and at least 1.
-    """
-    sums: dict[int, int] = {}
-    for holder, count in zip(holders, tokens, strict=True):
-        sums[holder] = sums.get(holder, 0) + count
-    bounded: set[int] = set()
-    allowed = 0.0
-    while True:
-        rest = sum(count for holder, count in sums.items() if holder not in bounded)
-        part = 1 - most * len(bounded)
-        if rest == 0 or part <= 0:  # all are above it, whatever it is measured by
-            bounded, allowed = set(sums), float(min(sums.values()))
-            break
-        allowed = most * rest / part
-        above = {holder for holder in sums.keys() - bounded if sums[holder] > most * rest / part}
-        if not above:
-            break
-        bounded |= above
-    return [
-        max(1, int(count * allowed / sums[holder])) if holder in bounded else count
-        for holder, count in zip(holders, tokens, strict=True)
-    ]
-
-
-def tokens_of_late(samples: int, *, contributors: Sequence[Contributor], context: int) -> int:
-    """What samples will weigh that come too late: as many tokens of each count as of those that are here.
-
-    How many of its own will count only the node knows that trains them. Where all do, all are told.
-    """
-    here = sum(each.samples for each in contributors) * context
-    return samples * context * sum(each.tokens for each in contributors) // here
-
-
-COUNTED_ROUNDS = 3
-"""So many rounds in a row the tokens of a participant count in means that its work does not get into."""
-
-
-def missed_in_a_row(
-    before: Mapping[NodeId, int], commit: Commit, own_slices: Collection[int] = ()
-) -> dict[NodeId, int]:
-    """In how many rounds up to this one the work of each participant got into no result.
-
-    Of a reducer's own slices, where it had any: somebody may get through to all others. Rounds that
-    a node has no part in change nothing, and neither do void slices.
-    """
-    results = [each for each in commit.slices if each.digest is not None]
-    results = [each for each in results if each.index in own_slices] or results
-    if not results:
-        return dict(before)
-    here = {c.node_id for outcome in results for c in outcome.contributors}
-    counted = {a.node_id: before.get(a.node_id, 0) + 1 for a in commit.assignments}
-    return {**before, **counted, **dict.fromkeys(here, 0)}

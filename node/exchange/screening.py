@@ -1,4 +1,4 @@
-"""Which contributions count in a slice's result, and how much of each: decided by their norms, before a mean.
+"""Which contributions count in a slice's result, and how much of each: by their norms and their tokens.
 
 Pure, on numbers: norms come from mean.py, and whoever reduces applies what is decided here (reduction.py).
 
@@ -14,10 +14,10 @@ Who missed rounds owes them on top (node.exchange.residual), and may be longer b
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.wire.rounds import WHOLE
+from protocol.wire.rounds import WHOLE, Commit, Contributor, NodeId
 
 CLIPPED_ABOVE = 2.0
 """Of the median measure: a longer contribution is cut to it. Two of eight that pull backwards with all they
@@ -38,6 +38,12 @@ MOST_BY_LATENESS = 3.0
 LARGEST_RMS = 100.0
 """No pseudo-gradient of a run has a root mean square above so many times that of its parameters, or 1
 where theirs is smaller. It follows from the state alone: all nodes see it alike, from the first round on."""
+
+MOST_OF_MEAN_WEIGHT = 2.0
+"""Nobody weighs more than so many times what contributions weigh on average, whatever tokens it claims."""
+
+COUNTED_ROUNDS = 3
+"""So many rounds in a row the tokens of a participant count in means that its work does not get into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,3 +152,61 @@ def trust_factors(
         return [1.0] * len(norms)
     usual = agreeing[(len(agreeing) - 1) // 2]
     return [min(1.0, max(0.0, cosine) / usual) for cosine in cosines]
+
+
+# What a contribution weighs, before its norm is looked at
+
+
+def bounded_weights(tokens: Sequence[int], holders: Sequence[int], *, most: float) -> list[int]:
+    """Weights by tokens, so that nobody's data make up more than `most` of a mean.
+
+    `holders` says whose data each contribution is of. Who has more than that part is brought down to it,
+    and its nodes share what is left by their tokens. Where so few hold data that all would be brought
+    down, all holders weigh the same. Whole numbers, rounded down, and at least 1.
+    """
+    sums: dict[int, int] = {}
+    for holder, count in zip(holders, tokens, strict=True):
+        sums[holder] = sums.get(holder, 0) + count
+    bounded: set[int] = set()
+    allowed = 0.0
+    while True:
+        rest = sum(count for holder, count in sums.items() if holder not in bounded)
+        part = 1 - most * len(bounded)
+        if rest == 0 or part <= 0:  # all are above it, whatever it is measured by
+            bounded, allowed = set(sums), float(min(sums.values()))
+            break
+        allowed = most * rest / part
+        above = {holder for holder in sums.keys() - bounded if sums[holder] > most * rest / part}
+        if not above:
+            break
+        bounded |= above
+    return [
+        max(1, int(count * allowed / sums[holder])) if holder in bounded else count
+        for holder, count in zip(holders, tokens, strict=True)
+    ]
+
+
+def tokens_of_late(samples: int, *, contributors: Sequence[Contributor], context: int) -> int:
+    """What samples will weigh that come too late: as many tokens of each count as of those that are here.
+
+    How many of its own will count only the node knows that trains them. Where all do, all are told.
+    """
+    here = sum(each.samples for each in contributors) * context
+    return samples * context * sum(each.tokens for each in contributors) // here
+
+
+def missed_in_a_row(
+    before: Mapping[NodeId, int], commit: Commit, own_slices: Collection[int] = ()
+) -> dict[NodeId, int]:
+    """In how many rounds up to this one the work of each participant got into no result.
+
+    Of a reducer's own slices, where it had any: somebody may get through to all others. Rounds that
+    a node has no part in change nothing, and neither do void slices.
+    """
+    results = [each for each in commit.slices if each.digest is not None]
+    results = [each for each in results if each.index in own_slices] or results
+    if not results:
+        return dict(before)
+    here = {c.node_id for outcome in results for c in outcome.contributors}
+    counted = {a.node_id: before.get(a.node_id, 0) + 1 for a in commit.assignments}
+    return {**before, **counted, **dict.fromkeys(here, 0)}

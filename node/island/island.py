@@ -1,8 +1,8 @@
 """What the daemon asks of an island, whatever its ranks and mesh.
 
 Three islands implement it: node.island.ranks.launcher runs one process for each rank; node.island.loops
-leaves training to a program of the contributor's own; node.island.inline trains in the calling process,
-for tests and simulation.
+leaves training to a program of the contributor's own; lab.simulation.inline_island trains in the calling
+process, for tests and simulation.
 """
 
 from collections.abc import Callable

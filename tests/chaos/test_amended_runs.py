@@ -9,8 +9,8 @@ from structlog.testing import capture_logs
 from test_history_in_process import DEADLINES, STEADY, assert_sound
 
 from lab.simulation.coordinator import Outage
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from tests.tiny_runs import tiny
 

@@ -10,8 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from lab.simulation.coordinator import Outage
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
 from tests.chaos.test_restored_copies import (
     DEADLINES,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, simulate
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 

@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 from test_history_in_process import DEADLINES, assert_sound
 
 from lab.simulation.coordinator import Outage
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.disk.round_folder import Retention
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus, read_corpus
 from protocol.errors import UsageError
 from protocol.trust.rulings import Ruling, RulingKind

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
 from protocol.wire.rounds import Commit
 from tests.tiny_runs import tiny

@@ -9,9 +9,9 @@ import pytest
 
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.coordinator import Outage
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.exchange import giving
 from node.exchange.fetching import MOST_AT_ONCE
 from node.exchange.state import chunks
 from node.exchange.state.chunks import Manifest
-from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import Want, WantChunk
 from node.island.data.corpus import Corpus
 from protocol.wire.payload import Payload

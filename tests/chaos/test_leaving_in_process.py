@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator.swarm.ledger import num_samples_of
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.exchange import giving
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 

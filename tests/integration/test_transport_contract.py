@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 from transport_peers import BIG, Peer, introduce, make_payload, want
 
+from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import (
     PIECES_AT_ONCE,
     FalseAnswerError,

@@ -17,9 +17,9 @@ from test_restarts_of_ranks import SPEC as RESTARTED
 from test_restarts_of_ranks import ignore, work_of
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from lab.simulation.inline_island import InlineIsland
 from node.hosts.desk import HostDesk
 from node.island.data.places import DataPlaces
-from node.island.inline import InlineIsland
 from node.island.island import Island
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.forkserver import prepare_forkserver

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from rank_scene import initial_vectors, small_spec, with_texts
 
+from lab.simulation.inline_island import InlineIsland
 from node.island.data.places import DataPlaces
-from node.island.inline import InlineIsland
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape

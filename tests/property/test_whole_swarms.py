@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.swarm.ledger import num_samples_of
+from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, simulate
-from node.exchange.transport.memory import MemoryNetwork
 from node.island.data.corpus import Corpus
 from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny

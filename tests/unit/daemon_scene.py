@@ -5,11 +5,11 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
 from node.duties.times import Meters
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import Heavy, in_place
 from node.history import History
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress

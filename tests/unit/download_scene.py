@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import Donor
@@ -16,7 +17,6 @@ from node.exchange.limits import Waits
 from node.exchange.state import chunks
 from node.exchange.state.chunks import Manifest
 from node.exchange.state.download import Download
-from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import (
     Admission,
     Want,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot
@@ -27,7 +28,6 @@ from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.sources import StateHere
-from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.heavy import in_place
 from node.history import History
 from node.outer_state import Vector, outer_digest

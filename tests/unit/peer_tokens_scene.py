@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
+from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.exchange.tokens import PeerTokens
-from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import (
     Admission,
     TransferRefusedError,

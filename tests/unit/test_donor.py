@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lab.simulation.memory_transport import MemoryNetwork
 from node.disk.snapshots import Snapshot
 from node.exchange.giving import (
     COPY_KEPT_SECONDS,
@@ -13,7 +14,6 @@ from node.exchange.giving import (
     MOST_COPIES,
 )
 from node.exchange.state.chunks import Manifest
-from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import WantChunk, WantManifest
 from protocol.wire.payload import CHUNK, MANIFEST, Payload
 from protocol.wire.rounds import Digest, NodeId

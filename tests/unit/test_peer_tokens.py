@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from lab.simulation.memory_transport import MemoryNetwork
 from node.assembly import _takes_tokens_of_peers, _tokens_of
 from node.config import NodeSettings
 from node.exchange.tokens import GIVE_WAY_SECONDS, MAP_SECONDS
-from node.exchange.transport.memory import MemoryNetwork
 from node.exchange.transport.transport import (
     PIECES_AT_ONCE,
     NotHeldError,

@@ -6,9 +6,9 @@ from random import Random
 
 from structlog.testing import capture_logs
 
+from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.exchange.giving import Pushes
 from node.exchange.limits import Waits
-from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import Admission, TransferRefusedError, Want
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import (
-    COUNTED_ROUNDS,
     Merging,
     Reduction,
     Sender,
-    bounded_weights,
-    missed_in_a_row,
 )
+from node.exchange.screening import COUNTED_ROUNDS, bounded_weights, missed_in_a_row
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor, NodeId, SliceOutcome
 from tests.unit.exchange_scene import (

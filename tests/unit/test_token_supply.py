@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.exchange.transport.memory import MemoryNetwork
+from lab.simulation.memory_transport import MemoryNetwork
 from node.island.data.island import EVALUATE_SECONDS, SuppliedIsland
 from node.island.data.manifest import Piece, read_manifest
 from node.island.data.opening import open_dataset

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from node.exchange.transport.memory import MemoryNetwork, MemoryTransport
+from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.exchange.transport.transport import Admission, PeerUnreachableError, Want
 from protocol.wire.payload import RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry

@@ -132,7 +132,7 @@ class Manifest:
         """
         if len(body) < HEADER.size:
             raise ManifestError(f"{len(body)} bytes are too few for a manifest")
-        magic, round_, num_elements, chunk_bytes, run, layout, outer = HEADER.unpack_from(body)
+        magic, round, num_elements, chunk_bytes, run, layout, outer = HEADER.unpack_from(body)
         if magic != MAGIC:
             raise ManifestError(f"a manifest begins with {MAGIC!r}, not {magic!r}")
         if chunk_bytes != CHUNK_BYTES:
@@ -144,7 +144,7 @@ class Manifest:
             )
         digests = body[HEADER.size :]
         return cls(
-            round=round_,
+            round=round,
             num_elements=num_elements,
             run_digest=Digest(run),
             layout_digest=Digest(layout),

@@ -27,7 +27,7 @@ from node.exchange.codecs.codec import CodecError
 from node.exchange.codecs.registry import codec_named
 from node.exchange.giving import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
-from node.exchange.reduction import COUNTED_ROUNDS
+from node.exchange.screening import COUNTED_ROUNDS
 from node.heavy import Heavy, in_place
 from node.history import KEPT_BYTES, History
 from protocol.errors import AtollError

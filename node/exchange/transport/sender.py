@@ -241,9 +241,14 @@ class SentPart:
 
     body: OutgoingBody
     index: int
-    num_bytes: int
+    span: slice  # of the body
     sent_at: float
     under_way: UnderWay  # what the uplink's estimate learns from it
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return int(self.span.stop - self.span.start)
 
 
 @dataclass(slots=True, eq=False)
@@ -537,9 +542,7 @@ class PeerSender:
         num_bytes = span.stop - span.start
         self._window.begin(num_bytes, now=now)
         under_way = self._uplink.begin(self, num_bytes, now=now)
-        return SentPart(
-            body=body, index=index, num_bytes=num_bytes, sent_at=now, under_way=under_way
-        )
+        return SentPart(body=body, index=index, span=span, sent_at=now, under_way=under_way)
 
     def _answered(self, stream: PartStream, now: float) -> SentPart:
         part = stream.under_way.popleft()

@@ -248,7 +248,7 @@ class Sending:
         await link.send(
             wire.Part(index=part.index, digest=payload.digest, num_bytes=part.num_bytes)
         )
-        content = memoryview(payload.body)[part.body.span(part.index)]
+        content = memoryview(payload.body)[part.span]
         await link.send_body(content, is_answered=True)
 
     async def _hear(self, link: TransferStream, stream: PartStream) -> None:

@@ -163,9 +163,10 @@ class TransferStream:
 
     def carries(self, kind: int) -> None:
         """Says what the transfer carries from now on, for the counts; what opened it belongs to it."""
-        if self.kind != "control":
+        counted_as = WIRE_KINDS_BY_PAYLOAD[kind]
+        if self.kind not in ("control", counted_as):
             self._count()
-        self.kind = WIRE_KINDS_BY_PAYLOAD[kind]
+        self.kind = counted_as
 
     async def send(self, message: Message) -> None:
         """Writes one message in a frame of its own."""

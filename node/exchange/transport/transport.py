@@ -1,7 +1,7 @@
 """How payloads travel between members: push a payload to a peer, fetch one from a peer.
 
 Two transports implement it: node.exchange.transport.libp2p over the network, and
-node.exchange.transport.memory within one process. One contract test suite runs against both. The rules that
+lab.simulation.memory_transport within one process. One contract test suite runs against both. The rules that
 both keep stand at the end.
 """
 
@@ -223,8 +223,8 @@ def _is_wanted(want: Want, header: PayloadHeader) -> bool:
             return blake3.blake3(header.encode()).digest() == digest
         case WantManifest():
             return want.includes(header.round)
-        case WantChunk(round=round_, digest=digest):
-            return (header.round, header.body_digest) == (round_, digest)
+        case WantChunk(round=round, digest=digest):
+            return (header.round, header.body_digest) == (round, digest)
         case WantTokens(kind=kind, digest=digest):
             return kind != PIECE or header.body_digest == digest
         case WantInput(contributor_id=contributor, digest=digest):

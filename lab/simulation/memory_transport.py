@@ -2,6 +2,7 @@
 
 It keeps the rules of the real one (rosters on both sides, admission before the body, digests) and
 takes the same order of events each time it is run the same way. Bodies are handed over, not copied.
+A network may have a pace for each node, or uplinks that carry one payload after the other.
 """
 
 import asyncio
@@ -273,3 +274,23 @@ async def _deadline(peer: NodeId, timeout_seconds: float) -> AsyncIterator[None]
 async def _guarded(sender: NodeId, work: Awaitable[T]) -> T:
     with refusing_on_fault(sender):
         return await work
+
+
+class QueuedNetwork(MemoryNetwork):
+    """Every node's uplink carries so much, for all of its payloads together.
+
+    In swarms of equal nodes downlinks then carry as much and need no queue of their own.
+    """
+
+    def __init__(self, *, bytes_per_second: float, latency_seconds: float) -> None:
+        super().__init__()
+        self.latency_seconds = latency_seconds
+        self._bytes_per_second_of_all = bytes_per_second
+        self._free_at: dict[NodeId, float] = {}
+
+    def seconds_for(self, sender: NodeId, num_bytes: int) -> float:
+        """Until the payload is at the other side: behind all that its sender has sent before."""
+        now = asyncio.get_running_loop().time()
+        begins = max(now, self._free_at.get(sender, now))
+        self._free_at[sender] = begins + num_bytes / self._bytes_per_second_of_all
+        return self._free_at[sender] + self.latency_seconds - now
