@@ -104,6 +104,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 summary="List the latest rounds, or show one as a chart.",
             ),
             Entry(
+                name="track",
+                target="protocol.terminal.track:track",
+                summary="Write the run's curves for TensorBoard, W&B or trackio.",
+            ),
+            Entry(
                 name="logs",
                 target="protocol.terminal.logs:logs",
                 summary="Show what all processes of a folder have logged, and follow.",
