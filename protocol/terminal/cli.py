@@ -118,6 +118,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 target="protocol.terminal.query:data",
                 summary="Prepare data; show which samples are trained, leased, waiting.",
             ),
+            Entry(
+                name="completion",
+                target="protocol.terminal.cli:completion",
+                summary="Print what lets bash, zsh or fish complete commands.",
+            ),
         ),
     ),
 )
@@ -163,6 +168,24 @@ root = LazyGroup(
         )
     ],
 )
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print a script by which a shell completes commands, options and files after TAB.
+
+    \b
+    Once, for good:
+      atoll completion bash >> ~/.bashrc
+      atoll completion zsh >> ~/.zshrc
+      atoll completion fish > ~/.config/fish/completions/atoll.fish
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows the three"
+    click.echo(kind(root, {}, "atoll", "_ATOLL_COMPLETE").source())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
