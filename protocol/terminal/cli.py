@@ -104,6 +104,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 summary="List the latest rounds, or show one as a chart.",
             ),
             Entry(
+                name="track",
+                target="protocol.terminal.track:track",
+                summary="Write the run's curves for TensorBoard, W&B or trackio.",
+            ),
+            Entry(
                 name="logs",
                 target="protocol.terminal.logs:logs",
                 summary="Show what all processes of a folder have logged, and follow.",
@@ -112,6 +117,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 name="data",
                 target="protocol.terminal.query:data",
                 summary="Prepare data; show which samples are trained, leased, waiting.",
+            ),
+            Entry(
+                name="completion",
+                target="protocol.terminal.cli:completion",
+                summary="Print what lets bash, zsh or fish complete commands.",
             ),
         ),
     ),
@@ -169,6 +179,24 @@ def other_system(platform: str, machine: str) -> SystemRefusedError | None:
         f"Atoll runs on Linux on x86-64, and this is {here}",
         next_step="on Windows use WSL 2; 'Other systems' in docs/operations.md has the rest",
     )
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print a script by which a shell completes commands, options and files after TAB.
+
+    \b
+    Once, for good:
+      atoll completion bash >> ~/.bashrc
+      atoll completion zsh >> ~/.zshrc
+      atoll completion fish > ~/.config/fish/completions/atoll.fish
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows the three"
+    click.echo(kind(root, {}, "atoll", "_ATOLL_COMPLETE").source())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

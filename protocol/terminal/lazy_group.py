@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import click
+from click.shell_completion import CompletionItem
 
 from protocol.errors import UsageError
 
@@ -58,6 +59,15 @@ class LazyGroup(click.Group):
             of_group = "" if ctx.parent is None else f" of '{path}'"
             raise UsageError(f"there is no command '{name}'{of_group}", next_step=advice)
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """What a shell offers after TAB, from the table: click's own way imports every command."""
+        commands = [
+            CompletionItem(entry.name, help=entry.summary)
+            for entry in self._entries.values()
+            if entry.name.startswith(incomplete)
+        ]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the sections, from the table alone."""

@@ -217,14 +217,14 @@ def watch_until_finished(
     link: StatusLink,
     screen: "Screen",
     *,
-    look: "Callable[[status_pb2.RunStatus], None]" = lambda run: None,
+    look: "Callable[[status_pb2.GetStatusResponse], None]" = lambda answer: None,
 ) -> None:
     """Shows the status each second until the run is finished; `look` may ask for more before."""
     from protocol.terminal.watch import watch
 
     def ask() -> "status_pb2.GetStatusResponse":
         answer = link.status()
-        look(answer.run)
+        look(answer)
         return answer
 
     try:

@@ -117,7 +117,7 @@ def _watch(link: StatusLink, limit: int, *, is_json: bool) -> None:
     new = NewRounds(link.rounds, limit=limit)
     in_words = (lambda closed: json_line(as_json(closed))) if is_json else line_of
     screen = StreamScreen(lambda _: map(in_words, new.take()))
-    watch_until_finished(link, screen, look=new.look)
+    watch_until_finished(link, screen, look=lambda answer: new.look(answer.run))
 
 
 def line_of(closed: "pb.RoundSummary") -> str:

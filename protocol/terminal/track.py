@@ -1,0 +1,330 @@
+"""`atoll track`: the run's figures for TensorBoard, Weights & Biases, or trackio, each round once.
+
+It asks the coordinator for its history, as `atoll rounds` does, and follows. What it has written stands in
+a note beside the files, so that it goes on there after it ended or was killed.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
+
+from protocol.errors import BadDataError, UsageError
+from protocol.files.durable import refusing, write_atomically
+from protocol.terminal.event_file import EventFile, rewind_event, scalars_event
+from protocol.terminal.query import StatusLink, dir_option, watch_until_finished
+
+if TYPE_CHECKING:
+    from protocol.v1 import status_pb2 as pb
+
+NOTE_FILE = "atoll-track.json"
+
+TOOLS = ("tensorboard", "wandb", "trackio")
+
+OF_THE_RUN_ALONE = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+"""trackio would also watch this machine, which need not have to do with the run."""
+
+EVENTS_PREFIX = "events.out.tfevents.atoll."
+"""TensorBoard finds files that have its first words in their names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Numbers of one round, by their tags."""
+
+    round: int
+    at: float  # seconds since 1970 when it closed; of rounds before the command looked, about
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What was written so far, of which run and for which tool."""
+
+    swarm_id: str
+    tool: str
+    round: int = 0
+    held_out_round: int = -1
+    incarnation: int = 0  # of that round: how often history had been taken back
+    size: int = 0  # of the event file
+
+
+class Sink(Protocol):
+    """A tool that takes rows."""
+
+    def put(self, rows: Sequence[Row], save: Callable[[int], None]) -> None:
+        """Takes rows, and calls `save` once: with the size of its file, or 0."""
+
+    def rewind(self, round_number: int, at: float) -> None:
+        """Later rounds than this one are made again."""
+
+    def close(self) -> None:
+        """Writes what waits."""
+
+
+class TensorBoard:
+    """An event file. A row is in it when the note says so: what is beyond is cut off at the next start."""
+
+    def __init__(self, out: Path, note: Note, *, at: float) -> None:
+        path = out / f"{EVENTS_PREFIX}{note.swarm_id[:12]}"
+        self._file = EventFile(path, size=note.size, at=at)
+
+    def put(self, rows: Sequence[Row], save: Callable[[int], None]) -> None:
+        """Writes them to the disk, and then the note."""
+        self._file.append([scalars_event(row.at, row.round, row.values) for row in rows])
+        save(self._file.size)
+
+    def rewind(self, round_number: int, at: float) -> None:
+        """Lets TensorBoard drop what is later."""
+        self._file.append([rewind_event(at, round_number + 1)])
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class Logger:
+    """Weights & Biases or trackio: what `log` was given they write by themselves, a moment later.
+
+    So the note comes first: one that is killed in between lacks a row, and has none twice.
+    """
+
+    def __init__(
+        self, log: Callable[[dict[str, float], int], object], finish: Callable[[], object]
+    ) -> None:
+        self._log = log
+        self._finish = finish
+
+    def put(self, rows: Sequence[Row], save: Callable[[int], None]) -> None:
+        """Writes the note, and hands them over."""
+        save(0)
+        for row in rows:
+            self._log({**row.values, "round": row.round}, row.round)
+
+    def rewind(self, round_number: int, at: float) -> None:
+        """Both keep what was logged before, and show it with what is made again."""
+
+    def close(self) -> None:
+        """Waits until all is written."""
+        self._finish()
+
+
+def open_sink(note: Note, out: Path, run_name: str, *, at: float) -> Sink:
+    """The tool that the note names; raises UsageError when it is not installed."""
+    if note.tool == "tensorboard":
+        return TensorBoard(out, note, at=at)
+    module = required(note.tool, out)
+    name = f"{run_name}-{note.swarm_id[:12]}"
+    if note.tool == "trackio":
+        run = module.init(project=run_name, name=name, resume="allow", **OF_THE_RUN_ALONE)
+        return Logger(lambda values, step: run.log(values, step=step), module.finish)
+    # Without this it would ask for a login, which a command that runs for weeks cannot wait for.
+    mode = os.environ.get("WANDB_MODE", "offline")
+    run = module.init(
+        project=run_name, name=name, id=note.swarm_id, dir=out, mode=mode, resume="allow"
+    )
+    run.define_metric("round")
+    run.define_metric("*", step_metric="round")  # held-out losses come later than their rounds
+    return Logger(lambda values, step: run.log(values), run.finish)
+
+
+def required(tool: str, out: Path) -> Any:
+    """The tool's module; raises UsageError when it is not installed."""
+    os.environ.setdefault("TRACKIO_DIR", str(out.absolute()))  # it is read at the import
+    try:
+        return import_module(tool)
+    except ModuleNotFoundError as error:
+        if error.name != tool:
+            raise
+        raise UsageError(
+            f"--to {tool} needs the package {tool}, which is not installed",
+            next_step=f"pip install 'atoll[{tool}]'",
+        ) from error
+
+
+def values_of(closed: "pb.RoundSummary") -> dict[str, float]:
+    """The figures of a closed round."""
+    from protocol.terminal.status_view import ledger_bytes
+
+    told = {
+        "loss/training": closed.loss or math.nan,
+        "round/tokens": closed.tokens,
+        "round/seconds": closed.seconds,
+        "round/tokens_per_second": closed.tokens / closed.seconds if closed.seconds else math.nan,
+        "round/sent_bytes": ledger_bytes(closed.wire),
+        "round/participants": closed.num_participants,
+        "round/contributors": closed.num_contributors,
+        "round/void_slices": closed.num_slices - closed.num_committed_slices,
+        "round/screened_nodes": len(closed.screened),
+    }
+    return {tag: float(value) for tag, value in told.items() if math.isfinite(value)}
+
+
+def rows_of(
+    rounds: Sequence["pb.RoundSummary"], status: "pb.GetStatusResponse", note: Note
+) -> tuple[list[Row], Note]:
+    """What is new, oldest first, and the note when that is written.
+
+    `rounds` are new ones, oldest first. When each closed is counted back from the latest.
+    """
+    at: dict[int, float] = {}
+    values: dict[int, dict[str, float]] = {}
+    then, later = status.unix_seconds, 0
+    for closed in reversed(rounds):
+        then -= closed.seconds * max(
+            0, later - closed.round - 1
+        )  # of those between nothing is kept
+        at[closed.round] = then
+        then, later = then - closed.seconds, closed.round
+        values[closed.round] = values_of(closed)
+    losses = [one for one in status.run.held_out_losses if one.round > note.held_out_round]
+    for one in losses:
+        told = {"loss/held_out": one.loss}
+        if one.HasField("metric"):
+            told["loss/held_out_metric"] = one.metric
+        finite = {tag: value for tag, value in told.items() if math.isfinite(value)}
+        values.setdefault(one.round, {}).update(finite)
+    rows = [
+        Row(round=number, at=at.get(number, status.unix_seconds), values=values[number])
+        for number in sorted(values)
+    ]
+    return rows, replace(
+        note,
+        round=rounds[-1].round if rounds else note.round,
+        incarnation=rounds[-1].incarnation if rounds else note.incarnation,
+        held_out_round=losses[-1].round if losses else note.held_out_round,
+    )
+
+
+def went_back_to(note: Note, rounds: Sequence["pb.RoundSummary"], committed: int) -> int | None:
+    """The newest round that still holds, where later ones that were written do not; None else."""
+    again = [r.round for r in rounds if r.round <= note.round and r.incarnation > note.incarnation]
+    newest = min([*(number - 1 for number in again), committed])
+    return newest if newest < note.round else None
+
+
+class Tracker:
+    """Takes what a coordinator tells to a tool, each round once."""
+
+    def __init__(self, note: Note, sink: Sink, *, note_path: Path) -> None:
+        self._note = note
+        self._sink = sink
+        self._path = note_path
+        self._num_went_back = -1  # times that the run has, as far as was looked at
+        self._said: list[str] = []
+
+    def look(
+        self, status: "pb.GetStatusResponse", ask: Callable[[int], Sequence["pb.RoundSummary"]]
+    ) -> None:
+        """Writes what is new; `ask` gives the latest so many rounds, newest first."""
+        from protocol.terminal.watch import MOST_ROUNDS
+        from protocol.v1 import status_pb2 as pb
+
+        run = status.run
+        rounds: Sequence[pb.RoundSummary] = ()
+        if len(run.went_back) != self._num_went_back:  # what was written may not hold any more
+            rounds = ask(MOST_ROUNDS)
+            self._num_went_back = len(run.went_back)
+        elif run.committed_round > self._note.round:
+            rounds = ask(min(MOST_ROUNDS, run.committed_round - self._note.round + 1))
+        back = went_back_to(self._note, rounds, run.committed_round)
+        if back is not None:
+            self._said.append(f"the run went back: rounds from {back + 1} on are written again")
+            self._sink.rewind(back, status.unix_seconds)
+            held_out = min(self._note.held_out_round, back)
+            self._note = replace(self._note, round=back, held_out_round=held_out)
+        is_over = run.phase == pb.RUN_PHASE_FINISHED
+        new = [
+            closed
+            for closed in reversed(rounds)
+            if closed.round > self._note.round
+            # While nodes apply a round its bytes are not all known.
+            and (is_over or closed.outer_digest or closed.round < run.committed_round)
+        ]
+        rows, note = rows_of(new, status, self._note)
+        if rows:
+            self._sink.put(rows, lambda size: self._save(replace(note, size=size)))
+            count = f"{len(new)} round{'s' * (len(new) != 1)}" if new else "a held-out loss"
+            self._said.append(f"wrote {count}, up to round {note.round} of {run.total_rounds}")
+
+    def said(self) -> list[str]:
+        """What it did since the last call, in words."""
+        said, self._said = self._said, []
+        return said
+
+    def _save(self, note: Note) -> None:
+        with refusing(self._path):
+            write_atomically(self._path, json.dumps(asdict(note)).encode())
+        self._note = note
+
+
+def note_of(out: Path, *, swarm_id: str, tool: str) -> Note:
+    """What was written to a folder before; raises UsageError when it was another run's, or tool's."""
+    path = out / NOTE_FILE
+    try:
+        note = Note(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Note(swarm_id=swarm_id, tool=tool)
+    except (ValueError, TypeError) as error:
+        raise BadDataError(
+            f"{path} is damaged: {error}", next_step="write to another folder with --out"
+        ) from error
+    if (note.swarm_id, note.tool) != (swarm_id, tool):
+        whose = "of another run" if note.swarm_id != swarm_id else f"for {note.tool}"
+        raise UsageError(
+            f"{out} has figures {whose}", next_step="write to another folder with --out"
+        )
+    return note
+
+
+@click.command()
+@click.option("--to", "tool", type=click.Choice(TOOLS), required=True, help="Where they go.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for its files. Default: the tool's name.",
+)
+@click.option("--once", "is_once", is_flag=True, help="Write what there is, and end.")
+@dir_option
+def track(tool: str, out: Path | None, is_once: bool, directory: Path | None) -> None:
+    """Write the run's figures for TensorBoard, Weights & Biases or trackio, and follow it.
+
+    Each round is written once, also when the command is ended and started again. Nothing leaves this
+    machine: Weights & Biases is offline unless $WANDB_MODE says otherwise.
+
+    \b
+    Examples:
+      atoll track --to tensorboard --out curves
+      atoll track --to wandb --once
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    folder = out or Path(tool)
+    if tool != "tensorboard":
+        required(tool, folder)
+    with StatusLink(directory) as link:
+        first = link.status()
+        note = note_of(folder, swarm_id=first.run.swarm_id, tool=tool)
+        with refusing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            sink = open_sink(note, folder, first.run.run_name, at=first.unix_seconds)
+        tracker = Tracker(note, sink, note_path=folder / NOTE_FILE)
+
+        def look(status: "pb.GetStatusResponse") -> None:
+            with refusing(folder):
+                tracker.look(status, lambda limit: link.rounds(limit).rounds)
+
+        try:
+            if is_once:
+                look(first)
+                click.echo("\n".join(tracker.said() or ["nothing is new"]))
+            else:
+                from protocol.terminal.watch import StreamScreen
+
+                watch_until_finished(link, StreamScreen(lambda _: tracker.said()), look=look)
+        finally:
+            sink.close()
