@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from typed_commands import PATIENCE_SECONDS, Swarm, atoll, done, refused
+from typed_commands import PATIENCE_SECONDS, Swarm, atoll, done, refused, until
 
 from node.machine.limits import hours_of
 from protocol.service.unit import units_folder
@@ -128,6 +128,34 @@ def test_a_node_beyond_its_hours_stays_a_member_and_trains_nothing(folder: Path)
         settings.write_text(settings.read_text().replace(hours, "0-24"))
         swarm.start_node("nightly")
         swarm.does("training", "nightly")
+    finally:
+        swarm.end()
+
+
+def test_who_joins_is_told_what_the_run_is_takes_and_brings(folder: Path) -> None:
+    swarm = Swarm(folder / "swarm", RUN)
+    try:
+        invite = swarm.invite("--uses", "3")
+
+        def joined(name: str) -> list[str]:
+            home = swarm.folder / name
+            return done(atoll("join", invite, "--dir", home, "--name", name)).splitlines()
+
+        first = joined("first")
+        assert [line.partition(":")[0] for line in first[1:]] == [
+            *("this machine", "the run", "it takes", "a day, as members here do"),
+            *("limits that you may set", "next"),
+        ]
+        assert "round 0 of 50, 0 members now" in first[2]
+        assert "no member trains on cpu now; bytes are not known before" in first[4]
+        swarm.start_node("first")
+        until(lambda: swarm.status().run.committed_round > 0, "a round")
+        swarm.does("training", "first")
+        second = joined("second")
+        assert re.search(
+            r"a day, as members here do: about \S+ tokens; about \S+ \S+ each way", second[4]
+        )
+        swarm.coordinator.stop(signal.SIGTERM)
     finally:
         swarm.end()
 
