@@ -48,10 +48,11 @@ from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
+from node.machine.usage import Usage
 from node.models.reading import read_first
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
-from node.pausing import is_paused
+from node.pausing import why_paused
 from node.records import Records
 from node.rulings import KeptRulings
 from node.stopping import StopSignals
@@ -163,6 +164,7 @@ async def _run_in(
         max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
         while_moving=meters.exchange_time.exchanging,
     )
+    usage = Usage(settings.limits)
     daemon = Daemon(
         facts=facts,
         spec=spec,
@@ -180,7 +182,7 @@ async def _run_in(
             coordinator=start.link,
             transport=transport,
             island=island,
-            is_paused=lambda: is_paused(start.folder),
+            why_paused=lambda: why_paused(start.folder) or usage.why_not,
             manager=signals.manager,
         ),
         heavy=in_thread,
@@ -188,7 +190,10 @@ async def _run_in(
         rng=random.Random(),
     )
     with signals.draining(daemon.drain, seconds=settings.drain_within):
-        async with own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called):
+        async with (
+            usage.watched(),
+            own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called),
+        ):
             return await daemon.run()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from node.config import NodeSettings, load_settings, require_node_folder
-from node.installed import HELPER, require_installed
-from protocol.errors import NotPermittedError
+from node.installed import HELPER, NODE, require_installed
+from protocol.errors import AtollError, NotPermittedError
 from protocol.files.folder_lock import FolderLock
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal.typed import as_seconds
@@ -54,7 +54,7 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
 
     INVITE is the text from the run owner, a file that holds it, or - for standard input; without
     it, $ATOLL_INVITE is read, or you are asked. This machine gets an identity of its own that never
-    leaves it.
+    leaves it. Then it says what this machine has, what the run takes of it, and what it may give a day.
 
     Example: atoll join atoll1-… --name basement-4090
     """
@@ -74,8 +74,21 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
         f"joined '{credentials.run_name}' at {credentials.endpoint}; "
         f"your {credentials.principal.role} lives in {home}"
     )
-    command = "helper" if credentials.principal.role is Role.HELPER else "node"
-    click.echo(f"next: atoll {command} start{suffix}")
+    is_helper = credentials.principal.role is Role.HELPER
+    _look_around(home, is_helper=is_helper)
+    click.echo(f"next: atoll {'helper' if is_helper else 'node'} start{suffix}")
+
+
+def _look_around(home: Path, *, is_helper: bool) -> None:
+    """Says what the new member may expect, and its machine; nothing of that undoes the joining."""
+    try:
+        require_installed(HELPER if is_helper else NODE, to="take part")
+        from node.first_look import first_look
+
+        for line in first_look(home, is_helper=is_helper):
+            click.echo(line)
+    except AtollError as error:
+        click.echo(f"before it can start: {error}")
 
 
 @click.group()

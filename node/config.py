@@ -14,6 +14,7 @@ from node.disk.round_folder import Retention
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import MeshShape, ScheduleName
 from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
+from node.machine.limits import Limits, hours_of
 from node.machine.notices import CloudChoice
 from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files.durable import expanded, read_toml, write_atomically
@@ -163,6 +164,18 @@ announce = ""
 # of what the uplink carries leaves it usable for others. Empty means no limit.
 max_upload = ""
 
+# The hours of the day at which this node trains, by this machine's clock: "22:00-07:00", or several, as
+# "22-7, 12:00-13:30". Empty means all. Beyond them, and where the next two say so, it stays a member and
+# trains nothing, as after 'atoll node pause'.
+hours = ""
+
+# Whether it trains while this machine runs on its battery, or on that of its UPS.
+on_battery = true
+
+# Whether it trains only while nobody else uses this machine: nobody is active at a desktop or has typed in a
+# terminal for five minutes, and other programs take less than a quarter of the processors.
+only_idle = false
+
 # HOST:PORT where this node serves its own metrics (/metrics, for Prometheus), for example
 # "127.0.0.1:9101"; readable by all who reach it. Empty means nowhere.
 metrics = ""
@@ -254,6 +267,16 @@ def _listen_address(text: str) -> str:
     return text
 
 
+def _hours(text: str) -> str:
+    try:
+        hours_of(text)
+    except ValueError as error:
+        raise PydanticCustomError(
+            "hours", "Write hours as 22:00-07:00, or several with commas"
+        ) from error
+    return text
+
+
 def _pages_address(text: str) -> str:
     try:
         if text:
@@ -308,6 +331,9 @@ class NodeSettings(Section):
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     announce: str = ""
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
+    hours: Annotated[str, AfterValidator(_hours)] = ""
+    on_battery: bool = True
+    only_idle: bool = False
     metrics: Annotated[str, AfterValidator(_pages_address)] = ""
     drain_within: Annotated[float, Field(ge=0, le=86400)] = 30.0
     cloud: CloudChoice = "auto"
@@ -390,6 +416,13 @@ class NodeSettings(Section):
     def max_upload_bytes_per_second(self) -> float | None:
         """None is no limit."""
         return bytes_per_second_of(self.max_upload)
+
+    @property
+    def limits(self) -> Limits:
+        """When it may train."""
+        return Limits(
+            hours=hours_of(self.hours), on_battery=self.on_battery, only_idle=self.only_idle
+        )
 
     @property
     def retention(self) -> Retention:

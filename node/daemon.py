@@ -107,7 +107,7 @@ class Counterparts:
     coordinator: CoordinatorLink
     transport: Transport
     island: Island
-    is_paused: Callable[[], bool] = lambda: False  # by the owner: it trains nothing now
+    why_paused: Callable[[], str] = lambda: ""  # by the owner: it trains nothing now
     manager: ServiceManager = NOBODY  # behind this process
 
 
@@ -129,7 +129,7 @@ class Daemon:
         outer, history, tokens = holdings.outer, holdings.history, holdings.tokens
         transport = counterparts.transport
         self._rulings = holdings.rulings or KeptRulings(spec)
-        self._is_paused = counterparts.is_paused
+        self._why_paused = counterparts.why_paused
         self._manager = counterparts.manager
         self._facts = facts
         self._spec = spec
@@ -138,7 +138,7 @@ class Daemon:
         self._rng = rng
         self._transport = transport
         self._island = LastingIsland(
-            counterparts.island, meters.exchange_time, is_paused=self._is_paused
+            counterparts.island, meters.exchange_time, why_paused=self._why_paused
         )
         self._outer = outer
         self._disk = holdings.disk
@@ -294,17 +294,17 @@ class Daemon:
 
     async def _heed_pauses(self) -> None:
         """Ends training when the node's owner pauses it, and lets the coordinator know of each change."""
-        was_paused = False
+        was_paused = ""
         while True:
-            paused = self._is_paused()
-            if paused != was_paused:
+            why = self._why_paused()
+            if bool(why) != bool(was_paused):
                 log.info(
-                    "paused by its owner: 'atoll node resume' goes on" if paused else "goes on"
+                    "paused by its owner" if why else "goes on", **({"why": why} if why else {})
                 )
-                if paused:
+                if why:
                     self._island.cut_short()
                 await self._session.tell_vitals()
-                was_paused = paused
+            was_paused = why
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _watch_transport(self) -> None:

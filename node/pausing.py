@@ -22,6 +22,11 @@ def is_paused(folder: Path) -> bool:
     return (folder / PAUSED_FILE).exists()
 
 
+def why_paused(folder: Path) -> str:
+    """Why the owner lets it train nothing, with what ends that; empty where it may train."""
+    return "'atoll node resume'" if is_paused(folder) else ""
+
+
 def pause_node(folder: Path, *, say: Callable[[str], None]) -> None:
     """Pauses it, now or when it starts. Raises UsageError when it is."""
     require_node_folder(folder)

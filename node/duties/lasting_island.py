@@ -32,7 +32,10 @@ MOST_DEATHS = 3
 
 DEATHS_SECONDS = 300.0
 
-PAUSED = Ability(trains=False, evaluates=False, waits_for="its owner: 'atoll node resume'")
+
+def paused(why: str) -> Ability:
+    """Of an island whose owner lets it train nothing now."""
+    return Ability(trains=False, evaluates=False, waits_for=f"its owner: {why}")
 
 
 class LastingIsland:
@@ -43,11 +46,11 @@ class LastingIsland:
         island: Island,
         exchange_time: ExchangeTime | None = None,
         *,
-        is_paused: Callable[[], bool] = lambda: False,
+        why_paused: Callable[[], str] = lambda: "",
     ) -> None:
-        """`is_paused` tells whether the node's owner lets it train nothing now."""
+        """`why_paused` tells why the node's owner lets it train nothing now; empty where it may."""
         self._island = island
-        self._is_paused = is_paused
+        self._why_paused = why_paused
         self._exchange_time = exchange_time or ExchangeTime()
         self._deaths: list[float] = []  # when, on the loop's clock
         self._num_hangs = 0  # since a round was trained
@@ -62,7 +65,8 @@ class LastingIsland:
     @property
     def ability(self) -> Ability:
         """What can be asked of the island now."""
-        return PAUSED if self._is_paused() else self._island.ability
+        why = self._why_paused()
+        return paused(why) if why else self._island.ability
 
     async def start(self) -> CorpusSummary:
         """Brings the ranks up. One that dies now is an error: there is nothing yet to go on with."""
@@ -167,7 +171,7 @@ class LastingIsland:
         """What the ranks now hold of the work; None when one died, and with it what they held."""
         done = self._done_of(work)
         rest = work if done is None else rest_of(work, done)
-        if self._is_halted or self._is_cut_short or self._is_paused() or rest.inner_steps < 1:
+        if self._is_halted or self._is_cut_short or self._why_paused() or rest.inner_steps < 1:
             return done or _nothing(work, seconds=0.0)
         try:
             with self._exchange_time.ranks_at_work():

@@ -1,4 +1,4 @@
-"""Daemons as a service manager sees them, and on a cloud's machine that goes: real processes.
+"""Daemons as a service manager sees them, on a cloud's machine that goes, and within limits: real processes.
 
 A socket stands in systemd's place, a web server in the cloud's.
 """
@@ -10,11 +10,13 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import pytest
-from typed_commands import PATIENCE_SECONDS, Swarm, atoll, done, refused
+from typed_commands import PATIENCE_SECONDS, Swarm, atoll, done, refused, until
 
+from node.machine.limits import hours_of
 from protocol.service.unit import units_folder
 from tests.fake_metadata import AWS_ACTION, in_seconds, serving
 from tests.tiny_runs import tiny_text
@@ -106,6 +108,54 @@ def test_a_node_whose_machine_is_taken_away_leaves_with_its_work(
         assert "AWS is about to terminate this spot machine" in node.log
         assert re.search(r"spot has stopped: .*after the commit of round", node.log), node.log
         assert swarm.nodes()["spot"].committed_tokens > 0
+    finally:
+        swarm.end()
+
+
+def test_a_node_beyond_its_hours_stays_a_member_and_trains_nothing(folder: Path) -> None:
+    swarm = Swarm(folder / "swarm", RUN)
+    try:
+        home = swarm.join("nightly", swarm.invite())
+        hour = datetime.now().hour
+        hours = f"{(hour + 2) % 24}:00-{(hour + 3) % 24}:00"
+        settings = home / "node.toml"
+        settings.write_text(settings.read_text().replace('hours = ""', f'hours = "{hours}"'))
+        node = swarm.start_node("nightly")
+        node.says("paused by its owner")
+        swarm.does(f"waiting for its owner: its hours are {hours_of(hours)[0]}", "nightly")
+        assert swarm.nodes()["nightly"].inner_steps == 0
+        node.stop(signal.SIGTERM)
+        settings.write_text(settings.read_text().replace(hours, "0-24"))
+        swarm.start_node("nightly")
+        swarm.does("training", "nightly")
+    finally:
+        swarm.end()
+
+
+def test_who_joins_is_told_what_the_run_is_takes_and_brings(folder: Path) -> None:
+    swarm = Swarm(folder / "swarm", RUN)
+    try:
+        invite = swarm.invite("--uses", "3")
+
+        def joined(name: str) -> list[str]:
+            home = swarm.folder / name
+            return done(atoll("join", invite, "--dir", home, "--name", name)).splitlines()
+
+        first = joined("first")
+        assert [line.partition(":")[0] for line in first[1:]] == [
+            *("this machine", "the run", "it takes", "a day, as members here do"),
+            *("limits that you may set", "next"),
+        ]
+        assert "round 0 of 50, 0 members now" in first[2]
+        assert "no member trains on cpu now; bytes are not known before" in first[4]
+        swarm.start_node("first")
+        until(lambda: swarm.status().run.committed_round > 0, "a round")
+        swarm.does("training", "first")
+        second = joined("second")
+        assert re.search(
+            r"a day, as members here do: about \S+ tokens; about \S+ \S+ each way", second[4]
+        )
+        swarm.coordinator.stop(signal.SIGTERM)
     finally:
         swarm.end()
 

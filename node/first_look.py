@@ -1,0 +1,178 @@
+"""What a contributor sees after joining: this machine, the run, what that takes, and what it may give a day.
+
+Nothing is loaded that takes seconds: of the node's own speed others of its kind are the measure.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from node.config import NodeSettings, load_settings
+from node.history import History
+from node.island.parallel.auto_mesh import node_bytes
+from node.link.calls import CoordinatorLink
+from node.machine.hardware import Hardware, likely_devices, look_around
+from node.machine.limits import Limits
+from node.machine.placement import num_ranks_of, refuse_small_helper, refuse_what_cannot_work
+from node.records import Records
+from protocol.errors import AtollError
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
+from protocol.terminal import console
+from protocol.terminal.query import StatusLink
+from protocol.terminal.status_view import is_present
+from protocol.trust.credentials import Credentials
+from protocol.v1 import status_pb2
+from protocol.v1.session_pb2_grpc import SessionServiceStub
+from protocol.wire.channel import open_channel
+
+_DAY_SECONDS = 86_400
+_MINUTES_OF_DAY = 24 * 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What one more node gives and moves in a day, as far as those that are there show it."""
+
+    tokens: float | None  # None: no node of its kind trains now
+    moved_bytes: (
+        float | None
+    )  # each way, for what one sends another gets; None: before the first round
+
+
+def expected_a_day(status: status_pb2.GetStatusResponse, *, kind: str, limits: Limits) -> Expected:
+    """Of a node on that kind of device: `cpu`, `cuda`.
+
+    Tokens are what nodes of the kind train in a second, in the median, for as many hours as the owner gives.
+    Bytes go on beyond those, for a node stays a member.
+    """
+    members = [n for n in status.nodes if is_present(n) and not n.is_helper]
+    paces = [
+        node.heartbeat.tokens_per_second
+        * (
+            node.heartbeat.utilisation.compute_share
+            if node.heartbeat.HasField("utilisation")
+            else 1
+        )
+        / node.num_ranks
+        for node in members
+        if node.device.partition(":")[0] == kind and node.num_ranks
+    ]
+    paces = [pace for pace in paces if pace > 0]
+    seconds, run = status.run.elapsed_seconds, status.run
+    sent = sum(count.sent_bytes for count in run.wire.counts)
+    has_rounds = run.committed_round > 0 and seconds > 0 and members
+    return Expected(
+        tokens=median(paces) * _DAY_SECONDS * share_of_day(limits) if paces else None,
+        moved_bytes=sent / seconds * _DAY_SECONDS / len(members) if has_rounds else None,
+    )
+
+
+def share_of_day(limits: Limits) -> float:
+    """The part of a day in which the owner lets the node train."""
+    if not limits.hours:
+        return 1.0
+    minutes = sum(any(s.has(minute) for s in limits.hours) for minute in range(_MINUTES_OF_DAY))
+    return minutes / _MINUTES_OF_DAY
+
+
+def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
+    """Lines for people, as they are found. What keeps the node from its work is one of them, no error."""
+    settings = load_settings(folder)
+    hardware = look_around("cpu" if is_helper else settings.device)
+    free = console.bytes_in_words(shutil.disk_usage(folder).free)
+    memory = console.bytes_in_words(hardware.memory_bytes)
+    devices: Sequence[str] = ()
+    if not is_helper:
+        try:
+            devices = likely_devices(settings.device, num_ranks_of(settings), hardware) or ()
+        except AtollError as error:
+            yield f"devices: {error}"
+    trains_on = "" if is_helper else f"{_in_words(devices, hardware)}, "
+    try:
+        spec = asyncio.run(_run_of(folder))
+        with StatusLink(folder) as link:
+            link.status()  # makes the connection, which takes several round trips
+            asked_at = time.monotonic()
+            status = link.status()
+            trip = f"{1e3 * (time.monotonic() - asked_at):.0f} ms"
+    except AtollError as error:
+        yield f"this machine: {trains_on}{memory} of memory and {free} of disk free"
+        yield f"the run: not known yet, {error.what}"
+        return
+    yield (
+        f"this machine: {trains_on}{memory} of memory and {free} of disk free; the coordinator answers "
+        f"within {trip}, and the link to peers is measured in the first exchanges"
+    )
+    run = status.run
+    num_present = sum(map(is_present, status.nodes))
+    yield (
+        f"the run: {console.count_in_words(spec.num_parameters)} parameters, round {run.committed_round} of "
+        f"{run.total_rounds}, {num_present} members now; data: {spec.data.source}"
+        + (", each member's own" if spec.data.private else "")
+    )
+    yield from _takes(folder, settings, spec, hardware, is_helper=is_helper)
+    if not is_helper:
+        kind = devices[0].partition(":")[0] if devices else "cpu"
+        ours = expected_a_day(status, kind=kind, limits=settings.limits)
+        yield f"a day, as members here do: {_day_in_words(ours, num_ranks=max(1, len(devices)), kind=kind)}"
+    limits = (
+        "max_upload, max_disk"
+        if is_helper
+        else "hours, only_idle, on_battery, max_upload, max_disk"
+    )
+    yield f"limits that you may set: {limits} in {folder / 'node.toml'}"
+
+
+async def _run_of(folder: Path) -> RunSpec:
+    async with open_channel(Credentials.load(folder)) as channel:
+        return await CoordinatorLink(SessionServiceStub(channel)).get_run()
+
+
+def _takes(
+    folder: Path, settings: NodeSettings, spec: RunSpec, hardware: Hardware, *, is_helper: bool
+) -> Iterator[str]:
+    """What the run takes of the machine; and what 'atoll node start' would refuse."""
+    num_ranks = 0 if is_helper else settings.ranks_here
+    records = Records.of(
+        folder, settings, spec, layout_of(spec), history=History(None), num_ranks=num_ranks
+    )
+    disk = console.bytes_in_words(sum(need.num_bytes for need in records.needs))
+    if is_helper:
+        yield f"it takes: up to {disk} of disk"
+    else:
+        memory = console.bytes_in_words(node_bytes(spec))
+        yield f"it takes: {memory} of memory beside what training takes, and up to {disk} of disk"
+    try:
+        records.require_room()
+        if is_helper:
+            refuse_small_helper(spec, hardware)
+        else:
+            refuse_what_cannot_work(settings, spec, hardware)
+    except AtollError as error:
+        yield f"before it can start: {error}"
+
+
+def _in_words(devices: Sequence[str], hardware: Hardware) -> str:
+    if not devices:
+        return "devices that only torch can tell of"
+    if devices[0] == "cpu" or not hardware.gpus:
+        return f"{len(devices)} × {devices[0].partition(':')[0]}"
+    return ", ".join(hardware.gpus[int(each.partition(":")[2])].name for each in devices)
+
+
+def _day_in_words(ours: Expected, *, num_ranks: int, kind: str) -> str:
+    parts = []
+    if ours.tokens is not None:
+        parts.append(f"about {console.count_in_words(ours.tokens * num_ranks)} tokens")
+    else:
+        parts.append(f"tokens are not known, for no member trains on {kind} now")
+    if ours.moved_bytes is not None:
+        parts.append(f"about {console.bytes_in_words(ours.moved_bytes)} each way")
+    else:
+        parts.append("bytes are not known before the first round")
+    return "; ".join(parts)

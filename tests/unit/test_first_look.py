@@ -1,0 +1,71 @@
+"""What a contributor is told to expect of a day, from what the members show."""
+
+import pytest
+
+from node.first_look import expected_a_day, share_of_day
+from node.machine.limits import Limits, hours_of
+from protocol.v1.session_pb2 import HeartbeatRequest, Utilisation, WireCount
+from protocol.v1.status_pb2 import (
+    NODE_STATE_LEFT,
+    NODE_STATE_READY,
+    GetStatusResponse,
+    NodeStatus,
+    RunStatus,
+    WireLedger,
+)
+
+DAY = 86_400
+
+
+def member(device: str, pace: float, *, num_ranks: int = 1, share: float = 1.0) -> NodeStatus:
+    beat = HeartbeatRequest(tokens_per_second=pace, utilisation=Utilisation(compute_share=share))
+    return NodeStatus(
+        node_id=f"{device}{pace}",
+        state=NODE_STATE_READY,
+        device=device,
+        num_ranks=num_ranks,
+        heartbeat=beat,
+    )
+
+
+def status(*nodes: NodeStatus, seconds: float = 100.0) -> GetStatusResponse:
+    counts = [
+        WireCount(kind="contribution", sent_bytes=300),
+        WireCount(kind="result", sent_bytes=100),
+    ]
+    return GetStatusResponse(
+        run=RunStatus(committed_round=2, elapsed_seconds=seconds, wire=WireLedger(counts=counts)),
+        nodes=nodes,
+    )
+
+
+def test_a_day_is_what_members_of_the_same_kind_train_in_one_by_each_rank() -> None:
+    told = status(
+        member("cpu", 100), member("cpu", 600, num_ranks=2), member("cuda:0", 9000, share=0.5)
+    )
+    assert expected_a_day(told, kind="cpu", limits=Limits()).tokens == pytest.approx(200 * DAY)
+    assert expected_a_day(told, kind="cuda", limits=Limits()).tokens == pytest.approx(4500 * DAY)
+    assert expected_a_day(told, kind="xpu", limits=Limits()).tokens is None
+
+
+def test_hours_shorten_what_is_trained_and_not_what_is_moved() -> None:
+    told = status(member("cpu", 100), member("cpu", 100))
+    night = Limits(hours=hours_of("22-4"))
+    assert share_of_day(night) == 0.25 and share_of_day(Limits()) == 1.0
+    expected = expected_a_day(told, kind="cpu", limits=night)
+    assert expected.tokens == pytest.approx(25 * DAY)
+    assert expected.moved_bytes == pytest.approx(400 / 100 / 2 * DAY)
+
+
+def test_who_has_left_and_helpers_are_no_measure() -> None:
+    gone = member("cpu", 100)
+    gone.state = NODE_STATE_LEFT
+    helper = member("cpu", 100)
+    helper.is_helper = True
+    expected = expected_a_day(status(gone, helper), kind="cpu", limits=Limits())
+    assert (expected.tokens, expected.moved_bytes) == (None, None)
+
+
+def test_before_the_first_round_nothing_is_known() -> None:
+    expected = expected_a_day(GetStatusResponse(), kind="cpu", limits=Limits())
+    assert (expected.tokens, expected.moved_bytes) == (None, None)
