@@ -86,9 +86,9 @@ def _checked_web_address(text: str) -> str:
 WebAddress = Annotated[str, AfterValidator(_checked_web_address)]
 
 RUN_TEMPLATE = """\
-# The run: what is trained, on what, how, and by which rules. Every value here but min_nodes
-# is the default. Every node works by this file and every round carries its digest: change it
-# before the first 'atoll coordinator start', never after.
+# The run: what is trained, on what, how, and by which rules. What is left out has the value that it
+# has here, but for min_nodes, qk_norm, and the inner optimizer with its rates. Every node works by this
+# file and every round carries its digest: change it before the first 'atoll coordinator start', never after.
 
 [run]
 name = "my-run"             # lower-case letters, digits and hyphens
@@ -109,7 +109,7 @@ context = 128               # tokens of a sample
 rope_theta = 10000.0        # base of the rotary position embedding
 norm_epsilon = 1e-5         # added to the mean square in every norm
 tie_embeddings = true       # whether the output layer is the embedding itself
-# qk_norm = true            # norms of each query and key, as Qwen 3 has them; left out: none
+qk_norm = true              # norms of each query and key, as Qwen 3 has them; left out: none
 # attention_bias = "qkv"    # "none"; of queries, keys and values; or "all", the output's too
 # mlp_bias = true           # biases in the feed-forward part; left out: none
 # logit_softcap = 15.0      # keeps logits smoothly within ± it; left out: as they are
@@ -135,15 +135,15 @@ alpha = 32.0                # what adapters add is scaled by alpha / rank
 targets = []                # ends of names of modules, as "q_proj"; none: all linear layers but the head
 
 [inner]
-optimizer = "adamw"         # or "muon" on the layers' matrices, with adamw on all else
+optimizer = "muon"          # on the layers' matrices, with adamw on all else; or "adamw", as left out
 steps = 15                  # inner steps of a node in a round, of slower nodes fewer
 # round_tokens = 30720      # instead of steps: what all nodes together train in a round, whoever is here
 batch = 8                   # samples in an inner step of one node
-learning_rate = 1e-2        # its peak
+learning_rate = 3e-2        # AdamW's peak; 1e-2 where it trains matrices too, as left out
 beta1 = 0.9                 # AdamW's decay of the mean gradient
 beta2 = 0.95                # AdamW's decay of the mean square
 weight_decay = 0.1          # AdamW's and Muon's, on matrices
-# muon_learning_rate = 1e-2 # Muon's peak; left out: learning_rate, as its steps are AdamW's size
+muon_learning_rate = 1.2e-2 # Muon's peak; left out: learning_rate, as its steps are AdamW's size
 # muon_momentum = 0.95      # Muon's decay of the mean gradient
 sparse = false              # whether rows of a table that a batch does not touch stay as they are
 clip = 1.0                  # largest norm of a gradient

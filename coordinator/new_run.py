@@ -96,7 +96,7 @@ _PORT = click.IntRange(0, 65535)
 @click.option(
     "--optimizer",
     type=click.Choice(("adamw", "muon")),
-    help="The inner optimizer.  [default: adamw, with advice]",
+    help="The inner optimizer.  [default: muon for a new decoder, else adamw]",
 )
 @click.option(
     "--batch",

@@ -3,7 +3,7 @@
     python -m benchmarks.learning.data_parallel [--seeds 0 1] [--rounds 80] [--nodes 3] [--codecs int4 fp32]
         [--processes 1]
 
-Both train in this process on one thread. The swarm is the demo's: the real coordinator core, nodes,
+Both train in this process on one thread. The swarm is like the demo's: the real coordinator core, nodes,
 codecs and outer optimizer (lab.simulation.swarm). Data parallelism averages the gradients of all
 nodes at every inner step, which is one optimizer with a batch as large as all nodes' together. Both
 start from the same weights, take each sample once, and follow the same schedule over tokens. A
@@ -36,10 +36,17 @@ from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from protocol.run.run_spec import RunSpec, validated
 
+ADAMW = {"optimizer": "adamw", "learning_rate": 1e-2, "muon_learning_rate": None}
+
 
 def demo_spec(*, seed: int, rounds: int, num_nodes: int, codec: str) -> RunSpec:
-    """The demo's run with another seed, length, size or codec."""
+    """The demo's run with another seed, length, size or codec, by AdamW and a model without norms of queries.
+
+    So that figures stay what they were measured with, whatever the demo shows.
+    """
     tables = tomllib.loads(RUN_FILE.format(seed=seed, rounds=rounds, num_nodes=num_nodes))
+    tables["inner"] |= ADAMW
+    tables["model"] |= {"qk_norm": False}
     tables["exchange"] = {"uplink": codec, "downlink": codec}
     tables["evaluation"] = {"every_rounds": rounds, "samples": 256}
     return validated(tables, origin="the demo's run file")

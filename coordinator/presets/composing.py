@@ -15,7 +15,12 @@ from coordinator.config import RUN_FILE, run_text
 from coordinator.presets.choosing import Plan, chosen
 from coordinator.presets.cost import Situation
 from coordinator.presets.link_shares import CUBIC
-from coordinator.presets.model_sizes import NAMED_MODELS, NamedModel
+from coordinator.presets.model_sizes import (
+    BESIDE_MUON_TIMES,
+    MUON_TIMES,
+    NAMED_MODELS,
+    NamedModel,
+)
 from coordinator.presets.settling import link_of, settled_run_file, span_of
 from coordinator.presets.toml_edit import Place, with_values
 from coordinator.presets.wanted import (
@@ -56,9 +61,6 @@ a third to a tenth, and none was measured here."""
 ADAPTERS_TIMES = 10
 """Adapters are trained at so many times the rate of the whole ("LoRA without regret", Schulman et al. 2025);
 not measured here."""
-
-MUON_RATE = 2.4e-2
-"""The best of five for the demo's model, eight times AdamW's (benchmarks.learning.inner_optimizers)."""
 
 HEADER = """\
 # The run: what is trained, on what, how, and by which rules. Written by 'atoll init' for what was named
@@ -145,17 +147,14 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
     if wanted != Wanted(name=wanted.name, num_nodes=wanted.num_nodes):
         values |= {("model", key): (value, "") for key, value in trained.model.items()}
         values[("inner", "batch")] = (trained.batch, trained.why_batch)
-        values[("inner", "learning_rate")] = _learning_rate(wanted, trained)
+        values |= _inner(wanted, trained)
     if wanted.lora is not None:
         values[("lora", "rank")] = (wanted.lora, "")
-    if wanted.optimizer == "muon":
-        values[("inner", "optimizer")] = ("muon", "")
-        values[("inner", "muon_learning_rate")] = (MUON_RATE, "the best for the demo's model")
     if wanted.num_nodes is not None:
         values[("run", "min_nodes")] = (wanted.num_nodes, "")
     if wanted.steps is not None:
         values[("inner", "steps")] = (wanted.steps, "")
-    notes = [note, _advice_on_optimizer(wanted)]
+    notes = [note]
     if trained.why_batch:
         notes.append(f"batch {trained.batch}: {trained.why_batch}")
     plan = None
@@ -172,6 +171,8 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         tables = _with_source(tables, trained.model.get("source", "decoder"))
         # Of tokens what is held out was settled when they were made.
         retired = {("data", "held_out")} if facts.data.get("source") == "tokens" else set()
+        if values.get(("inner", "optimizer"), ("muon",))[0] == "adamw":
+            retired |= {("inner", "muon_learning_rate")}
         text = with_values(f"{HEADER}\n{tables}", values, retired=retired)
         validated(tomllib.loads(text), origin="the new run file")
     return NewRun(
@@ -313,7 +314,22 @@ def _flops_of(machine: Machine | None) -> float:
     return machine.num_cores * ASSUMED_CORE_FLOPS
 
 
+def _inner(wanted: Wanted, trained: Trained) -> dict[Place, tuple[Any, str]]:
+    """The inner optimizer and its rates: Muon for new decoders."""
+    is_new = wanted.builder is None
+    optimizer = wanted.optimizer or ("muon" if is_new else "adamw")
+    why = "ended lower than adamw" if is_new and wanted.optimizer is None else ""
+    rate, why_rate = _learning_rate(wanted, trained)
+    values: dict[Place, tuple[Any, str]] = {("inner", "optimizer"): (optimizer, why)}
+    if optimizer == "muon":
+        muon, beside = (float(f"{t * rate:.2g}") for t in (MUON_TIMES, BESIDE_MUON_TIMES))
+        values[("inner", "muon_learning_rate")] = (muon, why_rate)
+        rate = beside
+    return values | {("inner", "learning_rate"): (rate, why_rate)}
+
+
 def _learning_rate(wanted: Wanted, trained: Trained) -> tuple[float, str]:
+    """AdamW's where it trains everything."""
     if wanted.function is not None:
         return (
             trained.learning_rate,
@@ -325,16 +341,6 @@ def _learning_rate(wanted: Wanted, trained: Trained) -> tuple[float, str]:
     if wanted.lora is not None:
         return float(f"{ADAPTERS_TIMES * rate:.2g}"), f"adapters': ten times {why}"
     return float(f"{rate:.2g}"), f"{why}, for the weights are given"
-
-
-def _advice_on_optimizer(wanted: Wanted) -> str:
-    """Muon where it was measured to end lower: for new models, at equal steps."""
-    if wanted.optimizer is not None or wanted.source is not None or wanted.model is None:
-        return ""
-    return (
-        "advice: with --optimizer muon the demo's model ended at 1.70 nats a byte after equal steps, with "
-        "adamw at 1.98; larger models and the time of its steps were not measured"
-    )
 
 
 def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple[Plan, str]:

@@ -2,12 +2,18 @@
 
 Learning rates of 125m and above are those of GPT-3 (Brown et al. 2020, table 2.1); 0.2m is the model of
 the demo and of the template, with their batch and rate. Those between are in between, and not tried.
+
+Muon's steps are scaled to the size of AdamW's, so that AdamW's rates suit it (Liu et al. 2025, "Muon is
+Scalable for LLM Training"); how much higher both may be beside each other was tried with the demo's model.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from protocol.run.models import DecoderModel
+
+MUON_TIMES, BESIDE_MUON_TIMES = 1.2, 3.0
+"""Muon's rate on matrices, and AdamW's on all else then, in multiples of AdamW's on everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,7 @@ def _named(
         num_kv_heads=kv,
         ffn_size=ffn,
         context=context,
+        qk_norm=True,
     )
     return NamedModel(model=model, batch=batch, learning_rate=rate)
 

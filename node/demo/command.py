@@ -37,14 +37,17 @@ num_heads = 4
 num_kv_heads = 2
 ffn_size = 192
 context = 128
+qk_norm = true
 
 [data]
 source = "python-stdlib"
 
 [inner]
+optimizer = "muon"
 steps = 15
 batch = 8
-learning_rate = 1e-2
+learning_rate = 3e-2
+muon_learning_rate = 1.2e-2
 
 # What a preset takes for so many exchanges; the momentum of 0.9 wants a thousand.
 [outer]

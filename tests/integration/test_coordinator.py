@@ -31,10 +31,14 @@ from protocol.v1.status_pb2_grpc import StatusServiceStub
 from protocol.wire.channel import open_channel
 
 
-def test_the_template_says_what_holds_without_it() -> None:
-    template = validated(tomllib.loads(RUN_TEMPLATE), origin="template")
-    for_two = RunSpec().run.model_copy(update={"min_nodes": 2})
-    assert template == RunSpec().model_copy(update={"run": for_two}), "all others are the defaults"
+def test_the_template_says_what_holds_without_it_but_for_what_its_head_names() -> None:
+    tables = tomllib.loads(RUN_TEMPLATE)
+    template = validated(tables, origin="template")
+    assert template.run.min_nodes == 2 and template.inner.optimizer == "muon"
+    named = [("run", "min_nodes"), ("model", "qk_norm"), ("inner", "optimizer")]
+    for table, key in (*named, ("inner", "learning_rate"), ("inner", "muon_learning_rate")):
+        del tables[table][key]
+    assert validated(tables, origin="template") == RunSpec(), "all others are the defaults"
     named = validated(tomllib.loads(run_text(name="x-1", run_file=None)), origin="template")
     assert named.run.name == "x-1"
     keys = set(re.findall(r"^(?:# )?(\w+) = ", RUN_TEMPLATE, flags=re.MULTILINE))

@@ -118,7 +118,7 @@ def test_the_congestion_control_that_is_told_decides_what_links_are_counted_for(
 
 def test_what_is_assumed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert init(tmp_path, "--link", "100mbit", "--model", "1b") == 0
-    assert "assumed: nodes of 50 TFLOP/s, so inner steps of 31.8 s" in capsys.readouterr().out
+    assert "assumed: nodes of 50 TFLOP/s, so inner steps of 31.9 s" in capsys.readouterr().out
 
 
 def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
@@ -311,10 +311,20 @@ def test_nothing_named_is_the_template_for_two_nodes(tmp_path: Path) -> None:
     assert (tmp_path / "run.toml").read_text() == run_text(name=None, run_file=None)
 
 
-def test_muon_comes_with_the_rate_that_was_measured(tmp_path: Path) -> None:
-    assert init(tmp_path, "--model", "0.2m", "--optimizer", "muon", "--batch", "4") == 0
+def test_a_new_decoder_comes_with_muon_and_the_rates_that_suit_both_optimizers(
+    tmp_path: Path,
+) -> None:
+    assert init(tmp_path, "--model", "3m", "--batch", "4") == 0
     inner = load_run_file(tmp_path / "run.toml").inner
-    assert (inner.optimizer, inner.muon_learning_rate, inner.batch) == ("muon", 2.4e-2, 4)
+    assert (inner.optimizer, inner.batch) == ("muon", 4)
+    assert (inner.muon_learning_rate, inner.learning_rate) == (2.4e-3, 6e-3)
+
+
+def test_adamw_alone_has_the_rate_of_its_size_and_muon_none(tmp_path: Path) -> None:
+    assert init(tmp_path, "--model", "3m", "--optimizer", "adamw") == 0
+    inner = load_run_file(tmp_path / "run.toml").inner
+    assert (inner.optimizer, inner.learning_rate) == ("adamw", 2e-3)
+    assert inner.muon_learning_rate is None
 
 
 def status_of(*rates: tuple[float, float] | None, **state: int) -> pb.GetStatusResponse:

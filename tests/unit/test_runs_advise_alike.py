@@ -8,7 +8,7 @@ import pytest
 from coordinator.config import RUN_TEMPLATE, rules_of
 from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import Situation
-from coordinator.presets.model_sizes import NAMED_MODELS
+from coordinator.presets.model_sizes import BESIDE_MUON_TIMES, MUON_TIMES, NAMED_MODELS
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.exchange.outer_optimizer import rate_scale_of
 from protocol.errors import ConfigError
@@ -45,13 +45,11 @@ def test_the_outer_optimizer_is_what_a_preset_takes_for_as_many_exchanges(spec: 
     assert {spec.exchange.uplink, spec.exchange.downlink} == {"int4"}
 
 
-def test_the_smallest_size_is_the_templates_model_with_its_batch_and_rate() -> None:
-    named = NAMED_MODELS["0.2m"]
-    assert named.model == TEMPLATE.model
-    assert (named.batch, named.learning_rate) == (
-        TEMPLATE.inner.batch,
-        TEMPLATE.inner.learning_rate,
-    )
+def test_the_smallest_size_is_the_templates_model_with_its_batch_and_rates() -> None:
+    named, inner = NAMED_MODELS["0.2m"], TEMPLATE.inner
+    assert (named.model, named.batch) == (TEMPLATE.model, inner.batch)
+    assert inner.learning_rate == pytest.approx(BESIDE_MUON_TIMES * named.learning_rate)
+    assert inner.muon_learning_rate == pytest.approx(MUON_TIMES * named.learning_rate)
 
 
 def run_file(folder: Path, text: str) -> Path:
