@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from protocol.run.models import DecoderModel
 
-MUON_TIMES, BESIDE_MUON_TIMES = 1.2, 3.0
+MUON_TIMES, BESIDE_MUON_TIMES = 1.2, 5.0
 """Muon's rate on matrices, and AdamW's on all else then, in multiples of AdamW's on everything."""
 
 

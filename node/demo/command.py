@@ -46,7 +46,7 @@ source = "python-stdlib"
 optimizer = "muon"
 steps = 15
 batch = 8
-learning_rate = 3e-2
+learning_rate = 5e-2
 muon_learning_rate = 1.2e-2
 
 # What a preset takes for so many exchanges; the momentum of 0.9 wants a thousand.

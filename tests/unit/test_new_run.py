@@ -317,7 +317,7 @@ def test_a_new_decoder_comes_with_muon_and_the_rates_that_suit_both_optimizers(
     assert init(tmp_path, "--model", "3m", "--batch", "4") == 0
     inner = load_run_file(tmp_path / "run.toml").inner
     assert (inner.optimizer, inner.batch) == ("muon", 4)
-    assert (inner.muon_learning_rate, inner.learning_rate) == (2.4e-3, 6e-3)
+    assert (inner.muon_learning_rate, inner.learning_rate) == (2.4e-3, 1e-2)
 
 
 def test_adamw_alone_has_the_rate_of_its_size_and_muon_none(tmp_path: Path) -> None:
