@@ -24,10 +24,10 @@ import numpy as np
 
 from benchmarks.measurement import parser_of
 from lab.processes.family import MARK, Family, atoll_command, atoll_environment
+from node.island.data.dataset import SampleOrder
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.data.samples import SampleOrder
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 

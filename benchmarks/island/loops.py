@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from node.island.data.corpus import read_corpus
-from node.island.data.samples import SampleOrder
+from node.island.data.dataset import SampleOrder
 from node.island.models.decoder_modules import Decoder, Objective, copy_parameters
 from node.island.models.first_weights import initial_parameters
 from node.island.training.local_training import LocalTraining

@@ -1,6 +1,6 @@
 """The ledger: which places of the sample order are leased, committed, or free. Pure.
 
-A place is what the seeded, endless order of samples counts (node.island.data.samples). It is free until
+A place is what the seeded, endless order of samples counts (node.island.data.dataset). It is free until
 it is leased, leased until its round closes, and then committed or free again: what a commit took is
 counted once, all else is leased again before new places. What is free is not written down: it is
 what is neither committed nor leased nor skipped, so no place can get lost.

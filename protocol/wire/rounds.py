@@ -207,6 +207,11 @@ class Commit:
     without_tokens: tuple[Contributor, ...] = ()
     signature: bytes = b""
 
+    @property
+    def is_void(self) -> bool:
+        """Whether it leaves the state as it was: no slice has a result."""
+        return all(outcome.digest is None for outcome in self.slices)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSpan:

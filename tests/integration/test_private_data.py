@@ -10,11 +10,10 @@ from google.protobuf.message import Message
 from lab.simulation import coordinator as simulated_coordinator
 from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.exchange.reduction import Reduction
-from node.island.data.dataset import Dataset
+from node.island.data.dataset import Dataset, SampleOrder
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.data.samples import SampleOrder
 from protocol.errors import BadDataError, ConfigError
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console

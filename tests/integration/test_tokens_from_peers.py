@@ -9,10 +9,10 @@ from typed_commands import Swarm, until
 from coordinator.config import rules_of
 from coordinator.store import Store
 from coordinator.swarm.ledger import Ledger
+from node.island.data.dataset import SampleOrder
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.data.samples import SampleOrder
 from node.island.data.token_shards import TokenShards
 from protocol.run.run_spec import RunSpec, load_run_file
 from tests.tiny_runs import tiny, tiny_text

@@ -20,11 +20,10 @@ import torch
 import atoll
 from atoll.connection import Connection
 from node.island.data.corpus import Corpus
-from node.island.data.dataset import Batch
+from node.island.data.dataset import Batch, Indices
 from node.island.data.manifest import Split
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.data.samples import Indices
 from node.island.island import Ability, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE
 from node.island.loops.island import LoopIsland

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from node.island.data.dataset import Batch
+from node.island.data.dataset import Batch, Indices, SampleOrder
 from node.island.data.manifest import Split
-from node.island.data.samples import Indices, SampleOrder
 from node.island.island import InnerWork
 from node.island.measuring.utilisation import flops_per_token
 from node.island.models.first_weights import initial_parameters

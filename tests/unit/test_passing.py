@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from node.island.checkpoints import passing, telling
+from node.island.checkpoints import passing
 from node.island.checkpoints.folder import NoCheckpointError
 from node.island.checkpoints.inner_state import PartPlanner
 from node.island.checkpoints.passing import PassingReader, joined
@@ -142,7 +142,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     """Two hosts with two ranks each; a rank's group is its number."""
     table = Table(4)
     monkeypatch.setattr(passing, "dist", table)
-    monkeypatch.setattr(telling, "dist", table)
+    monkeypatch.setattr(passing, "dist", table)
     return table
 
 

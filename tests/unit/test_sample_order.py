@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from node.island.data.samples import WINDOW, SampleOrder, permuted
+from node.island.data.dataset import WINDOW, SampleOrder, permuted
 
 HUGE = 10**15 + 37
 

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from node.island.checkpoints import telling
+from node.island.checkpoints import passing
 from node.island.checkpoints.folder import NoCheckpointError
-from node.island.checkpoints.telling import box_wanted, has_in_json, has_of_json, want_in_json
+from node.island.checkpoints.passing import box_wanted, has_in_json, has_of_json, want_in_json
 
 HAS = {
     "exp_avg/a": TensorStorageMetadata(
@@ -75,7 +75,7 @@ class Bomb:
 )
 def test_a_pickle_and_other_nonsense_is_refused(text: bytes) -> None:
     with pytest.raises(NoCheckpointError, match="not of ours"):
-        telling._read(text)
+        passing._read(text)
 
 
 def test_ranks_of_an_island_pass_no_pickles_to_each_other() -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lab.simulation.memory_transport import MemoryNetwork
+from node.island.data.dataset import SampleOrder
 from node.island.data.island import EVALUATE_SECONDS, SuppliedIsland
 from node.island.data.manifest import Piece, read_manifest
 from node.island.data.opening import open_dataset
-from node.island.data.samples import SampleOrder
 from node.island.data.supply import ready_steps
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.models.text import files_of_tokenizer, text_of_run

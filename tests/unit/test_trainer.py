@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from node.island.data.corpus import Corpus, read_corpus
-from node.island.data.samples import SampleOrder
+from node.island.data.dataset import SampleOrder
 from node.island.island import InnerWork, Progress
 from node.island.measuring import utilisation as measured_peak
 from node.island.measuring.utilisation import flops_per_token

@@ -283,7 +283,7 @@ class CatchUp:
         snapshot = await self._fetched_state(at_least_round, None)
         if snapshot is None:
             return False
-        passed = await self._listed.between(self._outer, snapshot)
+        passed = await self._listed.from_ours_to(snapshot)
         if not await self._taken_over(snapshot, passed):
             return False
         await self._download.taken_over()

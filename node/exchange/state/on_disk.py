@@ -319,7 +319,7 @@ class StateOnDisk:
 
     def _is_void(self, round: int) -> bool:
         commit = self._history.at(round)
-        return commit is not None and all(each.digest is None for each in commit.slices)
+        return commit is not None and commit.is_void
 
     def forget_after(self, round: int) -> None:
         """Drops what is of later rounds, which are undone; of snapshots, where an earlier one is whole."""

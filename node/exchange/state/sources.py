@@ -129,13 +129,16 @@ class Listed:
             at = page[-1].round
         return commits
 
-    async def between(self, outer: Outer, snapshot: Snapshot) -> list[Commit]:
+    async def from_ours_to(self, snapshot: Snapshot) -> list[Commit]:
         """All commits from our state to a later one; none when ours does not lead there.
 
         Of those that do not name this node only what says so is kept: there may be thousands.
         """
         passed = await self.chain(
-            outer.round, outer.digest, snapshot.round, outer.owing.what_matters_of
+            self._outer.round,
+            self._outer.digest,
+            snapshot.round,
+            self._outer.owing.what_matters_of,
         )
         if not passed:
             return []
@@ -242,7 +245,7 @@ class OwnStates:
     async def _stepped_back(self) -> bool:
         """Leaves void rounds behind which the coordinator has no more."""
         first, last = self._outer.round, self._outer.round
-        while (commit := self._history.at(first)) is not None and is_void(commit):
+        while (commit := self._history.at(first)) is not None and commit.is_void:
             first -= 1
         for number in range(last - 1, first - 1, -1):
             if await self._listed.settled_digest(number) == self._outer.digest:
@@ -252,11 +255,6 @@ class OwnStates:
                 )
                 return True
         return False
-
-
-def is_void(commit: Commit) -> bool:
-    """Whether the commit leaves the state as it was."""
-    return all(outcome.digest is None for outcome in commit.slices)
 
 
 class ResultsHere:

@@ -21,10 +21,9 @@ import blake3
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.dataset import Batch
+from node.island.data.dataset import Batch, Indices
 from node.island.data.manifest import Split
 from node.island.data.places import before_wildcards
-from node.island.data.samples import Indices
 from protocol.errors import NoInputError
 from protocol.files.durable import expanded
 from protocol.run.run_spec import DataSection

@@ -10,9 +10,8 @@ import blake3
 import numpy as np
 from torch.utils.data import default_collate
 
-from node.island.data.dataset import Tree
+from node.island.data.dataset import Indices, Tree
 from node.island.data.manifest import Split
-from node.island.data.samples import Indices
 from node.island.models.code import called, code_digest, refuse
 from protocol.errors import NoInputError
 from protocol.run.run_spec import RunSpec

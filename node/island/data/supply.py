@@ -12,11 +12,11 @@ from typing import Protocol
 import structlog
 
 from node.heavy import Heavy
+from node.island.data.dataset import Indices, SampleOrder, held_out_choice
 from node.island.data.held import TokensHere
 from node.island.data.manifest import Piece, Split
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.data.samples import Indices, SampleOrder, held_out_choice
 from node.island.data.token_shards import TokenShards
 from node.island.island import InnerWork
 from protocol.errors import BadDataError, ConfigError

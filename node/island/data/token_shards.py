@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.dataset import Batch, Tokens
+from node.island.data.dataset import Batch, Indices, Tokens
 from node.island.data.fetching import FetchedFiles
 from node.island.data.manifest import (
     OFFSET_BYTES,
@@ -23,7 +23,6 @@ from node.island.data.manifest import (
     damaged,
     piece_digests,
 )
-from node.island.data.samples import Indices
 from protocol.errors import BadDataError, ConfigError
 from protocol.wire.rounds import CorpusSummary, Digest
 

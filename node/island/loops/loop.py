@@ -8,10 +8,9 @@ from typing import Any
 
 import structlog
 
-from node.island.data.dataset import Batch, Dataset
+from node.island.data.dataset import Batch, Dataset, SampleOrder
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.data.samples import SampleOrder
 from node.island.island import InnerWork
 from node.island.loops.door import Visitor
 from node.island.loops.messages import VERSION, Hello, no_samples, samples

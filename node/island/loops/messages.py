@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, TypeAdapter, ValidationError
 
-from node.island.data.dataset import Batch
-from node.island.data.samples import Indices
+from node.island.data.dataset import Batch, Indices
 from node.island.island import InnerWork
 from node.island.training.schedule import Position
 from protocol.run.layout import Layout

@@ -35,9 +35,13 @@ from node.island.parallel.modules import gathered_as_they_are, parts_of, reshard
 from node.island.training.compiling import compile_layers, recompute_layers
 from node.island.training.gradients import GradientClipping, accumulate_gradients, plain
 from node.island.training.local_training import PLAIN, LocalTraining
-from node.island.training.optimizers import Muon, inner_optimizers, iteration_dtype_of
+from node.island.training.optimizers import (
+    Muon,
+    WholeMatrices,
+    inner_optimizers,
+    iteration_dtype_of,
+)
 from node.island.training.precision import LossScale, dtype_of
-from node.island.training.whole_matrices import WholeMatrices
 from protocol.run.run_spec import InnerSection, RunSpec
 
 

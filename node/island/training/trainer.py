@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_map
 
 from node.island.checkpoints.folder import About
 from node.island.checkpoints.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
-from node.island.data.dataset import Batch, Dataset
+from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder, held_out_choice
 from node.island.data.manifest import Split
-from node.island.data.samples import Indices, SampleOrder, held_out_choice
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.measuring.local_communication import LocalCommunication
 from node.island.measuring.utilisation import flops_per_token, measure_peak_if_unknown, measured
