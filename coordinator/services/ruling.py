@@ -90,6 +90,7 @@ class Rulings:
         self._verifier = verifier or RulingVerifier(signer.public_key)
         self._wall_clock = wall_clock
         self._turn = asyncio.Lock()
+        self._going_back = asyncio.Lock()
         self._made_aside: set[asyncio.Task[None]] = set()
         driver.on_going_back = self._start_going_back
         driver.on_convicted = self._on_convicted
@@ -164,7 +165,12 @@ class Rulings:
         task.add_done_callback(self._made_aside.discard)
 
     async def _go_back_by_itself(self, alarm: Alarm) -> None:
-        """Makes the ruling, or pauses where the run cannot go back."""
+        """Makes the ruling, or pauses where the run cannot go back. One alarm after the other."""
+        async with self._going_back:
+            if self._driver.state.alarm == alarm:  # else what was ruled meanwhile has met it
+                await self._go_back_for(alarm)
+
+    async def _go_back_for(self, alarm: Alarm) -> None:
         reason = alarm.reason
         try:
             if alarm.round is not None:

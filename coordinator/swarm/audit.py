@@ -155,8 +155,11 @@ def order_of(audit: Audit, now: float) -> AuditAsked:
 
 
 def next_audit_end(state: SwarmState) -> float | None:
-    """When the next audit ends without an answer."""
-    return min((audit.until for audit in pending_audits(state)), default=None)
+    """When the next audit ends without an answer, or nodes have had the time to say how far they reach."""
+    ends = [audit.until for audit in pending_audits(state)]
+    if state.alarm is not None and state.alarm.until is not None and not state.convicted:
+        ends.append(state.alarm.until)
+    return min(ends, default=None)
 
 
 def audits_in_words(state: SwarmState) -> str:
@@ -403,18 +406,33 @@ def _undo_unproven(turn: Turn, audit: Audit, failing: Sequence[NodeId]) -> None:
 
 
 def _go_back_before(turn: Turn, audit: Audit, reason: str) -> None:
-    """Has the run go back to before the round, or as near as nodes reach; to nowhere, it pauses."""
-    state = turn.state
+    """Wants the run to go back to before the round, once it shows how near to that nodes can get."""
+    state, round = turn.state, audit.round - 1
     if state.stopped is not None or state.is_finished:
         return
-    round = latest_in_reach(state, audit.round - 1)
-    if round is None:
+    if (pending := state.alarm) is not None:  # the earlier of both undoes what the other one would
+        round = round if pending.round is None else min(round, pending.round)
+        reason = f"{pending.reason}; {reason}"
+    alarm = Alarm(round=round, reason=reason, until=turn.now + state.rules.lease_seconds)
+    turn.state = replace(state, alarm=alarm, end_waits_until=None)
+
+
+def decide_alarm(turn: Turn) -> None:
+    """Has the run go back to before a false result, or as near as nodes reach; to nowhere, it pauses.
+
+    What they reach they say with heartbeats, which come more seldom than quick rounds. Convicted members are
+    put out first: what they say of themselves counts for nothing.
+    """
+    alarm = turn.state.alarm
+    if alarm is None or alarm.until is None or alarm.round is None or turn.state.convicted:
+        return
+    reached = latest_in_reach(turn.state, alarm.round)
+    if 0 < alarm.round != reached and turn.now < alarm.until:
+        return
+    reason = alarm.reason
+    if reached is None:
         reason = f"{reason}, and no node that is here can go back to before that round"
-    pending = state.alarm
-    if pending is not None:  # the earlier of both undoes what the other one would
-        known = [r for r in (round, pending.round) if r is not None]
-        round, reason = min(known, default=None), f"{pending.reason}; {reason}"
-    turn.state = replace(state, alarm=Alarm(round=round, reason=reason), end_waits_until=None)
+    turn.state = replace(turn.state, alarm=Alarm(round=reached, reason=reason))
     sound_alarm(turn)
 
 

@@ -123,9 +123,10 @@ def _keep_found(turn: Turn) -> None:
 
 
 def sound_alarm(turn: Turn) -> None:
-    """Has the edge rule what follows from an implausible loss; once nodes are back after a start."""
-    if turn.state.alarm is not None and turn.state.awaited is None:
-        turn.act(GoBack(alarm=turn.state.alarm))
+    """Has the edge rule what follows from an alarm; once nodes are back after a start."""
+    alarm = turn.state.alarm
+    if alarm is not None and alarm.until is None and turn.state.awaited is None:
+        turn.act(GoBack(alarm=alarm))
 
 
 def _loss_of(state: SwarmState, asked: Evaluating) -> HeldOut:

@@ -344,10 +344,16 @@ class Evaluating:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A loss is implausible, and the run goes back by itself, or pauses: no round opens before it does."""
+    """A loss is implausible, or a result was false: the run goes back by itself, or pauses.
+
+    No round opens before it does.
+    """
 
     round: int | None  # to go back to; None: to pause
     reason: str
+    until: float | None = (
+        None  # so long nodes may say that they reach back there; None: it is sounded
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,10 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
         case RulingKind.STOPPED:
             return replace(state, paused=None, stopped=ruling, alarm=None)
         case RulingKind.ROLLED_BACK:
-            return replace(state, alarm=None, rolled_back=(*state.rolled_back, ruling))
+            alarm, round = state.alarm, ruling.from_round - 1
+            if alarm is not None and (alarm.round is None or alarm.round >= round):
+                alarm = None  # else the run goes back further still
+            return replace(state, alarm=alarm, rolled_back=(*state.rolled_back, ruling))
         case kind if kind in ABOUT_NODES:
             return replace(
                 state,

@@ -7,7 +7,13 @@ from itertools import groupby
 
 from coordinator.swarm.actions import Action
 from coordinator.swarm.agreement import agree_on_initial_state, history_told
-from coordinator.swarm.audit import audited, decide_audits, next_audit_end, sound_convictions
+from coordinator.swarm.audit import (
+    audited,
+    decide_alarm,
+    decide_audits,
+    next_audit_end,
+    sound_convictions,
+)
 from coordinator.swarm.ending import end_run
 from coordinator.swarm.evaluation import ask_if_due, evaluated, give_up_evaluation, sound_alarm
 from coordinator.swarm.events import (
@@ -119,6 +125,7 @@ def _decide(turn: Turn, *, round_before: int) -> None:
     take_over(turn)
     excuse(turn)
     decide_audits(turn)
+    decide_alarm(turn)
     close_round(turn)
     settle_round(turn)
     supply_anew(turn)

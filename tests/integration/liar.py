@@ -110,12 +110,13 @@ class Turned:
 
 
 def reduce_backwards() -> None:
-    """It hands out means that point backwards and are as long as honest ones."""
+    """From round 3 on it hands out means that point backwards and are as long as honest ones."""
     result_of = Outer.result_of
 
     def turned(self: Outer, reduction: Reduction, fragment: int) -> SliceResult | None:
-        lie = replace(reduction, uplink=Turned(reduction.uplink))  # type: ignore[arg-type]
-        return result_of(self, lie, fragment)
+        if reduction.plan.round >= 3:
+            reduction = replace(reduction, uplink=Turned(reduction.uplink))  # type: ignore[arg-type]
+        return result_of(self, reduction, fragment)
 
     Outer.result_of = turned  # type: ignore[method-assign]
 

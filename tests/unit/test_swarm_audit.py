@@ -7,10 +7,11 @@ import pytest
 from coordinator.store import Store
 from coordinator.streams import what_holds_for
 from coordinator.swarm.actions import GoBack, QuarantineAsked
-from coordinator.swarm.events import Reported, Ruled, Started
+from coordinator.swarm.events import Reported, Ruled, RulingsLearned, Started, Ticked
 from coordinator.swarm.state import Audit, MemberState, SwarmState, Verdict, Work
 from coordinator.swarm.transition import initial_state
-from protocol.trust.rulings import RulingKind
+from protocol.trust.rulings import Ruling, RulingKind
+from protocol.trust.rulings import digest_of as digest_of_rulings
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import Digest, NodeId, RoundSpan
 from tests.unit.swarm_scene import INITIAL, RUN, Scene, asked_of, digest_of, of_kind
@@ -134,38 +135,74 @@ def test_who_is_found_false_by_most_of_the_weight_is_convicted_and_the_run_goes_
     (asked,) = scene.asked(QuarantineAsked)
     assert asked.conviction.node_id == reducer
     assert "found another result" in asked.conviction.reason
+    put_out(scene, reducer)
     (wish,) = scene.asked(GoBack)
     assert wish.alarm.round is None, "before round 1 is nothing that nodes keep"
     assert "is convicted" in wish.alarm.reason and "can go back" in wish.alarm.reason
 
 
-def test_a_lie_of_a_later_round_is_undone_by_going_back_to_the_round_before_or_as_near_as_can_be() -> (
-    None
-):
-    for reach, expected in (((1, 2), 1), ((2,), None)):
-        scene = scene_of("a", "b", "c", "d", share=0.0)
-        scene.commit("a", "b", "c", "d")
-        scene.apply(digest_of("state 1"), *"abcd")
-        scene.state = replace(scene.state, rules=replace(scene.state.rules, audited_share=1.0))
-        for name in "abcd":
+def convicted_of_round_2() -> Scene:
+    """Its reducer of slice 0 is convicted and put out; no node has yet said how far it reaches back."""
+    scene = scene_of("a", "b", "c", "d", share=0.0)
+    for number in (1, 2):
+        for name in "abcd" if number > 1 else ():
             scene.train(name)
         scene.commit("a", "b", "c", "d")
-        scene.apply(digest_of("state 2"), *"abcd")
-        reach_back(scene, *reach)
-        audit = scene.state.audits[0]
-        (first,) = audit.auditor_ids
+        scene.apply(digest_of(f"state {number}"), *"abcd")
+        rules = replace(scene.state.rules, audited_share=1.0)
+        scene.state = replace(scene.state, rules=rules)
+    audit = scene.state.audits[0]
+    digest = audit.reduced.digest
+    assert digest is not None
+    told = Audited(slice_index=audit.slice.index, digest=digest, found=OTHER, why="")
+    for name in "abcd":
+        scene.do(Reported(node_id=NodeId(name), round=2, report=told))
+    scene.do(Reported(node_id=audit.auditor_ids[0], round=2, report=told))
+    for name in "abcd":
+        scene.do(Reported(node_id=NodeId(name), round=2, report=told))
+    assert scene.state.audits[0].verdict is Verdict.CONVICTED
+    (conviction,) = scene.state.convicted
+    reach_back(scene, 1)
+    scene.do(Ticked())
+    assert not of_kind(scene.log, GoBack), "it may be the convicted one that says so"
+    reach_back(scene)
+    put_out(scene, conviction.node_id)
+    return scene
 
-        def tell(name: str, audit: Audit = audit, scene: Scene = scene) -> None:
-            digest = audit.reduced.digest
-            assert digest is not None
-            told = Audited(slice_index=audit.slice.index, digest=digest, found=OTHER, why="")
-            scene.do(Reported(node_id=NodeId(name), round=2, report=told))
 
-        tell(first)
-        for name in asked_of(scene.actions, AuditAsked):
-            tell(name)
-        (wish,) = of_kind(scene.log, GoBack)
-        assert wish.alarm.round == expected
+def put_out(scene: Scene, node_id: NodeId) -> None:
+    scene.do(Ruled(kind=RulingKind.QUARANTINED, by="x", unix_seconds=0.0, node_id=node_id))
+
+
+def test_the_run_goes_back_to_before_the_lie_once_nodes_say_that_they_reach_so_far() -> None:
+    scene = convicted_of_round_2()
+    reach_back(scene, 2)
+    scene.do(Ticked())
+    assert not of_kind(scene.log, GoBack)
+    reach_back(scene, 1, 2)
+    scene.do(Ticked())
+    (wish,) = scene.asked(GoBack)
+    assert wish.alarm.round == 1 and wish.alarm.until is None
+    assert scene.state.open_round is None or scene.round.number == 3
+
+
+@pytest.mark.parametrize(("went_to", "is_met"), [(2, False), (1, True)])
+def test_a_lie_further_back_than_the_run_has_just_gone_is_not_forgotten(
+    went_to: int, is_met: bool
+) -> None:
+    scene = convicted_of_round_2()
+    ruling = Ruling(
+        number=2,
+        before=digest_of_rulings(scene.state.rulings).hex(),
+        kind=RulingKind.ROLLED_BACK,
+        by="the run owner",
+        unix_seconds=0.0,
+        from_round=went_to + 1,
+        incarnation=1,
+    )
+    scene.do(RulingsLearned(rulings=(ruling,), rules=scene.state.rules, undone={}))
+    assert scene.state.rolled_back == (ruling,)
+    assert (scene.state.alarm is None) is is_met
 
 
 def test_a_conviction_outlives_a_coordinator_that_dies_before_it_has_ruled() -> None:
@@ -183,11 +220,10 @@ def test_a_conviction_outlives_a_coordinator_that_dies_before_it_has_ruled() -> 
             scene.attach(name, at=1, digest=digest_of("state 1"), invite=name)
     scene.wait(1000)
     asked = of_kind(scene.log, QuarantineAsked)
-    assert len(asked) == 2 and len(of_kind(scene.log, GoBack)) == 2, "once more after the start"
-    scene.do(
-        Ruled(kind=RulingKind.QUARANTINED, by="x", unix_seconds=0.0, node_id=reducer, node_name="")
-    )
+    assert len(asked) == 2, "once more after the start"
+    put_out(scene, reducer)
     assert not scene.state.convicted
+    assert len(of_kind(scene.log, GoBack)) == 1
 
 
 def test_different_findings_convict_nobody_and_as_nobody_can_make_it_again_it_is_undone() -> None:
