@@ -1,6 +1,7 @@
 """The process that ranks are forked from may be killed: a service manager signals all there are."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from rank_scene import initial_vectors, small_spec, with_texts
 
 from node.island.data.places import DataPlaces
 from node.island.ranks.faults import RankDiedError
-from node.island.ranks.forkserver import prepare_forkserver
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 
 
@@ -35,6 +36,30 @@ def test_what_ranks_compile_is_kept_where_nobody_else_writes(
     assert cache.is_relative_to(Path.home()) or cache.is_relative_to(
         os.environ.get("XDG_CACHE_HOME", Path.home())
     )
+
+
+def test_what_ranks_print_goes_where_it_was_told_to_and_ours_stays_where_it_is(
+    tmp_path: Path,
+) -> None:
+    end_forkserver()
+    own = os.fstat(2).st_ino
+    descriptor = os.open(tmp_path / "said", os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    prepare_forkserver(standard_error=descriptor)
+    assert os.fstat(2).st_ino == own
+    for _ in range(2):  # and again when the forkserver was ended meanwhile
+        process = multiprocessing.get_context("forkserver").Process(
+            target=os.write, args=(2, b"said\n")
+        )
+        process.start()
+        process.join()
+        server: Any = forkserver._forkserver
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        os.waitpid(server._forkserver_pid, 0)
+        server._forkserver_pid = None
+        prepare_forkserver()
+    end_forkserver()
+    os.close(descriptor)
+    assert (tmp_path / "said").read_text() == "said\nsaid\n"
 
 
 @pytest.fixture
