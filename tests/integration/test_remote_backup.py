@@ -121,7 +121,8 @@ def test_what_was_changed_or_is_not_whole_is_no_backup(
     listing = json.loads(storage.files.cat_file(f"{path}/backup.json"))
     assert listing["run"] == "kept" and "atoll.db" in listing["files"]
 
-    storage.files.pipe_file(f"{path}/run.toml", b"[run]")
+    sent = storage.files.cat_file(f"{path}/run.toml")
+    storage.files.pipe_file(f"{path}/run.toml", sent.replace(b"kept", b"lost"))  # as long
     refused(atoll(*typed, **storage.environment), 65, "run.toml is not what was sent")
     storage.files.rm(f"{path}/run.toml")
     refused(atoll(*typed, **storage.environment), 65, "lacks run.toml")
