@@ -112,21 +112,50 @@ def service(directory: Path | None, is_system: bool, prints: bool) -> None:
 
 @coordinator.command()
 @click.argument("directory", metavar="DIR", type=_FOLDER)
-@click.argument("target", metavar="TARGET", type=_FOLDER)
-def backup(directory: Path, target: Path) -> None:
-    """Copy the run in DIR to the new folder TARGET, while its coordinator runs or not.
+@click.argument("target", metavar="TARGET")
+def backup(directory: Path, target: str) -> None:
+    """Copy the run in DIR to the new folder or address TARGET, while its coordinator runs or not.
 
     TARGET holds the keys too, as far as they lie in DIR: keep it as private as that. 'atoll coordinator
-    start TARGET' goes on from it; never run both.
+    start TARGET' goes on from a folder, 'restore' makes one of an address; never run both. An address is one
+    of object storage: s3:// or another that fsspec knows, by 'pip install atoll[remote] s3fs'.
 
-    Example: atoll coordinator backup my-run /mnt/backups/my-run
-    """
+    \b
+    Examples:
+      atoll coordinator backup my-run /mnt/backups/my-run
+      atoll coordinator backup my-run s3://backups/my-run-monday
+    """  # noqa: D301 - click reads the character \b, not its two letters
     from coordinator.backup import back_up
+    from coordinator.remote_backup import back_up_to, is_remote
 
-    made = back_up(directory, target)
+    made = back_up_to(directory, target) if is_remote(target) else back_up(directory, Path(target))
     click.echo(
         f"copied run {made.run_name!r} at round {made.committed_round} of {made.total_rounds} "
         f"to {target} ({console.bytes_in_words(made.num_bytes)}), {made.authority_key}"
+    )
+
+
+@coordinator.command("restore")
+@click.argument("source", metavar="ADDRESS")
+@click.argument("directory", metavar="DIR", type=_FOLDER)
+def restore_backup(source: str, directory: Path) -> None:
+    """Make the new folder DIR of a backup on object storage. Nothing is started.
+
+    Example: atoll coordinator restore s3://backups/my-run-monday my-run
+    """
+    from coordinator.remote_backup import is_remote, restore
+
+    if not is_remote(source):
+        raise UsageError(
+            f"{source} is no address such as s3://BUCKET/NAME",
+            next_step=f"a backup in a folder is started as it is: 'atoll coordinator start {source}'",
+        )
+    restored = restore(source, directory)
+    click.echo(
+        f"restored run {restored.run_name!r} at round {restored.committed_round} to {directory}"
+    )
+    click.echo(
+        f"next, where the run's coordinator runs nowhere else: atoll coordinator start {directory}"
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from node.machine.limits import Limits, Seen, why_not
+from node.machine.limits import Limits, Seen, in_use, why_not
 
 LOOK_SECONDS = 10.0
 WINDOW_SECONDS = 120.0
@@ -141,14 +141,15 @@ class Usage:
         self._limits = limits
         self._ticks: deque[Ticks] = deque(maxlen=round(WINDOW_SECONDS / LOOK_SECONDS) + 1)
         self._look_at_machine = look or self._see
+        self._is_in_use = False
         self.why_not = ""
         """Why the node may not train now, as it was last looked at."""
 
     def look(self) -> None:
         """Looks now. Takes milliseconds, and asks logind."""
-        self.why_not = why_not(
-            self._limits, self._look_at_machine(), was_in_use="in use" in self.why_not
-        )
+        seen, was_in_use = self._look_at_machine(), self._is_in_use
+        self._is_in_use = bool(in_use(seen, was_in_use=was_in_use))
+        self.why_not = why_not(self._limits, seen, was_in_use=was_in_use)
 
     def _see(self) -> Seen:
         seen = Seen(at=datetime.now().astimezone().time(), is_on_battery=is_on_battery())

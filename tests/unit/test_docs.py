@@ -23,7 +23,7 @@ PAGE_IDS = [page.name for page in PAGES]
 
 ROOMS = (
     *("atoll", "protocol", "coordinator", "node", "proto"),
-    *("lab", "benchmarks", "examples", "tools", "tests", "docs"),
+    *("lab", "benchmarks", "examples", "tools", "tests", "docs", "deploy"),
 )
 BLOCK_INDENT = 4
 

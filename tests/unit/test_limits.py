@@ -146,6 +146,16 @@ def test_this_machine_can_be_looked_at() -> None:
     assert machine.why_not == "" or machine.why_not.startswith("this machine ")
 
 
+def test_what_was_in_use_is_idle_again_only_well_below_the_border() -> None:
+    shares = iter((0.2, 0.3, 0.2, 0.1, 0.2))
+    machine = Usage(Limits(only_idle=True), look=lambda: replace(NOON, others_share=next(shares)))
+    trains = []
+    for _ in range(5):
+        machine.look()
+        trains.append(not machine.why_not)
+    assert trains == [True, False, False, True, True]
+
+
 async def test_what_holds_is_looked_at_again_and_again() -> None:
     seen = [NOON, replace(NOON, is_on_battery=True)]
     watch = Usage(Limits(on_battery=False), look=lambda: seen[0])

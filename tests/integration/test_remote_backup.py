@@ -1,0 +1,141 @@
+"""Backups on object storage and back: a folder by fsspec, and an S3 server where moto is installed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typed_commands import Swarm, atoll, done, refused
+
+from tests.tiny_runs import tiny_text
+
+pytest.importorskip("fsspec")
+RUN = tiny_text(run={"name": "kept", "rounds": 100, "min_nodes": 1})
+
+SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    url: str
+    files: Any  # the storage, of fsspec
+    environment: dict[str, str]
+
+
+@pytest.fixture(params=["file", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    import fsspec
+
+    if request.param == "file":
+        (tmp_path / "storage" / "copy").mkdir(parents=True)
+        url = f"file://{tmp_path}/storage/copy"
+        yield Storage(url=url, files=fsspec.filesystem("file"), environment={})
+        return
+    if find_spec("moto") is None or find_spec("s3fs") is None:
+        pytest.skip("'moto[server]' and s3fs are not installed: pip install 'moto[server]' s3fs")
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        endpoint = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        environment = {
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": "tested",
+            "AWS_SECRET_ACCESS_KEY": "tested",
+            "AWS_DEFAULT_REGION": "eu-west-1",
+        }
+        files = fsspec.filesystem(
+            "s3",
+            key="tested",
+            secret="tested",
+            client_kwargs={"endpoint_url": endpoint, "region_name": "eu-west-1"},
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+        files.mkdir("backups")
+        yield Storage(url="s3://backups/copy", files=files, environment=environment)
+        server.stdin.close()
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path / "swarm", RUN)
+    yield swarm
+    swarm.end()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_backup_comes_back_as_it_was_sent_and_a_coordinator_starts_from_it(
+    swarm: Swarm, storage: Storage, tmp_path: Path
+) -> None:
+    swarm.join("node", swarm.invite())
+    said = done(atoll("coordinator", "backup", swarm.home, storage.url, **storage.environment))
+    assert f"copied run 'kept' at round 0 of 100 to {storage.url}" in said
+    assert not list(swarm.home.glob(".upload-*")), "no copy of the keys stays behind"
+    again = atoll("coordinator", "backup", swarm.home, storage.url, **storage.environment)
+    refused(again, 73, "is not empty")
+
+    back = tmp_path / "back"
+    said = done(atoll("coordinator", "restore", storage.url, back, **storage.environment))
+    assert "restored run 'kept' at round 0" in said
+    kept = content(swarm.home)
+    for name, body in content(back).items():
+        assert body == kept[name] or name in ("atoll.db", "lock"), name
+        assert (back / name).stat().st_mode & 0o077 == 0
+    assert {"ca.key", "coordinator.key", "run.toml", "atoll.db"} <= set(content(back))
+    refused(
+        atoll("coordinator", "restore", storage.url, back, **storage.environment), 73, "not empty"
+    )
+    swarm.coordinator.stop(signal.SIGTERM)
+    swarm.home = back
+    swarm.start_coordinator()
+    assert "node joined with invite" in done(atoll("audit", "--dir", back))
+
+
+def test_what_was_changed_or_is_not_whole_is_no_backup(
+    swarm: Swarm, storage: Storage, tmp_path: Path
+) -> None:
+    back = tmp_path / "back"
+    typed = ("coordinator", "restore", storage.url, back)
+    refused(atoll(*typed, **storage.environment), 66, "no whole backup lies at")
+    done(atoll("coordinator", "backup", swarm.home, storage.url, **storage.environment))
+    path = storage.url.partition("://")[2]
+    listing = json.loads(storage.files.cat_file(f"{path}/backup.json"))
+    assert listing["run"] == "kept" and "atoll.db" in listing["files"]
+
+    sent = storage.files.cat_file(f"{path}/run.toml")
+    storage.files.pipe_file(f"{path}/run.toml", sent.replace(b"kept", b"lost"))  # as long
+    refused(atoll(*typed, **storage.environment), 65, "run.toml is not what was sent")
+    storage.files.rm(f"{path}/run.toml")
+    refused(atoll(*typed, **storage.environment), 65, "lacks run.toml")
+    elsewhere = dict(listing, files={"../run.toml": listing["files"]["run.toml"]})
+    storage.files.pipe_file(f"{path}/backup.json", json.dumps(elsewhere).encode())
+    refused(atoll(*typed, **storage.environment), 65, "names that lead elsewhere")
+    assert not back.exists() and not os.path.lexists(tmp_path / "run.toml")
+
+
+def test_addresses_that_lead_nowhere_are_refused(swarm: Swarm, tmp_path: Path) -> None:
+    refused(
+        atoll("coordinator", "backup", swarm.home, "nosuch://bucket/copy"),
+        65,
+        "nosuch://bucket/copy",
+    )
+    refused(atoll("coordinator", "restore", tmp_path, tmp_path / "back"), 64, "is no address")

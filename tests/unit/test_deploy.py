@@ -1,0 +1,153 @@
+"""The files in deploy/ parse, and type what `atoll` takes. Nothing of them is run in a container here."""
+
+import importlib.util
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_docs import check_command_line
+
+from protocol.run import run_spec
+
+DEPLOY = Path(run_spec.__file__).parents[2] / "deploy"
+FILES = sorted(path for path in DEPLOY.iterdir() if path.is_file())
+
+
+def command_lines(text: str) -> list[str]:
+    """What a shell would type of `atoll`, with its variables filled in by a word."""
+    joined = re.sub(r"\\\n", " ", text)
+    found = re.findall(r"(?:^|[|&{;]|exec|--|')\s*\b(atoll (?:[a-z].*))$", joined, flags=re.M)
+    lines = []
+    for line in found:
+        line = re.split(r" > |\s+#|\|\||;|'\.?$", line)[0]
+        line = re.sub(r"\$\(\([^)]*\) ?\*? ?\d*\)+|\$\((?:[^()]|\([^()]*\))*\)", "8", line)
+        lines.append(re.sub(r"\$\w+", "8", line).strip())
+    return lines
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_command_line_is_one_that_atoll_takes(path: Path) -> None:
+    lines = command_lines(path.read_text())
+    for line in lines:
+        check_command_line(line)
+    if path.name not in ("Dockerfile", "healthy.py"):
+        assert len(lines) >= 2, "else they are no longer recognised"
+
+
+def test_a_command_line_with_a_mistake_would_be_found() -> None:
+    (line,) = command_lines("  test -f x || atoll node start --fast \\\n  --device cuda\n")
+    assert line.split() == ["atoll", "node", "start", "--fast", "--device", "cuda"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_was_never_run_says_so(path: Path) -> None:
+    if path.name != "healthy.py":
+        assert "Not run: no " in path.read_text()
+
+
+def documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def test_containers_answer_their_health_check_on_its_port() -> None:
+    port = re.search(r"^PORT = (\d+)", (DEPLOY / "healthy.py").read_text(), re.M)
+    assert port is not None
+    starts = [
+        line
+        for path in FILES
+        if path.name in ("compose.yaml", "kubernetes.yaml")
+        for line in command_lines(path.read_text())
+        if re.search(r"(node|coordinator) start", line)
+    ]
+    assert len(starts) == 4
+    for line in starts:
+        assert re.search(rf"--(metrics|dashboard) 127\.0\.0\.1:{port[1]}$", line), line
+
+
+def test_nodes_get_time_to_leave_and_shared_memory() -> None:
+    (compose,) = documents("compose.yaml")
+    assert compose["services"]["node"]["stop_grace_period"] == "2m"
+    assert "shm_size" in compose["services"]["node"]
+    named = {
+        (each["kind"], each["metadata"]["name"]): each for each in documents("kubernetes.yaml")
+    }
+    pod = named["StatefulSet", "atoll-node"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= 120
+    assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
+    budget = named["PodDisruptionBudget", "atoll-node"]["spec"]
+    labels = named["StatefulSet", "atoll-node"]["spec"]["template"]["metadata"]["labels"]
+    assert budget["maxUnavailable"] == 1 and budget["selector"]["matchLabels"] == labels
+
+
+def test_no_container_runs_as_root_but_what_hands_out_the_invite() -> None:
+    instructions = (DEPLOY / "Dockerfile").read_text().splitlines()
+    assert "USER atoll" in instructions[instructions.index("FROM ${BASE}") :]
+    (compose,) = documents("compose.yaml")
+    assert [name for name, each in compose["services"].items() if "user" in each] == ["invite"]
+    for each in documents("kubernetes.yaml"):
+        if each["kind"] == "StatefulSet":
+            assert each["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
+
+
+def test_what_the_image_copies_is_there() -> None:
+    for line in re.findall(r"^COPY (?!--from)(.+)$", (DEPLOY / "Dockerfile").read_text(), re.M):
+        for name in line.split()[:-1]:
+            assert (DEPLOY.parent / name).exists(), name
+
+
+def shells() -> Iterator[str]:
+    for name in ("compose.yaml", "kubernetes.yaml", "skypilot.yaml"):
+        for document in documents(name):
+            yield from _strings(document)
+    yield (DEPLOY / "slurm.sh").read_text()
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str) and "\n" in value:
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _strings(each)
+
+
+def test_a_shell_understands_every_script() -> None:
+    scripts = list(shells())
+    assert len(scripts) == 8
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (403, 0), (503, 1), (None, 1)])
+def test_a_daemon_that_answers_is_healthy(status: int | None, code: int) -> None:
+    spec = importlib.util.spec_from_file_location("healthy", DEPLOY / "healthy.py")
+    assert spec is not None and spec.loader is not None
+    healthy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(healthy)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status or 200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    port = server.server_port
+    if status is None:
+        server.server_close()
+        assert healthy.main(port) == code
+        return
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    try:
+        assert healthy.main(port) == code
+    finally:
+        thread.join()
+        server.server_close()
