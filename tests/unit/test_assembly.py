@@ -24,6 +24,7 @@ from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
 from protocol.errors import ConfigError
 from protocol.run.layout import Layout, layout_of
+from protocol.service.notify import ServiceManager
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Authority, Principal, Role, new_swarm_id
 from protocol.wire.rounds import NodeId
@@ -35,6 +36,8 @@ LAYOUT = layout_of(SPEC)
 
 
 class Signals:
+    manager = ServiceManager.of_environment({})
+
     @contextmanager
     def draining(self, *_: object, **__: object) -> Iterator[None]:
         yield
