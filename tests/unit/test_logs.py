@@ -117,7 +117,7 @@ def test_following_shows_what_is_added_until_ctrl_c(tmp_path: Path) -> None:
             file.append([a_line(2 + number, f"after {number}")])
             assert f"after {number}" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=180) == 0
 
 
 def started(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
