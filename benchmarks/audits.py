@@ -64,7 +64,7 @@ class Cost:
 def cost_of(share: float, *, rounds: int, corpus: Corpus) -> Cost:
     """A whole run of honest nodes with one share."""
     run = TABLES["run"] | {"rounds": rounds, "min_nodes": NODES}
-    spec = spec_of(TABLES | {"run": run, "outer": TABLES["outer"] | {"audit": share}})
+    spec = spec_of(TABLES | {"run": run, "outer": TABLES["outer"] | {"audit": share}}, seed=0)
     with TemporaryDirectory() as folder:
         done = simulate(
             spec,
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     torch.set_num_threads(1)
-    spec = spec_of(TABLES)
+    spec = spec_of(TABLES, seed=0)
     corpus = read_corpus(
         spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
     )

@@ -81,9 +81,7 @@ def test_a_record_that_is_read_is_served_until_it_is_not(tmp_path: Path) -> None
     assert not folder.is_served(3)
 
 
-def test_until_enough_rounds_are_retained_the_oldest_record_stays_so_that_a_run_goes_back_to_its_first_rounds() -> (
-    None
-):
+def test_the_oldest_record_stays_until_enough_are_retained_for_a_run_to_go_back_to() -> None:
     retention = Retention(keep=2, every=8)
     assert retention.kept_of([1, 2, 3]) == {1}
     assert retention.kept_of([1, 8, 9]) == {1, 8}
