@@ -30,7 +30,7 @@ from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import RulingVerifier
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2
-from protocol.wire.messages import RoundOpened
+from protocol.wire.messages import AuditAsked, RoundOpened
 from protocol.wire.rounds import NodeId
 
 Wire = TypeVar("Wire", bound=Message)
@@ -112,6 +112,7 @@ class SimulatedCoordinator:
     def __init__(self, spec: RunSpec, folder: Path | None) -> None:
         self.desk: SessionDesk | None = None
         self.begins: dict[int, float] = {}  # when each round was opened
+        self.num_audits = 0  # that members were asked for
         self._spec = spec
         self._folder = folder
         self._signer = CommitSigner(Ed25519PrivateKey.from_private_bytes(bytes(32)))
@@ -146,6 +147,8 @@ class SimulatedCoordinator:
             match action:
                 case Tell(message=RoundOpened(plan=plan)):
                     self.begins[plan.round] = now
+                case Tell(message=AuditAsked(), to=auditors):
+                    self.num_audits += len(auditors or ())
 
     async def end(self) -> None:
         """Serves nobody any more."""

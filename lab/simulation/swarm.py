@@ -102,6 +102,7 @@ class SimulatedRun:
     bytes_of_kind: dict[str, int]  # sent by all nodes
     seconds: float  # virtual
     compute_seconds: dict[NodeId, float]  # of each node: virtual seconds in inner steps
+    num_audits: int = 0  # that members were asked for
 
     @property
     def held_out(self) -> tuple[HeldOut, ...]:
@@ -258,6 +259,7 @@ async def _simulate(
             },
             seconds=asyncio.get_running_loop().time(),
             compute_seconds={node.node_id: node.compute_seconds for node in nodes},
+            num_audits=coordinator.num_audits,
         )
     finally:
         for task in background:

@@ -26,7 +26,10 @@ _DAMAGED = ".damaged"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Which records stay beside the newest: the latest `keep` of those of every so many rounds."""
+    """Which records stay beside the newest: the latest `keep` of those of every so many rounds.
+
+    While there are fewer of these the oldest record of all stays too: a run goes back to its first rounds.
+    """
 
     keep: int = 0
     every: int = 1  # rounds
@@ -37,7 +40,10 @@ class Retention:
 
     def kept_of(self, rounds: Collection[int]) -> frozenset[int]:
         """Those of the rounds that stay."""
-        return frozenset(sorted(filter(self.is_kept, rounds))[-self.keep :])
+        kept = sorted(filter(self.is_kept, rounds))
+        if len(kept) < self.keep and rounds:
+            return frozenset({*kept, min(rounds)})
+        return frozenset(kept[-self.keep :])
 
 
 class RoundFolder:

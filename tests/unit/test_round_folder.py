@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.disk.round_folder import RoundFolder, kept_for_reading, leaving
+from node.disk.round_folder import Retention, RoundFolder, kept_for_reading, leaving
 
 ROUNDS = st.integers(0, 30)
 
@@ -79,3 +79,11 @@ def test_a_record_that_is_read_is_served_until_it_is_not(tmp_path: Path) -> None
         larger = RoundFolder(tmp_path, suffix=".kind", kept=3)
         assert not larger.is_served(3)  # nothing has to go
     assert not folder.is_served(3)
+
+
+def test_the_oldest_record_stays_until_enough_are_retained_for_a_run_to_go_back_to() -> None:
+    retention = Retention(keep=2, every=8)
+    assert retention.kept_of([1, 2, 3]) == {1}
+    assert retention.kept_of([1, 8, 9]) == {1, 8}
+    assert retention.kept_of([1, 8, 15, 16]) == {8, 16}
+    assert not Retention(keep=0).kept_of([1, 2, 3])
