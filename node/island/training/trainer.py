@@ -6,7 +6,7 @@ go back there. Processes and commands are node.island.ranks.rank's business.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import blake3
@@ -147,6 +147,7 @@ class Trainer:
         self._mesh = mesh
         self._clock = clock
         self._layout = layout_of(spec)
+        self._flops_per_token = flops_per_token(spec)
         self._copies = copies_of(torch.device("cpu") if mesh.shape.has_offload else device)
         self._staging = Staging(torch.device("cpu") if mesh.shape.has_offload else device)
         self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
@@ -209,11 +210,11 @@ class Trainer:
         span = self._layout.fragments[fragment].span
         publish_boxes(self._held(), into, span, copies=self._copies)
 
-    def _held(self) -> Iterator[Held]:
+    def _held(self) -> list[Held]:
         """What the rank holds, to be read or changed in place."""
         reshard(self._engine.parts)
         engine = self._engine
-        return held_by(engine.parts, self._layout, self._mesh, copies=engine.copies())
+        return list(held_by(engine.parts, self._layout, self._mesh, copies=engine.copies()))
 
     def train(
         self,
@@ -292,7 +293,7 @@ class Trainer:
             tokens=self._counted_tokens,
             loss=loss_sum / max(1, num_losses),
             seconds=seconds,
-            flops=float(tally.steps * step_tokens * flops_per_token(self._spec)),
+            flops=float(tally.steps * step_tokens * self._flops_per_token),
             peak_flops_per_second=hardware.peak_flops_per_second,
             is_peak_measured=hardware.is_peak_measured,
             peak_memory_bytes=hardware.peak_memory_bytes,
