@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.attacks import TABLES
 from benchmarks.measurement import markdown
+from lab.simulation.memory_transport import QueuedNetwork
 from lab.simulation.plain_calls import spec_of
-from lab.simulation.queued_network import QueuedNetwork
 from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.island.data.corpus import Corpus, read_corpus
 
