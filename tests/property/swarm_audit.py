@@ -49,7 +49,8 @@ def _check_clock(plan: Plan, state: SwarmState) -> None:
 def _check_reducers(plan: Plan, state: SwarmState) -> None:
     """Those who reach all others, unless others outweigh whom they are cut off from and are more.
 
-    Where helpers reduce only those beside them who reach all others, and not helpers that half do not reach.
+    Where helpers reduce only those beside them who reach all others, and not helpers that half do not reach;
+    where everybody is cut off, those that are from fewest, whoever they are.
     """
     members = state.members
     nodes, helpers = (
@@ -65,13 +66,13 @@ def _check_reducers(plan: Plan, state: SwarmState) -> None:
     lost = {n: sum(weight.get(m, 0) for m in cut[n]) for n in among}
     has_helper = any(part.reducer_id in helpers for part in plan.slices)
     for part in plan.slices:
+        is_best = lost[part.reducer_id] == min(lost.values())
         if has_helper:
             is_helper = part.reducer_id in helpers
             most = (sum(weight.values()) - 1) // 2 if is_helper else 0
-            assert lost[part.reducer_id] <= most, "who is cut off reduces beside helpers"
+            assert is_best or lost[part.reducer_id] <= most, "who is cut off reduces beside helpers"
             continue
         taken = [Fraction(weight[m], lost[m]) for m in cut[part.reducer_id] if weight.get(m)]
-        is_best = lost[part.reducer_id] == min(lost.values())
         assert is_best or sum(taken) < 1, "who is cut off from most of the others reduces"
 
 

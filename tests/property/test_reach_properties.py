@@ -253,6 +253,11 @@ def test_a_helper_that_most_do_not_reach_reduces_nothing() -> None:
     assert names(best_reducers(members, say)) == list("abcd")
 
 
+def test_where_everybody_is_cut_off_those_reduce_that_are_from_fewest_helpers_too() -> None:
+    members, say = with_helpers("110", "c", "ab ac")
+    assert names(best_reducers(members, say)) == list("abc")
+
+
 def cut_pairs(state: SwarmState) -> set[tuple[NodeId, NodeId]]:
     present = sorted(
         (m for m in state.members.values() if m.state is not MemberState.LOST),
