@@ -156,7 +156,8 @@ def since_of(text: str, *, now: datetime) -> str:
 def shown(line: Line) -> str:
     """A line for people, in this machine's time."""
     at = datetime.fromisoformat(line.at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    facts = {key: value for key, value in line.told.items() if key not in (*KEPT_KEYS, "node")}
+    said = KEPT_KEYS if line.told["process"] == "coordinator" else (*KEPT_KEYS, "node")
+    facts = {key: value for key, value in line.told.items() if key not in said}
     trace = facts.pop("exception", "")
     told = " ".join(f"{key}={_in_words(value)}" for key, value in facts.items())
     level = str(line.told["level"])

@@ -86,6 +86,13 @@ def test_cut_and_foreign_lines_are_left_out() -> None:
     assert click.unstyle(shown(told)).endswith('folder info    said  why="it is so"\nTraceback…')
 
 
+def test_of_which_node_a_coordinator_speaks_is_shown_and_a_node_is_named_once() -> None:
+    own = {"at": "2030-01-01T00:00:00.000+00:00", "level": "info", "event": "left", "node": "it"}
+    for process, words in (("coordinator", "info    left  node=it"), ("node", "it info    left")):
+        line = line_of(json.dumps(own | {"process": process}), "folder")
+        assert line is not None and click.unstyle(shown(line)).endswith(words)
+
+
 @given(
     steps=st.lists(st.sampled_from(["write", "look"]), max_size=60),
 )
