@@ -81,15 +81,8 @@ class LiveScreen:
         self._live.update(render(self._last or pb.GetStatusResponse(), notice=notice), refresh=True)
 
 
-class LineScreen:
-    """One line for each change, for logs and pipes. `key` tells what counts as a change."""
-
-    def __init__(
-        self, *, key: Callable[[pb.GetStatusResponse], object] = what_people_wait_for
-    ) -> None:
-        self._key = key
-        self._last: object = None
-        self._is_away = False
+class _Unframed:
+    """A screen that has nothing to set up and to put back."""
 
     def __enter__(self) -> Self:
         return self
@@ -101,6 +94,17 @@ class LineScreen:
         trace: TracebackType | None,
     ) -> None:
         pass
+
+
+class LineScreen(_Unframed):
+    """One line for each change, for logs and pipes. `key` tells what counts as a change."""
+
+    def __init__(
+        self, *, key: Callable[[pb.GetStatusResponse], object] = what_people_wait_for
+    ) -> None:
+        self._key = key
+        self._last: object = None
+        self._is_away = False
 
     def say(self, line: str) -> None:
         """Prints the line."""
@@ -121,23 +125,12 @@ class LineScreen:
             click.echo(f"coordinator away, retrying: {why}")
 
 
-class StreamScreen:
+class StreamScreen(_Unframed):
     """Lines that `made` makes of each status; what is no status goes to standard error."""
 
     def __init__(self, made: Callable[[pb.GetStatusResponse], Iterable[str]]) -> None:
         self._made = made
         self._is_away = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
 
     def say(self, line: str) -> None:
         """Prints the line beside the stream."""
