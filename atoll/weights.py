@@ -89,7 +89,10 @@ class Weights:
                 held.local.copy_(held.within(self.parameters))
                 self._bases.pop(held.place.name, None)
             elif self.overlap == "keep" or not is_taken:
-                self._rebase(held, self.fragments[fragment][0])
+                share = (
+                    self.local_share if is_taken else 0.0
+                )  # what was not taken is all still owed
+                self._rebase(held, self.fragments[fragment][0], share)
             else:
                 self._blend(held)
 
@@ -126,15 +129,15 @@ class Weights:
         for held in self._held(None):
             held.local.copy_(held.within(self.parameters))
 
-    def _rebase(self, held: Held, first: int) -> None:
-        """Puts what was trained since publishing on top: local = global + (local − published)."""
-        new = held.within(self.parameters)
+    def _rebase(self, held: Held, first: int, share: float) -> None:
+        """Keeps what was trained since publishing: local + (1 − share) · (global − published)."""
+        new, published = held.within(self.parameters), held.within(self.published, first)
         if held.local.dtype in _EXACT:
-            held.local.sub_(held.within(self.published, first).to(held.local.device))
-            held.local.add_(new.to(held.local.device))
+            held.local.sub_(published.to(held.local), alpha=1 - share)
+            held.local.add_(new.to(held.local), alpha=1 - share)
             return
         since = _fp32(held.local) - _fp32(self._at_publish[held.place.name])
-        self._settle(held, new + since, new)
+        self._settle(held, new + since + share * (published - new), new)
 
     def _blend(self, held: Held) -> None:
         """Mixes: local = share · local + (1 − share) · global."""

@@ -178,9 +178,9 @@ residual_decay = 1.0        # what part of that it still owes; sparse codecs may
 reducer_error = "keep"      # what encoding a result rounds away: to its next mean; or "own", "drop"
 fragments = 1               # parts of the model, exchanged in turn, one a round; at most num_layers:
                             # each comes round every fragments * steps inner steps, the fewer the better
-overlap = "none"            # "blend" or "keep": train on while bytes travel, and take results later,
+overlap = "none"            # "keep" or "blend": train on while bytes travel, and take results later,
                             # sooner with more fragments of fewer steps; many steps late costs loss
-# blend = 0.5               # part of the local weights that "blend" mixes into the new ones
+# blend = 0.5               # part of their own weights that ranks hold on to when they take results
 
 [deadlines]
 train = 600                 # seconds from the start of a round until training stops

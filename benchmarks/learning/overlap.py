@@ -1,132 +1,138 @@
-"""What fragments and overlap cost in loss, at the same tokens, and what they save of the waiting.
+"""What late results cost in held-out loss, by how ranks take them over.
 
-    python -m benchmarks.learning.overlap [--seeds 0 1] [--rounds 24] [--delays 3 8] [--out FILE]
+    python -m benchmarks.learning.overlap [--seeds 0 1 2] [--late 3 15 28] [--report]
+        [--results docs/results/overlap.jsonl]
 
-Three nodes with real training in virtual time (lab.simulation.swarm): an inner step takes a second,
-and an exchange as many seconds as `--delays` says, whatever its bytes. With overlap that is also how
-many inner steps later a result is adopted. A small model, the demo's optimizers and codecs; all runs
-of a seed take the same steps on equally many samples. Each run's line goes to `--out` as JSON.
+Two nodes train a byte language model of 0.1 million parameters by plain calls (lab.simulation.plain_calls):
+600 inner steps of 1,024 tokens a node, exchanged by ec2 both ways every 30. Results are taken over so many
+inner steps late, by each rule of [exchange] overlap and blend, and are compared, seed by seed, with the run
+of the same seed that waits for them. What is in the file of results is not run again.
 """
 
+import itertools
 import logging
 import statistics
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
 
-from benchmarks.learning.data_parallel import demo_spec
-from benchmarks.measurement import Rows, add_results, parser_of
-from lab.simulation.memory_transport import MemoryNetwork
-from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.island.data.corpus import Corpus, read_corpus
-from protocol.run.run_spec import RunSpec, validated
+from benchmarks.measurement import Rows, add_results, markdown, parser_of, read_rows
+from benchmarks.race import RATES, TRAINED
+from lab.simulation.plain_calls import Setting, spec_of, train_swarm
+from node.island.data.corpus import read_corpus
 
-NUM_NODES = 3
-OVERLAPS = ("none", "keep", "blend")
-FRAGMENTS = (1, 3)
-MODEL = {
-    "hidden_size": 32,
-    "num_layers": 3,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "ffn_size": 96,
-    "context": 64,
-}
+NUM_NODES = 2
+STEPS, ROUNDS = 30, 20
+RULES: tuple[tuple[str, float], ...] = (("keep", 0), ("keep", 0.25), ("keep", 0.5), ("blend", 0.5))
+RESULTS = Path("docs/results/overlap.jsonl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Try:
     """One run."""
 
-    overlap: str
-    fragments: int
-    delay_seconds: float
-    seed: int
-    loss: float  # held out, at the end, nats per byte
-    compute_share: float  # of the time from the first plan to the end, mean of the nodes
-    seconds: float  # virtual
-    tokens: int
-    sent_bytes: int  # by the busiest node
+    optimizer: str
+    late_steps: int = 0
+    overlap: str = "none"
+    blend: float | None = None
+    seed: int = 0
 
 
-def spec_of(overlap: str, fragments: int, *, seed: int, rounds: int) -> RunSpec:
-    """The demo's run with a smaller model."""
-    demo = demo_spec(seed=seed, rounds=rounds, num_nodes=NUM_NODES, codec="int4")
-    tables = demo.model_dump(mode="json")
-    tables["model"] |= MODEL
-    tables["inner"] |= {"steps": 10}
-    tables["exchange"] |= {"overlap": overlap, "fragments": fragments}
-    return validated(tables, origin="the benchmark's run file")
-
-
-def run_with(spec: RunSpec, corpus: Corpus | None, *, delay_seconds: float) -> SimulatedRun:
-    """A swarm of equal nodes whose exchange takes so long: half for contributions, half for results."""
-
-    async def slow_down(network: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
-        network.latency_seconds = delay_seconds / 2
-
-    lives = [Life(seconds_per_inner_step=1.0)] * spec.run.min_nodes
-    return simulate(spec, lives=lives, corpus=corpus, script=slow_down)
-
-
-def outcome_of(spec: RunSpec, corpus: Corpus, *, delay_seconds: float) -> Outcome:
-    """Runs it, and takes its figures."""
-    run = run_with(spec, corpus, delay_seconds=delay_seconds)
-    shares = [seconds / (run.seconds - run.begins[0]) for seconds in run.compute_seconds.values()]
-    return Outcome(
-        overlap=spec.exchange.overlap,
-        fragments=spec.exchange.fragments,
-        delay_seconds=delay_seconds,
-        seed=spec.run.seed,
-        loss=run.held_out[-1].loss,
-        compute_share=statistics.mean(shares),
-        seconds=run.seconds,
-        tokens=run.final.token_clock,
-        sent_bytes=max(run.bytes_sent.values()),
+def run(tried: Try) -> float:
+    """The held-out loss at the end, in nats per byte."""
+    rate = RATES[tried.optimizer][0]
+    inner: dict[str, Any] = {"learning_rate": rate, "steps": STEPS}
+    if tried.optimizer == "muon":
+        inner |= {"optimizer": "muon", "muon_learning_rate": rate}
+        inner |= {"learning_rate": RATES["adamw"][0]}
+    exchange: dict[str, Any] = {"uplink": "ec2", "downlink": "ec2", "overlap": tried.overlap}
+    if tried.blend is not None:
+        exchange |= {"blend": tried.blend}
+    setting = Setting(name="late", tables=TRAINED, late_steps=tried.late_steps).changed(
+        "late",
+        run={"rounds": ROUNDS, "min_nodes": NUM_NODES},
+        inner=inner,
+        outer={"learning_rate": 0.7, "momentum": 0.6},
+        exchange=exchange,
     )
-
-
-def outcomes_of(seeds: Sequence[int], delays: Sequence[float], rounds: int) -> Iterator[Outcome]:
-    """All combinations, seed by seed."""
-    some = spec_of("none", 1, seed=0, rounds=rounds)
+    spec = spec_of(setting.tables, seed=tried.seed)
     corpus = read_corpus(
-        some.data, context=some.model.context, batch=some.inner.batch, folder=Path.cwd()
+        spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
     )
-    for seed, fragments, overlap in product(seeds, FRAGMENTS, OVERLAPS):
-        spec = spec_of(overlap, fragments, seed=seed, rounds=rounds)
-        # Without overlap a delay is only waited for, and changes no loss.
-        for delay in delays[:1] if overlap == "none" else delays:
-            yield outcome_of(spec, corpus, delay_seconds=delay)
+    return train_swarm(setting, spec, corpus).loss
+
+
+def report(known: dict[Try, float]) -> str:
+    """A table: each rule and lateness, and how much higher than waiting it ended."""
+    rows: list[tuple[object, ...]] = []
+    for optimizer in RATES:
+        waiting = {
+            each.seed: loss
+            for each, loss in known.items()
+            if each.optimizer == optimizer and each.overlap == "none"
+        }
+        if waiting:
+            mean = statistics.mean(waiting.values())
+            rows.append((optimizer, 0, "waits", f"{mean:.4f}", "", len(waiting)))
+        late = {each.late_steps for each in known if each.optimizer == optimizer} - {0}
+        for late_steps, (overlap, blend) in itertools.product(sorted(late), RULES):
+            tries = [
+                Try(
+                    optimizer=optimizer,
+                    late_steps=late_steps,
+                    overlap=overlap,
+                    blend=blend,
+                    seed=seed,
+                )
+                for seed in sorted(waiting)
+            ]
+            losses = [known[each] for each in tries if each in known]
+            if not losses:
+                continue
+            more = [known[each] - waiting[each.seed] for each in tries if each in known]
+            spread = f"{statistics.mean(more):+.4f} ({min(more):+.4f} to {max(more):+.4f})"
+            rule = f"{overlap} {blend:g}"
+            rows.append(
+                (optimizer, late_steps, rule, f"{statistics.mean(losses):.4f}", spread, len(losses))
+            )
+    return markdown(("inner", "steps late", "rule", "loss", "above waiting", "seeds"), rows)
 
 
 def main() -> None:
-    """Prints a line for each run, then the means."""
+    """Runs what is missing, seed by seed, and prints the table."""
     parser = parser_of(__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--delays", type=float, nargs="+", default=[3.0, 8.0])
-    parser.add_argument("--rounds", type=int, default=24)
-    add_results(parser)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--late", type=int, nargs="+", default=[3, 15, 28])
+    parser.add_argument("--report", action="store_true", help="print what is there, run nothing")
+    add_results(parser, RESULTS)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    known = {
+        Try(**{name: row[name] for name in Try.__dataclass_fields__}): float(row["loss"])
+        for row in read_rows(chosen.results)
+    }
     results = Rows(chosen.results)
-    found: dict[tuple[int, str, float], list[Outcome]] = {}
-    for outcome in outcomes_of(chosen.seeds, chosen.delays, chosen.rounds):
-        results.add(asdict(outcome))
-        key = (outcome.fragments, outcome.overlap, outcome.delay_seconds)
-        found.setdefault(key, []).append(outcome)
-    print("fragments  overlap  delay  loss    ± half range  in inner steps")
-    for (fragments, overlap, delay), outcomes in found.items():
-        losses = [outcome.loss for outcome in outcomes]
-        share = statistics.mean(outcome.compute_share for outcome in outcomes)
-        print(
-            f"{fragments:<10} {overlap:<8} {delay:<6g} {statistics.mean(losses):.4f}  "
-            f"{(max(losses) - min(losses)) / 2:.4f}        {share:.1%}"
-        )
+    for seed, optimizer in itertools.product(chosen.seeds, RATES):
+        tries = [Try(optimizer=optimizer, seed=seed)]
+        for late_steps, (overlap, blend) in itertools.product(chosen.late, RULES):
+            tries.append(
+                Try(
+                    optimizer=optimizer,
+                    late_steps=late_steps,
+                    overlap=overlap,
+                    blend=blend,
+                    seed=seed,
+                )
+            )
+        for each in tries:
+            if each not in known and not chosen.report:
+                known[each] = run(each)
+                results.add(asdict(each) | {"loss": known[each]})
+    print(report(known))
 
 
 if __name__ == "__main__":

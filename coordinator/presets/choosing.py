@@ -227,7 +227,7 @@ def _choices(case: _Case) -> Iterator[Choice]:
         ("exchange", "downlink", setting.downlink, reasons.of_downlink(setting, situation)),
         *_owed(setting, situation, given),
         ("exchange", "fragments", setting.fragments, why_fragments),
-        *_overlap(setting, given, case.waiting),
+        *_overlap(setting, case.waiting),
         *_evaluation(setting, situation.total_steps, given),
     ]
     for table, key, value, reason in values:
@@ -305,17 +305,14 @@ def _owed(setting: Setting, situation: Situation, given: Given) -> list[Told]:
     ]
 
 
-def _overlap(setting: Setting, given: Given, plain: Prediction) -> list[Told]:
+def _overlap(setting: Setting, plain: Prediction) -> list[Told]:
     if not setting.has_overlap:
         return [("exchange", "overlap", "none", "waiting costs less than 5 % of the time")]
     waited = f"waiting would leave {100 * plain.utilisation:.0f} % for inner steps"
-    told = given.get(("exchange", "overlap"), "blend")
-    chosen_overlap: list[Told] = [("exchange", "overlap", "blend", waited)]
-    if told == "blend":
-        chosen_overlap.append(
-            ("exchange", "blend", 0.5, "as published, for results that are a few inner steps late")
-        )
-    return chosen_overlap
+    return [
+        ("exchange", "overlap", "keep", waited),
+        ("exchange", "blend", 0.5, "late results cost least so, whatever the inner optimizer"),
+    ]
 
 
 USUAL_EVERY_ROUNDS = EvaluationSection().every_rounds

@@ -82,7 +82,7 @@ def settled(text: str, *, origin: str) -> Settled:
         if not choice.is_given
     }
     retired = {("exchange", key) for key in PRESET_KEYS if key in tables["exchange"]}
-    if plan.overlap != "blend" and "blend" in tables["exchange"]:
+    if plan.overlap == "none" and "blend" in tables["exchange"]:
         retired.add(("exchange", "blend"))
     try:
         edited = with_values(text, values, retired=retired)
@@ -150,11 +150,11 @@ def _split(tables: dict[str, Any], *, origin: str) -> tuple[PresetKeys, dict[str
 
 
 def _with_room_for_blend(tables: dict[str, Any]) -> dict[str, Any]:
-    """The tables with overlap "blend", where blend is given and overlap is still to be chosen."""
+    """The tables with overlap, where blend is given and overlap is still to be chosen."""
     exchange = tables["exchange"]
     if "blend" not in exchange or "overlap" in exchange:
         return tables
-    return tables | {"exchange": exchange | {"overlap": "blend"}}
+    return tables | {"exchange": exchange | {"overlap": "keep"}}
 
 
 def _situation(

@@ -133,7 +133,7 @@ class Island(Protocol):
 
 
 def rebases(exchange: ExchangeSection, *, is_taken: bool) -> bool:
-    """Whether a fragment is adopted by putting on top of it what was trained since publishing.
+    """Whether a fragment is adopted by what lies between it and what was published.
 
     Blending leaves a part of what was published in the local weights. Where that was not taken all of
     it is still owed, and would count twice: then only what was trained since is kept.

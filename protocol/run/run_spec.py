@@ -218,7 +218,7 @@ class ExchangeSection(Section):
     reducer_error: ReducerErrorRule = "keep"
     fragments: Positive = 1
     overlap: Literal["none", "blend", "keep"] = "none"
-    blend: Annotated[float, Field(gt=0, lt=1)] | None = None
+    blend: Annotated[float, Field(ge=0, lt=1)] | None = None
 
     @model_validator(mode="after")
     def _the_rest_needs_error_feedback(self) -> Self:
@@ -237,17 +237,23 @@ class ExchangeSection(Section):
         return self
 
     @model_validator(mode="after")
-    def _blend_belongs_to_blend(self) -> Self:
-        if self.blend is not None and self.overlap != "blend":
+    def _blend_belongs_to_overlap(self) -> Self:
+        if self.blend is not None and self.overlap == "none":
             raise ValueError(
-                f'blend = {self.blend} belongs to overlap = "blend", not to "{self.overlap}"'
+                f'blend = {self.blend} belongs to overlap = "keep" or "blend", not to "none"'
+            )
+        if self.blend == 0 and self.overlap == "blend":
+            raise ValueError(
+                'blend = 0 drops what was trained since publishing: take overlap = "keep" for that'
             )
         return self
 
     @property
     def local_share(self) -> float:
-        """The part of the local weights in what "blend" goes on from."""
-        return 0.5 if self.blend is None else self.blend
+        """What ranks hold on to of their own weights where they take over global ones, from 0 to 1."""
+        if self.blend is not None:
+            return self.blend
+        return 0.5 if self.overlap == "blend" else 0.0
 
 
 class DeadlinesSection(Section):

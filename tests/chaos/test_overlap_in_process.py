@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning.overlap import run_with
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.island.data.corpus import Corpus
 from protocol.run.run_spec import RunSpec
+from tests.slow_exchange import run_with
 from tests.tiny_runs import tiny
 
 ROUNDS, STEPS = 12, 5

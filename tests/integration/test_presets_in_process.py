@@ -76,7 +76,7 @@ def test_a_swarm_trains_by_the_file_that_init_wrote(tmp_path: Path) -> None:
     )
     assert console.run(cli.root, [*words.split(), "--total-steps", "160"]) == 0
     spec = load_run_file(made / "run.toml")
-    assert spec.exchange.overlap == "blend" and spec.exchange.fragments == 2
+    assert spec.exchange.overlap == "keep" and spec.exchange.fragments == 2
     trained(spec)
 
 
@@ -111,7 +111,7 @@ def test_the_run_of_a_coordinator_whose_file_asks_for_a_preset_trains(
     assert "exchange.uplink" in shown and "of the time" in shown
     run = Home.load(home).run
     assert (run.inner.steps, run.run.rounds) == (3, 400)  # as given
-    assert run.exchange.overlap == "blend" and run.exchange.fragments > 1
+    assert run.exchange.overlap == "keep" and run.exchange.fragments > 1
     trained(run)
 
 

@@ -16,13 +16,13 @@ from benchmarks.convergence.parts import PARTS
 from benchmarks.convergence.report import Difference, Losses, frontier, verdict
 from benchmarks.convergence.settings import INNER_STEPS
 from benchmarks.learning.data_parallel import train_data_parallel
-from benchmarks.learning.overlap import run_with
 from lab.processes.family import SOURCES, atoll_environment
 from lab.simulation.plain_calls import Setting, parts_of, swarm_at_end, train_swarm
 from lab.simulation.swarm import Life, simulate
 from node.island.data.corpus import Corpus
 from node.island.models.first_weights import initial_parameters
 from protocol.run.run_spec import validated
+from tests.slow_exchange import run_with
 from tests.tiny_runs import tiny
 
 PLAIN = Setting(name="plain")
@@ -37,12 +37,14 @@ def test_it_trains_to_the_same_bits_as_a_whole_swarm(fragments: int, corpus: Cor
     assert nodes[0].parameters.tobytes() == swarm.parameters.tobytes()
 
 
-@pytest.mark.parametrize("overlap", ["blend", "keep"])
+@pytest.mark.parametrize(
+    "overlap", [{"overlap": "blend"}, {"overlap": "keep"}, {"overlap": "keep", "blend": 0.5}]
+)
 def test_results_that_are_late_are_taken_over_as_in_a_whole_swarm(
-    overlap: str, corpus: Corpus
+    overlap: dict[str, object], corpus: Corpus
 ) -> None:
     """Whose exchange ends in the middle of the third inner step; the next pauses for it."""
-    spec = tiny(model={"num_layers": 2}, exchange={"fragments": 2, "overlap": overlap})
+    spec = tiny(model={"num_layers": 2}, exchange={"fragments": 2, **overlap})
     swarm = run_with(spec, corpus, delay_seconds=2.5)
     nodes = swarm_at_end(replace(PLAIN, late_steps=3), spec, corpus)
     assert nodes[0].parameters.tobytes() == swarm.parameters.tobytes()

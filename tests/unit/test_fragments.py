@@ -69,8 +69,10 @@ def _holds(span: slice, place: object) -> bool:
 def test_more_fragments_than_layers_are_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"fragments = 4.* the model has 3"):
         validated({"exchange": {"fragments": 4}}, origin="run.toml")
-    with pytest.raises(ConfigError, match=r'blend = 0.5 belongs to overlap = "blend", not to "n'):
+    with pytest.raises(ConfigError, match=r'blend = 0.5 belongs to overlap = "keep" or "blend"'):
         validated({"exchange": {"blend": 0.5}}, origin="run.toml")
+    with pytest.raises(ConfigError, match=r'blend = 0 drops .* take overlap = "keep"'):
+        validated({"exchange": {"overlap": "blend", "blend": 0}}, origin="run.toml")
 
 
 def test_a_run_that_ends_before_each_fragment_had_a_round_is_refused() -> None:
@@ -92,8 +94,8 @@ def test_the_weights_of_a_model_do_not_depend_on_its_fragments() -> None:
 
 
 def spec_of(overlap: str) -> RunSpec:
-    exchange: dict[str, object] = {"fragments": 2, "overlap": overlap}
-    if overlap == "blend":
+    exchange: dict[str, object] = {"fragments": 2, "overlap": overlap.removesuffix(" all")}
+    if overlap in ("keep", "blend"):
         exchange["blend"] = BLEND
     return tiny(model={"num_layers": 2}, exchange=exchange)
 
@@ -139,7 +141,14 @@ class Rank:
 
 @pytest.mark.parametrize(
     ("overlap", "is_taken"),
-    [("none", True), ("keep", True), ("keep", False), ("blend", True), ("blend", False)],
+    [
+        ("none", True),
+        ("keep", True),
+        ("keep", False),
+        ("keep all", True),
+        ("blend", True),
+        ("blend", False),
+    ],
 )
 def test_a_rank_takes_one_fragment_over_and_goes_on_from_its_own_of_the_others(
     corpus: Corpus, overlap: str, is_taken: bool
@@ -147,10 +156,12 @@ def test_a_rank_takes_one_fragment_over_and_goes_on_from_its_own_of_the_others(
     rank = Rank(corpus, overlap)
     rank.trainer.merge(rank.new, rank.published, 1, is_taken=is_taken)
     own, other = rank.layout.fragments[1].span, rank.layout.fragments[0].span
-    trained_since = rank.before[own] - rank.published[: own.stop - own.start]
+    published = rank.published[: own.stop - own.start]
+    trained_since = rank.before[own] - published
     assert np.abs(trained_since).max() > 1e-4
     expected = {
         ("none", True): rank.new[own],
+        ("keep", True): rank.before[own] + (1 - BLEND) * (rank.new[own] - published),
         ("blend", True): BLEND * rank.before[own] + (1 - BLEND) * rank.new[own],
     }.get((overlap, is_taken), rank.new[own] + trained_since)
     np.testing.assert_allclose(rank.local[own], expected, atol=1e-6)

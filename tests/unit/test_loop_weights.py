@@ -34,7 +34,7 @@ def places_of(model: nn.Module) -> list[Place]:
     return places
 
 
-def weights_of(model: nn.Module, *, overlap: Overlap = "none", local_share: float = 0.5) -> Weights:
+def weights_of(model: nn.Module, *, overlap: Overlap = "none", local_share: float = 0.0) -> Weights:
     places = places_of(model)
     num_elements = sum(place.num_elements for place in places)
     return Weights(
@@ -116,6 +116,26 @@ def test_keep_puts_what_was_trained_since_publishing_on_top() -> None:
     weights.parameters.add_(3.0)
     weights.adopt(0, is_taken=True)
     assert torch.allclose(flat(model), weights.parameters + 0.5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keep_goes_a_part_of_the_way_to_the_global_parameters_and_publishes_the_rest(
+    dtype: torch.dtype,
+) -> None:
+    model = Small(dtype)
+    weights = weights_of(model, overlap="keep", local_share=0.25)
+    weights.parameters.zero_()
+    weights.adopt(None, is_taken=True)
+    train(model, 1.0)
+    weights.publish(0)
+    train(model, 0.5)  # while the bytes travel
+    weights.parameters.fill_(2.0)
+    weights.adopt(0, is_taken=True)
+    assert torch.equal(flat(model), torch.full_like(weights.parameters, 1.5 + 0.75 * (2.0 - 1.0)))
+    assert torch.equal(-pseudo_gradient(weights), torch.full_like(weights.parameters, 0.25))
+    train(model, 0.5)
+    weights.adopt(0, is_taken=False)
+    assert torch.equal(flat(model), torch.full_like(weights.parameters, 2.5))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -54,7 +54,7 @@ def test_the_file_is_one_that_a_coordinator_takes(tmp_path: Path) -> None:
     setting = chosen(asked).setting
     assert (spec.exchange.uplink, spec.exchange.downlink) == (setting.uplink, setting.downlink)
     assert (spec.exchange.fragments, spec.inner.steps) == (setting.fragments, setting.steps)
-    assert spec.exchange.overlap == "blend" and setting.has_overlap
+    assert spec.exchange.overlap == "keep" and setting.has_overlap
     assert spec.inner.steps * spec.run.rounds >= 10_000 > spec.inner.steps * (spec.run.rounds - 1)
     text = written.read_text()
     assert text == run_text(name=None, run_file=written)

@@ -108,8 +108,8 @@ def test_an_unsettled_preset_never_becomes_a_run() -> None:
         ),
         (
             'preset = "auto"',
-            'preset = "auto"\noverlap = "keep"\nblend = 0.3',
-            'belongs to overlap = "blend"',
+            'preset = "auto"\noverlap = "none"\nblend = 0.3',
+            'belongs to overlap = "keep"',
         ),
         (
             'preset = "auto"',
@@ -184,10 +184,12 @@ def test_a_table_in_one_line_is_refused_with_how_to_write_it() -> None:
 
 
 @pytest.mark.parametrize(("link", "is_there"), [("1gbit", False), ("1mbit", True)])
-def test_a_blend_that_is_given_counts_only_where_blend_is_chosen(link: str, is_there: bool) -> None:
+def test_a_blend_that_is_given_counts_only_where_overlap_is_chosen(
+    link: str, is_there: bool
+) -> None:
     text = ASKED.replace('"5mbit/1mbit"', f'"{link}"').replace('"20ms"   #', '"500ms" #')
     made = settled(f"{text}blend = 0.3\ntotal_steps = 10000\n", origin="run.toml")
-    assert (made.spec.exchange.overlap == "blend") == is_there
+    assert (made.spec.exchange.overlap != "none") == is_there
     assert made.spec.exchange.blend == (0.3 if is_there else None)
     assert ("# settled: blend = 0.3" in made.text) != is_there
     chosen_blends = [c.is_given for c in made.plan.choices if c.key == "blend"]

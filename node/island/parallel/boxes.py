@@ -175,16 +175,19 @@ def rebase_boxes(
     published: Vector,
     span: slice,
     *,
+    local_share: float = 0.0,
     copies: Copies = copy_in_turn,
 ) -> None:
-    """Puts what was trained since publishing on top of the global parameters.
+    """Moves the rank's own by what lies between what it published and the global parameters, or a part.
 
-    local = global + (local - published), where `published` begins with the span.
+    local = local + (1 - share) · (global - published), where `published` begins with the span. So all that
+    was trained since publishing stays.
     """
     whole, before = torch.from_numpy(parameters), torch.from_numpy(published)
     for part in _within(held, span):
-        part.local.sub_(_beside(part, before, copies, first=span.start))
-        part.local.add_(_beside(part, whole, copies))
+        way = 1 - local_share
+        part.local.sub_(_beside(part, before, copies, first=span.start), alpha=way)
+        part.local.add_(_beside(part, whole, copies), alpha=way)
 
 
 def _beside(part: Held, vector: Tensor, copies: Copies, *, first: int = 0) -> Tensor:

@@ -197,12 +197,14 @@ class Trainer:
         """
         exchange = self._spec.exchange
         span = self._layout.fragments[fragment].span
+        share = exchange.local_share if is_taken else 0.0  # what was not taken is all still owed
         if exchange.overlap == "none":
             adopt_boxes(self._held(), parameters, span, copies=self._copies)
         elif rebases(exchange, is_taken=is_taken):
-            rebase_boxes(self._held(), parameters, published, span, copies=self._copies)
+            rebase_boxes(
+                self._held(), parameters, published, span, local_share=share, copies=self._copies
+            )
         else:
-            share = exchange.local_share
             blend_boxes(self._held(), parameters, span, local_share=share, copies=self._copies)
 
     def publish(self, into: Vector, fragment: int) -> None:
