@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import structlog
 from blake3 import blake3
 
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
 from node.exchange.outer import Base, Outer
-from node.exchange.reduction import Reduction, SliceResult
+from node.exchange.reduction import AS_KEPT, Reduction, SliceResult
 from node.exchange.round.admission import misfit
 from node.exchange.round.state import RoundState, Rules
 from node.exchange.transport.transport import (
@@ -50,6 +49,10 @@ INPUTS_AT_ONCE = 4
 
 MOST_CHARACTERS = 200
 """Of what was wrong, as it is told."""
+
+PAUSE_SECONDS = 5.0
+"""When no auditor asks for so long, those that ask of the newest round have what they need: they begin as soon as
+they apply its commit."""
 
 IN_TIME = 0.8
 """An auditor gives up after this part of the time that it is given, and says so rather than be silent."""
@@ -103,6 +106,7 @@ class Audits:
         self._kept: dict[int, Inputs] = {}  # by round
         self._early: list[AuditAsked] = []  # of rounds whose commits are not applied here yet
         self._tasks: dict[tuple[int, int, int], asyncio.Task[None]] = {}
+        self._asked_at = -math.inf  # by an auditor, for what a result here was made of
 
     async def keep(self, state: RoundState) -> None:
         """Keeps what a round's results follow from; before its commit is applied."""
@@ -175,10 +179,28 @@ class Audits:
             slice_index=want.slice_index,
             start=part.start,
             num_elements=part.num_elements,
-            codec="fp32/1",
+            codec=AS_KEPT.name,
             sender_id=self._rules.node_id,
-            body=np.ascontiguousarray(error, dtype="<f4").tobytes(),
+            body=AS_KEPT.encode(error),
         )
+
+    def note_asked(self) -> None:
+        """An auditor wants what a result here was made of."""
+        self._asked_at = asyncio.get_running_loop().time()
+
+    async def answer(self) -> None:
+        """Returns when auditors of the newest round have what they need of this node; at once without any.
+
+        What a node that leaves takes with it nobody can make again, and then the run goes back.
+        """
+        newest = self._kept.get(max(self._kept, default=0))
+        if newest is None or not newest.contributions:
+            return
+        clock = asyncio.get_running_loop().time
+        until = clock() + PAUSE_SECONDS
+        while (left := until - clock()) > 0:
+            await asyncio.sleep(left)
+            until = max(until, self._asked_at + PAUSE_SECONDS)
 
     async def forget_after(self, round: int) -> None:
         """Later rounds are undone: nobody asks for what made their results."""
@@ -286,10 +308,11 @@ class Auditor:
             contributor_id=None,
             digest=asked.reduced.error_before,
         )
-        payload = await self._fetched(want, 4 * part.num_elements)
-        if payload.header.body_bytes != 4 * part.num_elements:
-            raise NotGivenError("its error is of another size than the slice")
-        return np.frombuffer(payload.body, dtype="<f4").astype(np.float32, copy=False)
+        payload = await self._fetched(want, AS_KEPT.encoded_bytes(part.num_elements))
+        try:
+            return await self.heavy(partial(AS_KEPT.decode, payload.body, part.num_elements))
+        except CodecError as error:
+            raise NotGivenError(f"its error is none of this slice: {error}") from error
 
     async def _fetched(self, want: WantInput, most_bytes: int) -> Payload:
         what = "its error" if want.contributor_id is None else f"that of {want.contributor_id}"

@@ -11,6 +11,7 @@ import structlog
 from blake3 import blake3
 
 from node.exchange.codecs.codec import Codec, Opened
+from node.exchange.codecs.floats import Bf16, round_to_bf16
 from node.exchange.mean import (
     BlockSums,
     Encoded,
@@ -55,6 +56,10 @@ from protocol.wire.rounds import (
 
 log = structlog.get_logger()
 
+AS_KEPT = Bf16()
+"""What a reducer's error is rounded to where it is made, and sent to auditors in. In fp32 it would be half of all
+that an auditor is given; its last bits are a thousandth of what the encoding rounds away."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SliceResult:
@@ -68,7 +73,7 @@ class SliceResult:
     weighed_tokens: int  # what a token's work was divided by: all tokens, those of late work too
     error: Vector | None = field(
         repr=False
-    )  # [slice]: what the encoding rounded away, if asked for
+    )  # [slice]: what the encoding rounded away, as AS_KEPT holds it, if asked for
     inputs: "Inputs" = field(default_factory=lambda: Inputs())
 
 
@@ -83,10 +88,8 @@ class Inputs:
 
 
 def digest_of_error(error: Vector | None) -> bytes:
-    """What names a reducer's error: BLAKE3 of its values in fp32, little-endian; empty for none."""
-    if error is None:
-        return b""
-    return blake3(np.ascontiguousarray(error, dtype="<f4").view(np.uint8).data).digest()
+    """What names a reducer's error: BLAKE3 of its body in AS_KEPT; empty for none."""
+    return b"" if error is None else blake3(AS_KEPT.encode(error)).digest()
 
 
 class Sender(NamedTuple):
@@ -187,6 +190,7 @@ class Reduction:
             if wants_error:
                 tile = values[start : start + decoded.size]
                 np.subtract(tile, decoded, out=tile)
+                round_to_bf16(tile)
 
         encoded.each_tile(leave_rounded_away)
         payload = Payload.seal(

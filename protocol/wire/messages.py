@@ -67,7 +67,10 @@ class ParticipantsDeparted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParticipantsIdle:
-    """Participants of a round have nothing to contribute: the others do not wait for it."""
+    """Participants of a round have nothing to contribute: the others do not wait for it.
+
+    Who is told of itself hands in what it has trained, before the others are told.
+    """
 
     round: int
     node_ids: tuple[NodeId, ...]
