@@ -218,7 +218,7 @@ def times_at_commit(state: SwarmState, current: Round, now: float) -> PhaseTimes
     nodes = [
         n
         for n in training_among(current, awaited_participants(state, current))
-        if current.hurried_at is None or current.trained_at.get(n, 0.0) <= current.hurried_at
+        if current.hurried_at is None or current.trained_at.get(n, 0.0) < current.hurried_at
     ]  # who was told to end trained for as long as it was let
     steady = [n for n in nodes if state.members[n].session_id < current.later_session_id]
     unheard = [n for n in steady if n not in current.trained]

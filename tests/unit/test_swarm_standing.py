@@ -3,9 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import Scene, digest_of, of_kind
+from swarm_scene import Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.standing import FORGOTTEN_AFTER
+from coordinator.swarm.standing import (
+    FORGOTTEN_AFTER,
+    HURRY_MARGIN,
+    LEAST_TRIAL_SECONDS,
+    TRIAL_MARGIN,
+)
 from coordinator.swarm.state import RoundPhase, Standing
 from protocol.wire.messages import ParticipantsIdle, RoundCommitted
 from protocol.wire.rounds import NodeId
@@ -45,7 +50,7 @@ def a_round(scene: Scene, *names: str) -> float:
     }
     silent = here - {str(n) for n in told} - set(working)
     if silent:
-        scene.wait(1)  # for those on trial
+        scene.wait(LEAST_TRIAL_SECONDS)  # for those on trial
         told = {
             NodeId(n)
             for idle in of_kind(scene.log, ParticipantsIdle)
@@ -86,7 +91,7 @@ def test_a_member_that_does_nothing_lengthens_one_round_and_its_trials_none() ->
         trials.append(IDLER in participants(scene))
         seconds.append(a_round(scene, *HONEST))
     assert seconds[0] > 60
-    assert max(seconds[1:]) <= 2, "nobody waits for it again"
+    assert max(seconds[1:]) <= 1 + LEAST_TRIAL_SECONDS, "nobody waits for it again"
     assert [place for place, is_in in enumerate(trials) if is_in] == [0, 2, 5, 10, 19, 36]
     weighty = scene.member(IDLER).standing
     assert weighty.is_on_trial and weighty.num_faults == 6
@@ -114,7 +119,7 @@ def test_of_two_the_one_that_works_goes_on_alone_however_much_the_other_has_done
     a_round(scene, "node-a", IDLER)
     a_round(scene, "node-a")
     assert participants(scene) == {"node-a", IDLER}, "min_nodes wants both"
-    assert a_round(scene, "node-a") <= 2
+    assert a_round(scene, "node-a") <= 1 + LEAST_TRIAL_SECONDS
     commits = of_kind(scene.log, RoundCommitted)
     assert commits[-1].commit.round == 3
     assert {outcome.void_reason for outcome in commits[-1].commit.slices} == {""}
@@ -152,3 +157,64 @@ def test_a_late_contribution_is_a_fault_the_second_time(num_late: int) -> None:
             scene.train(name)
         a_round(scene, *HONEST)
     assert scene.member(IDLER).standing.is_on_trial == (num_late == 2)
+
+
+NEWCOMERS = tuple(f"node-{place}" for place in range(8))
+IDLE = ("node-0", "node-7")
+BUSY = tuple(name for name in NEWCOMERS if name not in IDLE)
+
+
+def first_round(*, idle: tuple[str, ...] = IDLE) -> Scene:
+    """Eight of whom nobody has confirmed work; all but the idle ones have trained for 40 seconds."""
+    scene = Scene(min_nodes=8)
+    for name in NEWCOMERS:
+        scene.attach(name, invite=name)
+    scene.state = replace(scene.state, rules=replace(scene.state.rules, min_nodes=2))
+    scene.wait(40)
+    for name in NEWCOMERS:
+        if name not in idle:
+            scene.train(name)
+    return scene
+
+
+def test_members_that_idle_in_their_first_round_lengthen_it_by_half_of_the_others_training() -> None:
+    scene = first_round()
+    began = scene.round.opened_at
+    scene.wait_until(began + TRIAL_MARGIN * 40)
+    assert scene.round.is_excused
+    reducers = {progress.slice.reducer_id for progress in scene.round.slices}
+    assert reducers <= set(BUSY), "others reduce what they were to reduce"
+    scene.commit(*BUSY, tokens={name: 80 for name in BUSY})
+    scene.apply(digest_of("after 1"), *BUSY)
+    assert scene.round.number == 2, "nor is the commit waited for that they do not apply"
+    assert {a.node_id for a in scene.round.assignments} == set(BUSY)
+    assert scene.now - began <= TRIAL_MARGIN * 40
+
+
+def test_who_is_slow_hands_in_what_it_has_and_is_not_left_out() -> None:
+    scene = first_round(idle=("node-7",))
+    scene.wait_until(scene.round.opened_at + HURRY_MARGIN * 40)
+    assert asked_of(scene.log, ParticipantsIdle) == ["node-7"], "the others still wait for it"
+    scene.train("node-7", inner_steps=3, tokens=3 * 16, seconds=50.0)
+    scene.wait_until(scene.round.opened_at + TRIAL_MARGIN * 40)
+    assert not scene.round.is_excused
+    scene.commit(*NEWCOMERS, tokens={name: 80 for name in NEWCOMERS[:-1]} | {"node-7": 48})
+    assert scene.member("node-7").standing == Standing()
+    assert not any(measured.cut_session_ids for measured in scene.state.phase_times.train)
+
+
+def test_who_hands_in_late_does_not_let_the_others_idle_for_longer() -> None:
+    scene = first_round()
+    began = scene.round.opened_at
+    scene.wait_until(began + 0.9 * TRIAL_MARGIN * 40)
+    scene.train("node-7")
+    scene.wait_until(began + TRIAL_MARGIN * 40)
+    assert scene.round.is_excused and scene.round.on_trial == ("node-0",)
+
+
+@pytest.mark.parametrize("num_idle", [3, 5])
+def test_nobody_is_hurried_by_fewer_than_decide(num_idle: int) -> None:
+    """Two thirds of the invites, while nobody has confirmed work."""
+    scene = first_round(idle=NEWCOMERS[:num_idle])
+    scene.wait_until(scene.round.opened_at + 2 * TRIAL_MARGIN * 40 - 30)
+    assert scene.round.hurried_at is None and not of_kind(scene.log, ParticipantsIdle)
