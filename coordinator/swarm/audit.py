@@ -223,15 +223,14 @@ def _untraced(state: SwarmState, current: Round, progress: SliceProgress) -> str
     """Why the error that a reducer adds is none that a committed result has left; empty when it is one."""
     told = progress.reduced
     assert told is not None
-    if not told.error_before:
-        return ""
+    if not told.error_before or state.errors_incarnation != state.incarnation:
+        return ""  # after history was taken back, what is known here is of undone rounds
     part = progress.slice
     place = part.reducer_id, current.fragment, part.start, part.num_elements
     for error in state.errors:
         if (error.reducer_id, error.fragment, error.start, error.num_elements) == place:
             return "" if error.digest == told.error_before else _UNTRACED
-    is_unknown = current.number <= state.errors_unknown_until
-    return "" if is_unknown or state.errors_incarnation != state.incarnation else _UNTRACED
+    return "" if current.number <= state.errors_unknown_until else _UNTRACED
 
 
 _UNTRACED = "its reducer adds an error that no committed result of its own has left"

@@ -52,8 +52,8 @@ HURRY_MARGIN, TRIAL_MARGIN = 1.25, 1.5
 """So many times as long as the slowest of the others has trained, those that are late may train, and are waited
 for."""
 
-LEAST_HURRY_SECONDS, LEAST_TRIAL_SECONDS = 2.0, 5.0
-"""They have so much longer than the others at least: an inner step and what is said of it take their time."""
+LEAST_HURRY_SECONDS, LEAST_TRIAL_SECONDS = 1.0, 4.0
+"""Newcomers have so much longer than the others at least: an inner step and what is said of it take their time."""
 
 
 def counted_on(ready: Sequence[Member], number: int, *, least: int) -> list[Member]:
@@ -153,12 +153,14 @@ def excuses_at(state: SwarmState) -> float | None:
     others = [n for n in awaited if n not in late]
     if not late or not others or any(n not in current.trained_at for n in others):
         return None
+    are_new = any(n in awaited for n in late)
     if (hurried_at := current.hurried_at) is not None:  # not by who trained last: it may be one of them
         took = (hurried_at - current.opened_at) / HURRY_MARGIN
-        more = LEAST_TRIAL_SECONDS - LEAST_HURRY_SECONDS
-        return hurried_at + max((TRIAL_MARGIN - HURRY_MARGIN) * took, more)
+        least = are_new * (LEAST_TRIAL_SECONDS - LEAST_HURRY_SECONDS)
+        return hurried_at + max((TRIAL_MARGIN - HURRY_MARGIN) * took, least)
     took = max(current.trained_at[n] for n in others) - current.opened_at
-    return current.opened_at + max(HURRY_MARGIN * took, took + LEAST_HURRY_SECONDS)
+    least = are_new * LEAST_HURRY_SECONDS
+    return current.opened_at + max(HURRY_MARGIN * took, took + least)
 
 
 def excuse(turn: Turn) -> None:

@@ -9,7 +9,7 @@ from coordinator.store import Store
 from coordinator.streams import what_holds_for
 from coordinator.swarm.actions import GoBack, QuarantineAsked
 from coordinator.swarm.events import Reported, Ruled, RulingsLearned, Started, Ticked
-from coordinator.swarm.state import Audit, MemberState, SwarmState, Verdict, Work
+from coordinator.swarm.state import Audit, AuditRecord, MemberState, SwarmState, Verdict, Work
 from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings
@@ -407,10 +407,11 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
     def commit() -> str:
         index, digest = 0, digest_of(f"result {scene.round.number}")
         number = scene.round.number
-        for name in ("a", "b"):
-            scene.hold(name, index, digest)
         for progress in scene.round.slices[1:]:
             scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
+        for name in ("a", "b"):
+            if scene.state.committed_round < number:
+                scene.hold(name, index, digest)
         assert scene.state.committed_round == number, scene.reason
         reason = scene.state.recent[-1].commit.slices[0].void_reason
         scene.apply(digest_of(f"state {number}"), "a", "b")
@@ -429,3 +430,13 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
     assert commit() == ""
     reported(made_up, made_up)
     assert "adds an error that no committed result" in commit()
+    # After history was taken back reducers keep what an earlier round has left, and nobody is at fault.
+    faults = scene.member(reducer).audits.num_disputed
+    scene.state = replace(scene.state, incarnation=scene.state.incarnation + 1)
+    members = {n: replace(m, audits=AuditRecord()) for n, m in scene.state.members.items()}
+    scene.state = replace(scene.state, members=members)
+    assert faults == 1 and scene.round.slices[0].slice.reducer_id != reducer
+    reducer = reducer_of(scene)
+    reported(first, second)
+    assert scene.round.slices[0].digest is not None and not scene.round.slices[0].refused
+    assert scene.member(reducer).audits == AuditRecord()
