@@ -11,11 +11,12 @@ rounds away, that error in bf16:
 
     p · S · (u + 16 / N) / 8          more bytes a round for each node, on average
 
-These travel beside training, so they take time where training is over before them, or an exchange is beside it.
+These travel beside training, so they take time where training is over before them, or an exchange is
+beside it.
 
-Both ways fill at once, so the slower direction of the link counts (coordinator/presets/link_shares.py): of what it
-is said to carry a share is achieved, after TCP's slow start where there is one, and all of what exchanges
-were seen to achieve on it.
+Both ways fill at once, so the slower direction of the link counts (coordinator/presets/link_shares.py): of
+what it is said to carry a share is achieved, after TCP's slow start where there is one, and all of what
+exchanges were seen to achieve on it.
 
     exchange = bytes · 8 / (share · slower direction) + slow start + ROUND_TRIPS · round trip + host work
     host work = what a node does with the fragment on one core, one thing after the other: encode,
@@ -274,10 +275,11 @@ def predicted(
     training = setting.steps * situation.seconds_per_inner_step
     copies = 2 * _gigabytes(situation, setting) / host.copy / _times(situation)
     auditing = audits * 8 / (link.full_share * link.bits_per_second)
-    if setting.has_overlap:
-        busy = max(training, exchange + auditing)
-    else:
-        busy = max(training, auditing) + exchange
+    busy = (
+        max(training, exchange + auditing)
+        if setting.has_overlap
+        else max(training, auditing) + exchange
+    )
     round_seconds = busy + copies
     # The rest of a round that meets the goal, for bytes alone.
     left = training / GOAL - copies - waits - (0 if setting.has_overlap else training)

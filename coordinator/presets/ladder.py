@@ -65,8 +65,8 @@ LEAST_FOR_SPARSE = 100
 be sent. topk64 up with topk256 down still cost 12.1 % in 80 and 2.6 % in 304."""
 
 AUDIT_SHARES = (OuterSection().audit, 0.02, 0.01)
-"""How many of the slices are audited: as usual, or fewer where sparse bodies are much smaller than the error that an
-auditor is given with them."""
+"""How many of the slices are audited: as usual, or fewer where sparse bodies are much smaller than the error
+that an auditor is given with them."""
 
 MOST_FOR_AUDITS = 0.1
 """Of a round's bytes."""
@@ -136,7 +136,7 @@ def keeps_error(setting: Setting, num_nodes: int) -> bool:
 
 
 def _audited(setting: Setting, situation: Situation, given: Given) -> Setting:
-    """The setting with the largest of AUDIT_SHARES that adds a tenth to its bytes at most, or what is given."""
+    """The setting with what is given, or the largest of AUDIT_SHARES to add a tenth of its bytes at most."""
     rule = given.get(("exchange", "reducer_error"))
     keeps = keeps_error(setting, situation.num_nodes) if rule is None else rule == "keep"
     setting = replace(setting, keeps_error=keeps)

@@ -7,8 +7,8 @@ of its faults. Then it takes part on trial: it reduces nothing, decides nothing,
 longer than for the others. Once it has done its part in a round it is as before; every so many rounds in
 time one fault is forgotten. What the others were given meanwhile does not grow by it.
 
-Who has no confirmed work yet is waited for no longer than those on trial, once members who decide have trained.
-All that are late then are first told to hand in what they have: a slow node loses nothing.
+Who has no confirmed work yet is waited for no longer than those on trial, once members who decide have
+trained. All that are late then are first told to hand in what they have: a slow node loses nothing.
 
 A helper trains nothing, and one whom no plan asks to reduce does its part by being there. It is late in a
 round in which a slice of its own is overdue.
@@ -49,11 +49,11 @@ LATE, TOO_LATE = 2, 4
 """What a late round counts, and when it is a fault; a round in time takes 1 away."""
 
 HURRY_MARGIN, TRIAL_MARGIN = 1.25, 1.5
-"""So many times as long as the slowest of the others has trained, those that are late may train, and are waited
-for."""
+"""So many times as long as the slowest of the others has trained, those that are late may train, and are
+waited for."""
 
 LEAST_HURRY_SECONDS, LEAST_TRIAL_SECONDS = 1.0, 4.0
-"""Newcomers have so much longer than the others at least: an inner step and what is said of it take their time."""
+"""Newcomers have so much longer than the others at least: an inner step and the reports take their time."""
 
 
 def counted_on(ready: Sequence[Member], number: int, *, least: int) -> list[Member]:
@@ -144,7 +144,7 @@ def note_appliers(turn: Turn, current: Round, awaited: Sequence[NodeId]) -> None
 
 
 def excuses_at(state: SwarmState) -> float | None:
-    """When those who are late are told to hand in what they have, and then the others not to wait for them."""
+    """When those who are late are told to hand in what they have, and then the others not to wait."""
     current = state.open_round
     if current is None or current.phase is RoundPhase.APPLYING or current.is_excused:
         return None
@@ -154,7 +154,9 @@ def excuses_at(state: SwarmState) -> float | None:
     if not late or not others or any(n not in current.trained_at for n in others):
         return None
     are_new = any(n in awaited for n in late)
-    if (hurried_at := current.hurried_at) is not None:  # not by who trained last: it may be one of them
+    if (
+        hurried_at := current.hurried_at
+    ) is not None:  # not by who trained last: it may be one of them
         took = (hurried_at - current.opened_at) / HURRY_MARGIN
         least = are_new * (LEAST_TRIAL_SECONDS - LEAST_HURRY_SECONDS)
         return hurried_at + max((TRIAL_MARGIN - HURRY_MARGIN) * took, least)
@@ -184,7 +186,7 @@ def excuse(turn: Turn) -> None:
 
 
 def _overdue(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
-    """Who is on trial and has not trained; and who has no confirmed work, where those that have trained decide."""
+    """Who has not trained, of those on trial; and of those without work, where those that have decide."""
     awaited = awaited_participants(state, current)
     here = training_among(current, present_participants(state, current))
     late = [n for n in here if n not in current.trained]

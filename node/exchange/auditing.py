@@ -51,8 +51,8 @@ MOST_CHARACTERS = 200
 """Of what was wrong, as it is told."""
 
 PAUSE_SECONDS = 5.0
-"""When no auditor asks for so long, those that ask of the newest round have what they need: they begin as soon as
-they apply its commit."""
+"""When no auditor asks for so long, those of the newest round have what they need: they begin as soon as they
+apply its commit."""
 
 IN_TIME = 0.8
 """An auditor gives up after this part of the time that it is given, and says so rather than be silent."""
@@ -253,6 +253,11 @@ class Auditor:
 
     async def _found(self) -> Digest:
         asked, part = self.asked, self.slice
+        header = PayloadHeader.decode(asked.reduced.header)
+        if why := header.forgery():
+            raise NotGivenError(why)
+        if header.report_digest != asked.reduced.statement_digest:
+            raise NotGivenError("its report is not the one that it has signed with its result")
         named = zip(asked.reduced.contributors, asked.reduced.contributions, strict=True)
         places = asyncio.Semaphore(INPUTS_AT_ONCE)
 

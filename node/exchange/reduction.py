@@ -41,6 +41,7 @@ from node.exchange.screening import (
 from node.exchange.signing import PayloadSigner
 from node.outer_state import Vector
 from protocol.run.run_spec import Merge
+from protocol.wire.messages import Reduced
 from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import (
     WHOLE,
@@ -57,8 +58,8 @@ from protocol.wire.rounds import (
 log = structlog.get_logger()
 
 AS_KEPT = Bf16()
-"""What a reducer's error is rounded to where it is made, and sent to auditors in. In fp32 it would be half of all
-that an auditor is given; its last bits are a thousandth of what the encoding rounds away."""
+"""What a reducer's error is rounded to where it is made, and sent to auditors in. In fp32 it would be half of
+all that an auditor is given; its last bits are a thousandth of what the encoding rounds away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,6 +137,11 @@ class _Merged:
     verdicts: Mapping[NodeId, Verdict]
     weighed: int  # by what weights were divided
 
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """How much of each is in the mean, in the order of the verdicts."""
+        return tuple(verdict.factor for verdict in self.verdicts.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
@@ -193,6 +199,22 @@ class Reduction:
                 round_to_bf16(tile)
 
         encoded.each_tile(leave_rounded_away)
+        error = values if wants_error else None
+        inputs, factors = self._inputs(by, before, error), merged.factors
+        reduced = Reduced(
+            slice_index=self.slice.index,
+            digest=None,
+            contributors=tuple(map(self._contributor, merged.verdicts)),
+            contributions=tuple(
+                contribution_digest(self.contributions[node_id].header.body_digest)
+                for node_id in merged.verdicts
+            ),
+            factors=() if set(factors) == {WHOLE} else factors,
+            late=inputs.late,
+            missed=inputs.missed,
+            error_before=inputs.error_before,
+            error_after=inputs.error_after,
+        )
         payload = Payload.seal(
             kind=RESULT,
             run_digest=sender.run_digest,
@@ -208,20 +230,17 @@ class Reduction:
             base_digest=self.plan.base_digest,
             attempt=self.attempt,
             plan_opened_at=self.plan.opened_at,
+            report_digest=reduced.statement_digest if by.is_audited else b"",
         )
-        factors = tuple(verdict.factor for verdict in merged.verdicts.values())
         return SliceResult(
             payload=sender.signed(payload),
             encoded=encoded,
-            contributors=tuple(map(self._contributor, merged.verdicts)),
-            contributions=tuple(
-                contribution_digest(self.contributions[node_id].header.body_digest)
-                for node_id in merged.verdicts
-            ),
-            factors=() if set(factors) == {WHOLE} else factors,
+            contributors=reduced.contributors,
+            contributions=reduced.contributions,
+            factors=reduced.factors,
             weighed_tokens=merged.weighed,
-            error=values if wants_error else None,
-            inputs=self._inputs(by, before, values if wants_error else None),
+            error=error,
+            inputs=inputs,
         )
 
     def _inputs(self, by: Merging, error_before: bytes, error: Vector | None) -> Inputs:

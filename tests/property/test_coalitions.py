@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 from effort import examples
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from coordinator.swarm.standing import LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from coordinator.swarm.state import Member, MemberState, Work
 from coordinator.swarm.weighing import earned, heaviest, is_enough, say_of, weight_of
 from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress
+from tests.unit.swarm_scene import Scene
 
 LIE, RIGHT = Digest(b"a lie"), Digest(b"right")
 WORKS = st.lists(st.integers(0, 10**6), min_size=1, max_size=12)
@@ -81,3 +83,35 @@ def test_keys_of_one_invite_without_work_decide_nothing_among_invites_without_wo
     assert not say.is_confirmed
     assert not is_enough(say, liars, list(members))
     assert heaviest(say, {n: LIE if n in liars else RIGHT for n in members}) == RIGHT
+
+
+@settings(examples(40))
+@given(
+    num_honest=st.integers(2, 6),
+    num_idle=st.integers(1, 3),
+    seconds=st.lists(st.floats(0.1, 39.0), min_size=6, max_size=6),
+    is_late=st.lists(st.floats(0.0, 2.0), min_size=3, max_size=3),
+)
+def test_newcomers_that_idle_or_come_late_lengthen_no_round_by_more_than_half(
+    num_honest: int, num_idle: int, seconds: list[float], is_late: list[float]
+) -> None:
+    """In a first round, where keys alone weigh; with a third of the invites at most."""
+    assume(2 * num_idle <= num_honest)
+    scene = Scene(min_nodes=num_honest + num_idle)
+    honest = [f"honest-{place}" for place in range(num_honest)]
+    idle = [f"a-liar-{place}" for place in range(num_idle)]
+    for name in (*idle, *honest):
+        scene.attach(name, invite=name)
+    began, slowest = scene.round.opened_at, max(seconds[:num_honest])
+    ends = max(TRIAL_MARGIN * slowest, slowest + LEAST_TRIAL_SECONDS)
+    times = dict(zip(honest, seconds, strict=False))
+    times |= {n: t * ends for n, t in zip(idle, is_late, strict=False) if 0.5 < t < 1}
+    for name, after in sorted(times.items(), key=lambda each: each[1]):
+        scene.wait_until(began + after)
+        assert not scene.round.is_excused
+        scene.train(name)
+    scene.wait_until(began + ends + 1e-6)
+    lacking = {NodeId(name) for name in idle if name not in times}
+    assert scene.round.is_excused == bool(lacking)
+    assert set(scene.round.on_trial) == lacking
+    assert {p.slice.reducer_id for p in scene.round.slices}.isdisjoint(lacking)

@@ -325,7 +325,9 @@ def test_the_saving_is_that_of_a_ring_all_reduce_at_every_inner_step() -> None:
 def test_audits_add_a_tenth_at_most_to_what_a_node_sends_and_that_is_said(uplink: str) -> None:
     plan = chosen(situation_of("125m", 100), {("exchange", "uplink"): uplink})
     prediction = plan.prediction
-    assert 0 < prediction.audit_bytes <= 0.1 * prediction.bytes_per_round or plan.setting.audit == 0.01
+    assert (
+        0 < prediction.audit_bytes <= 0.1 * prediction.bytes_per_round or plan.setting.audit == 0.01
+    )
     (line,) = [line for line in prediction_lines(plan) if "sends and receives" in line]
     assert "are for audits" in line
     fewer = [c for c in plan.choices if (c.table, c.key) == ("outer", "audit")]

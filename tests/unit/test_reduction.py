@@ -17,8 +17,9 @@ from node.exchange.reduction import (
     Sender,
 )
 from node.exchange.screening import COUNTED_ROUNDS, bounded_weights, missed_in_a_row
+from protocol.wire.messages import Reduced
 from protocol.wire.payload import Payload
-from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor, NodeId, SliceOutcome
+from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor, Digest, NodeId, SliceOutcome
 from tests.unit.exchange_scene import (
     RUN,
     TOKENS,
@@ -241,3 +242,39 @@ def test_who_is_within_the_bound_keeps_its_tokens() -> None:
     assert bounded_weights([30, 70, 100], [1, 1, 2], most=0.5) == [30, 70, 100]
     assert bounded_weights([30, 90, 20, 40], [1, 1, 2, 3], most=0.5) == [15, 45, 20, 40]
     assert bounded_weights([100, 10], [1, 2], most=0.2) == [10, 10]
+
+
+def test_where_reducers_are_audited_the_signed_header_names_the_whole_report() -> None:
+    """So a reducer that tells an auditor something else than the coordinator has signed neither."""
+    reduction = reduction_of(contribution(B, 1), contribution(C, 2))
+    by = Merging(is_audited=True, missed={A: 3})
+    made = reduction.result(downlink=codec_named("int4"), sender=BY_A, by=by, wants_error=True)
+    assert made is not None
+    told = Reduced(
+        slice_index=reduction.slice.index,
+        digest=made.payload.digest,
+        header=made.payload.header.encode(),
+        norm=made.payload.header.norm,
+        contributors=made.contributors[::-1],
+        contributions=made.contributions[::-1],
+        late=made.inputs.late,
+        missed=made.inputs.missed,
+        error_before=made.inputs.error_before,
+        error_after=made.inputs.error_after,
+    )
+    assert made.payload.header.report_digest == told.statement_digest, "in any order"
+    other = Digest(b"o" * 32)
+    first, second = told.contributors
+    for false in (
+        replace(told, slice_index=told.slice_index + 1),
+        replace(told, contributors=(replace(first, tokens=first.tokens + 1), second)),
+        replace(told, contributions=told.contributions[::-1]),
+        replace(told, factors=(WHOLE, WHOLE // 2)),
+        replace(told, late=()),
+        replace(told, missed=()),
+        replace(told, error_before=other),
+        replace(told, error_after=other),
+    ):
+        assert false.statement_digest != told.statement_digest
+    unaudited = reduction.result(downlink=codec_named("int4"), sender=BY_A)
+    assert unaudited is not None and not unaudited.payload.header.report_digest

@@ -316,7 +316,7 @@ def test_an_auditor_that_leaves_is_not_waited_for() -> None:
 def test_what_a_reducer_made_that_leaves_or_begins_anew_is_undone_and_nobody_is_convicted(
     goes: Callable[[Scene, NodeId], None], is_kept: bool
 ) -> None:
-    """Nobody can know what it made its result of. A machine may fail at any time, and a liar may leave in time."""
+    """Nobody can know what it made its result of: a machine may fail, and a liar may leave in time."""
     scene = audited_round_2()
     audit = scene.state.audits[0]
     reducer = audit.slice.reducer_id

@@ -176,14 +176,16 @@ def first_round(*, idle: tuple[str, ...] = IDLE) -> Scene:
     return scene
 
 
-def test_members_that_idle_in_their_first_round_lengthen_it_by_half_of_the_others_training() -> None:
+def test_members_that_idle_in_their_first_round_lengthen_it_by_half_of_the_others_training() -> (
+    None
+):
     scene = first_round()
     began = scene.round.opened_at
     scene.wait_until(began + TRIAL_MARGIN * 40)
     assert scene.round.is_excused
     reducers = {progress.slice.reducer_id for progress in scene.round.slices}
     assert reducers <= set(BUSY), "others reduce what they were to reduce"
-    scene.commit(*BUSY, tokens={name: 80 for name in BUSY})
+    scene.commit(*BUSY, tokens=dict.fromkeys(BUSY, 80))
     scene.apply(digest_of("after 1"), *BUSY)
     assert scene.round.number == 2, "nor is the commit waited for that they do not apply"
     assert {a.node_id for a in scene.round.assignments} == set(BUSY)
@@ -197,7 +199,7 @@ def test_who_is_slow_hands_in_what_it_has_and_is_not_left_out() -> None:
     scene.train("node-7", inner_steps=3, tokens=3 * 16, seconds=50.0)
     scene.wait_until(scene.round.opened_at + TRIAL_MARGIN * 40)
     assert not scene.round.is_excused
-    scene.commit(*NEWCOMERS, tokens={name: 80 for name in NEWCOMERS[:-1]} | {"node-7": 48})
+    scene.commit(*NEWCOMERS, tokens=dict.fromkeys(NEWCOMERS[:-1], 80) | {"node-7": 48})
     assert scene.member("node-7").standing == Standing()
     assert not any(measured.cut_session_ids for measured in scene.state.phase_times.train)
 
