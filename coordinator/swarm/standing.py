@@ -154,15 +154,13 @@ def excuses_at(state: SwarmState) -> float | None:
     if not late or not others or any(n not in current.trained_at for n in others):
         return None
     are_new = any(n in awaited for n in late)
-    if (
-        hurried_at := current.hurried_at
-    ) is not None:  # not by who trained last: it may be one of them
-        took = (hurried_at - current.opened_at) / HURRY_MARGIN
-        least = are_new * (LEAST_TRIAL_SECONDS - LEAST_HURRY_SECONDS)
-        return hurried_at + max((TRIAL_MARGIN - HURRY_MARGIN) * took, least)
-    took = max(current.trained_at[n] for n in others) - current.opened_at
-    least = are_new * LEAST_HURRY_SECONDS
-    return current.opened_at + max(HURRY_MARGIN * took, took + least)
+    hurry, trial = are_new * LEAST_HURRY_SECONDS, are_new * LEAST_TRIAL_SECONDS
+    if (hurried_at := current.hurried_at) is None:
+        took = max(current.trained_at[n] for n in others) - current.opened_at
+        return current.opened_at + max(HURRY_MARGIN * took, took + hurry)
+    waited = hurried_at - current.opened_at  # not who trained last: it may be one of them
+    took = min(waited / HURRY_MARGIN, waited - hurry)
+    return current.opened_at + max(TRIAL_MARGIN * took, took + trial)
 
 
 def excuse(turn: Turn) -> None:
