@@ -68,12 +68,12 @@ class Inputs:
 
     plan: Plan
     contributions: Mapping[int, Mapping[NodeId, Payload]]  # by slice: of those reduced here
-    errors: Mapping[int, Vector]  # by slice, likewise: what was added to the mean
+    errors: Mapping[int, bytes]  # by slice, likewise: what was added to the mean, in AS_KEPT
     base: Base
 
     @classmethod
     def of(cls, state: RoundState, base: Base, outer: Outer) -> "Inputs":
-        """Before the round's commit is applied, which moves errors on."""
+        """Before the round's commit is applied, which moves errors on. Heavy."""
         own = {
             i: known for i, known in state.slices.items() if known.part.reducer_id == outer.node_id
         }
@@ -81,7 +81,7 @@ class Inputs:
         return cls(
             plan=state.plan,
             contributions={i: known.contributions for i, known in own.items()},
-            errors={i: error for i, error in errors.items() if error is not None},
+            errors={i: AS_KEPT.encode(e) for i, e in errors.items() if e is not None},
             base=base,
         )
 
@@ -114,7 +114,7 @@ class Audits:
         if base is None:
             return
         number = state.plan.round
-        self._kept[number] = Inputs.of(state, base, self._outer)
+        self._kept[number] = await self._heavy(partial(Inputs.of, state, base, self._outer))
         for old in [round for round in self._kept if round <= number - AUDIT_ROUNDS]:
             del self._kept[old]
         await self._end(lambda round: round <= number - AUDIT_ROUNDS)
@@ -181,7 +181,7 @@ class Audits:
             num_elements=part.num_elements,
             codec=AS_KEPT.name,
             sender_id=self._rules.node_id,
-            body=AS_KEPT.encode(error),
+            body=error,
         )
 
     def note_asked(self) -> None:

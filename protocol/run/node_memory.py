@@ -24,7 +24,7 @@ CODEC_BITS: Mapping[str, float] = MappingProxyType(
 )
 """Of a value, with headers (docs/results/codec.jsonl); where it depends on the values, the larger number."""
 
-_VALUE_BYTES = 4
+_VALUE_BYTES, _KEPT_BYTES = 4, 2
 
 
 def daemon_bytes(
@@ -44,7 +44,7 @@ def daemon_bytes(
         4 · (parameters 1 + momentum 1 + residual 1 + published f)
         + 4 · reducer's error (1 + f) / N, that of the round in flight beside what is kept
         + f · bodies: what is sent and what comes to be reduced; results of three rounds
-        + f · for auditors, of AUDIT_ROUNDS: what came to be reduced, and 4 · reducer's error / N
+        + f · for auditors, of AUDIT_ROUNDS: what came to be reduced, and 2 · reducer's error / N
 
     So it is 12.5 + 4.5 / N bytes a parameter with eight fragments, and bodies; benchmarks/outer_memory.py
     measures it. Entropy-coded results wait for their commit with their codes, a byte each at most.
@@ -55,7 +55,7 @@ def daemon_bytes(
     bits = 2 * CODEC_BITS[uplink] + 3 * CODEC_BITS[downlink] + waiting
     kept = 0.0
     if is_audited:
-        kept_error = _VALUE_BYTES / num_reducers if keeps_error else 0.0
+        kept_error = _KEPT_BYTES / num_reducers if keeps_error else 0.0
         kept = AUDIT_ROUNDS * largest_fragment * (CODEC_BITS[uplink] / 8 + kept_error)
     return int(_VALUE_BYTES * (model + error) + bits / 8 * largest_fragment + kept)
 
