@@ -81,7 +81,7 @@ def _row(model_name: str, mbit: int, plan: Plan) -> str:
         str(values["exchange", "overlap"]),
         str(setting.steps),
         outer,
-        f"{prediction.bytes_per_round / 1e6:.1f} MB",
+        f"{(prediction.bytes_per_round + prediction.audit_bytes) / 1e6:.1f} MB",
         f"{prediction.exchange_seconds:.1f} s",
         f"{100 * prediction.utilisation:.1f} %",
         f"{prediction.times_fewer_bytes:,.0f}",
@@ -96,6 +96,11 @@ class Checked:
     prediction: Prediction
     round_seconds: float  # of rounds in the middle of the run, the mean
     bytes_per_round: float  # of the node that sent most
+
+    @property
+    def predicted_bytes(self) -> float:
+        """What a node was to send in a round."""
+        return self.prediction.bytes_per_round + self.prediction.audit_bytes
 
 
 def checked(spec: RunSpec, *, seconds_per_inner_step: float = 1.0) -> Checked:
@@ -119,6 +124,8 @@ def checked(spec: RunSpec, *, seconds_per_inner_step: float = 1.0) -> Checked:
         fragments=spec.exchange.fragments,
         has_overlap=spec.exchange.overlap != "none",
         steps=spec.inner.steps,
+        audit=spec.outer.audit,
+        keeps_error=spec.exchange.reducer_error == "keep",
     )
     run = simulate(
         spec,
@@ -138,9 +145,18 @@ def checked(spec: RunSpec, *, seconds_per_inner_step: float = 1.0) -> Checked:
 
 
 def checked_spec(
-    codecs: tuple[str, str], *, nodes: int, fragments: int, overlap: str, steps: int
+    codecs: tuple[str, str],
+    *,
+    nodes: int,
+    fragments: int,
+    overlap: str,
+    steps: int,
+    audit: float = 0.0,
 ) -> RunSpec:
-    """A model small enough that training it takes no time to speak of."""
+    """A model small enough that training it takes no time to speak of.
+
+    All slices are audited or none: in so few rounds a share between is a matter of luck.
+    """
     return validated(
         {
             "run": {"rounds": CHECKED_ROUNDS, "min_nodes": nodes, "seed": 1},
@@ -153,6 +169,7 @@ def checked_spec(
                 "context": 32,
             },
             "inner": {"steps": steps, "batch": 4},
+            "outer": {"audit": audit},
             "exchange": {
                 "uplink": codecs[0],
                 "downlink": codecs[1],
@@ -166,19 +183,25 @@ def checked_spec(
 
 
 def checks() -> Iterator[tuple[str, RunSpec]]:
-    """Each part of the formula at least once: nodes, codecs, fragments, overlap, links that limit."""
-    for codecs, nodes, fragments, overlap, steps in (
-        (("int4", "int4"), 2, 1, "none", 5),
-        (("int4", "int4"), 4, 1, "none", 5),
-        (("int4", "int4"), 3, 1, "blend", 10),
-        (("int4", "int4"), 3, 1, "blend", 5),
-        (("ec2", "int4"), 3, 2, "none", 5),
-        (("sign", "sign"), 3, 1, "none", 5),
-        (("topk64", "topk256"), 3, 1, "none", 5),
+    """Each part of the formula at least once: nodes, codecs, fragments, overlap, audits, links that limit."""
+    for codecs, nodes, fragments, overlap, steps, audit in (
+        (("int4", "int4"), 2, 1, "none", 5, 0.0),
+        (("int4", "int4"), 4, 1, "none", 5, 0.0),
+        (("int4", "int4"), 3, 1, "blend", 10, 0.0),
+        (("int4", "int4"), 3, 1, "blend", 5, 0.0),
+        (("ec2", "int4"), 3, 2, "none", 5, 0.0),
+        (("sign", "sign"), 3, 1, "none", 5, 0.0),
+        (("topk64", "topk256"), 3, 1, "none", 5, 0.0),
+        (("int4", "int4"), 4, 1, "none", 40, 1.0),
     ):
         name = f"{nodes} nodes, {codecs[0]} / {codecs[1]}, {fragments} fragments, {overlap}, {steps} steps"
-        spec = checked_spec(codecs, nodes=nodes, fragments=fragments, overlap=overlap, steps=steps)
-        yield name, spec
+        name += ", all audited" * bool(audit)
+        yield (
+            name,
+            checked_spec(
+                codecs, nodes=nodes, fragments=fragments, overlap=overlap, steps=steps, audit=audit
+            ),
+        )
 
 
 def _print_checks() -> None:
@@ -187,7 +210,7 @@ def _print_checks() -> None:
         found = checked(spec)
         print(
             f"{name} | {found.prediction.round_seconds:.2f} s | {found.round_seconds:.2f} s | "
-            f"{found.prediction.bytes_per_round:.0f} | {found.bytes_per_round:.0f}"
+            f"{found.predicted_bytes:.0f} | {found.bytes_per_round:.0f}"
         )
 
 

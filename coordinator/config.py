@@ -161,8 +161,8 @@ momentum = 0.6              # 0.3 below 32 exchanges, 0.9 from a thousand; sgd h
 merge = "mean"              # or "norm-preserving": as long as the contributions are on average; or, among
                             # strangers, "trimmed-mean", "centred-clipping", "trust" (docs/operations.md)
 screening = true            # contributions and results much longer than others are cut, or left out
-audit = 0                   # among strangers 0.05: so many of the committed slices another member makes
-                            # again; after a lie the run goes back
+audit = 0.05                # so many of the committed slices another member makes again; after a lie
+                            # the run goes back. 0 where all nodes are your own
 scaling = "none"            # of the rate, by tokens / a full round of min_nodes: or "sqrt", "cbrt"
 
 # Instead of codecs, fragments and overlap, write preset = "auto", link = "100mbit" (of the slowest

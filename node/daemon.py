@@ -241,6 +241,8 @@ class Daemon:
                 if task.done():
                     task.result()  # raises what went wrong
             if self._duties.is_draining:
+                tasks.append(asyncio.ensure_future(self._exchange.answer_auditors()))
+                await asyncio.wait((tasks[-1], patience), return_when=asyncio.FIRST_COMPLETED)
                 goodbye = self._duties.how_drained()
                 return goodbye
             await self._session.flush(timeout_seconds=5)
@@ -408,6 +410,8 @@ class Daemon:
                     log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
                     if ruling.kind is RulingKind.ROLLED_BACK:
                         self._duties.go_back(ruling)
+            case ParticipantsIdle(round=round, node_ids=late) if self._facts.node_id in late:
+                self._duties.hand_in(round)  # others have waited for this node long enough
             case (
                 ParticipantsDeparted()
                 | ParticipantsIdle()

@@ -113,6 +113,7 @@ def _sizes() -> Iterator[Row]:
             keeps_error=True,
             uplink="int4",
             downlink="int4",
+            is_audited=True,
         )
         sent = bytes_per_round(situation, setting)
         yield (

@@ -19,11 +19,14 @@ from coordinator.presets.cost import (
     predicted,
 )
 from coordinator.presets.ladder import (
+    AUDIT_SHARES,
     LEAST_FOR_SPARSE,
+    MOST_FOR_AUDITS,
     SPARSE,
     USUAL_INTERVAL,
     Given,
     exchanges_of,
+    keeps_error,
     ladder,
     results_hold_all,
 )
@@ -223,6 +226,7 @@ def _choices(case: _Case) -> Iterator[Choice]:
         ("run", "rounds", rounds, f"{reasons.counted(situation.total_steps, 'inner step')} in all"),
         ("inner", "steps", setting.steps, why_steps),
         *_outer(case),
+        *_audits(setting),
         ("exchange", "uplink", setting.uplink, why_uplink),
         ("exchange", "downlink", setting.downlink, reasons.of_downlink(setting, situation)),
         *_owed(setting, situation, given),
@@ -295,7 +299,7 @@ def _owed(setting: Setting, situation: Situation, given: Given) -> list[Told]:
         decay, why_decay = 1.0, "nothing is forgotten"
     if results_hold_all(setting, situation.num_nodes):
         rule, why_rule = "keep", "results hold all that nodes send, so next to nothing is owed"
-    elif setting.downlink == "topk256":
+    elif not keeps_error(setting, situation.num_nodes):
         rule, why_rule = "drop", "keeping it was worse with topk256"
     else:
         rule, why_rule = "keep", "costs no bytes and loses nothing"
@@ -303,6 +307,14 @@ def _owed(setting: Setting, situation: Situation, given: Given) -> list[Told]:
         ("exchange", "residual_decay", decay, why_decay),
         ("exchange", "reducer_error", rule, why_rule),
     ]
+
+
+def _audits(setting: Setting) -> list[Told]:
+    """Where they are fewer than usual."""
+    if setting.audit >= AUDIT_SHARES[0]:
+        return []
+    why = f"{AUDIT_SHARES[0]:g} would add more than {100 * MOST_FOR_AUDITS:.0f} % to the bytes"
+    return [("outer", "audit", setting.audit, why)]
 
 
 def _overlap(setting: Setting, plain: Prediction) -> list[Told]:

@@ -5,10 +5,18 @@ u and d bits for each value in contributions and in results. A node sends
 
     (N - 1) / N · S · (u + d) / 8     bytes a round
 
-contributions to the others' slices, then the results of its own slice, and receives as many. Both
-ways fill at once, so the slower direction of the link counts (coordinator/presets/link_shares.py): of what it
-is said to carry a share is achieved, after TCP's slow start where there is one, and all of what exchanges
-were seen to achieve on it.
+contributions to the others' slices, then the results of its own slice, and receives as many. Where a share p
+of the slices is audited, auditors are given the contributions to them and, where reducers keep what encoding
+rounds away, that error in bf16:
+
+    p · S · (u + 16 / N) / 8          more bytes a round for each node, on average
+
+These travel beside training, so they take time where training is over before them, or an exchange is
+beside it.
+
+Both ways fill at once, so the slower direction of the link counts (coordinator/presets/link_shares.py): of
+what it is said to carry a share is achieved, after TCP's slow start where there is one, and all of what
+exchanges were seen to achieve on it.
 
     exchange = bytes · 8 / (share · slower direction) + slow start + ROUND_TRIPS · round trip + host work
     host work = what a node does with the fragment on one core, one thing after the other: encode,
@@ -21,6 +29,7 @@ round's training and may take as long as that; nodes wait for what it takes long
 
     round = training + exchange                          without overlap
     round = max(training, exchange) + publish and adopt  with it
+            where audits take time: max(training, audits) + exchange, or max(training, exchange + audits)
     utilisation = training / round
 
 Fragments cut what a round sends and trains alike, so bytes for an inner step go by fragments · steps, the
@@ -61,6 +70,9 @@ in fp32. Activations come on top."""
 DISK_BYTES = 4 * 16 + 2 * 8 + 8
 """Of a node's disk for each parameter: four snapshots, two of them by keep_snapshots, two checkpoints of the
 inner optimizer, and results."""
+
+AUDITED_ERROR_BITS = 16
+"""Of each value of a kept error, as auditors are given it."""
 
 PAYLOAD_HEADER_BYTES = 300
 """What goes before each body, whatever its size."""
@@ -162,6 +174,8 @@ class Setting:
     fragments: int
     has_overlap: bool
     steps: int  # inner steps of a round
+    audit: float = 0.0  # the part of the slices that another member makes again
+    keeps_error: bool = True  # whether reducers keep what encoding results rounds away
 
     @property
     def interval(self) -> int:
@@ -173,7 +187,8 @@ class Setting:
 class Prediction:
     """What the formula says of a setting."""
 
-    bytes_per_round: float  # that one node sends, and receives
+    bytes_per_round: float  # that one node sends, and receives, in exchanges
+    audit_bytes: float  # and gives auditors, on average
     link_share: float  # what of the link's rate an exchange of so many bytes gets
     training_seconds: float
     exchange_seconds: float
@@ -197,6 +212,14 @@ def bytes_per_round(situation: Situation, setting: Setting) -> float:
     bits = CODEC_COSTS[setting.uplink].bits + CODEC_COSTS[setting.downlink].bits
     bodies = (num_nodes - 1) / num_nodes * _values(situation, setting) * bits / 8
     return bodies + 2 * (num_nodes - 1) * PAYLOAD_HEADER_BYTES
+
+
+def audit_bytes(situation: Situation, setting: Setting) -> float:
+    """What a node gives auditors in a round, on average."""
+    nodes = situation.num_nodes
+    error = AUDITED_ERROR_BITS / nodes if setting.keeps_error else 0.0
+    bodies = _values(situation, setting) * (CODEC_COSTS[setting.uplink].bits + error) / 8
+    return setting.audit * (bodies + (nodes + 1) * PAYLOAD_HEADER_BYTES)
 
 
 def _values(situation: Situation, setting: Setting) -> float:
@@ -244,24 +267,31 @@ def predicted(
     situation: Situation, setting: Setting, host: HostSpeeds = MEASURED_HOST
 ) -> Prediction:
     """See the formula above."""
-    num_bytes = bytes_per_round(situation, setting)
+    num_bytes, audits = bytes_per_round(situation, setting), audit_bytes(situation, setting)
     link = situation.link
     waits = ROUND_TRIPS * situation.round_trip_seconds
     waits += host_seconds(situation, setting, host)
     exchange = link.seconds_of(num_bytes) + waits
     training = setting.steps * situation.seconds_per_inner_step
     copies = 2 * _gigabytes(situation, setting) / host.copy / _times(situation)
-    busy = max(training, exchange) if setting.has_overlap else training + exchange
+    auditing = audits * 8 / (link.full_share * link.bits_per_second)
+    busy = (
+        max(training, exchange + auditing)
+        if setting.has_overlap
+        else max(training, auditing) + exchange
+    )
     round_seconds = busy + copies
     # The rest of a round that meets the goal, for bytes alone.
     left = training / GOAL - copies - waits - (0 if setting.has_overlap else training)
     copies_fit = training + copies <= training / GOAL
     enough = None
     if left > 0 and copies_fit:
-        enough = link.enough_bits_per_second(num_bytes, left)
-    saved = all_reduce_bytes_per_step(situation) * setting.steps / num_bytes
+        beside = audits if setting.has_overlap else 0.0
+        enough = link.enough_bits_per_second(num_bytes + beside, left)
+    saved = all_reduce_bytes_per_step(situation) * setting.steps / (num_bytes + audits)
     return Prediction(
         bytes_per_round=num_bytes,
+        audit_bytes=audits,
         link_share=link.share_of(num_bytes),
         training_seconds=training,
         exchange_seconds=exchange,

@@ -14,8 +14,10 @@ compute as long, to a hundredth.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from coordinator.presets.cost import Setting, Situation, bytes_per_round
+from coordinator.presets.cost import Setting, Situation, audit_bytes, bytes_per_round
+from protocol.run.run_spec import OuterSection
 
 Given = Mapping[tuple[str, str], object]
 """What the run file says already, by table and key."""
@@ -62,6 +64,13 @@ LEAST_FOR_SPARSE = 100
 """Sparse codecs cost 0.3 to 0.6 nats per byte in 16 exchanges: what waits in the residual wants many more to
 be sent. topk64 up with topk256 down still cost 12.1 % in 80 and 2.6 % in 304."""
 
+AUDIT_SHARES = (OuterSection().audit, 0.02, 0.01)
+"""How many of the slices are audited: as usual, or fewer where sparse bodies are much smaller than the error
+that an auditor is given with them."""
+
+MOST_FOR_AUDITS = 0.1
+"""Of a round's bytes."""
+
 
 def ladder(situation: Situation, given: Given) -> Iterator[Rung]:
     """Rungs from the least loss to the fewest bytes, with what is given held fast."""
@@ -72,12 +81,16 @@ def ladder(situation: Situation, given: Given) -> Iterator[Rung]:
     def rung(cuts: tuple[Cut, ...], uplink: str, downlink: str, *, waits: bool = False) -> Rung:
         has_overlap = not waits if overlap is None else overlap != "none"
         settings = (
-            Setting(
-                uplink=str(given.get(("exchange", "uplink"), uplink)),
-                downlink=str(given.get(("exchange", "downlink"), downlink)),
-                fragments=fragments,
-                has_overlap=has_overlap,
-                steps=steps,
+            _audited(
+                Setting(
+                    uplink=str(given.get(("exchange", "uplink"), uplink)),
+                    downlink=str(given.get(("exchange", "downlink"), downlink)),
+                    fragments=fragments,
+                    has_overlap=has_overlap,
+                    steps=steps,
+                ),
+                situation,
+                given,
             )
             for fragments, steps in cuts
         )
@@ -117,6 +130,25 @@ def results_hold_all(setting: Setting, num_nodes: int) -> bool:
     return up is not None and down is not None and num_nodes * up <= down
 
 
+def keeps_error(setting: Setting, num_nodes: int) -> bool:
+    """Whether reducers keep what encoding results rounds away, where nobody says."""
+    return setting.downlink != "topk256" or results_hold_all(setting, num_nodes)
+
+
+def _audited(setting: Setting, situation: Situation, given: Given) -> Setting:
+    """The setting with what is given, or the largest of AUDIT_SHARES to add a tenth of its bytes at most."""
+    rule = given.get(("exchange", "reducer_error"))
+    keeps = keeps_error(setting, situation.num_nodes) if rule is None else rule == "keep"
+    setting = replace(setting, keeps_error=keeps)
+    if (told := given.get(("outer", "audit"))) is not None:
+        assert isinstance(told, int | float)
+        return replace(setting, audit=float(told))
+    most_bytes = MOST_FOR_AUDITS * bytes_per_round(situation, setting)
+    shares = [replace(setting, audit=share) for share in AUDIT_SHARES]
+    fitting = (each for each in shares if audit_bytes(situation, each) <= most_bytes)
+    return next(fitting, shares[-1])
+
+
 def exchanges_of(situation: Situation, given: Given, cut: Cut) -> int:
     """How often a run exchanges each parameter."""
     fragments, steps = cut
@@ -127,7 +159,8 @@ def exchanges_of(situation: Situation, given: Given, cut: Cut) -> int:
 
 def _bytes_of_step(situation: Situation, rung: Rung) -> float:
     """What a node sends for one inner step."""
-    return bytes_per_round(situation, rung[0]) / rung[0].steps
+    num_bytes = bytes_per_round(situation, rung[0]) + audit_bytes(situation, rung[0])
+    return num_bytes / rung[0].steps
 
 
 def _intervals(situation: Situation, given: Given) -> list[tuple[Cut, ...]]:

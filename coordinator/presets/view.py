@@ -32,14 +32,20 @@ def prediction_lines(plan: Plan) -> list[str]:
     link += f", {rate_in_words(situation.up_bits_per_second)} up"
     share = share_in_words(situation.link, prediction.bytes_per_round)
     is_late = plan.setting.has_overlap
+    num_bytes = prediction.bytes_per_round + prediction.audit_bytes
     lines = [
         f"for {console.count_in_words(parameters)} parameters, "
         f"{situation.num_nodes} nodes, {link}, "
         f"a round trip of {1000 * situation.round_trip_seconds:.3g} ms, "
         f"inner steps of {situation.seconds_per_inner_step:.3g} s:",
-        f"a node sends and receives {console.bytes_in_words(prediction.bytes_per_round)} a round at up to "
+        f"a node sends and receives {console.bytes_in_words(num_bytes)} a round at up to "
         f"{rate_in_words(prediction.peak_bits_per_second)}, "
-        f"{prediction.times_fewer_bytes:.0f} times less than averaging gradients",
+        f"{prediction.times_fewer_bytes:.0f} times less than averaging gradients"
+        + (
+            f"; {console.bytes_in_words(prediction.audit_bytes)} of that are for audits"
+            if prediction.audit_bytes
+            else ""
+        ),
         f"an exchange takes {prediction.exchange_seconds:.3g} s {beside} "
         f"{prediction.training_seconds:.3g} s of inner steps; it {share}",
         f"each parameter is exchanged {every(plan.setting.interval, 'inner step')}, "
@@ -98,6 +104,7 @@ def _daemon_bytes(plan: Plan) -> int:
         keeps_error=rules in ([], ["keep"]),
         uplink=plan.setting.uplink,
         downlink=plan.setting.downlink,
+        is_audited=plan.setting.audit > 0,
     )
 
 

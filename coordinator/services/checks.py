@@ -160,6 +160,8 @@ def reduced(told: Reduced, *, node_id: NodeId, round: int) -> Reduced:
         raise BadDataError(f"{what} has the header of another payload")
     if why := header.forgery():
         raise BadDataError(f"{what}: {why}")
+    if header.report_digest and header.report_digest != told.statement_digest:
+        raise BadDataError(f"{what} is not the one that is signed with its result")
     return replace(told, norm=header.norm)
 
 

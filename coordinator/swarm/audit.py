@@ -7,7 +7,7 @@ the inputs, others are asked too, and the weight of those present decides:
 
 - More than half of it makes the same other result: the reducer is convicted, and put in quarantine.
 - More than half of it cannot make the result again: nobody is convicted, but the reducer stays away from
-  slices for 1, 2, 4, … rounds.
+  slices for 1, 2, 4, … rounds. So it is where the reducer is gone with what it made its result of.
 - With either the run goes back to before that round, by the ruling that the run owner would make.
 - More than half of it makes the same result: who has found otherwise is contradicted.
 - Neither side has as much: the result stays, and reducer and first auditor stay away from slices and audits.
@@ -81,13 +81,14 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
     for progress, outcome in zip(closed.slices, commit.slices, strict=True):
         if outcome.digest is None or progress.reduced is None:
             continue
+        reducer = turn.state.members.get(progress.slice.reducer_id)
         audit = Audit(
             round=closed.number,
             slice=progress.slice,
             attempt=progress.attempt,
             reduced=progress.reduced,
             participants=tuple(a.node_id for a in closed.assignments),
-            process_id=_process_of(turn.state, progress.slice.reducer_id),
+            process_id=0 if reducer is None else reducer.process_id,
             seconds=max(LEAST_SECONDS, STAGE_ROUNDS * (turn.now - closed.opened_at)),
             auditor_ids=(),
             until=turn.now,
@@ -222,15 +223,14 @@ def _untraced(state: SwarmState, current: Round, progress: SliceProgress) -> str
     """Why the error that a reducer adds is none that a committed result has left; empty when it is one."""
     told = progress.reduced
     assert told is not None
-    if not told.error_before:
-        return ""
+    if not told.error_before or state.errors_incarnation != state.incarnation:
+        return ""  # after history was taken back, what is known here is of undone rounds
     part = progress.slice
     place = part.reducer_id, current.fragment, part.start, part.num_elements
     for error in state.errors:
         if (error.reducer_id, error.fragment, error.start, error.num_elements) == place:
             return "" if error.digest == told.error_before else _UNTRACED
-    is_unknown = current.number <= state.errors_unknown_until
-    return "" if is_unknown or state.errors_incarnation != state.incarnation else _UNTRACED
+    return "" if current.number <= state.errors_unknown_until else _UNTRACED
 
 
 _UNTRACED = "its reducer adds an error that no committed result of its own has left"
@@ -300,7 +300,7 @@ def _decide_first(turn: Turn, audit: Audit) -> None:
     if audit.findings and audit.findings[0].found == audit.reduced.digest:
         _end(turn, audit, Verdict.AGREED)
         return
-    if _has_lost_its_inputs(state, audit):
+    if _has_lost_its_inputs(turn, audit):
         _end_without_inputs(turn, audit)
         return
     if not audit.findings:
@@ -349,10 +349,11 @@ def _decide_contested(turn: Turn, audit: Audit) -> None:
             _contradict(turn, node_id)
     elif not is_over:
         return
-    elif _has_lost_its_inputs(turn.state, audit):
+    elif _has_lost_its_inputs(turn, audit):
         _end_without_inputs(turn, audit)
     elif len(failing) > 1 and is_enough(say, failing, among):
-        _undo_unproven(turn, audit, failing)
+        why = f"which {name_of(turn.state, reducer)} has reduced: {audit.findings[0].why}"
+        _undo_unproven(turn, audit, f"{_names(turn.state, failing)} could not make it again, {why}")
     else:
         _dispute(turn, audit)
 
@@ -362,14 +363,29 @@ def _is_over(turn: Turn, audit: Audit) -> bool:
     return turn.now >= audit.until or is_forgotten
 
 
-def _has_lost_its_inputs(state: SwarmState, audit: Audit) -> bool:
-    """Whether the reducer is gone, or its process: nobody can know any more what it made its result of."""
-    reducer = audit.slice.reducer_id
-    return not is_present(state, reducer) or _process_of(state, reducer) != audit.process_id
+def _has_lost_its_inputs(turn: Turn, audit: Audit) -> bool:
+    """Whether nobody can know any more what the result was made of: its reducer has left, or began anew.
+
+    One that is only silent may come back with it in the time that there is.
+    """
+    reducer = turn.state.members.get(audit.slice.reducer_id)
+    if reducer is None or reducer.process_id != audit.process_id:
+        return True
+    is_gone = not is_present(turn.state, reducer.node_id)
+    return is_gone and (reducer.state is MemberState.LEFT or _is_over(turn, audit))
 
 
 def _end_without_inputs(turn: Turn, audit: Audit) -> None:
-    """A machine may fail at any time. Who leaves again and again when it is audited reduces no more."""
+    """Nobody is convicted, for a machine may fail at any time; but what cannot be made again is undone.
+
+    A liar would else only have to leave in time. Not where one member is left, for nobody is independent of
+    both, nor where no node can go back so far: a run does not pause because a machine fails.
+    """
+    others = [n for n in _here(turn.state, audit) if n != audit.slice.reducer_id]
+    if len(others) > 1 and latest_in_reach(turn.state, audit.round - 1) is not None:
+        why = "is gone, or began anew, with what it was made of"
+        _undo_unproven(turn, audit, f"{name_of(turn.state, audit.slice.reducer_id)} {why}")
+        return
     _end(turn, audit, Verdict.UNANSWERED, why="its reducer is gone, or began anew")
     _strike(turn, audit.slice.reducer_id)
 
@@ -393,15 +409,10 @@ def _convict(turn: Turn, audit: Audit, by: Sequence[NodeId], agreeing: Sequence[
     _go_back_before(turn, audit, f"{name} is convicted: {reason}")
 
 
-def _undo_unproven(turn: Turn, audit: Audit, failing: Sequence[NodeId]) -> None:
-    state, reducer = turn.state, audit.slice.reducer_id
-    why = audit.findings[0].why
-    reason = (
-        f"{_names(state, failing)} could not make slice {audit.slice.index} of round {audit.round} again, "
-        f"which {name_of(state, reducer)} has reduced: {why}"
-    )
+def _undo_unproven(turn: Turn, audit: Audit, why: str) -> None:
+    reason = f"slice {audit.slice.index} of round {audit.round}: {why}"
     _end(turn, audit, Verdict.UNPROVEN, why=reason)
-    _strike(turn, reducer)
+    _strike(turn, audit.slice.reducer_id)
     _go_back_before(turn, audit, reason)
 
 
@@ -491,11 +502,6 @@ def _put(turn: Turn, audit: Audit) -> None:
 
 def _names(state: SwarmState, node_ids: Sequence[NodeId]) -> str:
     return ", ".join(name_of(state, node_id) for node_id in node_ids)
-
-
-def _process_of(state: SwarmState, node_id: NodeId) -> int:
-    member = state.members.get(node_id)
-    return 0 if member is None else member.process_id
 
 
 def _next_round(state: SwarmState) -> int:

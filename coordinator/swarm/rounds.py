@@ -413,8 +413,9 @@ def settle_round(turn: Turn) -> None:
     """Fixes the digest of the state after the commit: what nodes of most weight report.
 
     Once all that are awaited have reported, or at the deadline when one digest has enough of their
-    weight. Otherwise they get as much time again, once. When nobody has reported by then, takes back
-    what nobody can supply, or waits on: a digest is never invented.
+    weight. Otherwise they get as much time again, and again until the run file's time is over: only then
+    those decide that have reported, whatever they weigh. When nobody has, takes back what nobody can
+    supply, or waits on: a digest is never invented.
     """
     current = turn.state.open_round
     if current is None or current.phase is not RoundPhase.APPLYING:
@@ -430,9 +431,11 @@ def settle_round(turn: Turn) -> None:
         say = say_of((turn.state.members[node_id] for node_id in voters), current.number)
         digest = heaviest(say, reports)
         agreeing = [node_id for node_id, told in reports.items() if told == digest]
-        if is_late and not current.is_prolonged and not is_enough(say, agreeing, voters):
-            given = current.apply_seconds or turn.state.rules.apply_seconds
-            later = replace(current, apply_deadline=turn.now + given, is_prolonged=True)
+        most, waited = turn.state.rules.apply_seconds, turn.now - current.committed_at
+        may_wait = waited < most or not current.is_prolonged
+        if is_late and may_wait and not is_enough(say, agreeing, voters):
+            more = max(current.apply_seconds or most, min(waited, most - waited))
+            later = replace(current, apply_deadline=turn.now + more, is_prolonged=True)
             turn.put_round(later)
             return
         times = times_when_applied(turn.state, current, awaited, turn.now)

@@ -7,6 +7,9 @@ of its faults. Then it takes part on trial: it reduces nothing, decides nothing,
 longer than for the others. Once it has done its part in a round it is as before; every so many rounds in
 time one fault is forgotten. What the others were given meanwhile does not grow by it.
 
+Who has no confirmed work yet is waited for no longer than those on trial, once members who decide have
+trained. All that are late then are first told to hand in what they have: a slow node loses nothing.
+
 A helper trains nothing, and one whom no plan asks to reduce does its part by being there. It is late in a
 round in which a slice of its own is overdue.
 """
@@ -32,7 +35,7 @@ from coordinator.swarm.turn import (
     present_participants,
     training_among,
 )
-from coordinator.swarm.weighing import say_in, say_of, weight_of
+from coordinator.swarm.weighing import is_enough, say_in, say_of, weight_of
 from protocol.wire.messages import ParticipantsIdle
 from protocol.wire.rounds import Commit, NodeId
 
@@ -45,8 +48,12 @@ FORGOTTEN_AFTER = 16
 LATE, TOO_LATE = 2, 4
 """What a late round counts, and when it is a fault; a round in time takes 1 away."""
 
-TRIAL_MARGIN = 1.5
-"""So many times as long as the slowest of the others has trained, those on trial are waited for."""
+HURRY_MARGIN, TRIAL_MARGIN = 1.25, 1.5
+"""So many times as long as the slowest of the others has trained, those that are late may train, and are
+waited for."""
+
+LEAST_HURRY_SECONDS, LEAST_TRIAL_SECONDS = 1.0, 4.0
+"""Newcomers have so much longer than the others at least: an inner step and the reports take their time."""
 
 
 def counted_on(ready: Sequence[Member], number: int, *, least: int) -> list[Member]:
@@ -137,33 +144,55 @@ def note_appliers(turn: Turn, current: Round, awaited: Sequence[NodeId]) -> None
 
 
 def excuses_at(state: SwarmState) -> float | None:
-    """When the others are told not to wait for those on trial who have not trained yet."""
+    """When those who are late are told to hand in what they have, and then the others not to wait."""
     current = state.open_round
-    if current is None or current.phase is RoundPhase.APPLYING or not _overdue(state, current):
+    if current is None or current.phase is RoundPhase.APPLYING or current.is_excused:
         return None
+    late = _overdue(state, current)
     awaited = training_among(current, awaited_participants(state, current))
-    if current.is_excused or not awaited or any(n not in current.trained_at for n in awaited):
+    others = [n for n in awaited if n not in late]
+    if not late or not others or any(n not in current.trained_at for n in others):
         return None
-    last = max(current.trained_at[n] for n in awaited)
-    return current.opened_at + TRIAL_MARGIN * (last - current.opened_at)
+    are_new = any(n in awaited for n in late)
+    hurry, trial = are_new * LEAST_HURRY_SECONDS, are_new * LEAST_TRIAL_SECONDS
+    if (hurried_at := current.hurried_at) is None:
+        took = max(current.trained_at[n] for n in others) - current.opened_at
+        return current.opened_at + max(HURRY_MARGIN * took, took + hurry)
+    waited = hurried_at - current.opened_at  # not who trained last: it may be one of them
+    took = min(waited / HURRY_MARGIN, waited - hurry)
+    return current.opened_at + max(TRIAL_MARGIN * took, took + trial)
 
 
 def excuse(turn: Turn) -> None:
-    """Tells reducers, once, not to wait for who is on trial; what has come of them by then counts."""
+    """Tells those who are late, once, to hand in what they have; and reducers, once, not to wait for them.
+
+    What has come of them by then counts. The round goes on as if they were on trial, and so without the
+    slices that they were to reduce: others take these over.
+    """
     at, current = excuses_at(turn.state), turn.state.open_round
     if at is None or current is None or turn.now < at:
         return
     late = _overdue(turn.state, current)
-    turn.put_round(replace(current, is_excused=True))
     idle = ParticipantsIdle(round=current.number, node_ids=late)
+    if current.hurried_at is None:
+        turn.put_round(replace(current, hurried_at=turn.now))
+        turn.act(Tell(message=idle, to=late))
+        return
+    on_trial = (*current.on_trial, *(n for n in late if n not in current.on_trial))
+    turn.put_round(replace(current, is_excused=True, on_trial=on_trial))
     turn.act(Tell(message=idle, to=others_in(current, late)))
 
 
 def _overdue(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
-    awaited = frozenset(awaited_participants(state, current))
-    on_trial = training_among(current, current.on_trial)
-    late = (n for n in on_trial if n not in awaited and n not in current.trained)
-    return tuple(sorted(late))
+    """Who has not trained, of those on trial; and of those without work, where those that have decide."""
+    awaited = awaited_participants(state, current)
+    here = training_among(current, present_participants(state, current))
+    late = [n for n in here if n not in current.trained]
+    say = say_in(state, current, awaited)
+    weights = say.weights if say.is_confirmed else {}
+    in_time = [n for n in awaited if n in current.trained]
+    are_enough = is_enough(say, in_time, awaited)
+    return tuple(n for n in late if n not in awaited or (are_enough and not weights.get(n, 0)))
 
 
 def _late(turn: Turn, node_id: NodeId, number: int) -> None:

@@ -166,7 +166,7 @@ class Verdict(StrEnum):
     AGREED = "agreed"
     UNANSWERED = "unanswered"  # no auditor answered in time: it counts as not audited
     DISPUTED = "disputed"  # neither side has the weight to decide: the result stays
-    UNPROVEN = "unproven"  # most of the weight cannot make the result again: it is undone
+    UNPROVEN = "unproven"  # nobody can make the result again, or most cannot: it is undone
     CONVICTED = "convicted"  # most of the weight makes another one of it: it is undone
 
 
@@ -251,7 +251,8 @@ class Round:
     )  # reports, before the digest is settled
     say: Say | None = None  # of its participants when it was opened; None: it was learned
     on_trial: tuple[NodeId, ...] = ()  # participants that nobody waits for
-    is_excused: bool = False  # the others were told not to
+    hurried_at: float | None = None  # those that are late were told to hand in what they have
+    is_excused: bool = False  # the others were told not to wait for them
     usual_speeds: Mapping[str, float] = field(
         default_factory=dict
     )  # inner steps a second, by device

@@ -56,7 +56,10 @@ def _has_reducer(state: SwarmState, current: Round, progress: SliceProgress) -> 
     reducer = state.members.get(progress.slice.reducer_id)
     if progress.is_empty:
         return True
+    is_excused = current.is_excused and progress.slice.reducer_id in current.on_trial
     if progress.is_orphaned or not is_present(state, progress.slice.reducer_id):
+        return False
+    if is_excused and progress.digest is None:
         return False
     # One that is leaving hands out a result that it has made already.
     if reducer is None or not reducer.is_draining or progress.digest is not None:
@@ -177,8 +180,9 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
     reaching = {m.node_id for m in best_reducers(members, say_in(state, current, here))}
     load = [p.slice.reducer_id for p in current.slices if p.slice.index != progress.slice.index]
 
-    def preference(member: Member) -> tuple[bool, bool, bool, bool, int, NodeId]:
+    def preference(member: Member) -> tuple[bool, bool, bool, bool, bool, int, NodeId]:
         return (
+            member.node_id in current.on_trial,
             member.state is not MemberState.READY,
             member.session_id >= current.later_session_id,
             member.node_id not in reaching,

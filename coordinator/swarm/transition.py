@@ -122,8 +122,8 @@ def step(state: SwarmState, event: Event, now: float) -> Transition:
 def _decide(turn: Turn, *, round_before: int) -> None:
     """What becomes of rounds, and of the run."""
     agree_on_initial_state(turn)
-    take_over(turn)
     excuse(turn)
+    take_over(turn)
     decide_audits(turn)
     decide_alarm(turn)
     close_round(turn)

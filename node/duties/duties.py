@@ -141,6 +141,12 @@ class Duties:
             log.info("round decided without us", round=round)
             self._island.cut_short()
 
+    def hand_in(self, round: int) -> None:
+        """What is trained of the round until now is contributed: nobody waits for much more."""
+        if self._trains_for == round:
+            log.info("handing in what is trained: the others are done", round=round)
+            self._island.cut_short()
+
     def go_back(self, ruling: Ruling) -> None:
         """The run goes back: what is trained now counts no more, and this node follows in its turn."""
         is_older = self._history.incarnation_at(self._outer.round) < ruling.incarnation

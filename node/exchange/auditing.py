@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import structlog
 from blake3 import blake3
 
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
 from node.exchange.outer import Base, Outer
-from node.exchange.reduction import Reduction, SliceResult
+from node.exchange.reduction import AS_KEPT, Reduction, SliceResult
 from node.exchange.round.admission import misfit
 from node.exchange.round.state import RoundState, Rules
 from node.exchange.transport.transport import (
@@ -51,6 +50,10 @@ INPUTS_AT_ONCE = 4
 MOST_CHARACTERS = 200
 """Of what was wrong, as it is told."""
 
+PAUSE_SECONDS = 5.0
+"""When no auditor asks for so long, those of the newest round have what they need: they begin as soon as they
+apply its commit."""
+
 IN_TIME = 0.8
 """An auditor gives up after this part of the time that it is given, and says so rather than be silent."""
 
@@ -65,12 +68,12 @@ class Inputs:
 
     plan: Plan
     contributions: Mapping[int, Mapping[NodeId, Payload]]  # by slice: of those reduced here
-    errors: Mapping[int, Vector]  # by slice, likewise: what was added to the mean
+    errors: Mapping[int, bytes]  # by slice, likewise: what was added to the mean, in AS_KEPT
     base: Base
 
     @classmethod
     def of(cls, state: RoundState, base: Base, outer: Outer) -> "Inputs":
-        """Before the round's commit is applied, which moves errors on."""
+        """Before the round's commit is applied, which moves errors on. Heavy."""
         own = {
             i: known for i, known in state.slices.items() if known.part.reducer_id == outer.node_id
         }
@@ -78,7 +81,7 @@ class Inputs:
         return cls(
             plan=state.plan,
             contributions={i: known.contributions for i, known in own.items()},
-            errors={i: error for i, error in errors.items() if error is not None},
+            errors={i: AS_KEPT.encode(e) for i, e in errors.items() if e is not None},
             base=base,
         )
 
@@ -103,6 +106,7 @@ class Audits:
         self._kept: dict[int, Inputs] = {}  # by round
         self._early: list[AuditAsked] = []  # of rounds whose commits are not applied here yet
         self._tasks: dict[tuple[int, int, int], asyncio.Task[None]] = {}
+        self._asked_at = -math.inf  # by an auditor, for what a result here was made of
 
     async def keep(self, state: RoundState) -> None:
         """Keeps what a round's results follow from; before its commit is applied."""
@@ -110,7 +114,7 @@ class Audits:
         if base is None:
             return
         number = state.plan.round
-        self._kept[number] = Inputs.of(state, base, self._outer)
+        self._kept[number] = await self._heavy(partial(Inputs.of, state, base, self._outer))
         for old in [round for round in self._kept if round <= number - AUDIT_ROUNDS]:
             del self._kept[old]
         await self._end(lambda round: round <= number - AUDIT_ROUNDS)
@@ -175,10 +179,28 @@ class Audits:
             slice_index=want.slice_index,
             start=part.start,
             num_elements=part.num_elements,
-            codec="fp32/1",
+            codec=AS_KEPT.name,
             sender_id=self._rules.node_id,
-            body=np.ascontiguousarray(error, dtype="<f4").tobytes(),
+            body=error,
         )
+
+    def note_asked(self) -> None:
+        """An auditor wants what a result here was made of."""
+        self._asked_at = asyncio.get_running_loop().time()
+
+    async def answer(self) -> None:
+        """Returns when auditors of the newest round have what they need of this node; at once without any.
+
+        What a node that leaves takes with it nobody can make again, and then the run goes back.
+        """
+        newest = self._kept.get(max(self._kept, default=0))
+        if newest is None or not newest.contributions:
+            return
+        clock = asyncio.get_running_loop().time
+        until = clock() + PAUSE_SECONDS
+        while (left := until - clock()) > 0:
+            await asyncio.sleep(left)
+            until = max(until, self._asked_at + PAUSE_SECONDS)
 
     async def forget_after(self, round: int) -> None:
         """Later rounds are undone: nobody asks for what made their results."""
@@ -231,6 +253,11 @@ class Auditor:
 
     async def _found(self) -> Digest:
         asked, part = self.asked, self.slice
+        header = PayloadHeader.decode(asked.reduced.header)
+        if why := header.forgery():
+            raise NotGivenError(why)
+        if header.report_digest != asked.reduced.statement_digest:
+            raise NotGivenError("its report is not the one that it has signed with its result")
         named = zip(asked.reduced.contributors, asked.reduced.contributions, strict=True)
         places = asyncio.Semaphore(INPUTS_AT_ONCE)
 
@@ -286,10 +313,11 @@ class Auditor:
             contributor_id=None,
             digest=asked.reduced.error_before,
         )
-        payload = await self._fetched(want, 4 * part.num_elements)
-        if payload.header.body_bytes != 4 * part.num_elements:
-            raise NotGivenError("its error is of another size than the slice")
-        return np.frombuffer(payload.body, dtype="<f4").astype(np.float32, copy=False)
+        payload = await self._fetched(want, AS_KEPT.encoded_bytes(part.num_elements))
+        try:
+            return await self.heavy(partial(AS_KEPT.decode, payload.body, part.num_elements))
+        except CodecError as error:
+            raise NotGivenError(f"its error is none of this slice: {error}") from error
 
     async def _fetched(self, want: WantInput, most_bytes: int) -> Payload:
         what = "its error" if want.contributor_id is None else f"that of {want.contributor_id}"

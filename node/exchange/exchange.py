@@ -243,6 +243,10 @@ class Exchange:
         # Who asks for earlier ones gets them from the disk.
         self._held.forget_before(self.outer.round - 1)
 
+    async def answer_auditors(self) -> None:
+        """See Audits.answer."""
+        await self._audits.answer()
+
     @property
     def is_sending(self) -> bool:
         """Whether contributions or results are on their way to peers."""
@@ -285,6 +289,7 @@ class Exchange:
             case WantChunk():
                 return await self._donor.chunk(want)
             case WantInput():
+                self._audits.note_asked()
                 state = None if self._round is None else self._round.state
                 return await self._heavy(partial(self._audits.supply, want, state))
             case WantTokens():

@@ -8,6 +8,7 @@ import numpy as np
 import structlog
 
 from node.exchange.codecs.compiled import read_only
+from node.exchange.codecs.floats import round_to_bf16
 from node.outer_state import Vector
 from protocol.run.run_spec import ReducerErrorRule
 from protocol.wire.rounds import Digest, SliceOutcome
@@ -45,7 +46,7 @@ class ReducerError:
     With the rule "keep", for each element that this node reduces,
 
         summed = mean + kept                 `carried`
-        kept   = summed - decoded            `settle`, if that very result was committed
+        kept   = summed - decoded            `settle`, if that very result was committed; rounded to bf16
 
     with weight 1: both are changes of the global parameters, whatever tokens stand behind them. The
     error is kept by the element's place in the canonical vector, and memory is taken for no other
@@ -157,7 +158,9 @@ class ReducerError:
         if values is None:
             self._say_lost(self.num_kept(), round=round, why="the outer state was replaced")
             values = {}
-        self._kept = {start: _Kept(values=each, round=round) for start, each in values.items()}
+        self._kept = {
+            start: _Kept(values=_as_kept(each), round=round) for start, each in values.items()
+        }
         self._starts = sorted(self._kept)
 
     def num_kept(self) -> int:
@@ -216,6 +219,15 @@ class ReducerError:
                 of_this_process=self.num_lost_elements,
                 why=why,
             )
+
+
+def _as_kept(values: Vector) -> Vector:
+    """Values [n] as bf16 holds them: an earlier release has kept more of them on disk."""
+    if not np.ascontiguousarray(values, dtype="<f4").view("<u2")[::2].any():
+        return values
+    values = np.array(values, dtype=np.float32)
+    round_to_bf16(values)
+    return values
 
 
 def _num_owed(pieces: Iterable[Vector]) -> int:

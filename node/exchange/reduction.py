@@ -11,6 +11,7 @@ import structlog
 from blake3 import blake3
 
 from node.exchange.codecs.codec import Codec, Opened
+from node.exchange.codecs.floats import Bf16, round_to_bf16
 from node.exchange.mean import (
     BlockSums,
     Encoded,
@@ -40,6 +41,7 @@ from node.exchange.screening import (
 from node.exchange.signing import PayloadSigner
 from node.outer_state import Vector
 from protocol.run.run_spec import Merge
+from protocol.wire.messages import Reduced
 from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import (
     WHOLE,
@@ -55,6 +57,10 @@ from protocol.wire.rounds import (
 
 log = structlog.get_logger()
 
+AS_KEPT = Bf16()
+"""What a reducer's error is rounded to where it is made, and sent to auditors in. In fp32 it would be half of
+all that an auditor is given; its last bits are a thousandth of what the encoding rounds away."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SliceResult:
@@ -68,7 +74,7 @@ class SliceResult:
     weighed_tokens: int  # what a token's work was divided by: all tokens, those of late work too
     error: Vector | None = field(
         repr=False
-    )  # [slice]: what the encoding rounded away, if asked for
+    )  # [slice]: what the encoding rounded away, as AS_KEPT holds it, if asked for
     inputs: "Inputs" = field(default_factory=lambda: Inputs())
 
 
@@ -83,10 +89,8 @@ class Inputs:
 
 
 def digest_of_error(error: Vector | None) -> bytes:
-    """What names a reducer's error: BLAKE3 of its values in fp32, little-endian; empty for none."""
-    if error is None:
-        return b""
-    return blake3(np.ascontiguousarray(error, dtype="<f4").view(np.uint8).data).digest()
+    """What names a reducer's error: BLAKE3 of its body in AS_KEPT; empty for none."""
+    return b"" if error is None else blake3(AS_KEPT.encode(error)).digest()
 
 
 class Sender(NamedTuple):
@@ -132,6 +136,11 @@ class _Merged:
     values: Vector
     verdicts: Mapping[NodeId, Verdict]
     weighed: int  # by what weights were divided
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """How much of each is in the mean, in the order of the verdicts."""
+        return tuple(verdict.factor for verdict in self.verdicts.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,8 +196,25 @@ class Reduction:
             if wants_error:
                 tile = values[start : start + decoded.size]
                 np.subtract(tile, decoded, out=tile)
+                round_to_bf16(tile)
 
         encoded.each_tile(leave_rounded_away)
+        error = values if wants_error else None
+        inputs, factors = self._inputs(by, before, error), merged.factors
+        reduced = Reduced(
+            slice_index=self.slice.index,
+            digest=None,
+            contributors=tuple(map(self._contributor, merged.verdicts)),
+            contributions=tuple(
+                contribution_digest(self.contributions[node_id].header.body_digest)
+                for node_id in merged.verdicts
+            ),
+            factors=() if set(factors) == {WHOLE} else factors,
+            late=inputs.late,
+            missed=inputs.missed,
+            error_before=inputs.error_before,
+            error_after=inputs.error_after,
+        )
         payload = Payload.seal(
             kind=RESULT,
             run_digest=sender.run_digest,
@@ -204,20 +230,17 @@ class Reduction:
             base_digest=self.plan.base_digest,
             attempt=self.attempt,
             plan_opened_at=self.plan.opened_at,
+            report_digest=reduced.statement_digest if by.is_audited else b"",
         )
-        factors = tuple(verdict.factor for verdict in merged.verdicts.values())
         return SliceResult(
             payload=sender.signed(payload),
             encoded=encoded,
-            contributors=tuple(map(self._contributor, merged.verdicts)),
-            contributions=tuple(
-                contribution_digest(self.contributions[node_id].header.body_digest)
-                for node_id in merged.verdicts
-            ),
-            factors=() if set(factors) == {WHOLE} else factors,
+            contributors=reduced.contributors,
+            contributions=reduced.contributions,
+            factors=reduced.factors,
             weighed_tokens=merged.weighed,
-            error=values if wants_error else None,
-            inputs=self._inputs(by, before, values if wants_error else None),
+            error=error,
+            inputs=inputs,
         )
 
     def _inputs(self, by: Merging, error_before: bytes, error: Vector | None) -> Inputs:

@@ -96,6 +96,7 @@ def refuse_small_helper(spec: RunSpec, hardware: Hardware) -> None:
         keeps_error=exchange.reducer_error == "keep",
         uplink=exchange.uplink,
         downlink=exchange.downlink,
+        is_audited=spec.outer.audit > 0,
     )
     check_holds(spec, need, hardware.memory_bytes)
 

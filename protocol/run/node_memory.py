@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from protocol.wire.rounds import AUDIT_ROUNDS
+
 CODEC_BITS: Mapping[str, float] = MappingProxyType(
     {
         "fp32": 32.0,
@@ -22,7 +24,7 @@ CODEC_BITS: Mapping[str, float] = MappingProxyType(
 )
 """Of a value, with headers (docs/results/codec.jsonl); where it depends on the values, the larger number."""
 
-_VALUE_BYTES = 4
+_VALUE_BYTES, _KEPT_BYTES = 4, 2
 
 
 def daemon_bytes(
@@ -33,6 +35,7 @@ def daemon_bytes(
     keeps_error: bool,
     uplink: str,
     downlink: str,
+    is_audited: bool,
 ) -> int:
     """What the daemon holds at the fullest moment of a round.
 
@@ -41,6 +44,7 @@ def daemon_bytes(
         4 · (parameters 1 + momentum 1 + residual 1 + published f)
         + 4 · reducer's error (1 + f) / N, that of the round in flight beside what is kept
         + f · bodies: what is sent and what comes to be reduced; results of three rounds
+        + f · for auditors, of AUDIT_ROUNDS: what came to be reduced, and 2 · reducer's error / N
 
     So it is 12.5 + 4.5 / N bytes a parameter with eight fragments, and bodies; benchmarks/outer_memory.py
     measures it. Entropy-coded results wait for their commit with their codes, a byte each at most.
@@ -49,7 +53,11 @@ def daemon_bytes(
     error = (num_elements + largest_fragment) / num_reducers if keeps_error else 0
     waiting = 8.0 if downlink.startswith("ec") else 0.0
     bits = 2 * CODEC_BITS[uplink] + 3 * CODEC_BITS[downlink] + waiting
-    return int(_VALUE_BYTES * (model + error) + bits / 8 * largest_fragment)
+    kept = 0.0
+    if is_audited:
+        kept_error = _KEPT_BYTES / num_reducers if keeps_error else 0.0
+        kept = AUDIT_ROUNDS * largest_fragment * (CODEC_BITS[uplink] / 8 + kept_error)
+    return int(_VALUE_BYTES * (model + error) + bits / 8 * largest_fragment + kept)
 
 
 def helper_bytes(
@@ -60,6 +68,7 @@ def helper_bytes(
     keeps_error: bool,
     uplink: str,
     downlink: str,
+    is_audited: bool,
 ) -> int:
     """What a helper's daemon holds at the fullest moment of a round that it reduces alone.
 
@@ -67,6 +76,9 @@ def helper_bytes(
     same. Instead of what it sends and its share of what comes it has all contributions.
     """
     bodies = (num_contributions - 2) * CODEC_BITS[uplink] / 8 * largest_fragment
+    if is_audited:
+        more = num_contributions - 1  # beside one share of what comes
+        bodies += AUDIT_ROUNDS * more * CODEC_BITS[uplink] / 8 * largest_fragment
     return int(bodies) + daemon_bytes(
         num_elements=num_elements,
         largest_fragment=largest_fragment,
@@ -74,4 +86,5 @@ def helper_bytes(
         keeps_error=keeps_error,
         uplink=uplink,
         downlink=downlink,
+        is_audited=is_audited,
     )

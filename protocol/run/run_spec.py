@@ -195,7 +195,7 @@ class OuterSection(Section):
     momentum: Fraction = 0.6
     merge: Merge = "mean"
     screening: bool = True
-    audit: Annotated[float, Field(ge=0, le=1)] = 0.0
+    audit: Annotated[float, Field(ge=0, le=1)] = 0.05
     scaling: RateScaling = "none"
 
     @model_validator(mode="after")

@@ -24,37 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/v1/transfer.proto\x12\x08\x61toll.v1\"\x96\x03\n\rPayloadHeader\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.atoll.v1.PayloadKind\x12\x12\n\nrun_digest\x18\x02 \x01(\x0c\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x04 \x01(\r\x12\x13\n\x0bslice_index\x18\x05 \x01(\r\x12\r\n\x05start\x18\x06 \x01(\x04\x12\x14\n\x0cnum_elements\x18\x07 \x01(\x04\x12\r\n\x05\x63odec\x18\x08 \x01(\t\x12\x0e\n\x06tokens\x18\t \x01(\x04\x12\x11\n\tsender_id\x18\n \x01(\t\x12\x12\n\nbody_bytes\x18\x0b \x01(\x04\x12\x13\n\x0b\x62ody_digest\x18\x0c \x01(\x0c\x12\x0f\n\x07samples\x18\r \x01(\x04\x12\x0c\n\x04norm\x18\x0e \x01(\x01\x12\x13\n\x0b\x62\x61se_digest\x18\x0f \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x10 \x01(\r\x12\x12\n\nsender_key\x18\x11 \x01(\x0c\x12\x11\n\tsignature\x18\x12 \x01(\x0c\x12\x12\n\nprocess_id\x18\x13 \x01(\x04\x12\x16\n\x0eplan_opened_at\x18\x14 \x01(\x01\"+\n\x05Offer\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x12\n\npart_bytes\x18\x02 \x01(\r\"\x16\n\x06StripeJ\x04\x08\x01\x10\x02R\x06\x64igest\"8\n\x04Part\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\r\"@\n\nWantResult\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bslice_index\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"P\n\x0cWantManifest\x12\x14\n\x0coldest_round\x18\x01 \x01(\x04\x12\x19\n\x0cnewest_round\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_newest_round\"9\n\tWantChunk\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"A\n\nWantTokens\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.atoll.v1.PayloadKind\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"W\n\tWantInput\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bslice_index\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontributor_id\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"\xd8\x02\n\x0fTransferRequest\x12 \n\x05offer\x18\x01 \x01(\x0b\x32\x0f.atoll.v1.OfferH\x00\x12+\n\x0bwant_result\x18\x02 \x01(\x0b\x32\x14.atoll.v1.WantResultH\x00\x12/\n\rwant_manifest\x18\x04 \x01(\x0b\x32\x16.atoll.v1.WantManifestH\x00\x12)\n\nwant_chunk\x18\x05 \x01(\x0b\x32\x13.atoll.v1.WantChunkH\x00\x12\"\n\x06stripe\x18\x06 \x01(\x0b\x32\x10.atoll.v1.StripeH\x00\x12+\n\x0bwant_tokens\x18\x07 \x01(\x0b\x32\x14.atoll.v1.WantTokensH\x00\x12)\n\nwant_input\x18\x14 \x01(\x0b\x32\x13.atoll.v1.WantInputH\x00\x42\t\n\x07requestJ\x04\x08\x03\x10\x04R\rwant_snapshot\"~\n\x10TransferResponse\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.atoll.v1.TransferStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06header\x18\x03 \x01(\x0c\x12\x12\n\nheld_parts\x18\x04 \x01(\x0c\x12\x0c\n\x04part\x18\x05 \x01(\r*\xa9\x02\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19PAYLOAD_KIND_CONTRIBUTION\x10\x01\x12\x17\n\x13PAYLOAD_KIND_RESULT\x10\x02\x12\x19\n\x15PAYLOAD_KIND_MANIFEST\x10\x04\x12\x16\n\x12PAYLOAD_KIND_CHUNK\x10\x05\x12 \n\x1cPAYLOAD_KIND_TOKENS_MANIFEST\x10\x06\x12\x1a\n\x16PAYLOAD_KIND_PIECE_MAP\x10\x07\x12\x16\n\x12PAYLOAD_KIND_PIECE\x10\x08\x12\x1e\n\x1aPAYLOAD_KIND_REDUCER_ERROR\x10\x14\"\x04\x08\x03\x10\x03*\x15PAYLOAD_KIND_SNAPSHOT*\x89\x02\n\x0eTransferStatus\x12\x1f\n\x1bTRANSFER_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15TRANSFER_STATUS_GO_ON\x10\x01\x12\x1c\n\x18TRANSFER_STATUS_RECEIVED\x10\x02\x12\x1b\n\x17TRANSFER_STATUS_REFUSED\x10\x03\x12\x1c\n\x18TRANSFER_STATUS_NOT_HELD\x10\x04\x12!\n\x1dTRANSFER_STATUS_PART_RECEIVED\x10\x05\x12 \n\x1cTRANSFER_STATUS_PART_DROPPED\x10\x06\x12\x1d\n\x19TRANSFER_STATUS_PART_KEPT\x10\x07\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/v1/transfer.proto\x12\x08\x61toll.v1\"\xad\x03\n\rPayloadHeader\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.atoll.v1.PayloadKind\x12\x12\n\nrun_digest\x18\x02 \x01(\x0c\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x10\n\x08\x66ragment\x18\x04 \x01(\r\x12\x13\n\x0bslice_index\x18\x05 \x01(\r\x12\r\n\x05start\x18\x06 \x01(\x04\x12\x14\n\x0cnum_elements\x18\x07 \x01(\x04\x12\r\n\x05\x63odec\x18\x08 \x01(\t\x12\x0e\n\x06tokens\x18\t \x01(\x04\x12\x11\n\tsender_id\x18\n \x01(\t\x12\x12\n\nbody_bytes\x18\x0b \x01(\x04\x12\x13\n\x0b\x62ody_digest\x18\x0c \x01(\x0c\x12\x0f\n\x07samples\x18\r \x01(\x04\x12\x0c\n\x04norm\x18\x0e \x01(\x01\x12\x13\n\x0b\x62\x61se_digest\x18\x0f \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x10 \x01(\r\x12\x12\n\nsender_key\x18\x11 \x01(\x0c\x12\x11\n\tsignature\x18\x12 \x01(\x0c\x12\x12\n\nprocess_id\x18\x13 \x01(\x04\x12\x16\n\x0eplan_opened_at\x18\x14 \x01(\x01\x12\x15\n\rreport_digest\x18\x15 \x01(\x0c\"+\n\x05Offer\x12\x0e\n\x06header\x18\x01 \x01(\x0c\x12\x12\n\npart_bytes\x18\x02 \x01(\r\"\x16\n\x06StripeJ\x04\x08\x01\x10\x02R\x06\x64igest\"8\n\x04Part\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\r\"@\n\nWantResult\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bslice_index\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"P\n\x0cWantManifest\x12\x14\n\x0coldest_round\x18\x01 \x01(\x04\x12\x19\n\x0cnewest_round\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_newest_round\"9\n\tWantChunk\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"A\n\nWantTokens\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.atoll.v1.PayloadKind\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"W\n\tWantInput\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0bslice_index\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontributor_id\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"\xd8\x02\n\x0fTransferRequest\x12 \n\x05offer\x18\x01 \x01(\x0b\x32\x0f.atoll.v1.OfferH\x00\x12+\n\x0bwant_result\x18\x02 \x01(\x0b\x32\x14.atoll.v1.WantResultH\x00\x12/\n\rwant_manifest\x18\x04 \x01(\x0b\x32\x16.atoll.v1.WantManifestH\x00\x12)\n\nwant_chunk\x18\x05 \x01(\x0b\x32\x13.atoll.v1.WantChunkH\x00\x12\"\n\x06stripe\x18\x06 \x01(\x0b\x32\x10.atoll.v1.StripeH\x00\x12+\n\x0bwant_tokens\x18\x07 \x01(\x0b\x32\x14.atoll.v1.WantTokensH\x00\x12)\n\nwant_input\x18\x14 \x01(\x0b\x32\x13.atoll.v1.WantInputH\x00\x42\t\n\x07requestJ\x04\x08\x03\x10\x04R\rwant_snapshot\"~\n\x10TransferResponse\x12(\n\x06status\x18\x01 \x01(\x0e\x32\x18.atoll.v1.TransferStatus\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06header\x18\x03 \x01(\x0c\x12\x12\n\nheld_parts\x18\x04 \x01(\x0c\x12\x0c\n\x04part\x18\x05 \x01(\r*\xa9\x02\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19PAYLOAD_KIND_CONTRIBUTION\x10\x01\x12\x17\n\x13PAYLOAD_KIND_RESULT\x10\x02\x12\x19\n\x15PAYLOAD_KIND_MANIFEST\x10\x04\x12\x16\n\x12PAYLOAD_KIND_CHUNK\x10\x05\x12 \n\x1cPAYLOAD_KIND_TOKENS_MANIFEST\x10\x06\x12\x1a\n\x16PAYLOAD_KIND_PIECE_MAP\x10\x07\x12\x16\n\x12PAYLOAD_KIND_PIECE\x10\x08\x12\x1e\n\x1aPAYLOAD_KIND_REDUCER_ERROR\x10\x14\"\x04\x08\x03\x10\x03*\x15PAYLOAD_KIND_SNAPSHOT*\x89\x02\n\x0eTransferStatus\x12\x1f\n\x1bTRANSFER_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15TRANSFER_STATUS_GO_ON\x10\x01\x12\x1c\n\x18TRANSFER_STATUS_RECEIVED\x10\x02\x12\x1b\n\x17TRANSFER_STATUS_REFUSED\x10\x03\x12\x1c\n\x18TRANSFER_STATUS_NOT_HELD\x10\x04\x12!\n\x1dTRANSFER_STATUS_PART_RECEIVED\x10\x05\x12 \n\x1cTRANSFER_STATUS_PART_DROPPED\x10\x06\x12\x1d\n\x19TRANSFER_STATUS_PART_KEPT\x10\x07\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAYLOADKIND']._serialized_start=1415
-  _globals['_PAYLOADKIND']._serialized_end=1712
-  _globals['_TRANSFERSTATUS']._serialized_start=1715
-  _globals['_TRANSFERSTATUS']._serialized_end=1980
+  _globals['_PAYLOADKIND']._serialized_start=1438
+  _globals['_PAYLOADKIND']._serialized_end=1735
+  _globals['_TRANSFERSTATUS']._serialized_start=1738
+  _globals['_TRANSFERSTATUS']._serialized_end=2003
   _globals['_PAYLOADHEADER']._serialized_start=41
-  _globals['_PAYLOADHEADER']._serialized_end=447
-  _globals['_OFFER']._serialized_start=449
-  _globals['_OFFER']._serialized_end=492
-  _globals['_STRIPE']._serialized_start=494
-  _globals['_STRIPE']._serialized_end=516
-  _globals['_PART']._serialized_start=518
-  _globals['_PART']._serialized_end=574
-  _globals['_WANTRESULT']._serialized_start=576
-  _globals['_WANTRESULT']._serialized_end=640
-  _globals['_WANTMANIFEST']._serialized_start=642
-  _globals['_WANTMANIFEST']._serialized_end=722
-  _globals['_WANTCHUNK']._serialized_start=724
-  _globals['_WANTCHUNK']._serialized_end=781
-  _globals['_WANTTOKENS']._serialized_start=783
-  _globals['_WANTTOKENS']._serialized_end=848
-  _globals['_WANTINPUT']._serialized_start=850
-  _globals['_WANTINPUT']._serialized_end=937
-  _globals['_TRANSFERREQUEST']._serialized_start=940
-  _globals['_TRANSFERREQUEST']._serialized_end=1284
-  _globals['_TRANSFERRESPONSE']._serialized_start=1286
-  _globals['_TRANSFERRESPONSE']._serialized_end=1412
+  _globals['_PAYLOADHEADER']._serialized_end=470
+  _globals['_OFFER']._serialized_start=472
+  _globals['_OFFER']._serialized_end=515
+  _globals['_STRIPE']._serialized_start=517
+  _globals['_STRIPE']._serialized_end=539
+  _globals['_PART']._serialized_start=541
+  _globals['_PART']._serialized_end=597
+  _globals['_WANTRESULT']._serialized_start=599
+  _globals['_WANTRESULT']._serialized_end=663
+  _globals['_WANTMANIFEST']._serialized_start=665
+  _globals['_WANTMANIFEST']._serialized_end=745
+  _globals['_WANTCHUNK']._serialized_start=747
+  _globals['_WANTCHUNK']._serialized_end=804
+  _globals['_WANTTOKENS']._serialized_start=806
+  _globals['_WANTTOKENS']._serialized_end=871
+  _globals['_WANTINPUT']._serialized_start=873
+  _globals['_WANTINPUT']._serialized_end=960
+  _globals['_TRANSFERREQUEST']._serialized_start=963
+  _globals['_TRANSFERREQUEST']._serialized_end=1307
+  _globals['_TRANSFERRESPONSE']._serialized_start=1309
+  _globals['_TRANSFERRESPONSE']._serialized_end=1435
 # @@protoc_insertion_point(module_scope)

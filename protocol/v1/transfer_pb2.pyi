@@ -145,6 +145,7 @@ class PayloadHeader(_message.Message):
     SIGNATURE_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     PLAN_OPENED_AT_FIELD_NUMBER: _builtins.int
+    REPORT_DIGEST_FIELD_NUMBER: _builtins.int
     kind: Global___PayloadKind.ValueType
     """What the body holds."""
     run_digest: _builtins.bytes
@@ -189,6 +190,10 @@ class PayloadHeader(_message.Message):
     """Process of the sender of a contribution or a result, as it was announced in AttachRequest."""
     plan_opened_at: _builtins.float
     """Plan.opened_at of the plan that a contribution or a result goes by."""
+    report_digest: _builtins.bytes
+    """Digest of what a reducer reports beside a result where reducers are audited, 32 bytes
+    (protocol.wire.messages.Reduced.statement_digest); empty otherwise.
+    """
     def __init__(
         self,
         *,
@@ -212,10 +217,11 @@ class PayloadHeader(_message.Message):
         signature: _builtins.bytes = ...,
         process_id: _builtins.int = ...,
         plan_opened_at: _builtins.float = ...,
+        report_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_digest", b"base_digest", "body_bytes", b"body_bytes", "body_digest", b"body_digest", "codec", b"codec", "fragment", b"fragment", "kind", b"kind", "norm", b"norm", "num_elements", b"num_elements", "plan_opened_at", b"plan_opened_at", "process_id", b"process_id", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "sender_id", b"sender_id", "sender_key", b"sender_key", "signature", b"signature", "slice_index", b"slice_index", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_digest", b"base_digest", "body_bytes", b"body_bytes", "body_digest", b"body_digest", "codec", b"codec", "fragment", b"fragment", "kind", b"kind", "norm", b"norm", "num_elements", b"num_elements", "plan_opened_at", b"plan_opened_at", "process_id", b"process_id", "report_digest", b"report_digest", "round", b"round", "run_digest", b"run_digest", "samples", b"samples", "sender_id", b"sender_id", "sender_key", b"sender_key", "signature", b"signature", "slice_index", b"slice_index", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

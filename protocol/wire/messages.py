@@ -6,8 +6,10 @@ the node's duties do the reverse.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
+
+from blake3 import blake3
 
 from protocol.errors import BadDataError, ProtocolMismatchError
 from protocol.trust.rulings import Ruling, SignedRuling, ruling_from_json
@@ -15,6 +17,7 @@ from protocol.v1 import ruling_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.wire import convert
 from protocol.wire.rounds import (
+    WHOLE,
     Commit,
     ContributionDigest,
     Contributor,
@@ -67,7 +70,10 @@ class ParticipantsDeparted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParticipantsIdle:
-    """Participants of a round have nothing to contribute: the others do not wait for it."""
+    """Participants of a round have nothing to contribute: the others do not wait for it.
+
+    Who is told of itself hands in what it has trained, before the others are told.
+    """
 
     round: int
     node_ids: tuple[NodeId, ...]
@@ -191,7 +197,8 @@ class Reduced:
 
     The rest is what an auditor needs beside the contributions: who was `late`, of whom how many rounds in a
     row were `missed`, and the digests of the error that was added to the mean and of that which is left
-    of it; empty where there is none, or nobody audits.
+    of it; empty where there is none, or nobody audits. Where somebody does, the header holds the digest of
+    all this: so the reducer has signed it with its result, and a false one is evidence.
     """
 
     slice_index: int
@@ -205,6 +212,26 @@ class Reduced:
     missed: tuple[tuple[NodeId, int], ...] = ()
     error_before: bytes = b""
     error_after: bytes = b""
+
+    @property
+    def statement_digest(self) -> Digest:
+        """BLAKE3 of the whole report but the result and its header, with contributors by their ids."""
+        factors = self.factors or (WHOLE,) * len(self.contributors)
+        told = zip(self.contributors, self.contributions, factors, strict=True)
+        in_order = [*zip(*sorted(told, key=lambda each: each[0].node_id), strict=True)] or [()] * 3
+        contributors, contributions, factors = map(tuple, in_order)
+        whole = replace(
+            self,
+            digest=None,
+            header=b"",
+            contributors=contributors,
+            contributions=contributions,
+            factors=factors,
+            late=tuple(sorted(self.late)),
+        )
+        wire = pb.ReducedReport()
+        _reduced_to_wire(whole, wire)
+        return Digest(blake3(wire.SerializeToString(deterministic=True)).digest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

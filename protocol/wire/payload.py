@@ -74,6 +74,7 @@ class PayloadHeader:
     signature: bytes = b""
     process_id: int = 0
     plan_opened_at: float = 0.0
+    report_digest: bytes = b""
 
     @property
     def kind_name(self) -> str:
@@ -103,6 +104,7 @@ class PayloadHeader:
             signature=self.signature,
             process_id=self.process_id,
             plan_opened_at=self.plan_opened_at,
+            report_digest=self.report_digest,
         ).SerializeToString(deterministic=True)
 
     @property
@@ -196,6 +198,7 @@ class PayloadHeader:
             signature=wire.signature,
             process_id=wire.process_id,
             plan_opened_at=wire.plan_opened_at,
+            report_digest=wire.report_digest,
         )
         if header.encode() != encoded:
             raise PayloadError(
@@ -251,6 +254,7 @@ class Payload:
         attempt: int = 0,
         plan_opened_at: float = 0.0,
         process_id: int = 0,
+        report_digest: bytes = b"",
         signer: Identity | None = None,
     ) -> "Payload":
         """Wraps a body that we encoded; only contributions have samples and tokens.
@@ -276,6 +280,7 @@ class Payload:
             attempt=attempt,
             plan_opened_at=plan_opened_at,
             process_id=process_id,
+            report_digest=report_digest,
         )
         return cls(header=header if signer is None else header.signed(signer), body=body)
 

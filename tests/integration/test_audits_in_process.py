@@ -184,7 +184,7 @@ def test_a_reducer_that_gives_no_inputs_has_its_rounds_undone_and_reduces_less_a
     record = attacked.final.members[LIAR].audits
     assert 1 < record.num_disputed < 4, "it reduces in few rounds of eight"
     assert {r.kind for r in attacked.final.rulings} == {RulingKind.ROLLED_BACK}
-    assert all("could not make slice" in ruling.reason for ruling in attacked.final.rulings)
+    assert all("could not make it again" in ruling.reason for ruling in attacked.final.rulings)
     assert len(attacked.digests) == NUM_NODES, "nobody is put out for it"
 
 

@@ -10,7 +10,7 @@ from coordinator.swarm.actions import QuarantineAsked
 from coordinator.swarm.events import Reported
 from coordinator.swarm.state import Verdict, Work
 from protocol.wire.messages import AuditAsked, Audited
-from protocol.wire.rounds import NodeId
+from protocol.wire.rounds import NodeId, RoundSpan
 from tests.unit.swarm_scene import Scene, asked_of, digest_of
 
 NAMES = tuple("abcdefg")
@@ -91,3 +91,59 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
     is_seen_honestly = any(n not in liars for n in audit.auditor_ids)
     if not is_reducer_lying and is_seen_honestly:
         assert verdict is Verdict.AGREED, "liars make nothing disputed that an honest auditor sees"
+
+
+@settings(examples(40))
+@given(
+    num_nodes=st.integers(3, 7),
+    secret=st.binary(min_size=4, max_size=4),
+    is_restarted=st.booleans(),
+    num_answers=st.integers(0, 6),
+    tells=st.sampled_from([MADE_UP, b""]),
+)
+def test_a_liar_that_leaves_before_most_have_made_its_result_again_has_it_undone(
+    num_nodes: int, secret: bytes, is_restarted: bool, num_answers: int, tells: bytes
+) -> None:
+    """However many have answered by then: with fewer than convict it, leaving is no way out."""
+    names = NAMES[:num_nodes]
+    scene = Scene(min_nodes=num_nodes)
+    scene.state = replace(scene.state, audit_secret=secret)
+    for name in names:
+        scene.attach(name, invite=name)
+    for number in (1, 2):
+        for name in names:
+            scene.train(name)
+        if number == 2:
+            rules = replace(scene.state.rules, audited_share=1.0, min_nodes=2)
+            scene.state = replace(scene.state, rules=rules)
+        scene.commit(*names)
+        if number == 1:
+            scene.apply(digest_of("state 1"), *names)
+    audit = scene.state.audits[0]
+    reducer, result = audit.slice.reducer_id, audit.reduced.digest
+    assert result is not None
+    spans = (RoundSpan(first=1, last=2),)
+    members = {n: replace(m, reach_back=spans) for n, m in scene.state.members.items()}
+    scene.state = replace(scene.state, members=members)
+    index = audit.slice.index
+    told = Audited(slice_index=index, digest=result, found=tells, why="")
+    answered = 0
+    while answered < num_answers and scene.state.alarm is None:
+        (now,) = [a for a in scene.state.audits if a.slice.index == index]
+        asked = [n for n in now.auditor_ids if n not in {f.node_id for f in now.findings}]
+        if now.verdict is not None or not asked:
+            break
+        scene.do(Reported(node_id=asked[0], round=2, report=told))
+        answered += 1
+    if is_restarted:
+        scene.attach(reducer, at=1, digest=digest_of("state 1"), invite=str(reducer))
+    else:
+        scene.leave(reducer)
+    (after,) = [a for a in scene.state.audits if a.slice.index == index]
+    if after.verdict is None:
+        scene.wait_until(after.until)
+        (after,) = [a for a in scene.state.audits if a.slice.index == index]
+    assert after.verdict in (Verdict.UNPROVEN, Verdict.CONVICTED)
+    assert scene.state.alarm is not None and scene.state.alarm.round == 1
+    struck = {n for n, m in scene.state.members.items() if m.audits.num_disputed}
+    assert struck == {reducer}

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 from effort import examples
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from coordinator.swarm.standing import LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from coordinator.swarm.state import Member, MemberState, Work
 from coordinator.swarm.weighing import earned, heaviest, is_enough, say_of, weight_of
 from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress
+from tests.unit.swarm_scene import Scene
 
 LIE, RIGHT = Digest(b"a lie"), Digest(b"right")
 WORKS = st.lists(st.integers(0, 10**6), min_size=1, max_size=12)
@@ -81,3 +83,36 @@ def test_keys_of_one_invite_without_work_decide_nothing_among_invites_without_wo
     assert not say.is_confirmed
     assert not is_enough(say, liars, list(members))
     assert heaviest(say, {n: LIE if n in liars else RIGHT for n in members}) == RIGHT
+
+
+@settings(examples(40))
+@given(
+    num_honest=st.integers(2, 6),
+    num_idle=st.integers(1, 3),
+    seconds=st.lists(st.floats(0.1, 39.0), min_size=6, max_size=6),
+)
+def test_newcomers_that_idle_lengthen_no_round_by_more_than_half_and_the_slow_are_not_left_out(
+    num_honest: int, num_idle: int, seconds: list[float]
+) -> None:
+    """In a first round, where keys alone weigh; with a third of the invites at most."""
+    assume(2 * num_idle <= num_honest)
+    scene = Scene(min_nodes=num_honest + num_idle)
+    honest = [f"honest-{place}" for place in range(num_honest)]
+    idle = [f"a-liar-{place}" for place in range(num_idle)]
+    for name in (*idle, *honest):
+        scene.attach(name, invite=name)
+    began, times = scene.round.opened_at, dict(zip(honest, seconds, strict=False))
+    while times:
+        first = min(times, key=lambda name: times[name])
+        if began + times[first] > scene.now:
+            scene.wait_until(min(began + times[first], scene.now + 0.25))
+        if scene.round.hurried_at is not None:  # each ends its inner step, and hands in what it has
+            times = {name: min(t, scene.now - began + 0.1) for name, t in times.items()}
+        if began + times[first] <= scene.now:
+            scene.train(first, inner_steps=3)
+            del times[first]
+    assert not scene.round.is_excused, "all that work had the time to hand in"
+    slowest = max(scene.round.trained_at.values()) - began
+    scene.wait_until(began + max(TRIAL_MARGIN * slowest, slowest + LEAST_TRIAL_SECONDS) + 1e-6)
+    assert set(scene.round.on_trial) == set(map(NodeId, idle))
+    assert {p.slice.reducer_id for p in scene.round.slices}.isdisjoint(scene.round.on_trial)

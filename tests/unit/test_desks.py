@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.clock import LoopClock
 from coordinator.config import rules_of
 from coordinator.driver import Driver
-from coordinator.services import session
+from coordinator.services import checks, session
 from coordinator.services.answering import CALLS_A_SECOND, MOST_CALLS, CallRates
 from coordinator.services.certificates import Certificates
 from coordinator.services.enrolment import (
@@ -48,6 +48,8 @@ from protocol.trust.pki import (
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import enrolment_pb2, session_pb2, status_pb2
 from protocol.wire import convert
+from protocol.wire.messages import Reduced
+from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import Commit, Digest, NodeId, SliceOutcome
 
 T = TypeVar("T")
@@ -558,3 +560,29 @@ async def test_a_finished_runs_time_stands_still() -> None:
     driver._state = replace(driver.state, is_finished=True, finished_at=70.0)
     driver.clock = LoopClock(starts_at=5000.0)
     assert status.get_status(status_pb2.GetStatusRequest()).run.elapsed_seconds == 70.0
+
+
+def test_a_reducers_report_that_is_not_the_one_signed_with_its_result_is_refused() -> None:
+    told = Reduced(
+        slice_index=2, digest=None, contributors=(), contributions=(), late=(NODE.node_id,)
+    )
+    made = Payload.seal(
+        kind=RESULT,
+        run_digest=Digest(bytes(32)),
+        round=4,
+        fragment=0,
+        slice_index=2,
+        start=0,
+        num_elements=8,
+        codec="fp32/1",
+        sender_id=NODE.node_id,
+        body=b"body",
+        norm=1.5,
+        report_digest=told.statement_digest,
+        signer=NODE,
+    )
+    told = replace(told, digest=made.digest, header=made.header.encode())
+    assert checks.reduced(told, node_id=NODE.node_id, round=4).norm == 1.5
+    for false in (replace(told, late=()), replace(told, error_before=b"e" * 32)):
+        with pytest.raises(BadDataError, match="not the one that is signed with its result"):
+            checks.reduced(false, node_id=NODE.node_id, round=4)

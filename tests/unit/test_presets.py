@@ -172,13 +172,13 @@ def test_slow_start_is_told_of_where_it_costs_anything() -> None:
 
 
 def test_rates_that_exchanges_have_achieved_count_whole_and_that_is_said() -> None:
-    told = situation_of("125m", 10)
-    there = chosen(told).prediction
+    told, unaudited = situation_of("125m", 10), {("outer", "audit"): 0.0}
+    there = chosen(told, unaudited).prediction
     rate = there.link_share * told.up_bits_per_second
     achieved = replace(
         told, down_bits_per_second=rate, up_bits_per_second=rate, congestion_control=None
     )
-    setting = chosen(told).setting
+    setting = chosen(told, unaudited).setting
     here = predicted(achieved, setting)
     assert here.link_share == 1
     assert here.exchange_seconds == pytest.approx(there.exchange_seconds)
@@ -237,6 +237,7 @@ def test_what_is_given_stays_and_is_called_so() -> None:
         fragments=plan.setting.fragments,
         has_overlap=False,
         steps=500,
+        audit=0.05,
     )
 
 
@@ -314,9 +315,23 @@ def test_the_slower_direction_of_a_link_counts() -> None:
 
 
 def test_the_saving_is_that_of_a_ring_all_reduce_at_every_inner_step() -> None:
-    prediction = chosen(situation_of("125m", 100)).prediction
+    plan = chosen(situation_of("125m", 100), {("outer", "audit"): 0.0})
+    prediction = plan.prediction
     # 2 (N - 1) / N · 4 bytes, 30 times, over (N - 1) / N · 8.25 / 8 bytes
     assert prediction.times_fewer_bytes == pytest.approx(2 * 4 * 30 / (8.25 / 8), rel=1e-4)
+
+
+@pytest.mark.parametrize("uplink", ["int4", "ec2", "topk64"])
+def test_audits_add_a_tenth_at_most_to_what_a_node_sends_and_that_is_said(uplink: str) -> None:
+    plan = chosen(situation_of("125m", 100), {("exchange", "uplink"): uplink})
+    prediction = plan.prediction
+    assert (
+        0 < prediction.audit_bytes <= 0.1 * prediction.bytes_per_round or plan.setting.audit == 0.01
+    )
+    (line,) = [line for line in prediction_lines(plan) if "sends and receives" in line]
+    assert "are for audits" in line
+    fewer = [c for c in plan.choices if (c.table, c.key) == ("outer", "audit")]
+    assert [c.value for c in fewer] == [plan.setting.audit] * (plan.setting.audit < 0.05)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)

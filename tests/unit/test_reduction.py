@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.exchange.codecs.floats import round_to_bf16
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import (
     Merging,
@@ -16,8 +17,9 @@ from node.exchange.reduction import (
     Sender,
 )
 from node.exchange.screening import COUNTED_ROUNDS, bounded_weights, missed_in_a_row
+from protocol.wire.messages import Reduced
 from protocol.wire.payload import Payload
-from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor, NodeId, SliceOutcome
+from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor, Digest, NodeId, SliceOutcome
 from tests.unit.exchange_scene import (
     RUN,
     TOKENS,
@@ -87,9 +89,11 @@ def test_what_is_carried_goes_into_the_mean_and_what_is_rounded_away_is_told(
     int4 = codec_named("int4")
     reduced = reduction.result(downlink=int4, sender=BY_A, carried=old, wants_error=True)
     assert reduced is not None and reduced.error is not None
-    summed = np.full(BLOCK, 1.5, np.float32) + (0 if old is None else old)
+    summed = np.full(BLOCK, 1.5, np.float32) + (np.float32(0) if old is None else old)
     decoded = int4.decode(reduced.payload.body, BLOCK)
-    np.testing.assert_array_equal(decoded.astype(np.float64) + reduced.error, summed)
+    error = summed - decoded
+    round_to_bf16(error)  # as it is kept, and given to auditors
+    np.testing.assert_array_equal(reduced.error, error)
     assert reduced.error.any() == (old is not None)
 
 
@@ -238,3 +242,39 @@ def test_who_is_within_the_bound_keeps_its_tokens() -> None:
     assert bounded_weights([30, 70, 100], [1, 1, 2], most=0.5) == [30, 70, 100]
     assert bounded_weights([30, 90, 20, 40], [1, 1, 2, 3], most=0.5) == [15, 45, 20, 40]
     assert bounded_weights([100, 10], [1, 2], most=0.2) == [10, 10]
+
+
+def test_where_reducers_are_audited_the_signed_header_names_the_whole_report() -> None:
+    """So a reducer that tells an auditor something else than the coordinator has signed neither."""
+    reduction = reduction_of(contribution(B, 1), contribution(C, 2))
+    by = Merging(is_audited=True, missed={A: 3})
+    made = reduction.result(downlink=codec_named("int4"), sender=BY_A, by=by, wants_error=True)
+    assert made is not None
+    told = Reduced(
+        slice_index=reduction.slice.index,
+        digest=made.payload.digest,
+        header=made.payload.header.encode(),
+        norm=made.payload.header.norm,
+        contributors=made.contributors[::-1],
+        contributions=made.contributions[::-1],
+        late=made.inputs.late,
+        missed=made.inputs.missed,
+        error_before=made.inputs.error_before,
+        error_after=made.inputs.error_after,
+    )
+    assert made.payload.header.report_digest == told.statement_digest, "in any order"
+    other = Digest(b"o" * 32)
+    first, second = told.contributors
+    for false in (
+        replace(told, slice_index=told.slice_index + 1),
+        replace(told, contributors=(replace(first, tokens=first.tokens + 1), second)),
+        replace(told, contributions=told.contributions[::-1]),
+        replace(told, factors=(WHOLE, WHOLE // 2)),
+        replace(told, late=()),
+        replace(told, missed=()),
+        replace(told, error_before=other),
+        replace(told, error_after=other),
+    ):
+        assert false.statement_digest != told.statement_digest
+    unaudited = reduction.result(downlink=codec_named("int4"), sender=BY_A)
+    assert unaudited is not None and not unaudited.payload.header.report_digest

@@ -89,6 +89,7 @@ def test_no_more_memory_is_held_than_what_is_said() -> None:
         keeps_error=True,
         uplink="int4",
         downlink="int4",
+        is_audited=False,
     )
     assert 14.5 * num_elements < held < said < 15.2 * num_elements
     kept = rounds.outer.owing.reducer_error.values

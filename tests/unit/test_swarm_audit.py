@@ -1,5 +1,6 @@
 """Which slices are audited and by whom, and what the coordinator makes of what is found."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from coordinator.store import Store
 from coordinator.streams import what_holds_for
 from coordinator.swarm.actions import GoBack, QuarantineAsked
 from coordinator.swarm.events import Reported, Ruled, RulingsLearned, Started, Ticked
-from coordinator.swarm.state import Audit, MemberState, SwarmState, Verdict, Work
+from coordinator.swarm.state import Audit, AuditRecord, MemberState, SwarmState, Verdict, Work
 from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings
@@ -141,8 +142,11 @@ def test_who_is_found_false_by_most_of_the_weight_is_convicted_and_the_run_goes_
     assert "is convicted" in wish.alarm.reason and "can go back" in wish.alarm.reason
 
 
-def convicted_of_round_2() -> Scene:
-    """Its reducer of slice 0 is convicted and put out; no node has yet said how far it reaches back."""
+STATE_2 = digest_of("state 2")
+
+
+def audited_round_2() -> Scene:
+    """All slices of round 2 are audited, and none of round 1."""
     scene = scene_of("a", "b", "c", "d", share=0.0)
     for number in (1, 2):
         for name in "abcd" if number > 1 else ():
@@ -151,6 +155,12 @@ def convicted_of_round_2() -> Scene:
         scene.apply(digest_of(f"state {number}"), *"abcd")
         rules = replace(scene.state.rules, audited_share=1.0)
         scene.state = replace(scene.state, rules=rules)
+    return scene
+
+
+def convicted_of_round_2() -> Scene:
+    """Its reducer of slice 0 is convicted and put out; no node has yet said how far it reaches back."""
+    scene = audited_round_2()
     audit = scene.state.audits[0]
     digest = audit.reduced.digest
     assert digest is not None
@@ -298,19 +308,59 @@ def test_an_auditor_that_leaves_is_not_waited_for() -> None:
     assert audit_of(scene).verdict is Verdict.UNANSWERED
 
 
-def test_a_reducer_that_leaves_or_begins_anew_is_no_liar_and_reduces_nothing_for_a_while() -> None:
-    """Nobody can know what it made its result of: a machine may fail at any time."""
-    for goes in (
-        Scene.leave,
-        lambda scene, name: scene.attach(name, at=1, digest=STATE, invite=name),
-    ):
-        scene = scene_of("a", "b", "c", "d")
-        reducer, auditor = committed(scene)
-        goes(scene, reducer)
-        find(scene, auditor, b"", "it does not give its error")
-        assert audit_of(scene).verdict is Verdict.UNANSWERED
-        assert scene.member(reducer).audits.back_at_round == 4
-        assert not of_kind(scene.log, GoBack)
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize(
+    "goes",
+    [Scene.leave, lambda scene, name: scene.attach(name, at=2, digest=STATE_2, invite=name)],
+)
+def test_what_a_reducer_made_that_leaves_or_begins_anew_is_undone_and_nobody_is_convicted(
+    goes: Callable[[Scene, NodeId], None], is_kept: bool
+) -> None:
+    """Nobody can know what it made its result of: a machine may fail, and a liar may leave in time."""
+    scene = audited_round_2()
+    audit = scene.state.audits[0]
+    reducer = audit.slice.reducer_id
+    if is_kept:
+        reach_back(scene, 1)
+    goes(scene, reducer)
+    assert scene.member(reducer).audits.back_at_round == 5
+    assert not [a for a in scene.log if isinstance(a, QuarantineAsked)]
+    found = next(a for a in scene.state.audits if a.slice == audit.slice)
+    if is_kept:
+        assert found.verdict is Verdict.UNPROVEN
+        assert scene.state.alarm is not None and scene.state.alarm.round == 1
+        assert f"{reducer} is gone, or began anew" in scene.state.alarm.reason
+    else:  # a run does not pause because a machine fails
+        assert found.verdict is Verdict.UNANSWERED and scene.state.alarm is None
+
+
+def test_a_reducer_whose_result_was_found_right_takes_nothing_with_it() -> None:
+    scene = scene_of("a", "b", "c", "d")
+    reducer, auditor = committed(scene)
+    find(scene, auditor, RESULT)
+    scene.leave(reducer)
+    assert audit_of(scene).verdict is Verdict.AGREED and scene.state.alarm is None
+
+
+def test_a_reducer_that_is_silent_for_a_while_may_come_back_and_answer() -> None:
+    scene = scene_of("a", "b", "c", "d")
+    scene.wait(5)  # so that an audit may take longer than a lease
+    reducer, auditor = committed(scene)
+    members = scene.state.members
+    lost = replace(members[reducer], state=MemberState.LOST)
+    scene.state = replace(scene.state, members={**members, reducer: lost})
+    scene.wait(0)
+    assert audit_of(scene).verdict is None
+    find(scene, auditor, RESULT)
+    assert audit_of(scene).verdict is Verdict.AGREED and scene.state.alarm is None
+
+
+def test_what_a_reducer_made_that_leaves_one_other_behind_stays() -> None:
+    """Of two nobody is independent of both."""
+    scene = scene_of("a", "b")
+    reducer, _ = committed(scene)
+    scene.leave(reducer)
+    assert audit_of(scene).verdict is Verdict.UNANSWERED and scene.state.alarm is None
 
 
 @pytest.mark.parametrize("name", ["the reducer", "nobody"])
@@ -357,10 +407,11 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
     def commit() -> str:
         index, digest = 0, digest_of(f"result {scene.round.number}")
         number = scene.round.number
-        for name in ("a", "b"):
-            scene.hold(name, index, digest)
         for progress in scene.round.slices[1:]:
             scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
+        for name in ("a", "b"):
+            if scene.state.committed_round < number:
+                scene.hold(name, index, digest)
         assert scene.state.committed_round == number, scene.reason
         reason = scene.state.recent[-1].commit.slices[0].void_reason
         scene.apply(digest_of(f"state {number}"), "a", "b")
@@ -379,3 +430,13 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
     assert commit() == ""
     reported(made_up, made_up)
     assert "adds an error that no committed result" in commit()
+    # After history was taken back reducers keep what an earlier round has left, and nobody is at fault.
+    faults = scene.member(reducer).audits.num_disputed
+    scene.state = replace(scene.state, incarnation=scene.state.incarnation + 1)
+    members = {n: replace(m, audits=AuditRecord()) for n, m in scene.state.members.items()}
+    scene.state = replace(scene.state, members=members)
+    assert faults == 1 and scene.round.slices[0].slice.reducer_id != reducer
+    reducer = reducer_of(scene)
+    reported(first, second)
+    assert scene.round.slices[0].digest is not None and not scene.round.slices[0].refused
+    assert scene.member(reducer).audits == AuditRecord()

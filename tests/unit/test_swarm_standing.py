@@ -3,9 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import Scene, digest_of, of_kind
+from swarm_scene import Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.standing import FORGOTTEN_AFTER
+from coordinator.swarm.standing import (
+    FORGOTTEN_AFTER,
+    HURRY_MARGIN,
+    TRIAL_MARGIN,
+)
 from coordinator.swarm.state import RoundPhase, Standing
 from protocol.wire.messages import ParticipantsIdle, RoundCommitted
 from protocol.wire.rounds import NodeId
@@ -152,3 +156,66 @@ def test_a_late_contribution_is_a_fault_the_second_time(num_late: int) -> None:
             scene.train(name)
         a_round(scene, *HONEST)
     assert scene.member(IDLER).standing.is_on_trial == (num_late == 2)
+
+
+NEWCOMERS = tuple(f"node-{place}" for place in range(8))
+IDLE = ("node-0", "node-7")
+BUSY = tuple(name for name in NEWCOMERS if name not in IDLE)
+
+
+def first_round(*, idle: tuple[str, ...] = IDLE) -> Scene:
+    """Eight of whom nobody has confirmed work; all but the idle ones have trained for 40 seconds."""
+    scene = Scene(min_nodes=8)
+    for name in NEWCOMERS:
+        scene.attach(name, invite=name)
+    scene.state = replace(scene.state, rules=replace(scene.state.rules, min_nodes=2))
+    scene.wait(40)
+    for name in NEWCOMERS:
+        if name not in idle:
+            scene.train(name)
+    return scene
+
+
+def test_members_that_idle_in_their_first_round_lengthen_it_by_half_of_the_others_training() -> (
+    None
+):
+    scene = first_round()
+    began = scene.round.opened_at
+    scene.wait_until(began + TRIAL_MARGIN * 40)
+    assert scene.round.is_excused
+    reducers = {progress.slice.reducer_id for progress in scene.round.slices}
+    assert reducers <= set(BUSY), "others reduce what they were to reduce"
+    scene.commit(*BUSY, tokens=dict.fromkeys(BUSY, 80))
+    scene.apply(digest_of("after 1"), *BUSY)
+    assert scene.round.number == 2, "nor is the commit waited for that they do not apply"
+    assert {a.node_id for a in scene.round.assignments} == set(BUSY)
+    assert scene.now - began <= TRIAL_MARGIN * 40
+
+
+def test_who_is_slow_hands_in_what_it_has_and_is_not_left_out() -> None:
+    scene = first_round(idle=("node-7",))
+    scene.wait_until(scene.round.opened_at + HURRY_MARGIN * 40)
+    assert asked_of(scene.log, ParticipantsIdle) == ["node-7"], "the others still wait for it"
+    scene.train("node-7", inner_steps=3, tokens=3 * 16, seconds=50.0)
+    scene.wait_until(scene.round.opened_at + TRIAL_MARGIN * 40)
+    assert not scene.round.is_excused
+    scene.commit(*NEWCOMERS, tokens=dict.fromkeys(NEWCOMERS[:-1], 80) | {"node-7": 48})
+    assert scene.member("node-7").standing == Standing()
+    assert not any(measured.cut_session_ids for measured in scene.state.phase_times.train)
+
+
+def test_who_hands_in_late_does_not_let_the_others_idle_for_longer() -> None:
+    scene = first_round()
+    began = scene.round.opened_at
+    scene.wait_until(began + 0.9 * TRIAL_MARGIN * 40)
+    scene.train("node-7")
+    scene.wait_until(began + TRIAL_MARGIN * 40)
+    assert scene.round.is_excused and scene.round.on_trial == ("node-0",)
+
+
+@pytest.mark.parametrize("num_idle", [3, 5])
+def test_nobody_is_hurried_by_fewer_than_decide(num_idle: int) -> None:
+    """Two thirds of the invites, while nobody has confirmed work."""
+    scene = first_round(idle=NEWCOMERS[:num_idle])
+    scene.wait_until(scene.round.opened_at + 2 * TRIAL_MARGIN * 40 - 30)
+    assert scene.round.hurried_at is None and not of_kind(scene.log, ParticipantsIdle)

@@ -77,6 +77,31 @@ def test_liars_that_report_before_the_deadline_alone_decide_nothing_by_that() ->
     assert scene.state.outer_digest == digest_of("after 4")
 
 
+def test_liars_that_are_fast_decide_nothing_while_the_run_files_time_to_apply_lasts() -> None:
+    """Plans give what the latest rounds took: two seconds, and most of the weight may once need more."""
+    scene = with_liars(of_three())
+    scene.state = replace(scene.state, open_round=replace(scene.round, apply_seconds=2.0))
+    commit_without_liars(scene)
+    began, most = scene.round.committed_at, scene.state.rules.apply_seconds
+    scene.apply(LIE, *LIARS)
+    assert scene.round.apply_deadline == began + 2
+    scene.wait_until(began + 0.95 * most)
+    assert scene.state.outer_digest is None
+    scene.apply(digest_of("after 4"), *HONEST)
+    assert scene.state.outer_digest == digest_of("after 4")
+    assert {scene.member(n).state for n in LIARS} == {MemberState.DIVERGED}
+
+
+def test_whoever_reports_decides_once_the_run_files_time_is_over() -> None:
+    """A run does not stand still for members that are here and never apply."""
+    scene = with_liars(of_three())
+    commit_without_liars(scene)
+    began, most = scene.round.committed_at, scene.state.rules.apply_seconds
+    scene.apply(digest_of("after 4"), HONEST[0])
+    scene.wait_until(began + 2 * most)
+    assert scene.state.outer_digest == digest_of("after 4")
+
+
 def test_two_members_that_hold_a_result_only_for_each_other_do_not_commit_it() -> None:
     scene = with_liars(of_three())
     made_up = digest_of("made up")

@@ -106,6 +106,13 @@ def from_bf16(half: np.uint16) -> np.float32:
 
 
 @kernel
+def round_to_bf16(values: Vector) -> None:
+    """Rounds finite values [n], in place, to what bf16 holds."""
+    for i in range(values.size):
+        values[i] = from_bf16(to_bf16(values[i]))
+
+
+@kernel
 def _encode_bf16(values: Vector, halves: Halves) -> bool:
     """Writes patterns; returns whether all values are finite."""
     num_wrong = np.uint32(0)

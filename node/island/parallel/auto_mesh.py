@@ -162,6 +162,7 @@ def node_bytes(spec: RunSpec) -> int:
         keeps_error=exchange.reducer_error == "keep",
         uplink=exchange.uplink,
         downlink=exchange.downlink,
+        is_audited=spec.outer.audit > 0,
     )
 
 
