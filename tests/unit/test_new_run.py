@@ -143,7 +143,8 @@ def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
     assert values["run_seconds"] == pytest.approx(values["rounds"] * a_round)
     assert f"a round takes {seconds_in_words(a_round)}, the run of " in told
     assert f" {seconds_in_words(values['run_seconds'])}\n" in told
-    assert f"sends and receives {bytes_in_words(values['prediction']['bytes_per_round'])} a" in told
+    sent = sum(values["prediction"][part] for part in ("bytes_per_round", "audit_bytes"))
+    assert f"sends and receives {bytes_in_words(sent)} a" in told
     assert values["warnings"] == [] and "warning" not in told
 
 
