@@ -195,6 +195,8 @@ floor = 5                   # with adapt: no part of a round gets fewer seconds,
 every_rounds = 5            # how often the held-out loss is measured
 samples = 64                # held-out samples for that
 go_back = true              # two nodes measure it; where it jumps, the run goes back by itself
+prompts = []                # texts, up to 8; one node's model goes on from each, where it is evaluated
+# prompt_tokens = 64        # … with so many tokens
 """
 
 
@@ -398,6 +400,7 @@ def rules_of(run: RunSpec) -> Rules:
         floor_seconds=run.deadlines.floor,
         has_overlap=run.exchange.overlap != "none",
         evaluate_every_rounds=run.evaluation.every_rounds,
+        num_prompts=len(run.evaluation.prompts),
         first_digest=run.first_digest,
         watches_loss=run.evaluation.go_back,
         bounds_results=run.outer.screening,

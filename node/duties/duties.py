@@ -42,6 +42,7 @@ from protocol.wire.messages import (
     RoundCommitted,
     RunFinished,
     Trained,
+    Wrote,
 )
 from protocol.wire.rounds import Assignment, Commit, Digest, NodeId
 from protocol.wire.wire_count import WireTotals, grown
@@ -106,6 +107,7 @@ class Duties:
         self._rulings = rulings
         self._spec = spec
         self._saving: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
         self._limit: asyncio.Timeout | None = None  # of all work, from the end of the run on
         self._finished: RunFinished | None = None
 
@@ -197,6 +199,9 @@ class Duties:
         finally:
             self._limit = None
             self._ahead.cancel()
+            if self._writing is not None:
+                self._writing.cancel()
+                await asyncio.wait([self._writing])  # its process ends with it
 
     async def _run(self) -> str:
         while True:
@@ -213,8 +218,8 @@ class Duties:
                     await self._take_part(received)
                 case RoundCommitted(commit=commit):
                     await self._apply(commit)
-                case EvaluationAsked(round=round):
-                    await self._evaluate(round)
+                case EvaluationAsked() as wanted:
+                    await self._evaluate(wanted)
                 case CatchUpNeeded(round=round):
                     await self._catch_up(round)
                 case RefetchAsked() as asked:
@@ -532,12 +537,16 @@ class Duties:
         await self.saved()
         await self._exchange.save(is_last=True)
 
-    async def _evaluate(self, round: int) -> None:
+    async def _evaluate(self, asked: EvaluationAsked) -> None:
+        round = asked.round
         if round != self._outer.round:
             return  # the coordinator asks another node when its time limit passes
         self._doing = "evaluating"
         await self._ahead.pause()
+        has_copy = self._begin_writing(round) if asked.writes else None
         evaluation = await self._island.evaluate()
+        if has_copy is not None:
+            await has_copy.wait()  # from here on the state may move
         if evaluation is None:
             log.warning(
                 "not evaluated: there is nothing here to evaluate with now",
@@ -553,6 +562,24 @@ class Duties:
                 metric=evaluation.metric,
             ),
         )
+
+    def _begin_writing(self, round: int) -> asyncio.Event:
+        """Has the state's model write while this node goes on; the event says that it has a copy."""
+        has_copy = asyncio.Event()
+        if self._writing is not None and not self._writing.done():
+            why_not = "this node still has an earlier model write; [evaluation] every_rounds or prompt_tokens"
+            self._session.report(round, Wrote(why_not=f"{why_not} leave too little time for that"))
+            has_copy.set()
+            return has_copy
+
+        async def write() -> None:
+            try:
+                self._session.report(round, await self._island.write(has_copy.set))
+            finally:
+                has_copy.set()
+
+        self._writing = asyncio.ensure_future(write())
+        return has_copy
 
 
 def _tell_unsaved(saving: asyncio.Future[None]) -> None:

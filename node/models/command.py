@@ -161,14 +161,12 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.models.generate import sampled
+    from node.island.models.generate import model_that_writes
 
     start_tokens = text.tokens_of(prompt)
-    written = sampled(
-        model.spec,
-        model.parameters,
+    writes_on = model_that_writes(model.spec, model.parameters, base=places.base)
+    written = writes_on(
         start_tokens,
-        base=places.base,
         num_tokens=num_tokens or num_bytes or (300 if are_bytes else 100),
         temperature=temperature,
         seed=seed,

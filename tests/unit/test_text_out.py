@@ -12,7 +12,7 @@ from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 
 from node.island.data.places import DataPlaces
 from node.island.models.describing import describe, first_vector
-from node.island.models.generate import sampled
+from node.island.models.generate import model_that_writes
 from node.kept import keep_places, places_of
 from node.models.export import export_model
 from node.models.text import ByteText, files_of_tokenizer, text_of_run
@@ -142,26 +142,28 @@ def test_a_model_of_transformers_comes_out_whole_and_writes_what_it_would(
     with torch.no_grad():
         while len(tokens) < 12:
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    written = sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=0.0, seed=0)
+    written = model_that_writes(spec, weights)([0, 6, 7], num_tokens=9, temperature=0.0, seed=0)
     assert written == tokens[3:]
     drawn = [
-        sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=2.0, seed=seed)
+        model_that_writes(spec, weights)([0, 6, 7], num_tokens=9, temperature=2.0, seed=seed)
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     end = written[3]
-    cut = sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=0.0, seed=0, ends={end})
+    cut = model_that_writes(spec, weights)(
+        [0, 6, 7], num_tokens=9, temperature=0.0, seed=0, ends={end}
+    )
     assert cut == written[: written.index(end) + 1]
     with pytest.raises(
         UsageError, match="a prompt of 3 tokens and 30 more are beyond the model's 32"
     ):
-        sampled(spec, weights, [0, 6, 7], num_tokens=30, temperature=0.0, seed=0)
+        model_that_writes(spec, weights)([0, 6, 7], num_tokens=30, temperature=0.0, seed=0)
 
 
 def test_a_function_of_a_run_writes_no_text() -> None:
     spec = RunSpec(model=FunctionModel(source="function", function="vision:model"))
     with pytest.raises(UsageError, match="is a function's"):
-        sampled(spec, np.zeros(1, np.float32), [0], num_tokens=1, temperature=0.0, seed=0)
+        model_that_writes(spec, np.zeros(1, np.float32))([0], num_tokens=1, temperature=0.0, seed=0)
 
 
 def test_commands_find_the_data_where_the_node_was_started_with_them(tmp_path: Path) -> None:
