@@ -79,6 +79,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 summary="Write the model out for other software.",
             ),
             Entry(
+                name="evaluate",
+                target="node.models.command:evaluate",
+                summary="Measure the model with lm-eval.",
+            ),
+            Entry(
                 name="sample",
                 target="node.models.command:sample",
                 summary="Let the model write a little text.",
