@@ -50,6 +50,8 @@ from protocol.trust.vouching import first_of, number_of
 
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701
+DEFAULT_DASHBOARD = "127.0.0.1:7702"
+"""Nobody has asked for that one: where it is taken, the next that is free does as well."""
 
 RUN_FILE = "run.toml"
 CONFIG_FILE = "coordinator.toml"
@@ -203,14 +205,14 @@ prompts = []                # texts, up to 8; one node's model goes on from each
 class CoordinatorConfig(Section):
     """coordinator.toml: where the coordinator listens, and the host that invites send nodes to.
 
-    `dashboard` is where it serves pages; empty for no pages.
+    `dashboard` is where it serves pages; empty: nowhere.
     """
 
     host: Host = "0.0.0.0"
     control_port: Port = DEFAULT_CONTROL_PORT
     enrolment_port: Port = DEFAULT_ENROLMENT_PORT
     advertise: Host = "127.0.0.1"
-    dashboard: WebAddress = ""
+    dashboard: WebAddress = DEFAULT_DASHBOARD
 
     @classmethod
     def checked(cls, **values: str | int | None) -> Self:
@@ -258,7 +260,7 @@ class CoordinatorConfig(Section):
             f"control_port = {self.control_port}      # nodes and queries: mutual TLS\n"
             f"enrolment_port = {self.enrolment_port}    # 'atoll join': TLS and an invite\n"
             f"advertise = {json.dumps(self.advertise)}  # the host that invites send nodes to\n"
-            f"dashboard = {json.dumps(self.dashboard)}  # HOST:PORT of a page and /metrics; empty: none\n"
+            f'dashboard = {json.dumps(self.dashboard)}  # page and /metrics; "": none\n'
         )
 
 

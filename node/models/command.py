@@ -12,6 +12,7 @@ import click
 from node.cli import DIRECTORY
 from node.installed import require_installed
 from protocol.errors import NoInputError, SystemRefusedError, UsageError
+from protocol.terminal.console import printable
 from protocol.trust.credentials import find_home
 
 if TYPE_CHECKING:
@@ -262,4 +263,6 @@ def sample(
         seed=seed,
         ends=text.ends,
     )
-    click.echo(text.text_of([*(start_tokens if prompt else ()), *written]))
+    said = text.text_of([*(start_tokens if prompt else ()), *written])
+    # A model may write what steers a terminal; a program that reads this gets it as it is.
+    click.echo(printable(said, most=len(said)) if sys.stdout.isatty() else said)
