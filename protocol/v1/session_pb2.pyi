@@ -379,7 +379,7 @@ class Utilisation(_message.Message):
     tokens_per_second: _builtins.float
     """Tokens per second while it trained."""
     flops_per_second: _builtins.float
-    """Floating-point operations per second while it trained, by the formula in docs/operations.md."""
+    """Floating-point operations per second while it trained, by the formula in docs/watching.md."""
     mfu: _builtins.float
     """flops_per_second over the peak of its devices; absent when that is not known."""
     compute_share: _builtins.float
