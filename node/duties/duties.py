@@ -60,6 +60,12 @@ REFETCH_PAUSE_SECONDS = 2.0
 """Before peers are asked a second time for a state that nobody supplied; later pauses are longer."""
 
 
+_STILL_WRITING = (
+    "an earlier model still writes here; fewer prompt_tokens or rarer evaluations give it time"
+)
+"""What is told instead of a text."""
+
+
 class Duties:
     """Work in the order in which it comes. `activity` and `progress` say what is being done."""
 
@@ -107,7 +113,8 @@ class Duties:
         self._rulings = rulings
         self._spec = spec
         self._saving: asyncio.Task[None] | None = None
-        self._writing: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None  # one model at a time
+        self._writes_for = 0  # the round that it is of
         self._limit: asyncio.Timeout | None = None  # of all work, from the end of the run on
         self._finished: RunFinished | None = None
 
@@ -564,13 +571,20 @@ class Duties:
         )
 
     def _begin_writing(self, round: int) -> asyncio.Event:
-        """Has the state's model write while this node goes on; the event says that it has a copy."""
+        """Has the state's model write while this node goes on; the event says that it has a copy.
+
+        One at a time. The run's last model comes before one that still writes, and no other does, or slow
+        ones would never end.
+        """
         has_copy = asyncio.Event()
         if self._writing is not None and not self._writing.done():
-            why_not = "this node still has an earlier model write; [evaluation] every_rounds or prompt_tokens"
-            self._session.report(round, Wrote(why_not=f"{why_not} leave too little time for that"))
-            has_copy.set()
-            return has_copy
+            if round < self._rulings.spec_in(round).run.rounds:
+                self._session.report(round, Wrote(why_not=_STILL_WRITING))
+                has_copy.set()
+                return has_copy
+            self._writing.cancel()
+            why_not = "the run's last model writes instead"
+            self._session.report(self._writes_for, Wrote(why_not=why_not))
 
         async def write() -> None:
             try:
@@ -578,7 +592,7 @@ class Duties:
             finally:
                 has_copy.set()
 
-        self._writing = asyncio.ensure_future(write())
+        self._writes_for, self._writing = round, asyncio.ensure_future(write())
         return has_copy
 
 
