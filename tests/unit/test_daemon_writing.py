@@ -88,6 +88,20 @@ async def test_a_model_that_still_writes_is_let_end_but_for_the_last_one_of_the_
 
 
 @in_virtual_time
+async def test_who_is_asked_again_for_what_is_being_written_goes_on_with_it() -> None:
+    for rounds in (100, 1):
+        life, writer = life_with(copying=1, writing=60, rounds=rounds)
+        async with life:
+            await commit_round(life, 1)
+            life.link.say(EvaluationAsked(round=1, writes=True))
+            await asyncio.sleep(10)
+            life.link.say(EvaluationAsked(round=1, writes=True))
+            await asyncio.sleep(100)
+            assert life.link.reported(Wrote) == [(1, Wrote(texts=("-1",)))]
+            assert writer.num_ended == 1
+
+
+@in_virtual_time
 async def test_nobody_writes_unasked_and_a_writer_ends_with_its_node() -> None:
     life, writer = life_with(copying=1, writing=60)
     async with life:
