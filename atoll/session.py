@@ -19,12 +19,11 @@ from torch import nn
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
+from atoll.log_file import LoopLog
 from atoll.ranks import Ranks
 from atoll.samples import Chunk
 from atoll.training import Training
 from atoll.weights import Place, Weights, check_model, check_optimizer
-
-log = logging.getLogger("atoll")
 
 Evaluate = Callable[[], float | tuple[float, int]]
 
@@ -72,6 +71,7 @@ class Session:
         self._weights: Weights | None = None
         self._run_digest = ""
         self.run: Run
+        self.log = LoopLog(folder, rank=ranks.rank)
         self.training: Training | None = None  # the order that the loop carries out
         self.over = ""  # why there will be no further order
         self.is_replaced = False  # weights were taken over; the loop sets it back
@@ -80,13 +80,20 @@ class Session:
     def come_in(self) -> None:
         """Connects, takes the global parameters over, and waits for the first plan."""
         self._connect(wait_seconds=CHILD_SECONDS if self._child else self._wait_seconds)
-        log.info("waiting for the swarm's next round")
+        self.log.tell(
+            logging.INFO,
+            "waiting for the swarm's next round",
+            run=self.run.name,
+            folder=str(self._folder),
+        )
         self.serve()
 
     def serve(self) -> None:
         """Answers the order to train, and carries out others until the next one, or the end."""
         training, self.training = self.training, None
         answer = None if training is None else training.trained(time.monotonic())
+        if training is not None:
+            self.log.tell(logging.INFO, "trained", round=training.round, inner_steps=training.steps)
         while not self.over:
             try:
                 if answer is not None:
@@ -183,12 +190,10 @@ class Session:
         while True:
             self.close(why, is_done=False)
             lost = f"; {self.steps_at_risk} inner steps that were not published are lost"
-            log.warning(
-                "the loop was cut off (%s)%s; waiting up to %g s for the node in %s",
-                why,
-                lost if self.steps_at_risk else "",
-                self._wait_seconds,
-                self._folder,
+            self.log.tell(
+                logging.WARNING,
+                f"the loop was cut off ({why}){lost if self.steps_at_risk else ''}; waiting up to "
+                f"{self._wait_seconds:g} s for the node in {self._folder}",
             )
             self.steps_at_risk = 0
             try:

@@ -11,8 +11,10 @@ weights. They are carried out within `join`, `step` and the end of the block, so
 like any other; and it takes no inner step that no plan of the swarm has asked for.
 """
 
+import logging
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from atoll.connection import find_folder
 from atoll.errors import ConnectionLostError, RunOverError, SamplesError, SwarmError
 from atoll.ranks import Ranks
 from atoll.samples import Batch, Chunk
-from atoll.session import CHILD_SECONDS, Evaluate, Run, Session, log
+from atoll.session import CHILD_SECONDS, Evaluate, Run, Session
 from atoll.training import Training
 
 TELL_SECONDS = 0.5
@@ -166,10 +168,14 @@ class Swarm:
         try:
             self._session.hand_in()
         except ConnectionLostError:
-            log.warning("the node was gone before it had what was trained last")
+            self._session.log.tell(
+                logging.WARNING, "the node was gone before it had what was trained last"
+            )
         self._end(why, is_done=True)
 
     def _end(self, why: str, *, is_done: bool) -> None:
+        if is_done:
+            self._session.log.tell(logging.INFO, "left the swarm", why=why)
         self._session.close(why, is_done=is_done)
         if self._child is not None:
             self._child.end()
@@ -181,13 +187,16 @@ class Swarm:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        _trace: TracebackType | None,
+        trace: TracebackType | None,
     ) -> bool:
         """Leaves. What was trained is contributed, unless an error has ended the loop."""
         if kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit, RunOverError)):
             self.leave()
         else:
-            self._end(f"{kind.__name__}: {error}", is_done=False)
+            why = f"{kind.__name__}: {error}"
+            told = "".join(traceback.format_exception(kind, error, trace))
+            self._session.log.tell(logging.ERROR, f"ended: {why}", exception=told)
+            self._end(why, is_done=False)
         return kind is RunOverError
 
     # One inner step
@@ -216,12 +225,10 @@ class Swarm:
             )
         if tokens > leased and not self._has_warned:
             self._has_warned = True
-            log.warning(
-                "a step of this loop has %d tokens on a rank, and only %d of them weigh in the swarm: "
-                "the run's [inner] batch times [model] context, over %d ranks",
-                tokens,
-                leased,
-                self._ranks.world_size,
+            self._session.log.tell(
+                logging.WARNING,
+                f"a step of this loop has {tokens} tokens on a rank, and only {leased} of them weigh in the "
+                f"swarm: the run's [inner] batch times [model] context, over {self._ranks.world_size} ranks",
             )
         return int(tokens)
 

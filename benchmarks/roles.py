@@ -2,7 +2,7 @@
 
     python -m benchmarks.roles [--folder DIR] [--results FILE]
 
-Makes one environment for each of coordinator, helper and node by the lines of docs/operations.md, with
+Makes one environment for each of coordinator, helper and node by the lines of docs/getting-started.md, with
 constraints.txt, and starts a swarm in which each role runs in its own: so the lines suffice.
 Memory is proportional (pages that others share count in part), of all processes of a role, after a committed
 round of a model of 3 million parameters. It needs a package index, and a gigabyte of disk for torch.

@@ -15,7 +15,7 @@ import grpc.aio
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, rules_of
 from coordinator.dashboard.given import GivenFile, Tally
-from coordinator.dashboard.link import page_link, page_token
+from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.timeline import Timeline
@@ -46,7 +46,6 @@ from protocol.run.amendments import in_force
 from protocol.run.layout import layout_of
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
-from protocol.terminal.typed import web_address_of
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import pin_of
 from protocol.trust.rulings import checked_chain
@@ -58,6 +57,7 @@ from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
 from protocol.wire.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bind_enrolment
 
 if TYPE_CHECKING:
+    from coordinator.dashboard.pages import Pages
     from protocol.web.server import WebServer
 
 NEWS_FILE = "news.jsonl"
@@ -209,7 +209,10 @@ class Coordinator:
                 control_port=control_port,
             )
             if config.dashboard:
-                dashboard = _open_dashboard(config.dashboard, home, status, watched, driver)
+                pages = _pages_of(status, watched, driver)
+                dashboard = open_dashboard(
+                    config.dashboard, pages, token=page_token(home.directory)
+                )
             home.save_link(host=config.host, control_port=control_port)
             await control.start()
             await enrolment.start()
@@ -330,28 +333,17 @@ class Watched:
         self.news.add(log_transition(before, transition), unix_seconds=time.time())
 
 
-def _open_dashboard(
-    address: str, home: Home, status: StatusDesk, watched: Watched, driver: Driver
-) -> "WebServer":
-    """Its libraries are loaded only now: who wants no pages need not wait for them."""
+def _pages_of(status: StatusDesk, watched: Watched, driver: Driver) -> "Pages":
+    """Their libraries are loaded only now: who wants no pages need not wait for them."""
     from coordinator.dashboard.pages import Pages
-    from protocol.web.server import WebServer
 
-    pages = Pages(
+    return Pages(
         status,
         watched.tally,
         watched.timeline,
         watched.news,
         now=driver.clock.now,
         is_serving=lambda: driver.is_keeping_time,
-    )
-    return WebServer.open(
-        web_address_of(address),
-        pages.by_path(),
-        option="--dashboard",
-        streams=pages.streams(),
-        token=page_token(home.directory),
-        open_pages=("/healthz",),
     )
 
 

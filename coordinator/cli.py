@@ -45,8 +45,10 @@ coordinator.add_command(new_run)
 @click.option(
     "--dashboard",
     metavar="HOST:PORT",
-    help="Serve a page, /metrics and /healthz there, readable by all who reach it.  [default: nowhere]",
+    help="Serve the run's page, /metrics and /healthz there; beyond this machine its link has a token.  "
+    "[default: 127.0.0.1:7702, or the next port that is free]",
 )
+@click.option("--no-dashboard", is_flag=True, help="Serve no page.")
 @click.option("--log-json", is_flag=True, help="Write the log for machines.")
 def start(
     directory: Path | None,
@@ -54,6 +56,7 @@ def start(
     control_port: int | None,
     enrolment_port: int | None,
     dashboard: str | None,
+    no_dashboard: bool,
     log_json: bool,
 ) -> None:
     """Serve the run in DIR until Ctrl-C.
@@ -67,6 +70,10 @@ def start(
     from coordinator.backup import clear_unfinished_backups
     from coordinator.config import Home, settle_preset
 
+    if no_dashboard and dashboard is not None:
+        raise UsageError(
+            f"--dashboard {dashboard} and --no-dashboard are both given", next_step="leave one out"
+        )
     folder = folder_of(directory)
     clear_unfinished_backups(folder)
     settled = settle_preset(folder)
@@ -75,7 +82,7 @@ def start(
         host=host,
         control_port=control_port,
         enrolment_port=enrolment_port,
-        dashboard=dashboard,
+        dashboard="" if no_dashboard else dashboard,
     )
     plan = None if settled is None else settled.plan
     run_coordinator(home, config, log_json=log_json, settled=plan)

@@ -50,6 +50,8 @@ from protocol.trust.vouching import first_of, number_of
 
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701
+DEFAULT_DASHBOARD = "127.0.0.1:7702"
+"""Nobody has asked for that one: where it is taken, the next that is free does as well."""
 
 RUN_FILE = "run.toml"
 CONFIG_FILE = "coordinator.toml"
@@ -159,7 +161,7 @@ optimizer = "nesterov"      # or "sgd"; applies what a round commits
 learning_rate = 0.7         # with momentum 0.9 about 0.4, 0.6, 0.6, 0.8 for 1, 2, 4, 8 nodes
 momentum = 0.6              # 0.3 below 32 exchanges, 0.9 from a thousand; sgd has none: remove it there
 merge = "mean"              # or "norm-preserving": as long as the contributions are on average; or, among
-                            # strangers, "trimmed-mean", "centred-clipping", "trust" (docs/operations.md)
+                            # strangers, "trimmed-mean", "centred-clipping", "trust" (docs/coordinators.md)
 screening = true            # contributions and results much longer than others are cut, or left out
 audit = 0.05                # so many of the committed slices another member makes again; after a lie
                             # the run goes back. 0 where all nodes are your own
@@ -195,20 +197,22 @@ floor = 5                   # with adapt: no part of a round gets fewer seconds,
 every_rounds = 5            # how often the held-out loss is measured
 samples = 64                # held-out samples for that
 go_back = true              # two nodes measure it; where it jumps, the run goes back by itself
+prompts = []                # texts, up to 8; one node's model goes on from each, where it is evaluated
+# prompt_tokens = 64        # … with so many tokens
 """
 
 
 class CoordinatorConfig(Section):
     """coordinator.toml: where the coordinator listens, and the host that invites send nodes to.
 
-    `dashboard` is where it serves pages; empty for no pages.
+    `dashboard` is where it serves pages; empty: nowhere.
     """
 
     host: Host = "0.0.0.0"
     control_port: Port = DEFAULT_CONTROL_PORT
     enrolment_port: Port = DEFAULT_ENROLMENT_PORT
     advertise: Host = "127.0.0.1"
-    dashboard: WebAddress = ""
+    dashboard: WebAddress = DEFAULT_DASHBOARD
 
     @classmethod
     def checked(cls, **values: str | int | None) -> Self:
@@ -256,7 +260,7 @@ class CoordinatorConfig(Section):
             f"control_port = {self.control_port}      # nodes and queries: mutual TLS\n"
             f"enrolment_port = {self.enrolment_port}    # 'atoll join': TLS and an invite\n"
             f"advertise = {json.dumps(self.advertise)}  # the host that invites send nodes to\n"
-            f"dashboard = {json.dumps(self.dashboard)}  # HOST:PORT of a page and /metrics; empty: none\n"
+            f'dashboard = {json.dumps(self.dashboard)}  # page and /metrics; "": none\n'
         )
 
 
@@ -398,6 +402,7 @@ def rules_of(run: RunSpec) -> Rules:
         floor_seconds=run.deadlines.floor,
         has_overlap=run.exchange.overlap != "none",
         evaluate_every_rounds=run.evaluation.every_rounds,
+        num_prompts=len(run.evaluation.prompts),
         first_digest=run.first_digest,
         watches_loss=run.evaluation.go_back,
         bounds_results=run.outer.screening,

@@ -51,6 +51,11 @@ CREATE TABLE enrolled (
 """
 """Columns have no type, so that what is read is what was written. protocol.wire.versions has their number."""
 
+ADDED_TABLES = """
+CREATE TABLE IF NOT EXISTS written (round INTEGER PRIMARY KEY, node_id, texts, why_not, digest);
+"""
+"""What releases that open the same files do without."""
+
 _REFUSALS = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM),
@@ -220,6 +225,7 @@ class Database:
                 next_step=f"{DATABASE.next_step(version)}; if that cannot be, the file is damaged: "
                 f"{AFTER_DAMAGE}",
             )
+        self._connection.executescript(ADDED_TABLES)
 
 
 def _connected(path: Path) -> sqlite3.Connection:

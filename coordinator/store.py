@@ -32,6 +32,7 @@ from coordinator.swarm.state import (
     Round,
     Rules,
     SwarmState,
+    Written,
     trimmed,
 )
 from coordinator.swarm.steering import with_rulings
@@ -53,6 +54,7 @@ CLOCK_SAVE_SECONDS = 5.0
 _STATE = TypeAdapter(tuple[SwarmState], config=JSON)
 _MEMBER = TypeAdapter(tuple[Member], config=JSON)
 _LEDGER = TypeAdapter(tuple[Ledger], config=JSON)
+_TEXTS = TypeAdapter(tuple[tuple[str, ...]], config=JSON)
 _HOLDERS = TypeAdapter(tuple[tuple[HolderLoss, ...]], config=JSON)
 
 T = TypeVar("T")
@@ -134,6 +136,17 @@ class Store:
                     connection, "held_out", "ORDER BY place"
                 )
             )
+            written = tuple(
+                Written(
+                    round=number,
+                    node_id=node_id,
+                    texts=_TEXTS.validate_json(texts)[0],
+                    why_not=why_not,
+                )
+                for number, node_id, texts, why_not in rows_of(
+                    connection, "written", "ORDER BY round"
+                )
+            )
             open_round = load_round(connection)
             row = row_of(connection, "ledger")
             ledger = None if row is None else _LEDGER.validate_json(row[1])[0]
@@ -156,6 +169,7 @@ class Store:
             norms=norms,
             ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
             held_out=held_out,
+            written=written,
         )
         return with_rulings(state, rulings)
 
@@ -240,6 +254,14 @@ class Store:
                     for place, h in losses
                 ),
             )
+        connection.executemany(
+            "DELETE FROM written WHERE round = ?", [(number,) for number in change.forgotten]
+        )
+        put(
+            connection,
+            "written",
+            ((w.round, w.node_id, _text(_TEXTS, w.texts), w.why_not) for w in change.written),
+        )
         if change.rulings:
             sign = self._sign or (lambda _: b"")
             put(

@@ -16,6 +16,7 @@ from coordinator.swarm.state import (
     Round,
     RoundPhase,
     SwarmState,
+    Writing,
     last_sure_round,
 )
 from coordinator.swarm.takeover import takeover_of
@@ -86,7 +87,9 @@ def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Messag
             held.append(RoundOpened(plan=plan_of(open_round, time_of_round(state, now))))
             held.extend(_news_of(state, open_round, time_of_round(state, now)))
     if state.evaluating is not None and member.node_id in state.evaluating.node_ids:
-        held.append(EvaluationAsked(round=state.evaluating.round))
+        number = state.evaluating.round
+        writes = Writing(node_id=member.node_id, round=number) in state.writing
+        held.append(EvaluationAsked(round=number, writes=writes))
     held.extend(
         order_of(audit, time_of_round(state, now))
         for audit in pending_audits(state)

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Self
 
 from coordinator.swarm.ledger import Ledger
-from coordinator.swarm.state import ClosedRound, HeldOut, Member, SwarmState
+from coordinator.swarm.state import ClosedRound, HeldOut, Member, SwarmState, Written
 from protocol.trust.rulings import Ruling
 from protocol.wire.rounds import NodeId
 
@@ -39,6 +39,8 @@ class Change:
     is_round_new: bool
     is_ledger_new: bool
     num_losses_kept: int | None  # of the held-out losses, from the first on; None: no other ones
+    written: tuple[Written, ...]
+    forgotten: frozenset[int]  # rounds whose texts are not kept any more
     is_taken_back: bool
     closed: tuple[ClosedRound, ...]
     rulings: tuple[Ruling, ...]
@@ -46,7 +48,14 @@ class Change:
     @property
     def is_any(self) -> bool:
         """Whether there is anything to write."""
-        are_rows_new = bool(self.members or self.gone or self.closed or self.rulings)
+        are_rows_new = bool(
+            self.members
+            or self.gone
+            or self.closed
+            or self.rulings
+            or self.written
+            or self.forgotten
+        )
         is_one_new = self.is_round_new or self.is_ledger_new or self.num_losses_kept is not None
         return self.are_scalars_new or are_rows_new or is_one_new
 
@@ -71,6 +80,13 @@ class Change:
             is_round_new=_is_new(before.open_round, after.open_round),
             is_ledger_new=_is_new(before.ledger, after.ledger),
             num_losses_kept=_num_kept(before.held_out, after.held_out),
+            written=tuple(one for one in after.written if one not in before.written)
+            if after.written is not before.written
+            else (),
+            forgotten=frozenset(one.round for one in before.written)
+            - frozenset(one.round for one in after.written)
+            if after.written is not before.written
+            else frozenset(),
             is_taken_back=after.committed_round < before.committed_round,
             closed=_new_rounds(before.recent, after.recent),
             rulings=after.rulings[len(before.rulings) :],
@@ -108,6 +124,7 @@ def without_rows(state: SwarmState) -> SwarmState:
         audit_secret=b"",  # of the key, which lies elsewhere
         ledger=Ledger(),
         held_out=(),
+        written=(),
         rulings=(),
         latest_rulings={},
         rolled_back=(),

@@ -7,7 +7,6 @@ ranks come from: a coordinator that is another's, a device that no machine has, 
 import asyncio
 import os
 import random
-import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from node.config import NodeSettings
 from node.island.data.places import DataPlaces, check_reach
 from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
-from node.island.ranks.output import RankOutput
+from node.island.ranks.output import rank_output
 from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
@@ -27,11 +26,9 @@ from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import AtollError
 from protocol.files.descriptors import require_open_files
-from protocol.files.durable import refusing
 from protocol.files.folder_lock import FolderLock
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import ServiceManager
-from protocol.terminal.logging import LOGS_FOLDER, LogFile, LogStream
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
@@ -126,7 +123,7 @@ async def _run(
         )
         if not is_helper and not settings.loop:
             log.info("loading torch: it takes some seconds")
-            output = at_last.enter_context(closing(_rank_output(folder, settings.name)))
+            output = at_last.enter_context(closing(rank_output(folder, settings.name)))
             # It imports torch while we import the rest, and do without.
             prepare_forkserver(standard_error=output.descriptor)
         keep_freed_memory()
@@ -142,16 +139,6 @@ async def _run(
             counts=counts,
         )
         return await run_daemon(start, hardware, signals)
-
-
-def _rank_output(folder: Path, name: str) -> RankOutput:
-    kept = LogFile(folder, "ranks")
-    with refusing(folder / LOGS_FOLDER):
-        return RankOutput(
-            folder / LOGS_FOLDER / "ranks.txt",
-            show=LogStream(sys.stderr.fileno()).write,
-            keep=lambda line: kept.keep({"level": "warning", "event": line, "node": name}),
-        )
 
 
 def _refuse_or_tell(

@@ -50,6 +50,7 @@ from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
 from node.machine.usage import Usage
 from node.models.reading import read_first
+from node.models.writing import TextWriter
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
 from node.pausing import why_paused
@@ -184,6 +185,7 @@ async def _run_in(
             island=island,
             why_paused=lambda: why_paused(start.folder) or usage.why_not,
             manager=signals.manager,
+            writer=TextWriter(spec, shared.names, start.data, num_threads=_threads_beside(ranks)),
         ),
         heavy=in_thread,
         meters=meters,

@@ -298,32 +298,30 @@ def follow(
     """Lend this machine's devices to the node of another one, for one island of several hosts.
 
     TOKEN is the file island.token from the folder of that node, which was started with --hosts.
-    Keep it secret: who has it can take part in the island.
+    Keep it secret: who has it can take part in the island. Its checkpoints and logs lie in inner-NAME, or
+    in the folder that --checkpoints names.
 
     Example: atoll node follow island.token --device cuda
     """
     require_installed(to="follow a node")
     from node.hosts.wire import HostToken
     from node.island.ranks.devices import check_choice
-    from protocol.terminal.logging import start_logging
+    from protocol.files.durable import make_folder
+    from protocol.terminal.logging import keeping_the_end, start_logging
 
     leader = HostToken.read(token)
     check_choice(device)
     own_name = name or socket.gethostname()[:64] or "host"
-    start_logging(as_json=log_json, node=own_name)
-    from node.hosts.following import run_follower
-
     # A name is no path: one with a slash in it would lead elsewhere.
-    beside = Path(f"inner-{own_name.replace('/', '-')}")
-    reason = asyncio.run(
-        run_follower(
-            leader,
-            name=own_name,
-            device=device,
-            checkpoints=checkpoints or beside,
-            data=data,
+    folder = checkpoints or Path(f"inner-{own_name.replace('/', '-')}")
+    make_folder(folder)
+    start_logging(as_json=log_json, folder=folder, process="follower", node=own_name)
+    with keeping_the_end(folder, "follower"):
+        from node.hosts.following import run_follower
+
+        reason = asyncio.run(
+            run_follower(leader, name=own_name, device=device, checkpoints=folder, data=data)
         )
-    )
     click.echo(f"{own_name} has stopped: {reason}")
 
 

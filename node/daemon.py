@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from node.duties.duties import Duties
-from node.duties.lasting_island import LastingIsland
+from node.duties.lasting_island import LastingIsland, Writer
 from node.duties.times import Meters
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
@@ -109,6 +109,7 @@ class Counterparts:
     island: Island
     why_paused: Callable[[], str] = lambda: ""  # by the owner: it trains nothing now
     manager: ServiceManager = NOBODY  # behind this process
+    writer: Writer | None = None  # has the model write; None: nothing here can
 
 
 class Daemon:
@@ -138,7 +139,10 @@ class Daemon:
         self._rng = rng
         self._transport = transport
         self._island = LastingIsland(
-            counterparts.island, meters.exchange_time, why_paused=self._why_paused
+            counterparts.island,
+            meters.exchange_time,
+            why_paused=self._why_paused,
+            writer=counterparts.writer,
         )
         self._outer = outer
         self._disk = holdings.disk

@@ -7,13 +7,14 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
 
 from benchmarks.measurement import markdown
 from coordinator.config import RUN_TEMPLATE, CoordinatorConfig
+from coordinator.dashboard.run_metrics import RUN_METRICS
 from coordinator.presets.composing import USUAL_NODES
 from coordinator.presets.cost import (
     DISK_BYTES,
@@ -28,6 +29,8 @@ from node.config import OF_HELPERS, TEMPLATE
 from protocol.run.node_memory import daemon_bytes
 from protocol.terminal import cli
 from protocol.terminal.console import bytes_in_words, count_in_words, seconds_in_words
+from protocol.web.metrics import Metric
+from protocol.web.node_metrics import NODE_METRICS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 WIDTH = 118
@@ -50,7 +53,7 @@ def reference() -> str:
                 markdown_left(("command", "what it does"), _commands()),
                 "## The run file",
                 "`run.toml` is written by `atoll init`, and never changes after the first start: [amendments]"
-                "(operations.md#steering) change what may change.",
+                "(coordinators.md#steering) change what may change.",
                 *_run_file(),
                 "## The node file",
                 "`node.toml` is written by `atoll join`. Options of `atoll node start` come first.",
@@ -58,6 +61,13 @@ def reference() -> str:
                 "## The coordinator's file",
                 "`coordinator.toml` is written by `atoll init`; of port 0 the system makes one at a start.",
                 markdown_left(("key", "at first", "what it is"), _coordinator_file()),
+                "## Metrics",
+                'For Prometheus. What is not known is left out, and never 0. Counters "since this coordinator'
+                ' started"\nbegin anew with its process.',
+                "Of the run, from the coordinator:",
+                markdown_left(("metric", "labels", "meaning"), _metrics(RUN_METRICS)),
+                "Of each node that is there, by its latest heartbeat; a node serves its own:",
+                markdown_left(("metric", "labels", "meaning"), _metrics(NODE_METRICS)),
             ]
         ).replace("\n\n\n", "\n\n")
         + "\n"
@@ -205,6 +215,12 @@ def _coordinator_file() -> Iterator[Row]:
                 f"`{json.dumps(json.loads(match[2]))}`",
                 _cell(match[3] or "where it listens"),
             )
+
+
+def _metrics(declared: Iterable[Metric]) -> Iterator[Row]:
+    for metric in declared:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        yield f"`{metric.name}`", labels, _cell(metric.meaning)
 
 
 def _cell(text: str) -> str:

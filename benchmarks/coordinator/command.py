@@ -35,7 +35,9 @@ from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
 
-LOCAL = CoordinatorConfig(host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1")
+LOCAL = CoordinatorConfig(
+    host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1", dashboard=""
+)
 
 FLAT = Description(tensors=(TensorShape(name="w", shape=(1 << 28,)),))
 

@@ -1,15 +1,28 @@
-"""The link that opens a run's page, and the token in it where more than this machine reaches the page."""
+"""Where a run's page is served, and the link that opens it; beyond this machine with a token in it."""
 
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from coordinator.config import CoordinatorConfig
+import structlog
+
+from coordinator.config import DEFAULT_DASHBOARD, CoordinatorConfig
+from protocol.errors import SystemRefusedError
 from protocol.files.durable import read_secret, write_atomically
 from protocol.terminal.typed import is_loopback, web_address_of
 from protocol.trust.invite import endpoint_of
 
+if TYPE_CHECKING:
+    from coordinator.dashboard.pages import Pages
+    from protocol.web.server import WebServer
+
+log = structlog.get_logger()
+
 TOKEN_FILE = "page.token"
 """In the coordinator's folder: who removes it and starts anew makes all links of before useless."""
+
+NEXT_PORTS = 10
+"""So many are tried for pages that nobody has chosen an address for, before the system chooses one."""
 
 _TOKEN_BYTES = 16
 _EVERYWHERE = frozenset({"0.0.0.0", "::"})
@@ -30,3 +43,34 @@ def page_link(folder: Path, config: CoordinatorConfig, port: int) -> str:
         return f"http://{endpoint_of(host, port)}/"
     shown = config.advertise if host in _EVERYWHERE else host
     return f"http://{endpoint_of(shown, port)}/?token={page_token(folder)}"
+
+
+def open_dashboard(address: str, pages: "Pages", *, token: str) -> "WebServer | None":
+    """Serves them at that address, and of the default one at the next that is free, or not at all.
+
+    Raises SystemRefusedError for an address that somebody has chosen.
+    """
+    from protocol.web.server import WebServer
+
+    host, first = web_address_of(address)
+    why, is_chosen = "", address != DEFAULT_DASHBOARD
+    for port in (first,) if is_chosen else (*range(first, first + NEXT_PORTS), 0):
+        try:
+            server = WebServer.open(
+                (host, port),
+                pages.by_path(),
+                option="--dashboard",
+                streams=pages.streams(),
+                token=token,
+                open_pages=("/healthz",),
+            )
+        except SystemRefusedError as error:
+            if is_chosen:
+                raise
+            why = error.what
+            continue
+        if port != first:
+            log.warning("the page's usual port is taken", usual=first, page_at=server.port)
+        return server
+    log.warning("no page is served", why=why, next_step="choose its address with --dashboard")
+    return None

@@ -13,7 +13,7 @@ from importlib import metadata, resources
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import board_of
-from coordinator.dashboard.run_view import NUM_ROUNDS, history_of, view_of
+from coordinator.dashboard.run_view import NUM_ROUNDS, history_of, view_of, written_view
 from coordinator.dashboard.timeline import Timeline, shown
 from coordinator.services.status import MAX_ROUNDS, StatusDesk
 from protocol.v1 import status_pb2 as pb
@@ -82,6 +82,7 @@ class Pages:
             "/now": self.now,
             "/history": self.history,
             "/news": self.news,
+            "/written": self.written,
             "/metrics": self.metrics,
             "/healthz": self.healthz,
         }
@@ -134,6 +135,10 @@ class Pages:
     async def news(self) -> Answer:
         """All that is kept of what has happened, newest first."""
         return Answer(body=_as_json(self._news.latest), content_type=JSON)
+
+    async def written(self) -> Answer:
+        """All that is kept of what models wrote, newest first."""
+        return Answer(body=_as_json([*map(written_view, self._desk.written())]), content_type=JSON)
 
     async def metrics(self) -> Answer:
         """For Prometheus."""

@@ -126,11 +126,22 @@ def _run(status: pb.GetStatusResponse) -> View:
         "timesLess": round(run.wire.all_reduce_bytes / sent)
         if sent and run.wire.all_reduce_bytes
         else None,
+        "written": written_view(run.written) if run.HasField("written") else None,
         "saving": saving_in_words(run.wire),
         "digest": agreement_in_words(run),
         "parameters": count_in_words(run.num_parameters) if run.num_parameters else "-",
         "ready": num_ready,
         "present": len(here),
+    }
+
+
+def written_view(written: pb.Written) -> View:
+    """What a model wrote; the page's script puts it in as text, never as markup."""
+    return {
+        "round": written.round,
+        "node": written.node_name,
+        "whyNot": written.why_not,
+        "texts": [{"prompt": one.prompt, "text": one.text} for one in written.texts],
     }
 
 

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from protocol.errors import BadDataError
+from protocol.run.run_spec import MOST_PROMPTS
+from protocol.terminal.console import printable
 from protocol.trust.identity import node_id_of
 from protocol.v1.session_pb2 import RoundSpan as RoundSpanWire
 from protocol.v1.session_pb2 import Utilisation
-from protocol.wire.messages import Applied, Audited, Evaluated, Reduced, Report, Trained
+from protocol.wire.messages import Applied, Audited, Evaluated, Reduced, Report, Trained, Wrote
 from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
 from protocol.wire.rounds import LayoutSummary, NodeId, PeerAddress, RoundSpan
 from protocol.wire.wire_count import WIRE_KINDS, WireTotals
@@ -20,6 +22,7 @@ MAX_MULTIADDR_LENGTH = 256
 MAX_FRAGMENTS = 1024
 MAX_RANKS = 1 << 16
 MAX_SPANS = 256
+MAX_TEXT_LENGTH = 2000  # of what a model writes on from a prompt
 MAX_COUNT = 1 << 53
 """Of anything that is counted: beyond it JSON readers lose digits, and no honest run comes near."""
 
@@ -135,6 +138,12 @@ def report(told: Report) -> Report:
             wire(told.wire)
         case Audited():
             words(told.why, of="what an audit found")
+        case Wrote():
+            # A model writes what it writes; no honest node is refused for it.
+            at_most(told.texts, MOST_PROMPTS, of="texts")
+            texts = tuple(printable(text, most=MAX_TEXT_LENGTH) for text in told.texts)
+            why_not = " ".join(printable(told.why_not, most=MAX_WORDS_LENGTH).split())
+            told = replace(told, texts=texts, why_not=why_not)
         case Evaluated():
             count(told.tokens, of="the number of tokens")
             if math.isfinite(

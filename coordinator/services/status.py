@@ -26,6 +26,7 @@ from coordinator.swarm.state import (
     MemberState,
     RoundPhase,
     SwarmState,
+    Written,
 )
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import say_of, weight_of
@@ -81,6 +82,7 @@ class StatusDesk:
         self._driver = driver
         self._telemetry = telemetry
         self._run = run
+        self._prompts = run.evaluation.prompts
         self._swarm_id = swarm_id
         self._timeline = timeline or Timeline()
         self._kept_times = kept_times
@@ -126,6 +128,11 @@ class StatusDesk:
             )
         return found
 
+    def written(self) -> list[pb.Written]:
+        """All that is kept of what models wrote, newest first."""
+        state = self._driver.state
+        return [written_to_wire(state, one, self._prompts) for one in reversed(state.written)]
+
     async def list_rounds(self, request: pb.ListRoundsRequest) -> pb.ListRoundsResponse:
         """The latest closed rounds, newest first."""
         limit = checks.count(request.limit, of="the number of rounds", most=MAX_ROUNDS)
@@ -150,12 +157,20 @@ class StatusDesk:
             times = await self._driver.aside(lambda: self._kept_times(number))
         if current is not None and current.number == number:
             return open_round(state, current, figures, times, now=self._driver.clock.now())
+        written = next((one for one in state.written if one.round == number), None)
+        if figures is None and written is not None:
+            figures = pb.RoundSummary(
+                round=number
+            )  # texts are kept of some rounds that figures are not
         if figures is None:
             raise NoInputError(
                 f"round {number} is too old to be kept: of rounds as old only some are",
                 next_step=f"'atoll rounds --limit {MAX_ROUNDS}' lists those",
             )
-        return closed_round(state, figures, closed, times)
+        told = closed_round(state, figures, closed, times)
+        if written is not None:
+            told.written.CopyFrom(written_to_wire(state, written, self._prompts))
+        return told
 
     def _run_status(self, state: SwarmState, now: float) -> pb.RunStatus:
         agreed_round, agreed = agreed_state(state)
@@ -181,6 +196,10 @@ class StatusDesk:
             inner_steps=state.rules.inner_steps,
             held_out_losses=[_held_out_loss(state, h) for h in _spread(state.held_out)],
             held_out_bytes_per_token=_held_out_bytes_per_token(state),
+            written=written_to_wire(state, state.written[-1], self._prompts)
+            if state.written
+            else None,
+            written_rounds=[one.round for one in state.written],
             uptime_seconds=now - self._started_at,
             min_nodes=state.rules.min_nodes,
             data=data_status(state),
@@ -261,6 +280,20 @@ def confirmed_shares(state: SwarmState) -> Mapping[NodeId, float]:
         return {}
     whole = weight_of(say, say.weights)
     return {node_id: weight / whole for node_id, weight in say.weights.items()}
+
+
+def written_to_wire(state: SwarmState, written: Written, prompts: Sequence[str]) -> pb.Written:
+    """What a model wrote, each text with its prompt."""
+    member = state.members.get(written.node_id)
+    return pb.Written(
+        round=written.round,
+        node_name="" if member is None else member.node_name,
+        texts=[
+            pb.PromptedText(prompt=prompt, text=text)
+            for prompt, text in zip(prompts, written.texts, strict=False)
+        ],
+        why_not=written.why_not,
+    )
 
 
 def _held_out_loss(state: SwarmState, held_out: HeldOut) -> pb.HeldOutLoss:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.audit import pending_audits
 from coordinator.swarm.deadlines import next_apply_seconds
-from coordinator.swarm.evaluation import ask_somebody, may_be_evaluated
+from coordinator.swarm.evaluation import ask_somebody, awaited_writers, may_be_evaluated
 from coordinator.swarm.state import Member, MemberState, SwarmState
 from coordinator.swarm.turn import Turn, present_members
 from protocol.wire.messages import RunFinished
@@ -15,10 +15,10 @@ def end_run(turn: Turn) -> None:
     """Ends the run once its final state is evaluated and taken over by all who are here, or time is up.
 
     Where nobody who is here can evaluate, it ends without that. A node that evaluates has as long as
-    the run file gives for applying. Members that are behind have what is left of it, and no more than
-    commits take to be applied: they are waited for because those who could supply them leave when the
-    run is finished. While nobody here holds the final state, and it may be taken back, the run does not
-    end; after that it waits anew.
+    the run file gives for applying, and so has the final model to write. Members that are behind have
+    what is left of it, and no more than commits take to be applied: they are waited for because those
+    who could supply them leave when the run is finished. While nobody here holds the final state, and
+    it may be taken back, the run does not end; after that it waits anew.
     """
     state = turn.state
     if state.is_finished or not is_at_end(state) or state.alarm is not None:
@@ -26,14 +26,15 @@ def end_run(turn: Turn) -> None:
     if state.unsupplied_since is not None:
         turn.state = replace(state, evaluating=None, end_waits_until=None)
         return
-    if state.end_waits_until is None:
+    until = state.end_waits_until
+    if until is None:
         until = turn.now + state.rules.apply_seconds
         state = turn.state = replace(state, evaluating=None, end_waits_until=until)
     if not is_evaluated(state) and may_be_evaluated(state):
         _wait_for_evaluation(turn)
     elif members_behind(state):
         _wait_for_members_behind(turn)
-    else:
+    elif not awaited_writers(state) or turn.now >= until:
         _finish(turn)
 
 

@@ -1,4 +1,8 @@
-"""Held-out losses of committed states: who is asked for one, which count, and which are void. Pure."""
+"""Held-out losses of committed states: who is asked for one, which count, and which are void. Pure.
+
+One of those asked also has the model write on from the run's prompts. That takes longer, and nothing waits
+for it but the end of the run.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +10,25 @@ from dataclasses import replace
 
 from coordinator.swarm.actions import GoBack, Tell
 from coordinator.swarm.canary import alarm_of, heaviest_loss
-from coordinator.swarm.state import Evaluating, HeldOut, HolderLoss, Member, SwarmState
+from coordinator.swarm.state import (
+    KEPT_WRITTEN,
+    Evaluating,
+    HeldOut,
+    HolderLoss,
+    Member,
+    SwarmState,
+    Writing,
+    Written,
+)
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
-from protocol.wire.messages import Evaluated, EvaluationAsked
+from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
 from protocol.wire.rounds import NodeId, book_of_data
 
 EVALUATORS = 2
 """Who are asked for one loss where the run goes by it: one that lies is not enough."""
+
+MOST_WRITING = 4
+"""Models that write at the same time: what an earlier one writes is not waited for."""
 
 
 def ask_if_due(turn: Turn) -> None:
@@ -66,7 +82,50 @@ def ask_somebody(turn: Turn) -> None:
     until = (turn.now if current is None else current.commit_deadline) + rules.apply_seconds
     asked = Evaluating(node_ids=tuple(chosen), round=committed, until=until)
     turn.state = replace(state, evaluating=asked)
-    turn.act(Tell(message=EvaluationAsked(round=committed), to=asked.node_ids))
+    writer = chosen[place % len(chosen)] if rules.num_prompts else None
+    if writer is not None:
+        asks = (*state.writing, Writing(node_id=writer, round=committed))
+        turn.state = replace(turn.state, writing=asks[-MOST_WRITING:])
+    others = tuple(node_id for node_id in chosen if node_id != writer)
+    if others:
+        turn.act(Tell(message=EvaluationAsked(round=committed), to=others))
+    if writer is not None:
+        turn.act(Tell(message=EvaluationAsked(round=committed, writes=True), to=(writer,)))
+
+
+def wrote(turn: Turn, node_id: NodeId, round: int, report: Wrote) -> None:
+    """Keeps what a model wrote, if its node was asked: also when later models were asked meanwhile."""
+    state = turn.state
+    asked = Writing(node_id=node_id, round=round)
+    if asked not in state.writing:
+        return
+    texts, why_not = report.texts, report.why_not
+    if not why_not and len(texts) != state.rules.num_prompts:
+        why_not = f"it gave {len(texts)} texts for {state.rules.num_prompts} prompts"
+    found = Written(round=round, node_id=node_id, texts=() if why_not else texts, why_not=why_not)
+    others = [one for one in state.written if one.round != round]
+    turn.state = replace(
+        state,
+        writing=tuple(one for one in state.writing if one != asked),
+        written=_spread_out(sorted([*others, found], key=lambda one: one.round)),
+    )
+
+
+def _spread_out(written: Sequence[Written]) -> tuple[Written, ...]:
+    """The latest ones, and of those before the first and every other: the older, the further apart."""
+    if len(written) <= KEPT_WRITTEN:
+        return tuple(written)
+    half = KEPT_WRITTEN // 2
+    return (*written[:-half][::2], *written[-half:])
+
+
+def awaited_writers(state: SwarmState) -> list[NodeId]:
+    """Who is here and has yet to say what the final model writes."""
+    return [
+        one.node_id
+        for one in state.writing
+        if one.round == state.rules.total_rounds and is_present(state, one.node_id)
+    ]
 
 
 def evaluated(turn: Turn, node_id: NodeId, round: int, report: Evaluated) -> None:
@@ -161,5 +220,7 @@ def without_evaluations_since(state: SwarmState, number: int) -> SwarmState:
         state,
         held_out=tuple(loss for loss in state.held_out if loss.round < number),
         evaluating=asked if asked is not None and asked.round < number else None,
+        writing=tuple(one for one in state.writing if one.round < number),
+        written=tuple(one for one in state.written if one.round < number),
         end_waits_until=None,
     )

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
 from coordinator.swarm.estimates import left_in_words
-from coordinator.swarm.evaluation import may_be_evaluated
+from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
 from coordinator.swarm.retraction import goes_on_from, takes_back_at
 from coordinator.swarm.rounds import awaited_appliers, held_in_words, is_undecided
 from coordinator.swarm.speeds import budgets_in_words, schedule_in_words
@@ -177,7 +177,10 @@ def _end(state: SwarmState, now: float) -> str:
     assert state.end_waits_until is not None  # otherwise the run would be finished
     left = _left(state.end_waits_until, now)
     behind = members_behind(state)
-    if is_evaluated(state) or not may_be_evaluated(state):
+    is_settled = is_evaluated(state) or not may_be_evaluated(state)
+    if is_settled and not behind and (writers := awaited_writers(state)):
+        parts = [f"waiting for the final model of {_names(state, writers)} to write, {left}"]
+    elif is_settled:
         parts = [f"waiting for {_count(len(behind), 'node')} to take the final state over, {left}"]
     elif state.evaluating is None:
         parts = [f"waiting for a ready node that can evaluate the final state, {left}"]

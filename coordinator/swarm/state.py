@@ -344,6 +344,28 @@ class Evaluating:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """A node was asked to have a state's model write on from the run's prompts."""
+
+    node_id: NodeId
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What it wrote, a text for each prompt; or why it did not."""
+
+    round: int
+    node_id: NodeId
+    texts: tuple[str, ...] = ()
+    why_not: str = ""
+
+
+KEPT_WRITTEN = 64
+"""Rounds of which texts are kept; see coordinator.swarm.evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
     """A loss is implausible, or a result was false: the run goes back by itself, or pauses.
 
@@ -408,6 +430,7 @@ class Rules:
     apply_seconds: float
     lease_seconds: float
     evaluate_every_rounds: int
+    num_prompts: int = 0  # from which the model writes on where it is evaluated
     adapts_deadlines: bool = False  # whether those above are caps, and plans follow measurements
     floor_seconds: float = 0.0  # the least of each phase, when they do
     has_overlap: bool = False  # whether nodes train for the next round while this one is exchanged
@@ -505,6 +528,8 @@ class SwarmState:
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
     held_out: tuple[HeldOut, ...] = ()
     evaluating: Evaluating | None = None
+    writing: tuple[Writing, ...] = ()  # who has yet to answer, the latest last
+    written: tuple[Written, ...] = ()  # by rounds
     alarm: Alarm | None = None  # until it is ruled what follows from it
     convicted: tuple[Conviction, ...] = ()  # until it is ruled what follows from it
     end_waits_until: float | None = None  # at the end, while somebody here holds the final state

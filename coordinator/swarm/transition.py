@@ -15,7 +15,13 @@ from coordinator.swarm.audit import (
     sound_convictions,
 )
 from coordinator.swarm.ending import end_run
-from coordinator.swarm.evaluation import ask_if_due, evaluated, give_up_evaluation, sound_alarm
+from coordinator.swarm.evaluation import (
+    ask_if_due,
+    evaluated,
+    give_up_evaluation,
+    sound_alarm,
+    wrote,
+)
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
@@ -68,7 +74,16 @@ from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import next_overdue, take_over
 from coordinator.swarm.turn import Turn, members_of
-from protocol.wire.messages import Applied, Audited, Draining, Evaluated, Held, Reduced, Trained
+from protocol.wire.messages import (
+    Applied,
+    Audited,
+    Draining,
+    Evaluated,
+    Held,
+    Reduced,
+    Trained,
+    Wrote,
+)
 from protocol.wire.rounds import Digest
 
 
@@ -218,5 +233,7 @@ def _take_in_row(turn: Turn, row: Sequence[Reported]) -> None:
                 audited(turn, told.node_id, told.round, told.report)
             case Evaluated():
                 evaluated(turn, told.node_id, told.round, told.report)
+            case Wrote():
+                wrote(turn, told.node_id, told.round, told.report)
             case Draining():
                 drain(turn, told.node_id)

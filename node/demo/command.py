@@ -13,10 +13,11 @@ import click
 
 import protocol
 from node.demo.children import Child, ChildDiedError, Children
-from node.demo.report import final_report, printable
+from node.demo.report import final_report
 from node.installed import require_installed
 from protocol.errors import BadDataError, CannotCreateError, TemporaryError, UnavailableError
 from protocol.run.run_spec import load_run_file
+from protocol.terminal.console import printable
 from protocol.terminal.query import StatusLink
 from protocol.terminal.watch import REFRESH_SECONDS, LineScreen, LiveScreen, Screen
 from protocol.v1 import status_pb2 as pb
@@ -243,7 +244,7 @@ class _Demonstration:
             f"model         {self.folder / 'model'}",
             f"logs          {self.folder / 'logs'}",
             "it writes:",
-            *(f"  {line}" for line in printable(text).splitlines()),
+            *(f"  {line}" for line in printable(text, most=4000).splitlines()),
         ]
 
     def _start_coordinator(self, run_file: Path) -> Child:
@@ -256,10 +257,12 @@ class _Demonstration:
         self.children.wait_for([setup], seconds=_COMMAND_SECONDS, what="setting up the coordinator")
         coordinator = self.children.start("coordinator", _atoll("coordinator", "start", home))
         self.children.wait_until(
-            lambda: "coordinator ready" in coordinator.log_text(),
+            lambda: "watch the run: " in coordinator.log_text(),
             seconds=_COMMAND_SECONDS,
             what="starting the coordinator",
         )
+        if page := re.search(r"^page: (\S+)", coordinator.log_text(), re.MULTILINE):
+            self.screen.say(f"its page, while it runs: {page[1]}")
         return coordinator
 
     def _make_invite(self) -> str:

@@ -119,8 +119,3 @@ def _traffic_lines(traffic: Traffic, nodes: Sequence[pb.NodeStatus]) -> list[str
         f"sent          {each}: {traffic.times_less:.0f} times less than averaging gradients",
         f"              ({average} a node: a ring all-reduce in fp32 at every inner step)",
     ]
-
-
-def printable(text: str) -> str:
-    """The text with control characters as dots: bytes of a young model may steer a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)

@@ -8,6 +8,7 @@ deaths in a short time are an error as before.
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import structlog
 
@@ -23,6 +24,7 @@ from node.island.island import (
     rest_of,
 )
 from node.island.ranks.faults import LoopGoneError, RankDiedError, RankHungError
+from protocol.wire.messages import Wrote
 from protocol.wire.rounds import CorpusSummary
 
 log = structlog.get_logger()
@@ -31,6 +33,13 @@ MOST_DEATHS = 3
 """So many deaths within DEATHS_SECONDS end the node, or so many hangs without a round between them."""
 
 DEATHS_SECONDS = 300.0
+
+
+class Writer(Protocol):
+    """Has the model of the global parameters write on from the run's prompts."""
+
+    async def write(self, on_copied: Callable[[], None]) -> Wrote:
+        """What it wrote, or why it did not. The parameters may move once `on_copied` was called."""
 
 
 def paused(why: str) -> Ability:
@@ -47,9 +56,14 @@ class LastingIsland:
         exchange_time: ExchangeTime | None = None,
         *,
         why_paused: Callable[[], str] = lambda: "",
+        writer: Writer | None = None,
     ) -> None:
-        """`why_paused` tells why the node's owner lets it train nothing now; empty where it may."""
+        """`why_paused` tells why the node's owner lets it train nothing now; empty where it may.
+
+        `writer` has the model write beside the ranks; None: nothing here can.
+        """
         self._island = island
+        self._writer = writer
         self._why_paused = why_paused
         self._exchange_time = exchange_time or ExchangeTime()
         self._deaths: list[float] = []  # when, on the loop's clock
@@ -88,6 +102,12 @@ class LastingIsland:
         """Ends the training in progress after its current inner step, or a restart for it."""
         self._is_cut_short = True
         self._island.halt()
+
+    async def write(self, on_copied: Callable[[], None]) -> Wrote:
+        """What the global parameters write, see Writer; ranks go on meanwhile."""
+        if self._writer is None:
+            return Wrote(why_not="nothing on this node can have a model write")
+        return await self._writer.write(on_copied)
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
         """Ranks take over the global parameters: of a fragment that they published, or of all.

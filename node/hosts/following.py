@@ -6,7 +6,7 @@ takes seconds: torch comes with it.
 
 import asyncio
 import json
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -43,6 +43,7 @@ from node.island.ranks.commands import Keep, MeetingPoint
 from node.island.ranks.devices import usable_devices
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
+from node.island.ranks.output import rank_output
 from node.outer_state import SharedVectors, Vector, tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import (
@@ -337,8 +338,8 @@ async def run_follower(
     """
     shelf = Shelf(checkpoints)
     tell_leftovers()
-    prepare_forkserver()
-    with StopSignals():
+    with StopSignals(), closing(rank_output(checkpoints, name)) as output:
+        prepare_forkserver(standard_error=output.descriptor)
         try:
             return await follow(
                 token,

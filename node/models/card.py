@@ -9,7 +9,6 @@ from typing import Literal
 from node.config import HISTORY_FILE
 from node.exchange.codecs.registry import codec_named
 from node.history import History
-from protocol.run.models import BYTES_VOCABULARY, DecoderModel
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import bytes_in_words, count_in_words
 from protocol.wire.rounds import Commit, Digest, NodeId
@@ -202,20 +201,4 @@ def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -
             "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))\n"
             "```\n"
         )
-    has_byte_model = (
-        isinstance(spec.model, DecoderModel) and spec.model.vocab_size == BYTES_VOCABULARY
-    )
-    is_of_bytes = has_byte_model or spec.data.source in ("python-stdlib", "text")
-    if not is_of_bytes:
-        return "The tokenizer is not in this folder: token numbers are those of the run's data.\n"
-    return (
-        "Tokens are bytes: token i is the byte i, there is no tokenizer and no special token.\n"
-        "Token 0 separates texts.\n\n"
-        "```python\n"
-        "import torch\n"
-        "from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")\n'
-        'prompt = torch.tensor([list(b"def ")])\n'
-        "print(bytes(model.generate(prompt, max_new_tokens=64)[0].tolist()))\n"
-        "```\n"
-    )
+    return "The tokenizer is not in this folder: token numbers are those of the run's data.\n"

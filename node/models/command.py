@@ -1,16 +1,22 @@
-"""The commands about the model itself: export and sample. Heavy imports happen inside them."""
+"""The commands about the model itself: export, evaluate and sample. Heavy imports happen inside them."""
 
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
 
 from node.cli import DIRECTORY
 from node.installed import require_installed
-from protocol.errors import NoInputError, UsageError
+from protocol.errors import NoInputError, SystemRefusedError, UsageError
+from protocol.terminal.console import printable
 from protocol.trust.credentials import find_home
 
 if TYPE_CHECKING:
+    from node.kept import KeptModel
     from node.models.card import DType
 
 TOKENIZER = click.option(
@@ -65,28 +71,61 @@ def export(
     Example: atoll export ./model --round 120
     """
     require_installed(to="export a model")
+    model, dtype, problem = _exported(
+        find_home(folder),
+        out,
+        round=round,
+        tokenizer=tokenizer,
+        base=base,
+        is_merged=merged,
+        dtype=dtype,
+    )
+    rounded = "" if dtype == "fp32" else ", rounded (--dtype fp32 keeps all bits)"
+    click.echo(
+        f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out} in "
+        f"{dtype}{rounded}"
+    )
+    if problem:
+        click.echo(f"transformers does not load it: {problem}")
+
+
+def _exported(
+    home: Path,
+    out: Path,
+    *,
+    round: int | None,
+    tokenizer: Path | None,
+    base: str | None,
+    is_merged: bool | None,
+    dtype: "DType | None" = None,
+) -> "tuple[KeptModel, DType, str]":
+    """Writes a node's model; with `is_merged` None adapters are merged where there are any.
+
+    Returns the model, the type of its weights, and why transformers does not load them.
+    """
     from node.kept import kept_model, places_of
     from protocol.terminal.logging import start_logging
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
-    home = find_home(folder)
     model = kept_model(home, round)
     from node.models.card import Origin, contributions_in
     from node.models.export import export_model, usual_dtype
     from node.models.text import files_of_tokenizer
 
     places = places_of(home, base=base, typed_in=Path.cwd())
-    if merged and model.spec.adapters is None:
+    has_adapters = model.spec.adapters is not None
+    if is_merged and not has_adapters:
         raise UsageError(
             f"--merged adds adapters to their model, and run {model.spec.run.name!r} trains all of it",
             next_step="leave --merged out",
         )
-    if merged and places.base is None:
+    merges = has_adapters if is_merged is None else is_merged
+    if merges and places.base is None:
         raise NoInputError(
-            "--merged adds adapters to their model, and nothing says where it is",
+            "adapters are added to their model, and nothing says where it is",
             next_step="name its folder with --base, or as base in node.toml",
         )
-    dtype = dtype or usual_dtype(model.spec, is_merged=merged)
+    dtype = dtype or usual_dtype(model.spec, is_merged=merges)
     problem = export_model(
         spec=model.spec,
         parameters=model.parameters,
@@ -99,17 +138,69 @@ def export(
         ),
         out=out,
         tokenizer=files_of_tokenizer(model.spec, places, named=tokenizer),
-        base=places.base if merged else None,
+        base=places.base if merges else None,
         base_name="" if places.base is None else places.base.resolve().name,
         dtype=dtype,
     )
-    rounded = "" if dtype == "fp32" else ", rounded (--dtype fp32 keeps all bits)"
-    click.echo(
-        f"wrote the model at round {model.round} ({model.outer_digest.hex()[:12]}) to {out} in "
-        f"{dtype}{rounded}"
-    )
-    if problem:
-        click.echo(f"transformers does not load it: {problem}")
+    return model, dtype, problem
+
+
+@click.command()
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS]")
+@DIRECTORY
+@ROUND
+@TOKENIZER
+@BASE
+@click.option(
+    "--tasks",
+    required=True,
+    metavar="NAMES",
+    help="Names of lm-eval's tasks, with commas between them. 'lm-eval ls tasks' lists them.",
+)
+def evaluate(
+    options: tuple[str, ...],
+    folder: Path | None,
+    round: int | None,
+    tokenizer: Path | None,
+    base: str | None,
+    tasks: str,
+) -> None:
+    """Measure the model of this node's newest round, or of an earlier one, with EleutherAI's lm-eval.
+
+    The model is exported to a temporary folder below $TMPDIR, and adapters are added to their model. Its
+    OPTIONS go to lm-eval as they are.
+
+    \b
+    Examples:
+      atoll evaluate --tasks arc_easy,hellaswag
+      atoll evaluate --tasks mine --round 120 -- --include_path ./tasks --limit 100
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    require_installed(to="evaluate a model")
+    missing = [name for name in ("lm_eval", "transformers") if find_spec(name) is None]
+    if missing:
+        raise SystemRefusedError(
+            f"{' and '.join(missing)} is not installed, and needed to evaluate a model",
+            next_step="pip install 'atoll[lm-eval]'",
+        )
+    with TemporaryDirectory(prefix="atoll-evaluate-") as scratch:
+        out = Path(scratch) / "model"
+        model, _, problem = _exported(
+            find_home(folder), out, round=round, tokenizer=tokenizer, base=base, is_merged=None
+        )
+        if problem:
+            raise UsageError(
+                f"lm-eval loads models by transformers, which does not load this one: {problem}",
+                next_step="export it with 'atoll export OUT', and measure it by a program of your own",
+            )
+        click.echo(f"evaluating round {model.round} ({model.outer_digest.hex()[:12]})", err=True)
+        command = (sys.executable, "-m", "lm_eval", "run", "--model", "hf")
+        arguments = ("--model_args", f"pretrained={out}", "--tasks", tasks, *options)
+        code = subprocess.run((*command, *arguments), check=False).returncode
+    if code:
+        raise SystemRefusedError(
+            f"lm-eval ended with {code}; its own words stand above",
+            next_step="correct --tasks or the options behind --; 'lm-eval run --help' lists them",
+        )
 
 
 @click.command()
@@ -161,17 +252,17 @@ def sample(
             f"--bytes {num_bytes} is for a run whose tokens are bytes, instead of --tokens",
             next_step="give --tokens alone",
         )
-    from node.island.models.generate import sampled
+    from node.island.models.generate import model_that_writes
 
     start_tokens = text.tokens_of(prompt)
-    written = sampled(
-        model.spec,
-        model.parameters,
+    writes_on = model_that_writes(model.spec, model.parameters, base=places.base)
+    written = writes_on(
         start_tokens,
-        base=places.base,
         num_tokens=num_tokens or num_bytes or (300 if are_bytes else 100),
         temperature=temperature,
         seed=seed,
         ends=text.ends,
     )
-    click.echo(text.text_of([*(start_tokens if prompt else ()), *written]))
+    said = text.text_of([*(start_tokens if prompt else ()), *written])
+    # A model may write what steers a terminal; a program that reads this gets it as it is.
+    click.echo(printable(said, most=len(said)) if sys.stdout.isatty() else said)

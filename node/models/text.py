@@ -25,6 +25,9 @@ from protocol.files.durable import expanded, make_folder, write_atomically
 from protocol.run.models import BYTES_VOCABULARY
 from protocol.run.run_spec import RunSpec
 
+BYTES_FOLDER = Path(__file__).parent / "bytes"
+"""A tokenizer whose token i is the byte i, but for 0, which separates texts: for programs that want one."""
+
 _NAME_IT = "name it with --tokenizer PATH"
 
 
@@ -78,7 +81,9 @@ class TokenizedText:
 def files_of_tokenizer(
     spec: RunSpec, places: DataPlaces, *, named: Path | None = None
 ) -> Mapping[str, Path]:
-    """What is kept of the run's tokenizer, by its name; none where tokens are bytes.
+    """What is kept of the run's tokenizer, by its name; of bytes one that says just that.
+
+    None where samples are a function's and nobody knows of what.
 
     `named` comes before the folder of the run's tokens, and where that has an address the files are
     fetched and checked. Raises NoInputError where it cannot be had, UnavailableError for an address that
@@ -86,7 +91,10 @@ def files_of_tokenizer(
     """
     if named is not None:
         return tokenizer_files(named)
-    return {} if spec.data.source != "tokens" else _tokenizer_of_run(spec, places)[1]
+    if spec.data.source == "function":
+        return {}
+    files = _tokenizer_of_run(spec, places)[1] if spec.data.source == "tokens" else {}
+    return files or tokenizer_files(BYTES_FOLDER)
 
 
 def text_of_run(spec: RunSpec, places: DataPlaces, *, named: Path | None = None) -> Text:

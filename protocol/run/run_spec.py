@@ -298,12 +298,18 @@ class LoraSection(Section):
         return self
 
 
+Prompt = Annotated[str, Field(min_length=1, max_length=500)]
+MOST_PROMPTS = 8
+
+
 class EvaluationSection(Section):
-    """[evaluation]: the held-out loss of the committed model."""
+    """[evaluation]: the held-out loss of the committed model, and what it writes on from prompts."""
 
     every_rounds: Positive = 5
     samples: Positive = 64
     go_back: bool = True
+    prompts: Annotated[tuple[Prompt, ...], Field(strict=False, max_length=MOST_PROMPTS)] = ()
+    prompt_tokens: Annotated[int, Field(ge=1, le=512)] = 64
 
 
 class RunSpec(Section):
@@ -342,6 +348,18 @@ class RunSpec(Section):
             raise ValueError(
                 f'[lora] goes with [model] source = "transformers", not "{self.model.source}"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_have_a_model_of_text(self) -> Self:
+        if not self.evaluation.prompts:
+            return self
+        for table, source in (("model", self.model.source), ("data", self.data.source)):
+            if source == "function":
+                raise ValueError(
+                    f'[evaluation] prompts does not go with [{table}] source = "function": nobody knows '
+                    "whether what the model gives is text"
+                )
         return self
 
     @model_validator(mode="after")
@@ -456,8 +474,15 @@ class RunSpec(Section):
         return self.inner.steps if shared is None else shared // self.run.min_nodes
 
     def canonical_json(self) -> str:
-        """The run as JSON with sorted keys and no spaces: what the digest is taken of."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        """The run as JSON with sorted keys and no spaces: what the digest is taken of.
+
+        Without prompts there is no word of them: runs from before there were any keep their digest, and
+        nodes from then take part.
+        """
+        tables = self.model_dump(mode="json")
+        if not self.evaluation.prompts:
+            del tables["evaluation"]["prompts"], tables["evaluation"]["prompt_tokens"]
+        return json.dumps(tables, sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> Digest:
         """BLAKE3 of the canonical JSON; stands in every payload's header."""
@@ -524,6 +549,13 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
         raise ConfigError(
             f"{origin}: [data] held_out = {spec.data.held_out} says nothing of tokens",
             next_step="remove it: what is held out was settled when the tokens were prepared",
+        )
+    evaluation = tables.get("evaluation", {})
+    if "prompt_tokens" in evaluation and not spec.evaluation.prompts:
+        raise ConfigError(
+            f"{origin}: [evaluation] prompt_tokens = {spec.evaluation.prompt_tokens} has no effect without "
+            "prompts",
+            next_step='add prompts, as prompts = ["The sea "], or remove it',
         )
     inner = tables.get("inner", {})
     if "steps" in inner and spec.inner.round_tokens is not None:

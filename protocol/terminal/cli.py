@@ -79,6 +79,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 summary="Write the model out for other software.",
             ),
             Entry(
+                name="evaluate",
+                target="node.models.command:evaluate",
+                summary="Measure the model with lm-eval.",
+            ),
+            Entry(
                 name="sample",
                 target="node.models.command:sample",
                 summary="Let the model write a little text.",
@@ -177,7 +182,7 @@ def other_system(platform: str, machine: str) -> SystemRefusedError | None:
     here = f"{platform} on {machine}" if machine else platform
     return SystemRefusedError(
         f"Atoll runs on Linux on x86-64, and this is {here}",
-        next_step="on Windows use WSL 2; 'Other systems' in docs/operations.md has the rest",
+        next_step="on Windows use WSL 2; 'Other systems' in docs/getting-started.md has the rest",
     )
 
 

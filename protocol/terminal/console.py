@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -135,6 +136,25 @@ def _as_sentence(text: str) -> str:
 def is_coloured(stream: TextIO) -> bool:
     """Whether a stream is a terminal whose user did not set NO_COLOR (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def printable(text: str, *, most: int) -> str:
+    """Text of somebody else's as it may be shown: cut, and without what would steer a terminal or reader.
+
+    Line ends and tabs stay. What turns the direction of writing goes, for it can show other words than
+    are there.
+    """
+    shown = "".join(
+        char
+        if char in "\n\t" or (char not in _TURNS and unicodedata.category(char) not in _UNSHOWN)
+        else "\ufffd"
+        for char in text[:most]
+    )
+    return shown + ("…" if len(text) > most else "")
+
+
+_UNSHOWN = ("Cc", "Cs", "Co", "Cn", "Zl", "Zp")
+_TURNS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def bytes_in_words(num_bytes: float) -> str:

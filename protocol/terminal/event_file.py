@@ -14,6 +14,7 @@ _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5  # wire types of protocol buffers
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reflected
 _MASK_DELTA = 0xA282EAD8
 _SESSION_START = 1
+_DT_STRING = 7  # tensorflow/core/framework/types.proto
 
 VERSION = "brain.Event:2"
 
@@ -75,6 +76,31 @@ def scalars_event(at: float, step: int, values: Mapping[str, float]) -> bytes:
             _field(1, _BYTES, tag.encode()) + _field(2, _FLOAT, struct.pack("<f", value)),
         )
         for tag, value in values.items()
+    )
+    return _event(at, step, _field(5, _BYTES, summary))
+
+
+def texts_event(at: float, step: int, texts: Mapping[str, str]) -> bytes:
+    """Texts of one step, by their tags, for TensorBoard's text plugin.
+
+    That reads Markdown, so each line is indented: a block of code, in which nothing is markup.
+    """
+    metadata = _field(1, _BYTES, _field(1, _BYTES, b"text"))
+    shape = _field(2, _BYTES, _field(2, _BYTES, _field(1, _VARINT, _varint(1))))
+    summary = b"".join(
+        _field(
+            1,
+            _BYTES,
+            _field(1, _BYTES, tag.encode())
+            + _field(
+                8,
+                _BYTES,
+                _field(1, _VARINT, _varint(_DT_STRING)) + shape + _field(8, _BYTES, block),
+            )
+            + _field(9, _BYTES, metadata),
+        )
+        for tag, text in texts.items()
+        for block in ["\n".join(f"    {line}" for line in text.split("\n")).encode()]
     )
     return _event(at, step, _field(5, _BYTES, summary))
 

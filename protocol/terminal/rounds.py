@@ -24,6 +24,9 @@ NAME_WIDTH = 16
 BAR_WIDTH = 60
 """Of a chart, which with a name fits 80 columns."""
 
+MOST_CHARACTERS = 4000
+"""Of a text that somebody else wrote."""
+
 TRAINS, REDUCES, RECEIVES, APPLIES, MISSING = "█▓▒░·"
 
 LEGEND = (
@@ -170,6 +173,22 @@ def show_round(number: int | None, is_json: bool, directory: Path | None) -> Non
         click.echo(f"slice {void.index} is void: {void.reason}")
     if answer.not_kept:
         click.echo(answer.not_kept)
+    if answer.HasField("written"):
+        click.echo("\n" + written_in_full(answer.written))
+
+
+def written_in_full(written: "pb.Written") -> str:
+    """What the round's model wrote, each text below its prompt."""
+    by = f", on {console.printable(written.node_name, most=64)}" if written.node_name else ""
+    if written.why_not:
+        why = console.printable(written.why_not, most=MOST_CHARACTERS)
+        return f"the model wrote nothing{by}: {why}"
+    lines = [f"what the model wrote{by}"]
+    for one in written.texts:
+        text = console.printable(one.text, most=MOST_CHARACTERS)
+        prompt = console.printable(one.prompt, most=MOST_CHARACTERS)
+        lines += ["", *(f"  {line}" for line in f"{prompt}│{text}".split("\n"))]
+    return "\n".join(lines)
 
 
 def _facts(answer: "pb.GetRoundResponse") -> list[str]:

@@ -12,6 +12,7 @@ from protocol.terminal.console import (
     bytes_in_words,
     count_in_words,
     digest_in_words,
+    printable,
     seconds_in_words,
 )
 from protocol.v1 import status_pb2 as pb
@@ -297,10 +298,28 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         ("rules", "; ".join(status.run.amendments), ""),
         ("undone", "; ".join(status.run.went_back), "yellow"),
         ("wire", saving_in_words(status.run.wire), ""),
+        ("text", written_in_words(status.run), ""),
     ):
         if words:
             lines.append(_labelled(label, Text(words, style=style)))
     return Group(*lines, Text(), _node_table(status))
+
+
+def written_in_words(run: pb.RunStatus) -> str:
+    """What the latest model that was asked to wrote on from the first prompt; empty before any was."""
+    if not run.HasField("written"):
+        return ""
+    written = run.written
+    after = f"after round {written.round}"
+    if written.why_not or not written.texts:
+        return f"none {after}: {printable(written.why_not, most=200)}"
+    one = written.texts[0]
+    text = " ".join(printable(one.prompt + one.text, most=160).split())
+    more = len(written.texts) - 1
+    rest = f"; all of it and {more} more:" if more else "; all of it:"
+    return f"{after} “{text}”" + (
+        f"{rest} 'atoll rounds show {written.round}'" if written.round else ""
+    )
 
 
 def releases_in_words(nodes: Iterable[pb.NodeStatus]) -> str:

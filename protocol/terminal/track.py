@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +17,8 @@ import click
 
 from protocol.errors import BadDataError, UsageError
 from protocol.files.durable import refusing, write_atomically
-from protocol.terminal.event_file import EventFile, rewind_event, scalars_event
+from protocol.terminal.console import printable
+from protocol.terminal.event_file import EventFile, rewind_event, scalars_event, texts_event
 from protocol.terminal.query import StatusLink, dir_option, watch_until_finished
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ TOOLS = ("tensorboard", "wandb", "trackio")
 OF_THE_RUN_ALONE = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
 """trackio would also watch this machine, which need not have to do with the run."""
 
+MOST_CHARACTERS = 4000
+"""Of a text that a model wrote."""
+
 EVENTS_PREFIX = "events.out.tfevents.atoll."
 """TensorBoard finds files that have its first words in their names."""
 
@@ -41,6 +45,7 @@ class Row:
     round: int
     at: float  # seconds since 1970 when it closed; of rounds before the command looked, about
     values: Mapping[str, float]
+    texts: Mapping[str, str] = field(default_factory=dict)  # what its model wrote, by prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,7 @@ class Note:
     tool: str
     round: int = 0
     held_out_round: int = -1
+    text_round: int = 0
     incarnation: int = 0  # of that round: how often history had been taken back
     size: int = 0  # of the event file
 
@@ -77,7 +83,12 @@ class TensorBoard:
 
     def put(self, rows: Sequence[Row], save: Callable[[int], None]) -> None:
         """Writes them to the disk, and then the note."""
-        self._file.append([scalars_event(row.at, row.round, row.values) for row in rows])
+        self._file.append(
+            [
+                *(scalars_event(row.at, row.round, row.values) for row in rows if row.values),
+                *(texts_event(row.at, row.round, row.texts) for row in rows if row.texts),
+            ]
+        )
         save(self._file.size)
 
     def rewind(self, round_number: int, at: float) -> None:
@@ -105,6 +116,8 @@ class Logger:
         """Writes the note, and hands them over."""
         save(0)
         for row in rows:
+            if not row.values:
+                continue  # texts are for TensorBoard
             self._log({**row.values, "round": row.round}, row.round)
 
     def rewind(self, round_number: int, at: float) -> None:
@@ -166,12 +179,23 @@ def values_of(closed: "pb.RoundSummary") -> dict[str, float]:
     return {tag: float(value) for tag, value in told.items() if math.isfinite(value)}
 
 
+def texts_of(written: "pb.Written") -> dict[str, str]:
+    """What a round's model wrote, each with its prompt, by the place of the prompt."""
+    return {
+        f"text/{place}": printable(one.prompt + one.text, most=MOST_CHARACTERS)
+        for place, one in enumerate(written.texts, 1)
+    }
+
+
 def rows_of(
-    rounds: Sequence["pb.RoundSummary"], status: "pb.GetStatusResponse", note: Note
+    rounds: Sequence["pb.RoundSummary"],
+    status: "pb.GetStatusResponse",
+    note: Note,
+    written: Sequence["pb.Written"] = (),
 ) -> tuple[list[Row], Note]:
     """What is new, oldest first, and the note when that is written.
 
-    `rounds` are new ones, oldest first. When each closed is counted back from the latest.
+    `rounds` and `written` are new ones, oldest first. When each closed is counted back from the latest.
     """
     at: dict[int, float] = {}
     values: dict[int, dict[str, float]] = {}
@@ -190,15 +214,22 @@ def rows_of(
             told["loss/held_out_metric"] = one.metric
         finite = {tag: value for tag, value in told.items() if math.isfinite(value)}
         values.setdefault(one.round, {}).update(finite)
+    texts = {one.round: texts_of(one) for one in written}
     rows = [
-        Row(round=number, at=at.get(number, status.unix_seconds), values=values[number])
-        for number in sorted(values)
+        Row(
+            round=number,
+            at=at.get(number, status.unix_seconds),
+            values=values.get(number, {}),
+            texts=texts.get(number, {}),
+        )
+        for number in sorted(values.keys() | texts.keys())
     ]
     return rows, replace(
         note,
         round=rounds[-1].round if rounds else note.round,
         incarnation=rounds[-1].incarnation if rounds else note.incarnation,
         held_out_round=losses[-1].round if losses else note.held_out_round,
+        text_round=written[-1].round if written else note.text_round,
     )
 
 
@@ -220,9 +251,15 @@ class Tracker:
         self._said: list[str] = []
 
     def look(
-        self, status: "pb.GetStatusResponse", ask: Callable[[int], Sequence["pb.RoundSummary"]]
+        self,
+        status: "pb.GetStatusResponse",
+        ask: Callable[[int], Sequence["pb.RoundSummary"]],
+        ask_text: Callable[[int], "pb.Written"],
     ) -> None:
-        """Writes what is new; `ask` gives the latest so many rounds, newest first."""
+        """Writes what is new.
+
+        `ask` gives the latest so many rounds, newest first, and `ask_text` what a round's model wrote.
+        """
         from protocol.terminal.watch import MOST_ROUNDS
         from protocol.v1 import status_pb2 as pb
 
@@ -238,7 +275,8 @@ class Tracker:
             self._said.append(f"the run went back: rounds from {back + 1} on are written again")
             self._sink.rewind(back, status.unix_seconds)
             held_out = min(self._note.held_out_round, back)
-            self._note = replace(self._note, round=back, held_out_round=held_out)
+            text = min(self._note.text_round, back)
+            self._note = replace(self._note, round=back, held_out_round=held_out, text_round=text)
         is_over = run.phase == pb.RUN_PHASE_FINISHED
         new = [
             closed
@@ -247,10 +285,11 @@ class Tracker:
             # While nodes apply a round its bytes are not all known.
             and (is_over or closed.outer_digest or closed.round < run.committed_round)
         ]
-        rows, note = rows_of(new, status, self._note)
+        numbers = [n for n in run.written_rounds if n > self._note.text_round]
+        rows, note = rows_of(new, status, self._note, [ask_text(n) for n in numbers])
         if rows:
             self._sink.put(rows, lambda size: self._save(replace(note, size=size)))
-            count = f"{len(new)} round{'s' * (len(new) != 1)}" if new else "a held-out loss"
+            count = f"{len(new)} round{'s' * (len(new) != 1)}" if new else "a held-out loss or text"
             self._said.append(f"wrote {count}, up to round {note.round} of {run.total_rounds}")
 
     def said(self) -> list[str]:
@@ -295,8 +334,9 @@ def note_of(out: Path, *, swarm_id: str, tool: str) -> Note:
 def track(tool: str, out: Path | None, is_once: bool, directory: Path | None) -> None:
     """Write the run's figures for TensorBoard, Weights & Biases or trackio, and follow it.
 
-    Each round is written once, also when the command is ended and started again. Nothing leaves this
-    machine: Weights & Biases is offline unless $WANDB_MODE says otherwise.
+    Each round is written once, also when the command is ended and started again. TensorBoard also gets
+    what models write on from the prompts of the run file. Nothing leaves this machine: Weights & Biases is
+    offline unless $WANDB_MODE says otherwise.
 
     \b
     Examples:
@@ -316,7 +356,11 @@ def track(tool: str, out: Path | None, is_once: bool, directory: Path | None) ->
 
         def look(status: "pb.GetStatusResponse") -> None:
             with refusing(folder):
-                tracker.look(status, lambda limit: link.rounds(limit).rounds)
+                tracker.look(
+                    status,
+                    lambda limit: link.rounds(limit).rounds,
+                    lambda number: link.round(number).written,
+                )
 
         try:
             if is_once:

@@ -379,7 +379,7 @@ class Utilisation(_message.Message):
     tokens_per_second: _builtins.float
     """Tokens per second while it trained."""
     flops_per_second: _builtins.float
-    """Floating-point operations per second while it trained, by the formula in docs/operations.md."""
+    """Floating-point operations per second while it trained, by the formula in docs/watching.md."""
     mfu: _builtins.float
     """flops_per_second over the peak of its devices; absent when that is not known."""
     compute_share: _builtins.float
@@ -976,16 +976,20 @@ class Evaluate(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
+    WRITES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round of the state to evaluate."""
+    writes: _builtins.bool
+    """Whether its model is also to write on from the prompts of the run file."""
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
+        writes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1453,6 +1457,34 @@ class EvaluatedReport(_message.Message):
 Global___EvaluatedReport: _TypeAlias = EvaluatedReport  # noqa: Y015
 
 @_typing.final
+class WroteReport(_message.Message):
+    """What the model of the outer state at the round wrote on from the run file's prompts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    why_not: _builtins.str
+    """Why there are none, in words."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One for each prompt, in their order; none where there is a reason."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        why_not: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts", "why_not", b"why_not"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WroteReport: _TypeAlias = WroteReport  # noqa: Y015
+
+@_typing.final
 class EquivocationReport(_message.Message):
     """Two contributions or two results of one process for one slot: only a lie makes both."""
 
@@ -1519,6 +1551,7 @@ class Report(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    WROTE_FIELD_NUMBER: _builtins.int
     EQUIVOCATION_FIELD_NUMBER: _builtins.int
     AUDITED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
@@ -1548,6 +1581,10 @@ class Report(_message.Message):
         """The node is leaving."""
 
     @_builtins.property
+    def wrote(self) -> Global___WroteReport:
+        """The model wrote."""
+
+    @_builtins.property
     def equivocation(self) -> Global___EquivocationReport:
         """A member was seen to lie."""
 
@@ -1565,14 +1602,15 @@ class Report(_message.Message):
         applied: Global___AppliedReport | None = ...,
         evaluated: Global___EvaluatedReport | None = ...,
         draining: Global___DrainingReport | None = ...,
+        wrote: Global___WroteReport | None = ...,
         equivocation: Global___EquivocationReport | None = ...,
         audited: Global___AuditedReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "trained", b"trained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "round", b"round", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "round", b"round", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "equivocation", "audited"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 

@@ -149,6 +149,8 @@ class RunStatus(_message.Message):
     ELAPSED_SECONDS_FIELD_NUMBER: _builtins.int
     ESTIMATED_SECONDS_LEFT_FIELD_NUMBER: _builtins.int
     HELD_OUT_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    WRITTEN_ROUNDS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     AMENDMENTS_FIELD_NUMBER: _builtins.int
     WENT_BACK_FIELD_NUMBER: _builtins.int
@@ -208,6 +210,14 @@ class RunStatus(_message.Message):
         """Bytes that committed rounds have cost."""
 
     @_builtins.property
+    def written(self) -> Global___Written:
+        """What the latest model that was asked to wrote; absent before the first."""
+
+    @_builtins.property
+    def written_rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rounds of which such texts are kept, oldest first; GetRound has them."""
+
+    @_builtins.property
     def amendments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Amendments of its rules in words, oldest first."""
 
@@ -240,14 +250,16 @@ class RunStatus(_message.Message):
         elapsed_seconds: _builtins.float = ...,
         estimated_seconds_left: _builtins.float | None = ...,
         held_out_bytes_per_token: _builtins.float = ...,
+        written: Global___Written | None = ...,
+        written_rounds: _abc.Iterable[_builtins.int] | None = ...,
         paused: _builtins.str = ...,
         amendments: _abc.Iterable[_builtins.str] | None = ...,
         went_back: _abc.Iterable[_builtins.str] | None = ...,
         rounds_in_reach: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "amendments", b"amendments", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "amendments", b"amendments", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire", "written", b"written", "written_rounds", b"written_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__estimated_seconds_left: _TypeAlias = _typing.Literal["estimated_seconds_left"]  # noqa: Y015
     _WhichOneofArgType__estimated_seconds_left: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left"]  # noqa: Y015
@@ -415,6 +427,68 @@ class HeldOutLoss(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__metric) -> _WhichOneofReturnType__metric | None: ...
 
 Global___HeldOutLoss: _TypeAlias = HeldOutLoss  # noqa: Y015
+
+@_typing.final
+class PromptedText(_message.Message):
+    """What a model wrote on from one prompt. A node made it: it may hold anything that can be printed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    prompt: _builtins.str
+    """The prompt, from the run file."""
+    text: _builtins.str
+    """What the model wrote after it."""
+    def __init__(
+        self,
+        *,
+        prompt: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptedText: _TypeAlias = PromptedText  # noqa: Y015
+
+@_typing.final
+class Written(_message.Message):
+    """What the model of one round wrote on from the prompts of the run file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """Round of the model."""
+    node_name: _builtins.str
+    """The node that had it write; empty when it is forgotten."""
+    why_not: _builtins.str
+    """Why there are none, in words."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptedText]:
+        """One for each prompt, in their order; none where there is a reason."""
+
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        node_name: _builtins.str = ...,
+        texts: _abc.Iterable[Global___PromptedText] | None = ...,
+        why_not: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_name", b"node_name", "round", b"round", "texts", b"texts", "why_not", b"why_not"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Written: _TypeAlias = Written  # noqa: Y015
 
 @_typing.final
 class NodeStatus(_message.Message):
@@ -924,6 +998,7 @@ class GetRoundResponse(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     VOID_SLICES_FIELD_NUMBER: _builtins.int
     NOT_KEPT_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
     is_open: _builtins.bool
     """Whether it is in flight."""
     seconds: _builtins.float
@@ -946,6 +1021,10 @@ class GetRoundResponse(_message.Message):
     def void_slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___VoidSlice]:
         """Slices that are void."""
 
+    @_builtins.property
+    def written(self) -> Global___Written:
+        """What its model wrote; absent where it was not asked to, and of old rounds where that is not kept."""
+
     def __init__(
         self,
         *,
@@ -957,10 +1036,11 @@ class GetRoundResponse(_message.Message):
         nodes: _abc.Iterable[Global___NodeInRound] | None = ...,
         void_slices: _abc.Iterable[Global___VoidSlice] | None = ...,
         not_kept: _builtins.str = ...,
+        written: Global___Written | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "seconds", b"seconds", "summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "seconds", b"seconds", "summary", b"summary", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "is_open", b"is_open", "nodes", b"nodes", "not_kept", b"not_kept", "seconds", b"seconds", "summary", b"summary", "void_slices", b"void_slices", "waited_for", b"waited_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "is_open", b"is_open", "nodes", b"nodes", "not_kept", b"not_kept", "seconds", b"seconds", "summary", b"summary", "void_slices", b"void_slices", "waited_for", b"waited_for", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__committed_seconds: _TypeAlias = _typing.Literal["committed_seconds"]  # noqa: Y015
     _WhichOneofArgType__committed_seconds: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds"]  # noqa: Y015

@@ -1,6 +1,6 @@
 """Metrics: declared once with their meaning, filled with what holds now, written for Prometheus.
 
-A metric without a value is left out, never 0. docs/operations.md lists all of them.
+A metric without a value is left out, never 0. docs/reference.md lists all of them.
 """
 
 from collections.abc import Iterable, Sequence

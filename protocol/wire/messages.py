@@ -120,9 +120,13 @@ class CommitsWanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationAsked:
-    """The node is to measure the held-out loss of the state at a round, before it trains on."""
+    """The node is to measure the held-out loss of the state at a round, before it trains on.
+
+    With `writes` the state's model also writes on from the run's prompts.
+    """
 
     round: int
+    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +268,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wrote:
+    """What the state's model wrote, a text for each of the run's prompts; or why it did not."""
+
+    texts: tuple[str, ...] = ()
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Draining:
     """The node leaves after this round: it reduces nothing more."""
 
@@ -289,7 +301,9 @@ class Audited:
     why: str = ""
 
 
-Report = Trained | Reduced | Held | Applied | Evaluated | Draining | EquivocationSeen | Audited
+Report = (
+    Trained | Reduced | Held | Applied | Evaluated | Wrote | Draining | EquivocationSeen | Audited
+)
 """What a node tells the coordinator about its part in a round."""
 
 
@@ -329,8 +343,8 @@ def message_to_wire(message: Message) -> pb.SubscribeResponse:
             _reduced_to_wire(message.reduced, wire.audit.reduced)
         case CommitsWanted(after_round=after_round):
             wire.commits_wanted.CopyFrom(pb.CommitsWanted(after_round=after_round))
-        case EvaluationAsked(round=number):
-            wire.evaluate.CopyFrom(pb.Evaluate(round=number))
+        case EvaluationAsked(round=number, writes=writes):
+            wire.evaluate.CopyFrom(pb.Evaluate(round=number, writes=writes))
         case RefetchAsked(round=number, outer_digest=digest, reason=reason):
             refetch = pb.Refetch(round=number, outer_digest=digest, reason=reason)
             wire.refetch.CopyFrom(refetch)
@@ -393,7 +407,7 @@ def message_from_wire(wire: pb.SubscribeResponse) -> Message:
         case "commits_wanted":
             return CommitsWanted(after_round=wire.commits_wanted.after_round)
         case "evaluate":
-            return EvaluationAsked(round=wire.evaluate.round)
+            return EvaluationAsked(round=wire.evaluate.round, writes=wire.evaluate.writes)
         case "refetch":
             return RefetchAsked(
                 round=wire.refetch.round,
@@ -461,6 +475,8 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
             wire.evaluated.tokens = report.tokens
             if report.metric is not None:
                 wire.evaluated.metric = report.metric
+        case Wrote(texts=texts, why_not=why_not):
+            wire.wrote.CopyFrom(pb.WroteReport(texts=texts, why_not=why_not))
         case Draining():
             wire.draining.SetInParent()
         case EquivocationSeen(one=one, other=other):
@@ -506,6 +522,8 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
                 tokens=wire.evaluated.tokens,
                 metric=wire.evaluated.metric if has_metric else None,
             )
+        case "wrote":
+            return Wrote(texts=tuple(wire.wrote.texts), why_not=wire.wrote.why_not)
         case "draining":
             return Draining()
         case "equivocation":

@@ -25,7 +25,9 @@ from protocol.wire.payload import RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Digest
 
 PATIENCE_SECONDS = 30.0
-LOCAL = CoordinatorConfig(host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1")
+LOCAL = CoordinatorConfig(
+    host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1", dashboard=""
+)
 RUN = '[run]\nname = "tested"\nrounds = 2\nmin_nodes = 2\n'
 START, MIDDLE = b"\x10" * 32, b"\x20" * 32
 NUM_ELEMENTS = 1024

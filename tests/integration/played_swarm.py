@@ -31,6 +31,7 @@ class Played:
     reduced: dict[int, int] = field(default_factory=dict)
     base: dict[int, bytes] = field(default_factory=dict)  # the state that each round builds on
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    writes: str = ""  # of the model, after the first prompt
     left_out: set[str] = field(default_factory=set)  # ids of nodes whose contributions are refused
 
 
@@ -112,6 +113,9 @@ class PlayedNode:
                 loss = 1.5 + 4 * math.exp(-self._round / 6)
                 evaluated = session_pb2.EvaluatedReport(held_out_loss=loss, tokens=64)
                 await self.node.report(event.evaluate.round, evaluated=evaluated)
+                if event.evaluate.writes:
+                    wrote = session_pb2.WroteReport(texts=[self.play.writes, "and a second text"])
+                    await self.node.report(event.evaluate.round, wrote=wrote)
             elif kind == "finished":
                 self._doing, self._waits = "finished", ""
 

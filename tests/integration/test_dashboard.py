@@ -277,7 +277,31 @@ async def test_a_taken_address_is_refused_in_one_sentence_and_frees_the_folder(
         assert (await ask(coordinator, "/healthz"))[0] == 200
 
 
-async def test_without_being_asked_for_nothing_listens(tmp_path: Path) -> None:
+async def test_unasked_pages_are_served_on_this_machine_at_the_next_port_that_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        monkeypatch.setattr("coordinator.dashboard.link.DEFAULT_DASHBOARD", f"127.0.0.1:{first}")
+        home = home_with_pages(tmp_path / "home", f"127.0.0.1:{first}")
+        async with serving(home) as coordinator:
+            assert coordinator.dashboard_port not in (None, first)
+            assert (await ask(coordinator, "/healthz"))[0] == 200
+    async with serving(home) as coordinator:
+        assert coordinator.dashboard_port == first
+
+
+async def test_unasked_pages_that_cannot_be_served_do_not_keep_a_coordinator_from_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = "192.0.2.1:7702"  # an address that no machine has
+    monkeypatch.setattr("coordinator.dashboard.link.DEFAULT_DASHBOARD", nowhere)
+    home = home_with_pages(tmp_path / "home", nowhere)
+    async with serving(home) as coordinator:
+        assert coordinator.dashboard_port is None
+
+
+async def test_who_wants_no_page_has_none(tmp_path: Path) -> None:
     home = new_home(tmp_path / "home")
     async with serving(home) as coordinator:
         assert coordinator.dashboard_port is None

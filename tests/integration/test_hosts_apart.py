@@ -106,3 +106,6 @@ def test_hosts_with_a_network_between_them_train_one_model_and_one_may_come_back
     again.ends(memory_of_again)
     assert "the leader has ended" in again.log
     assert "re-warm-up" not in leader.log + follower.log + again.log
+    logged = done(atoll("logs", parts))
+    assert "inner optimizer goes on from its checkpoint" in logged and "follows" in logged
+    assert logged.count("follower") >= 2

@@ -1,10 +1,11 @@
 """Training loops of contributors' own in a swarm of real processes, beside ranks of the node's."""
 
+import json
 from pathlib import Path
 
 import torch
 from own_loops_scene import SECONDS, Scene, assert_holds
-from typed_commands import until
+from typed_commands import atoll, done, until
 
 from node.kept import kept_model
 
@@ -28,6 +29,13 @@ def test_a_loop_and_ranks_train_one_model_bit_by_bit_and_each_sample_once(tmp_pa
         assert loop.ends() == 0, loop.log
         assert "the run is finished" in loop.log
         node.ends(memory)
+        logged = done(atoll("logs", scene.homes["loop"]))
+        events = [json.loads(line) for line in (scene.homes["loop"] / "logs" / "loop.log").open()]
+        assert [event["event"] for event in events] == [
+            *("waiting for the swarm's next round", "trained", "trained", "trained", "trained"),
+            "left the swarm",
+        ]
+        assert all(event["event"] in logged for event in events)
         assert not node.has_torch() and "the ledger counts its tokens" not in node.log
         scene.agree()
         assert_holds(tmp_path / "plain.pt", scene.homes["loop"])

@@ -32,6 +32,7 @@ min_nodes = 2
 lease = 4
 [evaluation]
 every_rounds = 2
+prompts = ["Once ", "The sea"]
 """
 HOSTILE = "<img src=x onerror=document.title='taken'>"[:60]
 
@@ -78,7 +79,7 @@ async def sees(page: "playwright.Page", where: str, text: str) -> None:
 async def test_a_death_a_late_node_a_joiner_and_a_refused_contribution_are_seen_in_words(
     tmp_path: Path,
 ) -> None:
-    home, play = home_in(tmp_path / "home"), Played(train_seconds=0.4)
+    home, play = home_in(tmp_path / "home"), Played(train_seconds=0.4, writes=HOSTILE + "\x1b[2J")
     async with serving(home) as coordinator, browser() as opened:
         port = coordinator.dashboard_port
         assert port is not None
@@ -91,6 +92,14 @@ async def test_a_death_a_late_node_a_joiner_and_a_refused_contribution_are_seen_
             await page.locator("#curve canvas").wait_for()
             assert await page.locator("#node-rows tr").count() == 3
             await sees(page, ".cards", "held-out loss")
+
+            await sees(page, "#written p", f"Once {HOSTILE}\ufffd[2J")
+            await sees(page, "#written p", "The seaand a second text")
+            await sees(page, "#written h3", "after round 4")
+            await page.get_by_role("button", name="show all that is kept").first.click()
+            await sees(page, "#written h3", "after round 0")
+            await sees(page, "#written h3", "after round 4")
+            assert await page.title() != "taken"
 
             nodes["campus"].pace = 4.0
             await sees(page, "#timeline h3", "campus was last to train")
@@ -145,7 +154,7 @@ async def test_a_page_that_is_left_open_goes_on_when_the_coordinator_comes_back(
                 .and_(page.locator("#live:not(.away)"))
                 .wait_for()
             )
-            await page.get_by_role("button", name="show all that is kept").click()
+            await page.locator("#older").click()
             await sees(page, "#news li", "Round 1 is committed")
             await sees(page, "#news li", "attic is ready")
 

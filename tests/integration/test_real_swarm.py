@@ -15,6 +15,7 @@ from typed_commands import Swarm, atoll, done, refused
 from node.kept import kept_model
 from node.machine.kernel import congestion_control
 from node.models.export import load_exported
+from protocol.terminal.console import printable
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(
@@ -22,7 +23,7 @@ RUN = tiny_text(
     # Rounds end at their deadline: none is over before the test has seen it.
     inner={"steps": 1_000_000},
     deadlines={"train": 3, "contribute": 20, "commit": 30},
-    evaluation={"every_rounds": 2},
+    evaluation={"every_rounds": 2, "prompts": ["def ", "class "], "prompt_tokens": 20},
 )
 
 
@@ -103,6 +104,19 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
         assert (heartbeat["outer_round"], heartbeat["outer_digest"]) == (4, digest)
     model = kept_model(homes["stays"])
     assert (model.round, model.outer_digest.hex()) == (4, digest)
+
+    # What the final model wrote beside the ranks is what it writes wherever it is.
+    assert run["written_rounds"] == [0, 2, 4]
+    shown = json.loads(done(atoll("rounds", "show", "4", "--json", "--dir", swarm.home)))["written"]
+    for text in shown["texts"]:
+        again = done(
+            atoll(
+                *("sample", "--dir", homes["stays"], "--prompt", text["prompt"]),
+                *("--tokens", "20", "--temperature", "0.7", "--seed", "1"),
+            )
+        )
+        assert printable(again.removesuffix("\n"), most=999) == text["prompt"] + text["text"]
+    assert [text["prompt"] for text in shown["texts"]] == ["def ", "class "]
 
     out = swarm.folder / "model"
     assert digest[:12] in done(atoll("export", out, "--dir", homes["joins"]))

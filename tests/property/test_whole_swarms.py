@@ -1,7 +1,7 @@
 """Whole swarms with random lives and cuts, in virtual time: real daemons, real training.
 
 One node at most dies: where all holders of a commit's results die at once, the run cannot go on
-(docs/operations.md, "All nodes at once").
+(docs/watching.md, "All nodes at once").
 """
 
 import asyncio

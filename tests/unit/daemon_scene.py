@@ -7,6 +7,7 @@ from typing import Any
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
+from node.duties.lasting_island import Writer
 from node.duties.times import Meters
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
@@ -198,6 +199,7 @@ class Life:
         layout: Layout = LAYOUT,
         make_island: Callable[[Outer], Any] = FakeIsland,
         heavy: Heavy = in_place,
+        writer: Writer | None = None,
     ) -> None:
         self.outer = outer_of(A, layout=layout)
         self.island = make_island(self.outer)
@@ -214,6 +216,7 @@ class Life:
                 coordinator=self.link,  # type: ignore[arg-type]
                 transport=self.transport,
                 island=self.island,
+                writer=writer,
             ),
             meters=Meters(counts=WireCounts()),
             facts=NodeFacts(

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from node.island.data.corpus import read_corpus
 from node.island.models.describing import describe, export_state, first_vector
-from node.island.models.generate import sampled
+from node.island.models.generate import model_that_writes
 from node.island.models.transformers import saved_model
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape, check_shape
@@ -153,12 +153,12 @@ def test_text_is_written_by_adapters_and_their_base_together(tmp_path: Path) -> 
     first = first_vector(spec)
     other = np.random.default_rng(0).normal(0, 0.5, first.size).astype(np.float32)
     written = [
-        sampled(spec, vector, [65, 66], num_tokens=8, temperature=0, seed=0, base=base)
+        model_that_writes(spec, vector, base=base)([65, 66], num_tokens=8, temperature=0, seed=0)
         for vector in (first, first, other)
     ]
     assert len(written[0]) == 8 and written[0] == written[1] != written[2]
     drawn = [
-        sampled(spec, first, [65], num_tokens=8, temperature=1.0, seed=seed, base=base)
+        model_that_writes(spec, first, base=base)([65], num_tokens=8, temperature=1.0, seed=seed)
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]

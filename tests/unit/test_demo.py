@@ -10,7 +10,7 @@ import pytest
 
 from node.demo.children import ChildDiedError, Children
 from node.demo.command import follow
-from node.demo.report import NotProvenError, agreed_digest, printable, traffic_of
+from node.demo.report import NotProvenError, agreed_digest, traffic_of
 from protocol.errors import ExitCode, TemporaryError, UnavailableError
 from protocol.terminal.watch import LineScreen
 from protocol.v1 import session_pb2, status_pb2
@@ -220,7 +220,3 @@ def test_traffic_is_compared_with_a_ring_all_reduce_at_every_inner_step():
     assert traffic.sent_bytes == 3000
     assert traffic.averaging_bytes == pytest.approx(3 * 10 * 1600)
     assert traffic.times_less == pytest.approx(16)
-
-
-def test_a_models_text_cannot_steer_the_terminal():
-    assert printable("def f():\n\t\x1b[2J\x07é") == "def f():\n\t·[2J·é"

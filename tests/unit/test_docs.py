@@ -141,7 +141,7 @@ def test_what_a_page_names_behind_a_file_stands_in_it(page: Path) -> None:
 
 
 def test_every_line_of_the_logs_that_a_page_explains_is_logged() -> None:
-    quoted = re.findall(r"`([a-z][a-z0-9 ]+)`", section(ROOT / "docs" / "operations.md", "Logs"))
+    quoted = re.findall(r"`([a-z][a-z0-9 ]+)`", section(ROOT / "docs" / "watching.md", "Logs"))
     sources = "".join(
         path.read_text() for room in ("node", "coordinator") for path in (ROOT / room).rglob("*.py")
     )

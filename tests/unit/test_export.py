@@ -65,7 +65,7 @@ def test_the_folder_says_what_it_is_to_people_and_to_transformers(tmp_path: Path
         "model.safetensors",
     ]
     assert json.loads((out / "atoll.json").read_text())["round"] == 40
-    assert "Tokens are bytes" in (out / "README.md").read_text()
+    assert "The tokenizer is not in this folder" in (out / "README.md").read_text()
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["vocab_size"], config["num_key_value_heads"], config["head_dim"]) == (256, 2, 4)

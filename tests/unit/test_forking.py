@@ -27,9 +27,12 @@ def weights_of(round: int, size: int) -> Vector:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
+    return node_home(tmp_path / "node")
+
+
+def node_home(home: Path, **tables: dict[str, object]) -> Path:
     """A node's folder with snapshots of some rounds."""
-    home = tmp_path / "node"
-    spec = tiny(run={"name": "first", "rounds": 90})
+    spec = tiny(run={"name": "first", "rounds": 90}, **tables)
     layout = layout_of(spec)
     home.mkdir()
     keep_run(home, spec)

@@ -65,7 +65,7 @@ def test_values_of_labels_are_those_that_metrics_have() -> None:
         for label, value in re.findall(r'(\w+)="(\w+)"', query)
     }
     assert asked == {(label, value) for label, values in told.items() for value in values}
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "watching.md").read_text()
     assert all(f"`{value}`" in text for value in told["part"])
 
 

@@ -1,5 +1,6 @@
 """The package atoll in environments that are not ours: what it imports, and what it finds there."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import torch
 import atoll
 from atoll.child import ChildNode
 from atoll.connection import find_folder
+from atoll.log_file import LoopLog
 from lab.processes.family import SOURCES
 from protocol.files.folder_lock import FolderLock
+from protocol.terminal.logs import Logs
 from protocol.trust.credentials import LINK_FILE, find_home
 
 _ALONE = """
@@ -143,3 +146,34 @@ def test_the_node_of_a_killed_loop_is_waited_for(
         ChildNode.start(tmp_path, "atoll1-…")
     before.release()
     ChildNode.start(tmp_path, "atoll1-…").end()
+
+
+def test_a_loop_writes_lines_that_the_logs_command_reads_each_rank_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = tmp_path / "attic"
+    home.mkdir()
+    first, third = LoopLog(home, rank=0), LoopLog(home, rank=3)
+    first.tell(logging.INFO, "trained", round=7, inner_steps=4)
+    third.tell(logging.WARNING, "cut off\nfor good\x1b[2J")
+    lines = sorted(Logs(home).read(), key=lambda line: line.who)
+    assert [(line.who, line.told["event"]) for line in lines] == [
+        ("attic loop", "trained"),
+        ("attic loop-3", "cut off\nfor good\x1b[2J"),
+    ]
+    assert (lines[0].told["round"], lines[1].told["level"]) == (7, "warning")
+    assert [record.getMessage() for record in caplog.records] == ["cut off\nfor good\x1b[2J"]
+
+    monkeypatch.setattr("atoll.log_file.MOST_BYTES", 50)
+    tail = Logs(home)
+    assert len(tail.read()) == 2
+    first.tell(logging.INFO, "in a new file")
+    assert [line.told["event"] for line in tail.read()] == ["in a new file"]
+    assert (home / "logs" / "loop.log.old").is_file()
+
+
+def test_a_loop_whose_folder_takes_no_line_trains_on(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    LoopLog(tmp_path, rank=0).tell(logging.INFO, "trained")
+    LoopLog(tmp_path / "gone", rank=0).tell(logging.INFO, "trained")
+    assert not (tmp_path / "gone").exists()

@@ -19,12 +19,12 @@ from protocol.wire.messages import AuditAsked, Reduced, RoundCommitted, SliceTak
 from protocol.wire.rounds import Commit, NodeId, SliceOutcome
 from tests.unit.swarm_scene import INITIAL, Scene
 
-OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
 ALL = (*RUN_METRICS, *NODE_METRICS)
 
 
 def test_every_metric_stands_in_the_docs_with_its_labels_and_no_other() -> None:
-    rows = re.findall(r"^\| `(atoll_\w+)` \| (.*?) \|", OPERATIONS.read_text(), re.M)
+    rows = re.findall(r"^\| `(atoll_\w+)` \| (.*?) \|", REFERENCE.read_text(), re.M)
     written = {name: tuple(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
     assert written == {metric.name: metric.labels for metric in ALL}
     assert len(rows) == len(ALL)

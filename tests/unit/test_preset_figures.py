@@ -71,7 +71,7 @@ def test_what_the_docs_say_of_exchanges_is_what_the_benchmark_prints() -> None:
     assert share_in_words(found) in said
     assert predictions_in_words(found) in said
     assert " ".join(slow_start_table().split()) in said
-    assert f"{MEASURED_SHARE:.2f} over bbr" in (DOCS / "operations.md").read_text()
+    assert f"{MEASURED_SHARE:.2f} over bbr" in (DOCS / "coordinators.md").read_text()
 
 
 def is_over(exchange: Exchange, congestion_control: CongestionControl) -> bool:

@@ -41,8 +41,8 @@ def test_the_tables_of_the_docs_are_what_is_chosen(congestion_control: Congestio
 
 def test_examples_in_the_docs_are_what_is_chosen() -> None:
     """Where a new share turns one, take another rate."""
-    footguns, operations = (
-        " ".join((DOCS / page).read_text().split()) for page in ("footguns.md", "operations.md")
+    footguns, owners = (
+        " ".join((DOCS / page).read_text().split()) for page in ("footguns.md", "coordinators.md")
     )
     cubic, bbr = (
         chosen(replace(situation_of("42m", 80, kind), seconds_per_inner_step=0.1)).setting.interval
@@ -55,7 +55,7 @@ def test_examples_in_the_docs_are_what_is_chosen() -> None:
     ) in footguns
     slow, fast = (chosen(situation_of("125m", mbit)).prediction.link_share for mbit in (10, 100))
     said = f"{slow:.2f} are left to the exchange of 125m at 10 Mbit/s and 100 ms, {fast:.2f} at 100"
-    assert said in operations
+    assert said in owners
 
 
 def test_work_on_a_machine_half_as_fast_takes_twice_as_long_and_bytes_no_longer() -> None:

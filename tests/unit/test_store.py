@@ -10,11 +10,11 @@ from coordinator.database import DATABASE_NAME
 from coordinator.store import CLOCK_SAVE_SECONDS, Store
 from coordinator.swarm.events import Attached, Detached, Event, HeartbeatSeen, Reported
 from coordinator.swarm.shares import Rates
-from coordinator.swarm.state import Rules, SwarmState
+from coordinator.swarm.state import Rules, SwarmState, Written
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
 from protocol.wire.channel import RETRY_CAP_SECONDS
-from protocol.wire.messages import Applied, Evaluated, Held, Reduced, Trained
+from protocol.wire.messages import Applied, Evaluated, Held, Reduced, Trained, Wrote
 from protocol.wire.rounds import (
     ContributionDigest,
     Contributor,
@@ -37,6 +37,7 @@ RULES = Rules(
     apply_seconds=10,
     lease_seconds=15,
     evaluate_every_rounds=1,
+    num_prompts=1,
 )
 RUN = Digest(b"\x99" * 32)
 A, B = NodeId("a" * 32), NodeId("b" * 32)
@@ -126,6 +127,7 @@ TWO_ROUNDS: list[Event] = [
     ),
     attached(B),
     Reported(node_id=A, round=0, report=Evaluated(held_out_loss=5.5, tokens=64)),
+    Reported(node_id=A, round=0, report=Wrote(texts=("a text",))),
     *reports_up_to_commit(1),
     *applied(1),
     *reports_up_to_commit(2),
@@ -147,7 +149,7 @@ def test_the_played_rounds_reach_every_table() -> None:
     """Keeps the test above honest: a state without rounds would come back whole as well."""
     state = play(Store.in_memory(), initial_state(RULES, RUN), TWO_ROUNDS)
     assert state.open_round is not None and state.open_round.commit is not None
-    assert state.last_closed is not None and state.held_out and state.layout
+    assert state.last_closed is not None and state.held_out and state.written and state.layout
     assert state.ledger.committed and state.ledger.frontier()
     assert state.members[A].inner_steps_per_second
 
@@ -315,3 +317,22 @@ def test_a_revoked_invite_is_useless_and_its_nodes_stay() -> None:
     with pytest.raises(NotPermittedError, match="revoked"):
         redeem(store, B)
     assert store.enrolled_member(A) is not None
+
+
+def test_a_database_of_a_release_that_kept_no_texts_is_opened_and_keeps_them(
+    tmp_path: Path,
+) -> None:
+    store = Store.open(tmp_path)
+    store.close()
+    with sqlite3.connect(tmp_path / DATABASE_NAME) as connection:
+        connection.execute("DROP TABLE written")
+    store = Store.open(tmp_path)
+    before = store.load(RULES, RUN)
+    known = Written(round=3, node_id=A, texts=("one\ntwo", "three"))
+    after = replace(before, written=(known, replace(known, round=4, texts=(), why_not="full")))
+    store.save(before, after, now=1.0)
+    store.save(after, replace(after, written=after.written[1:]), now=2.0)
+    store.close()
+    again = Store.open(tmp_path)
+    assert again.load(RULES, RUN).written == after.written[1:]
+    again.close()

@@ -1,6 +1,7 @@
 """Text goes to a model and comes back by the tokenizer that the run's tokens were made with, or as bytes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ import torch
 from served_folder import serving
 from test_export import ORIGIN
 from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
+from transformers import AutoTokenizer
 
 from node.island.data.places import DataPlaces
 from node.island.models.describing import describe, first_vector
-from node.island.models.generate import sampled
+from node.island.models.generate import model_that_writes
 from node.kept import keep_places, places_of
 from node.models.export import export_model
 from node.models.text import ByteText, files_of_tokenizer, text_of_run
@@ -107,7 +109,16 @@ def test_without_a_tokenizer_tokens_are_bytes(tmp_path: Path) -> None:
     places = DataPlaces(folder=tmp_path)
     text = text_of_run(RunSpec(), places)
     assert isinstance(text, ByteText)
-    assert not files_of_tokenizer(RunSpec(), places)
+    files = files_of_tokenizer(RunSpec(), places)
+    assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
+    for path in files.values():
+        shutil.copy(path, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    said = "def é 海 👩\u200d🔬\r\n\t  Ā \x7f\xa0" + "".join(map(chr, range(1, 256)))
+    assert tokenizer(said).input_ids == text.tokens_of(said)
+    assert tokenizer.decode(text.tokens_of(said)) == said
+    assert tokenizer.decode([0xFF, 65]) == text.text_of([0xFF, 65])
+    assert (len(tokenizer), tokenizer.eos_token_id) == (256, 0)
     assert text.tokens_of("é") == [0xC3, 0xA9]
     assert text.tokens_of("") == [0]
     assert text.text_of([100, 300, 0xC3]) == "d��"
@@ -130,7 +141,9 @@ def test_a_model_of_transformers_comes_out_whole_and_writes_what_it_would(
     description = describe(spec, tmp_path).model_copy(update={"generation_config": {"top_p": 0.9}})
     spec = spec.model_copy(update={"description": description})
     weights = 3 * first_vector(spec)
-    assert not export_model(spec=spec, parameters=weights, origin=ORIGIN, out=tmp_path / "out")
+    files = files_of_tokenizer(spec, DataPlaces(folder=tmp_path))
+    out = tmp_path / "out"
+    assert not export_model(spec=spec, parameters=weights, origin=ORIGIN, out=out, tokenizer=files)
     assert "AutoModelForCausalLM" in (tmp_path / "out" / "README.md").read_text()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (
@@ -142,26 +155,28 @@ def test_a_model_of_transformers_comes_out_whole_and_writes_what_it_would(
     with torch.no_grad():
         while len(tokens) < 12:
             tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    written = sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=0.0, seed=0)
+    written = model_that_writes(spec, weights)([0, 6, 7], num_tokens=9, temperature=0.0, seed=0)
     assert written == tokens[3:]
     drawn = [
-        sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=2.0, seed=seed)
+        model_that_writes(spec, weights)([0, 6, 7], num_tokens=9, temperature=2.0, seed=seed)
         for seed in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
     end = written[3]
-    cut = sampled(spec, weights, [0, 6, 7], num_tokens=9, temperature=0.0, seed=0, ends={end})
+    cut = model_that_writes(spec, weights)(
+        [0, 6, 7], num_tokens=9, temperature=0.0, seed=0, ends={end}
+    )
     assert cut == written[: written.index(end) + 1]
     with pytest.raises(
         UsageError, match="a prompt of 3 tokens and 30 more are beyond the model's 32"
     ):
-        sampled(spec, weights, [0, 6, 7], num_tokens=30, temperature=0.0, seed=0)
+        model_that_writes(spec, weights)([0, 6, 7], num_tokens=30, temperature=0.0, seed=0)
 
 
 def test_a_function_of_a_run_writes_no_text() -> None:
     spec = RunSpec(model=FunctionModel(source="function", function="vision:model"))
     with pytest.raises(UsageError, match="is a function's"):
-        sampled(spec, np.zeros(1, np.float32), [0], num_tokens=1, temperature=0.0, seed=0)
+        model_that_writes(spec, np.zeros(1, np.float32))([0], num_tokens=1, temperature=0.0, seed=0)
 
 
 def test_commands_find_the_data_where_the_node_was_started_with_them(tmp_path: Path) -> None:

@@ -38,7 +38,21 @@ def event_class() -> Any:
     double, floating, int64, text, message, enum = 1, 2, 3, 9, 11, 14
     file = descriptor_pb2.FileDescriptorProto(name="event.proto", package="t", syntax="proto3")
     kinds: dict[str, list[tuple[str, int, int, str, bool]]] = {
-        "Value": [("tag", 1, text, "", False), ("simple_value", 2, floating, "", False)],
+        "Value": [
+            ("tag", 1, text, "", False),
+            ("simple_value", 2, floating, "", False),
+            ("tensor", 8, message, ".t.Tensor", False),
+            ("metadata", 9, message, ".t.Metadata", False),
+        ],
+        "Tensor": [
+            ("dtype", 1, int64, "", False),
+            ("tensor_shape", 2, message, ".t.Shape", False),
+            ("string_val", 8, text, "", True),
+        ],
+        "Shape": [("dim", 2, message, ".t.Dim", True)],
+        "Dim": [("size", 1, int64, "", False)],
+        "Metadata": [("plugin_data", 1, message, ".t.Plugin", False)],
+        "Plugin": [("plugin_name", 1, text, "", False)],
         "Summary": [("value", 1, message, ".t.Value", True)],
         "SessionLog": [("status", 1, enum, ".t.Status", False)],
         "Event": [
@@ -138,6 +152,7 @@ class Run:
         self.rounds: list[pb.RoundSummary] = []
         self.went_back: list[str] = []
         self.losses: list[pb.HeldOutLoss] = []
+        self.texts: dict[int, str] = {}
         self.asked: list[int] = []
 
     def grow(self, count: int = 1) -> None:
@@ -157,12 +172,17 @@ class Run:
             total_rounds=100,
             went_back=self.went_back,
             held_out_losses=self.losses,
+            written_rounds=sorted(self.texts),
         )
         return pb.GetStatusResponse(run=run, unix_seconds=1000.0)
 
     def listed(self, limit: int) -> Sequence[pb.RoundSummary]:
         self.asked.append(limit)
         return self.rounds[::-1][:limit]
+
+    def wrote(self, number: int) -> pb.Written:
+        text = pb.PromptedText(prompt="Once ", text=self.texts[number])
+        return pb.Written(round=number, texts=[text])
 
 
 class CrashError(Exception):
@@ -205,11 +225,11 @@ def test_every_round_is_in_the_event_file_once_whenever_the_machine_stops(
             case "go back":
                 run.go_back(max(0, len(run.rounds) - 3))
             case "look":
-                tracker.look(run.status(), run.listed)
+                tracker.look(run.status(), run.listed, run.wrote)
             case _:
                 tracker.dies = step
                 with contextlib.suppress(CrashError):
-                    tracker.look(run.status(), run.listed)
+                    tracker.look(run.status(), run.listed, run.wrote)
                 sink.close()
                 tracker, sink = begun(folder)
     sink.close()
@@ -222,10 +242,10 @@ def test_nothing_is_asked_for_while_nothing_is_new(tmp_path: Path) -> None:
     run.grow(3)
     tracker, sink = begun(tmp_path)
     for _ in range(3):
-        tracker.look(run.status(), run.listed)
+        tracker.look(run.status(), run.listed, run.wrote)
     assert run.asked == [4000]
     run.grow()
-    tracker.look(run.status(), run.listed)
+    tracker.look(run.status(), run.listed, run.wrote)
     assert run.asked == [4000, 2]
     assert tracker.said() == [
         "wrote 3 rounds, up to round 3 of 100",
@@ -249,7 +269,7 @@ def test_a_logger_that_is_killed_has_no_row_twice(tmp_path: Path) -> None:
         note = note_of(tmp_path, swarm_id=SWARM, tool="trackio")
         tracker = Tracker(note, Logger(each, lambda: None), note_path=tmp_path / NOTE_FILE)
         try:
-            tracker.look(run.status(), run.listed)
+            tracker.look(run.status(), run.listed, run.wrote)
         except CrashError:
             run.grow()
     assert logged == [3], "rounds 1 and 2 were on their way when it was killed"
@@ -283,8 +303,42 @@ def test_rounds_that_nodes_still_apply_wait(tmp_path: Path) -> None:
     run.grow(2)
     run.rounds[-1].outer_digest = b""
     tracker = Tracker(Note(swarm_id=SWARM, tool="wandb"), sink, note_path=tmp_path / NOTE_FILE)
-    tracker.look(run.status(), run.listed)
+    tracker.look(run.status(), run.listed, run.wrote)
     assert tracker.said() == ["wrote 1 round, up to round 1 of 100"]
+
+
+def test_what_models_write_is_in_the_event_file_once_as_text_that_is_no_markup(
+    tmp_path: Path,
+) -> None:
+    run = Run()
+    run.grow(4)
+    run.texts = {2: "<b>upon</b>\n```\n\x1b# a time", 4: "more"}
+    for _ in range(2):
+        tracker, sink = begun(tmp_path)
+        tracker.look(run.status(), run.listed, run.wrote)
+        sink.close()
+    events = events_in(tmp_path / f"{EVENTS_PREFIX}{SWARM[:12]}")
+    texts = [
+        (event.step, value.tag, list(value.tensor.string_val))
+        for event in events
+        for value in event.summary.value
+        if value.metadata.plugin_data.plugin_name == "text"
+        if (value.tensor.dtype, [dim.size for dim in value.tensor.tensor_shape.dim]) == (7, [1])
+    ]
+    assert texts == [
+        (2, "text/1", ["    Once <b>upon</b>\n    ```\n    \ufffd# a time"]),
+        (4, "text/1", ["    Once more"]),
+    ]
+    run.go_back(3)
+    tracker, sink = begun(tmp_path)
+    run.texts = {2: run.texts[2]}
+    tracker.look(run.status(), run.listed, run.wrote)
+    run.grow()
+    run.texts[4] = "again"
+    tracker.look(run.status(), run.listed, run.wrote)
+    sink.close()
+    last = events_in(tmp_path / f"{EVENTS_PREFIX}{SWARM[:12]}")[-1]
+    assert (last.step, list(last.summary.value[0].tensor.string_val)) == (4, ["    Once again"])
 
 
 @pytest.fixture

@@ -198,6 +198,14 @@ function showNews(lines) {
   }));
 }
 
+function showWritten(all) {
+  byId("texts").hidden = !all.length;
+  byId("written").replaceChildren(...all.map((written) => element("div", { class: "written" },
+    element("h3", { text: `after round ${written.round}${written.node ? `, on ${written.node}` : ""}` }),
+    ...(written.whyNot ? [element("p", { class: "quiet", text: `none: ${written.whyNot}` })]
+      : written.texts.map((one) => element("p", {}, element("b", { text: one.prompt }), one.text))))));
+}
+
 function showRounds(rounds) {
   const number = (text) => element("td", { class: "number", text });
   byId("round-rows").replaceChildren(...rounds.map((closed) =>
@@ -290,6 +298,14 @@ byId("older").addEventListener("click", async () => {
   else if (latest) showNews(latest.news);
 });
 
+let showsAllTexts = false, textsOf = null;
+byId("older-texts").addEventListener("click", async () => {
+  showsAllTexts = !showsAllTexts;
+  byId("older-texts").textContent = showsAllTexts ? "show the latest" : "show all that is kept";
+  if (showsAllTexts) showWritten(await (await fetch("written")).json());
+  else if (latest) showWritten([latest.run.written]);
+});
+
 function hideBoard(isHidden) {
   byId("board").hidden = isHidden;
   byId("hide-board").textContent = isHidden ? "show" : "hide";
@@ -318,6 +334,9 @@ function show(view) {
   showMap(view);
   showBoard(view.nodes);
   if (!showsAllNews) showNews(view.news);
+  // Put in anew only when it is new, so that what somebody has marked stays marked.
+  if (!showsAllTexts && view.run.written?.round !== textsOf) showWritten(view.run.written ? [view.run.written] : []);
+  textsOf = view.run.written?.round ?? null;
   showRounds(view.rounds);
   fetchHistory(`${view.run.committed} ${view.run.heldOutNow}`);
 }

@@ -3,7 +3,7 @@
 Exposed communication: a collective is under way and nothing is computed. What overlaps with computing
 costs nothing and is not in it; a rank that waits for a slower one of its island is. One step now and
 then is traced, so that tracing takes a hundredth of training at most; the formula is in
-docs/operations.md.
+docs/watching.md.
 
 A trace tells what runs when. A CPU's tells operators on their threads, and collectives of gloo on threads of
 its own. A GPU's tells kernels and copies on its streams; there the host only orders what is to be done. The

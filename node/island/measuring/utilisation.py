@@ -1,6 +1,6 @@
 """What a rank's device could do and what it did: operations by formula, peaks by name, memory.
 
-The formula and the peaks are in docs/operations.md. Names are compared whole, since a part of a GPU is
+The formula and the peaks are in docs/watching.md. Names are compared whole, since a part of a GPU is
 named like the GPU, and slower. A device that the table does not name has the peak that its rank has
 measured by matrix products, or none.
 """

@@ -1,8 +1,9 @@
 """Tokens from a model, one after the other: to see what a run has learned."""
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,27 +28,29 @@ def decoder_of(spec: RunSpec, parameters: Vector) -> Decoder:
     return decoder.eval()
 
 
-def sampled(
-    spec: RunSpec,
-    parameters: Vector,
-    prompt: Sequence[int],
-    *,
-    num_tokens: int,
-    temperature: float,
-    seed: int,
-    ends: Collection[int] = (),
-    base: Path | None = None,
-) -> list[int]:
-    """See `sample_tokens`, of the run's model; one of transformers goes on within its context only.
+class WritesOn(Protocol):
+    """A model that goes on from a prompt: see `sample_tokens`."""
 
-    `base` is the folder of the model that adapters belong to. Raises UsageError where the context is too
-    short, or the model makes no tokens.
+    def __call__(
+        self,
+        prompt: Sequence[int],
+        *,
+        num_tokens: int,
+        temperature: float,
+        seed: int,
+        ends: Collection[int] = (),
+    ) -> list[int]:
+        """The tokens that follow."""
+
+
+def model_that_writes(spec: RunSpec, parameters: Vector, *, base: Path | None = None) -> WritesOn:
+    """The run's model with the values of a state, on the CPU; it holds a copy of them.
+
+    One of transformers goes on within its context only, and raises UsageError beyond it. `base` is the
+    folder of the model that adapters belong to. Raises UsageError for a model that makes no tokens.
     """
     if isinstance(spec.model, DecoderModel):
-        decoder = decoder_of(spec, parameters)
-        return sample_tokens(
-            decoder, prompt, num_tokens=num_tokens, temperature=temperature, seed=seed, ends=ends
-        )
+        return partial(sample_tokens, decoder_of(spec, parameters))
     if not isinstance(spec.model, TransformersModel):
         raise UsageError(
             "the run's model is a function's, and nobody knows whether what it gives is text",
@@ -55,7 +58,19 @@ def sampled(
         )
     from node.island.models.describing import model_with
 
-    model: Any = model_with(spec, parameters, base=base).eval()
+    return partial(_generated, model_with(spec, parameters, base=base).eval())
+
+
+def _generated(
+    model: Any,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+    ends: Collection[int] = (),
+) -> list[int]:
+    """As `sample_tokens`, of a model of transformers."""
     most = getattr(model.config, "max_position_embeddings", None)
     if most is not None and len(prompt) + num_tokens > most:
         raise UsageError(

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 Work = Callable[..., None]
-"""Takes its end of a pipe and its arguments, and sends one answer. A function of a module."""
+"""Takes its end of a pipe and its arguments, and sends its answers, of which most have one. A function of a
+module."""
 
 _context = multiprocessing.get_context("forkserver")
 _END_SECONDS = 1.0
@@ -48,6 +49,10 @@ class Aside:
             await asyncio.wait([starting])  # else close() would not find it
             raise
         self._theirs.close()  # else we would never see its end close
+        return await self.next_answer()
+
+    async def next_answer(self) -> Any:
+        """Waits for what it says next; raises as `answer`."""
         loop, is_told = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._connection.fileno(), is_told.set)
         try:

@@ -6,9 +6,13 @@ finds there.
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+from protocol.files.durable import refusing
+from protocol.terminal.logging import LOGS_FOLDER, LogFile, LogStream
 
 PASS_ON_SECONDS = 0.3
 MOST_BYTES = 1_000_000
@@ -55,3 +59,14 @@ class RankOutput:
             # What a rank writes between the read and this is lost; it goes on at the beginning.
             os.ftruncate(self.descriptor, 0)
             self._offset = 0
+
+
+def rank_output(folder: Path, name: str) -> RankOutput:
+    """Passes it on to standard error, and to `ranks.log` of the folder with the node's name."""
+    kept = LogFile(folder, "ranks")
+    with refusing(folder / LOGS_FOLDER):
+        return RankOutput(
+            folder / LOGS_FOLDER / "ranks.txt",
+            show=LogStream(sys.stderr.fileno()).write,
+            keep=lambda line: kept.keep({"level": "warning", "event": line, "node": name}),
+        )
