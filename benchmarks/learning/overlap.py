@@ -66,39 +66,24 @@ def run(tried: Try) -> float:
 
 
 def report(known: dict[Try, float]) -> str:
-    """A table: each rule and lateness, and how much higher than waiting it ended."""
-    rows: list[tuple[object, ...]] = []
-    for optimizer in RATES:
-        waiting = {
-            each.seed: loss
-            for each, loss in known.items()
-            if each.optimizer == optimizer and each.overlap == "none"
-        }
-        if waiting:
-            mean = statistics.mean(waiting.values())
-            rows.append((optimizer, 0, "waits", f"{mean:.4f}", "", len(waiting)))
-        late = {each.late_steps for each in known if each.optimizer == optimizer} - {0}
-        for late_steps, (overlap, blend) in itertools.product(sorted(late), RULES):
-            tries = [
-                Try(
-                    optimizer=optimizer,
-                    late_steps=late_steps,
-                    overlap=overlap,
-                    blend=blend,
-                    seed=seed,
-                )
-                for seed in sorted(waiting)
+    """A table: how much higher than waiting each rule ended, by inner optimizer and lateness."""
+    rows: list[list[str]] = []
+    for optimizer, late_steps in itertools.product(
+        RATES, sorted({t.late_steps for t in known} - {0})
+    ):
+        row = [f"{optimizer}, {late_steps} of {STEPS}"]
+        for overlap, blend in RULES:
+            more = [
+                loss - known[Try(optimizer=optimizer, seed=each.seed)]
+                for each, loss in known.items()
+                if (each.optimizer, each.late_steps, each.overlap, each.blend)
+                == (optimizer, late_steps, overlap, blend)
             ]
-            losses = [known[each] for each in tries if each in known]
-            if not losses:
-                continue
-            more = [known[each] - waiting[each.seed] for each in tries if each in known]
-            spread = f"{statistics.mean(more):+.4f} ({min(more):+.4f} to {max(more):+.4f})"
-            rule = f"{overlap} {blend:g}"
-            rows.append(
-                (optimizer, late_steps, rule, f"{statistics.mean(losses):.4f}", spread, len(losses))
-            )
-    return markdown(("inner", "steps late", "rule", "loss", "above waiting", "seeds"), rows)
+            spread = f"({min(more):+.3f} to {max(more):+.3f})" if more else ""
+            row.append(f"{statistics.mean(more):+.3f} {spread}" if more else "")
+        rows.append(row)
+    rules = (f"`{overlap}`, `blend = {blend:g}`" for overlap, blend in RULES)
+    return markdown(("inner optimizer, steps late", *rules), rows)
 
 
 def main() -> None:
