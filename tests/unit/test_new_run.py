@@ -132,7 +132,7 @@ def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
     parameters = values["situation"]["num_parameters"]
     assert f"for {count_in_words(parameters)} parameters, 4 nodes" in told
     assert values["node_bytes"].keys() == {"daemon", "ranks", "disk"}
-    assert 12 < values["node_bytes"]["daemon"] / parameters < 12 + 4 + 2 * 4 / 4 + 4
+    assert 12 < values["node_bytes"]["daemon"] / parameters < 12 + 4 + 2 * 4 / 4 + 4 + 4 * (0.52 + 2 / 4)
     assert values["node_bytes"]["ranks"] == 16 * parameters
     assert values["node_bytes"]["disk"] == 88 * parameters
     memory, ranks, disk = map(bytes_in_words, values["node_bytes"].values())
@@ -143,7 +143,9 @@ def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
     assert values["run_seconds"] == pytest.approx(values["rounds"] * a_round)
     assert f"a round takes {seconds_in_words(a_round)}, the run of " in told
     assert f" {seconds_in_words(values['run_seconds'])}\n" in told
-    assert f"sends and receives {bytes_in_words(values['prediction']['bytes_per_round'])} a" in told
+    sent, audits = (values["prediction"][key] for key in ("bytes_per_round", "audit_bytes"))
+    assert f"sends and receives {bytes_in_words(sent + audits)} a" in told
+    assert f"{bytes_in_words(audits)} of that are for audits" in told
     assert values["warnings"] == [] and "warning" not in told
 
 
