@@ -132,7 +132,11 @@ def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
     parameters = values["situation"]["num_parameters"]
     assert f"for {count_in_words(parameters)} parameters, 4 nodes" in told
     assert values["node_bytes"].keys() == {"daemon", "ranks", "disk"}
-    assert 12 < values["node_bytes"]["daemon"] / parameters < 12 + 4 + 2 * 4 / 4 + 4 + 4 * (0.52 + 2 / 4)
+    assert (
+        12
+        < values["node_bytes"]["daemon"] / parameters
+        < 12 + 4 + 2 * 4 / 4 + 4 + 4 * (0.52 + 2 / 4)
+    )
     assert values["node_bytes"]["ranks"] == 16 * parameters
     assert values["node_bytes"]["disk"] == 88 * parameters
     memory, ranks, disk = map(bytes_in_words, values["node_bytes"].values())
