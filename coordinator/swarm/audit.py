@@ -96,11 +96,8 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
         if _lot(turn.state, audit, "is audited") >= turn.state.rules.audited_share:
             continue
         if may := _may_audit(turn.state, audit):
-            audit = replace(
-                audit,
-                auditor_ids=(_drawn(turn.state, audit, may),),
-                until=turn.now + audit.seconds,
-            )
+            first = (_drawn(turn.state, audit, may),)
+            audit = replace(audit, auditor_ids=first, until=turn.now + audit.seconds)
             turn.state = replace(turn.state, audits=(*turn.state.audits, audit))
             _ask(turn, audit, audit.auditor_ids)
 
@@ -322,11 +319,8 @@ def _decide_first(turn: Turn, audit: Audit) -> None:
 
 
 def _decide_contested(turn: Turn, audit: Audit) -> None:
-    claimed, reducer, among = (
-        audit.reduced.digest,
-        audit.slice.reducer_id,
-        _here(turn.state, audit),
-    )
+    claimed, reducer = audit.reduced.digest, audit.slice.reducer_id
+    among = _here(turn.state, audit)
     say = _say(turn.state, audit)
     agreeing = [f.node_id for f in audit.findings if f.found == claimed]
     others: dict[bytes, list[NodeId]] = {}

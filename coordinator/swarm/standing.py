@@ -177,6 +177,7 @@ def excuse(turn: Turn) -> None:
     if current.hurried_at is None:
         turn.put_round(replace(current, hurried_at=turn.now))
         turn.act(Tell(message=idle, to=late))
+        excuse(turn)  # in the same instant, where the others have taken no time
         return
     on_trial = (*current.on_trial, *(n for n in late if n not in current.on_trial))
     turn.put_round(replace(current, is_excused=True, on_trial=on_trial))

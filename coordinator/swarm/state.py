@@ -374,9 +374,7 @@ class Alarm:
 
     round: int | None  # to go back to; None: to pause
     reason: str
-    until: float | None = (
-        None  # so long nodes may say that they reach back there; None: it is sounded
-    )
+    until: float | None = None  # so long nodes may say that they reach there; None: sounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

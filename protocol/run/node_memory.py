@@ -44,7 +44,8 @@ def daemon_bytes(
         4 · (parameters 1 + momentum 1 + residual 1 + published f)
         + 4 · reducer's error (1 + f) / N, that of the round in flight beside what is kept
         + f · bodies: what is sent and what comes to be reduced; results of three rounds
-        + f · for auditors, of AUDIT_ROUNDS: what came to be reduced, and 2 · reducer's error / N
+        + f · for auditors, of AUDIT_ROUNDS: what came to be reduced, and 2 · reducer's error / N;
+          nobody audits a node that is alone
 
     So it is 12.5 + 4.5 / N bytes a parameter with eight fragments, and bodies; benchmarks/outer_memory.py
     measures it. Entropy-coded results wait for their commit with their codes, a byte each at most.
@@ -54,7 +55,7 @@ def daemon_bytes(
     waiting = 8.0 if downlink.startswith("ec") else 0.0
     bits = 2 * CODEC_BITS[uplink] + 3 * CODEC_BITS[downlink] + waiting
     kept = 0.0
-    if is_audited:
+    if is_audited and num_reducers > 1:
         kept_error = _KEPT_BYTES / num_reducers if keeps_error else 0.0
         kept = AUDIT_ROUNDS * largest_fragment * (CODEC_BITS[uplink] / 8 + kept_error)
     return int(_VALUE_BYTES * (model + error) + bits / 8 * largest_fragment + kept)
@@ -76,9 +77,9 @@ def helper_bytes(
     same. Instead of what it sends and its share of what comes it has all contributions.
     """
     bodies = (num_contributions - 2) * CODEC_BITS[uplink] / 8 * largest_fragment
-    if is_audited:
-        more = num_contributions - 1  # beside one share of what comes
-        bodies += AUDIT_ROUNDS * more * CODEC_BITS[uplink] / 8 * largest_fragment
+    if is_audited and num_contributions > 1:
+        kept = num_contributions * CODEC_BITS[uplink] / 8 + _KEPT_BYTES * keeps_error
+        bodies += AUDIT_ROUNDS * kept * largest_fragment
     return int(bodies) + daemon_bytes(
         num_elements=num_elements,
         largest_fragment=largest_fragment,
@@ -86,5 +87,5 @@ def helper_bytes(
         keeps_error=keeps_error,
         uplink=uplink,
         downlink=downlink,
-        is_audited=is_audited,
+        is_audited=False,  # counted above
     )

@@ -219,3 +219,15 @@ def test_nobody_is_hurried_by_fewer_than_decide(num_idle: int) -> None:
     scene = first_round(idle=NEWCOMERS[:num_idle])
     scene.wait_until(scene.round.opened_at + 2 * TRIAL_MARGIN * 40 - 30)
     assert scene.round.hurried_at is None and not of_kind(scene.log, ParticipantsIdle)
+
+
+def test_rounds_that_take_no_time_wait_for_nobody_on_trial() -> None:
+    scene = swarm()
+    a_round(scene, *HONEST)
+    a_round(scene, *HONEST)
+    assert IDLER in participants(scene)
+    for name in HONEST:
+        steps = next(a for a in scene.round.assignments if a.node_id == name)
+        scene.train(name, inner_steps=steps.inner_steps, tokens=steps.num_samples * 8)
+    assert scene.now == scene.round.opened_at and scene.round.is_excused
+    scene.wait(0)
