@@ -6,7 +6,7 @@ not wait for that (a changed roster, participants that are gone) is done on arri
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
+from node.machine.addresses import address_changes
 from node.pausing import LOOK_SECONDS
 from node.rulings import KeptRulings
 from protocol.errors import AtollError, SystemRefusedError
@@ -109,6 +110,7 @@ class Counterparts:
     island: Island
     why_paused: Callable[[], str] = lambda: ""  # by the owner: it trains nothing now
     manager: ServiceManager = NOBODY  # behind this process
+    address_changes: Callable[[], AsyncIterator[None]] = address_changes  # of this machine
 
 
 class Daemon:
@@ -131,6 +133,7 @@ class Daemon:
         self._rulings = holdings.rulings or KeptRulings(spec)
         self._why_paused = counterparts.why_paused
         self._manager = counterparts.manager
+        self._address_changes = counterparts.address_changes
         self._facts = facts
         self._spec = spec
         self._run_digest = spec.digest()
@@ -232,6 +235,7 @@ class Daemon:
                 asyncio.ensure_future(self._watch_transport()),
                 asyncio.ensure_future(self._bring_back()),
                 asyncio.ensure_future(self._heed_pauses()),
+                asyncio.ensure_future(self._heed_addresses()),
             ]
             if self._supplied is not None and self._peer_tokens is not None:
                 supply = self._supplied.supplied_by(self._peer_tokens, self._train_on)
@@ -306,6 +310,15 @@ class Daemon:
                 await self._session.tell_vitals()
             was_paused = why
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _heed_addresses(self) -> None:
+        """Attaches anew where this machine's addresses change: peers are told the new ones by it."""
+        async for _ in self._address_changes():
+            if await self._transport.heed_addresses():
+                told = self._transport.multiaddrs
+                log.info("this machine's addresses have changed", peers_are_told=told)
+                self._session.move()
+        await asyncio.Event().wait()  # there are none where nobody tells of them
 
     async def _watch_transport(self) -> None:
         reason = await self._transport.wait_failed()

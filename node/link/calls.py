@@ -125,14 +125,20 @@ class SessionStub(Protocol):
 class CoordinatorLink:
     """Calls the coordinator. Errors are AtollErrors, translated where the stub was made.
 
-    `renew` gets a new certificate, and returns in how many seconds to get the next.
+    `renew` gets a new certificate, and returns in how many seconds to get the next. `reconnect` has later
+    calls go over a new connection: the one that there is may be dead, and nobody has said so.
     """
 
     def __init__(
-        self, stub: SessionStub, *, renew: Callable[[], Awaitable[float]] | None = None
+        self,
+        stub: SessionStub,
+        *,
+        renew: Callable[[], Awaitable[float]] | None = None,
+        reconnect: Callable[[], None] = lambda: None,
     ) -> None:
         self._stub = stub
         self.renew = renew
+        self.reconnect = reconnect
 
     async def get_run(self) -> RunSpec:
         """The run file. Raises when this software reads it differently than the coordinator does."""
@@ -341,6 +347,12 @@ class RenewingCalls:
         renewed.save_renewed()
         before, self._credentials = self._channel, renewed
         self._channel = open_channel(renewed, self._counts)
+        if before is not self._stream_channel:
+            self._close(before)
+
+    def reconnect(self) -> None:
+        """Later calls go over a new connection. Those in flight may still be answered."""
+        before, self._channel = self._channel, open_channel(self._credentials, self._counts)
         if before is not self._stream_channel:
             self._close(before)
 
