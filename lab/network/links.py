@@ -214,7 +214,9 @@ class Network:
         self._pipes = (*self._up.values(), *self._down.values())
         self._cuts: set[tuple[str, str]] = set()
         self._firewalled: set[str] = set()
-        self._known: dict[str, set[bytes]] = {}  # conversations, of hosts whose router forgot others
+        self._known: dict[
+            str, set[bytes]
+        ] = {}  # conversations, of hosts whose router forgot others
         self.num_strays = 0  # packets for nobody in here
         self.traffic = {(one, other): Traffic() for one in links for other in links if one != other}
         for host, link in links.items():

@@ -140,6 +140,9 @@ class FakeLink:
         self.heartbeats: list[Vitals] = []
         self.events_of_now: asyncio.Queue[Message | Exception] = asyncio.Queue()
 
+    def reconnect(self) -> None:
+        pass
+
     def say(self, *events: Message | Exception) -> None:
         for event in events:
             self.events_of_now.put_nowait(event)
