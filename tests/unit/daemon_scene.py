@@ -39,6 +39,7 @@ class FakeIsland:
         self.works: list[InnerWork] = []
         self.kept: list[tuple[int, bool]] = []  # rounds, and whether it was for the last time
         self.evaluation_seconds = 0.0
+        self.start_seconds = START_SECONDS
         self.fault: Exception | None = None
         self.dies_in: list[str] = []  # calls in which a rank dies, each once
         self.is_loop = False  # what dies then is a loop, of which another comes by itself
@@ -55,7 +56,7 @@ class FakeIsland:
         assert not self.is_running
         self._is_broken = False
         self.is_running = True
-        await asyncio.sleep(START_SECONDS)
+        await asyncio.sleep(self.start_seconds)
         if self.fault is not None:
             raise self.fault
         self._live("start")
@@ -134,6 +135,7 @@ class FakeLink:
         self.brought: list[tuple[Commit, ...]] = []
         self.lists_after = 0.0  # listing fails before
         self.num_attached = 0
+        self.announced: list[Any] = []
         self.called = ""  # what the swarm calls the node
         self.reports: list[tuple[int, Report]] = []
         self.goodbyes: list[str] = []
@@ -149,6 +151,7 @@ class FakeLink:
 
     async def attach(self, announcement: Any) -> Attachment:
         self.num_attached += 1
+        self.announced.append(announcement)
         return Attachment(
             session_id=self.num_attached,
             heartbeat_seconds=3.0,
@@ -201,17 +204,21 @@ class Life:
         layout: Layout = LAYOUT,
         make_island: Callable[[Outer], Any] = FakeIsland,
         heavy: Heavy = in_place,
+        corpus: CorpusSummary | None = None,
     ) -> None:
         self.outer = outer_of(A, layout=layout)
         self.island = make_island(self.outer)
         self.link = FakeLink()
         self.transport = MemoryTransport(network=MemoryNetwork(), node_id=A, counts=WireCounts())
         self.running: asyncio.Task[str] | None = None
+        self.kept_corpora: list[CorpusSummary] = []
         self.daemon = Daemon(
             holdings=Holdings(
                 outer=self.outer,
                 disk=disk,
                 history=history or History(None),
+                corpus=corpus,
+                keep_corpus=self.kept_corpora.append,
             ),
             counterparts=Counterparts(
                 coordinator=self.link,  # type: ignore[arg-type]
