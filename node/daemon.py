@@ -37,7 +37,7 @@ from node.rulings import KeptRulings
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import NOBODY, ServiceManager
-from protocol.trust.rulings import RulingKind, SignedRuling, in_words
+from protocol.trust.rulings import RulingKind, SignedRuling, in_words, moved_to
 from protocol.wire.channel import retried
 from protocol.wire.messages import (
     AuditAsked,
@@ -452,6 +452,8 @@ class Daemon:
                     log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
                     if ruling.kind is RulingKind.ROLLED_BACK:
                         self._duties.go_back(ruling)
+                    if (address := moved_to(ruling)) is not None:
+                        self._link.moves_to(address)
             case (
                 ParticipantsDeparted()
                 | ParticipantsIdle()

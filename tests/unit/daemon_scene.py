@@ -18,6 +18,7 @@ from node.link.calls import Attachment
 from protocol.errors import UnavailableError
 from protocol.run.layout import Layout
 from protocol.run.run_spec import RunSpec
+from protocol.trust.rulings import Address
 from protocol.wire.messages import Message, Reduced, Report
 from protocol.wire.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
 from protocol.wire.vitals import Vitals
@@ -136,6 +137,7 @@ class FakeLink:
         self.lists_after = 0.0  # listing fails before
         self.num_attached = 0
         self.announced: list[Any] = []
+        self.moves: list[Address] = []
         self.called = ""  # what the swarm calls the node
         self.reports: list[tuple[int, Report]] = []
         self.goodbyes: list[str] = []
@@ -144,6 +146,9 @@ class FakeLink:
 
     def reconnect(self) -> None:
         pass
+
+    def moves_to(self, address: Address) -> None:
+        self.moves.append(address)
 
     def say(self, *events: Message | Exception) -> None:
         for event in events:
