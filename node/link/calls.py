@@ -5,7 +5,7 @@ renewed in the session, or, where the coordinator refuses the one that there is,
 joining port. Calls in flight go on over the channel on which they began, the stream of messages too.
 
 Where the run owner has told that the coordinator moves, calls look for it at both addresses in turns: each
-that finds nobody has the next ones go to the other one. Once it has answered at the new one, that is the only.
+that finds nobody has the next ones go to the other one. Once it has answered at the new one, only that stays.
 
 `run_of_coordinator` is a node's first question, asked until it is answered. A machine that boots before the
 coordinator's, or before its own network is up, waits: it has nothing else to do, and nobody may be there to
