@@ -89,7 +89,7 @@ readmit = _node_command(
 
 @click.group()
 def run() -> None:
-    """Pause, resume, stop, extend, amend or roll back the run. The coordinator must be running."""
+    """Pause, resume, stop, move, extend, amend or roll back the run. The coordinator must be running."""
 
 
 def _steer(verdict: str, reason: str, directory: Path | None) -> None:
@@ -134,6 +134,43 @@ def stop(reason: str, directory: Path | None) -> None:
     Example: atoll run stop --reason "the loss is where it should be"
     """
     _steer("STOP", reason, directory)
+
+
+@run.command()
+@click.argument("host", metavar="HOST")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), help="Its port for members; default: as it is."
+)
+@click.option(
+    "--enrolment-port",
+    type=click.IntRange(1, 65535),
+    help="Its port for joining; default: as it is.",
+)
+@_REASON_OPTION
+@DIR_OPTION
+def move(
+    host: str, port: int | None, enrolment_port: int | None, reason: str, directory: Path | None
+) -> None:
+    """Tell all nodes that the coordinator will be at HOST, before it moves there.
+
+    They look for it there once it does not answer at its address of now. Then stop it, and start its folder
+    on the other machine.
+
+    Example: atoll run move train2.example.org
+    """
+    from protocol.trust.credentials import Credentials, find_home
+    from protocol.v1 import operator_pb2 as pb
+
+    here = Credentials.load(find_home(directory))
+    request = pb.SteerRunRequest(
+        verdict=pb.RUN_VERDICT_MOVE,
+        reason=reason,
+        host=host,
+        control_port=port or here.control_port,
+        enrolment_port=enrolment_port or here.enrolment_port,
+    )
+    with operator_of(directory) as stub:
+        _say(stub.SteerRun(request).ruling)
 
 
 @run.command()

@@ -110,7 +110,9 @@ async def _run(
         heeding_notices(settings.cloud, signals.leave),
         RenewingCalls(credentials, identity, counts) as calls,
     ):
-        link = CoordinatorLink(calls, renew=calls.renew)
+        link = CoordinatorLink(
+            calls, renew=calls.renew, reconnect=calls.reconnect, moves_to=calls.moves_to
+        )
         signals.manager.doing(f"looking for the coordinator at {credentials.endpoint}")
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
         is_helper = credentials.principal.role is Role.HELPER

@@ -43,7 +43,7 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.rankless import RanklessIsland
 from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from node.kept import keep_places, keep_run
+from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
@@ -166,6 +166,7 @@ async def _run_in(
         while_moving=meters.exchange_time.exchanging,
     )
     usage = Usage(settings.limits)
+    has_ranks = not start.is_helper and not settings.loop
     daemon = Daemon(
         facts=facts,
         spec=spec,
@@ -175,6 +176,8 @@ async def _run_in(
             history=history,
             tokens=tokens,
             rulings=rulings,
+            corpus=kept_corpus(start.folder, spec.digest()) if has_ranks else None,
+            keep_corpus=partial(keep_corpus, start.folder, spec.digest()),
             first_state=partial(initial_parameters, spec, num_threads=_threads_beside(ranks))
             if spec.first_digest is None and not settings.weights
             else None,

@@ -6,7 +6,7 @@ not wait for that (a changed roster, participants that are gone) is done on arri
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,13 @@ from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
+from node.machine.addresses import address_changes
 from node.pausing import LOOK_SECONDS
 from node.rulings import KeptRulings
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import NOBODY, ServiceManager
-from protocol.trust.rulings import RulingKind, SignedRuling, in_words
+from protocol.trust.rulings import RulingKind, SignedRuling, in_words, moved_to
 from protocol.wire.channel import retried
 from protocol.wire.messages import (
     AuditAsked,
@@ -98,6 +99,8 @@ class Holdings:
     tokens: Tokens | None = None
     first_state: FirstState | None = None  # draws the weights of round 0, where nobody gives them
     rulings: KeptRulings | None = None  # None: in memory alone, of a coordinator in this process
+    corpus: CorpusSummary | None = None  # what the ranks trained on last; None: they are waited for
+    keep_corpus: Callable[[CorpusSummary], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,7 @@ class Counterparts:
     why_paused: Callable[[], str] = lambda: ""  # by the owner: it trains nothing now
     manager: ServiceManager = NOBODY  # behind this process
     writer: Writer | None = None  # has the model write; None: nothing here can
+    address_changes: Callable[[], AsyncIterator[None]] = address_changes  # of this machine
 
 
 class Daemon:
@@ -132,6 +136,7 @@ class Daemon:
         self._rulings = holdings.rulings or KeptRulings(spec)
         self._why_paused = counterparts.why_paused
         self._manager = counterparts.manager
+        self._address_changes = counterparts.address_changes
         self._facts = facts
         self._spec = spec
         self._run_digest = spec.digest()
@@ -196,7 +201,8 @@ class Daemon:
             rng=rng,
             rulings=self._rulings,
         )
-        self._corpus: CorpusSummary | None = None
+        self._corpus = holdings.corpus
+        self._keep_corpus = holdings.keep_corpus
         self._duties = Duties(
             node_id=facts.node_id,
             spec=spec,
@@ -222,24 +228,28 @@ class Daemon:
         Cancel it to leave at once, or `drain` it: it says goodbye and stops what it started.
         """
         goodbye = "stopped by its owner"
-        island = asyncio.ensure_future(self._island.start())
+        ranks = asyncio.ensure_future(self._bring_ranks_up())
         transport = asyncio.ensure_future(self._transport.start(self._exchange))
-        tasks: list[asyncio.Task[Any]] = [island, transport]
+        tasks: list[asyncio.Task[Any]] = [ranks, transport]
         try:
-            self._corpus, _ = await asyncio.gather(island, transport)
-            await self._island.adopt()
+            await (transport if self._corpus is not None else asyncio.gather(ranks, transport))
             work = asyncio.ensure_future(self._duties.run())
             session = asyncio.ensure_future(self._session.run())
             patience = asyncio.ensure_future(self._patience_ended.wait())
             tasks = [
                 *(work, session, patience),
+                asyncio.ensure_future(_failed(ranks)),
                 asyncio.ensure_future(self._watch_transport()),
                 asyncio.ensure_future(self._bring_back()),
                 asyncio.ensure_future(self._heed_pauses()),
+                asyncio.ensure_future(self._heed_addresses()),
             ]
             if self._supplied is not None and self._peer_tokens is not None:
-                supply = self._supplied.supplied_by(self._peer_tokens, self._train_on)
-                tasks.append(asyncio.ensure_future(supply))
+                tasks.append(
+                    asyncio.ensure_future(
+                        self._have_tokens_come(ranks, self._supplied, self._peer_tokens)
+                    )
+                )
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
@@ -276,8 +286,33 @@ class Daemon:
                 elif isinstance(fault, BaseException):
                     log.error("not stopped cleanly", exc_info=fault)
 
+    async def _bring_ranks_up(self) -> None:
+        """Starts the ranks. A node that was here before takes part meanwhile, and trains once they are up.
+
+        What it said of its data then was what its ranks had the last time.
+        """
+        told, corpus = self._corpus, await self._island.start()
+        self._train_on(corpus)
+        if told not in (None, corpus):
+            self._session.move()  # it attaches anew, with what is right
+        self._island.come_up()
+        if told is None:
+            await self._island.adopt()
+            return
+        log.info("the ranks are up")
+        await self._session.tell_vitals()  # plans count on them from now on
+
+    async def _have_tokens_come(
+        self, ranks: asyncio.Future[None], supplied: SuppliedIsland, source: PeerTokens
+    ) -> None:
+        """Once the ranks are up, or wait for tokens: both may start them."""
+        await ranks
+        await supplied.supplied_by(source, self._train_on)
+
     def _train_on(self, corpus: CorpusSummary) -> None:
         self._corpus = corpus
+        if corpus.num_samples:
+            self._keep_corpus(corpus)
 
     def drain(self, within_seconds: float) -> bool:
         """Lets the node leave with its work; asked again, the new limit counts.
@@ -312,6 +347,15 @@ class Daemon:
                 await self._session.tell_vitals()
             was_paused = why
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _heed_addresses(self) -> None:
+        """Attaches anew where this machine's addresses change: peers are told the new ones by it."""
+        async for _ in self._address_changes():
+            if await self._transport.heed_addresses():
+                told = self._transport.multiaddrs
+                log.info("this machine's addresses have changed", peers_are_told=told)
+                self._session.move()
+        await asyncio.Event().wait()  # there are none where nobody tells of them
 
     async def _watch_transport(self) -> None:
         reason = await self._transport.wait_failed()
@@ -414,6 +458,8 @@ class Daemon:
                     log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
                     if ruling.kind is RulingKind.ROLLED_BACK:
                         self._duties.go_back(ruling)
+                    if (address := moved_to(ruling)) is not None:
+                        self._link.moves_to(address)
             case ParticipantsIdle(round=round, node_ids=late) if self._facts.node_id in late:
                 self._duties.hand_in(round)  # others have waited for this node long enough
             case (
@@ -461,3 +507,9 @@ class Daemon:
         for commit in commits:
             self._rulings.check_commit(commit)
         return commits
+
+
+async def _failed(task: asyncio.Future[None]) -> None:
+    """Raises what the task has raised; never returns where it went well."""
+    await task
+    await asyncio.Event().wait()

@@ -1,7 +1,7 @@
 """The models that a node's folder holds: for export, sampling and forks, with the node running or not."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from protocol.errors import NoInputError
 from protocol.files.durable import write_atomically
 from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.credentials import Credentials
-from protocol.wire.rounds import Digest
+from protocol.wire.rounds import CorpusSummary, Digest
 
 if TYPE_CHECKING:
     from node.outer_state import Vector
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RUN_FILE = "run.json"
 PLACES_FILE = "places.json"
+CORPUS_FILE = "corpus.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,28 @@ def keep_places(folder: Path, places: DataPlaces) -> None:
     base = None if places.base is None else str(places.base.absolute())
     kept = {"folder": str(places.folder.absolute()), "data": places.own, "base": base}
     write_atomically(folder / PLACES_FILE, json.dumps(kept).encode())
+
+
+def keep_corpus(folder: Path, run_digest: Digest, corpus: CorpusSummary) -> None:
+    """Remembers what this node's ranks train on: it can say so before they have looked again."""
+    kept = asdict(corpus) | {"digest": corpus.digest.hex(), "run": run_digest.hex()}
+    write_atomically(folder / CORPUS_FILE, json.dumps(kept).encode())
+
+
+def kept_corpus(folder: Path, run_digest: Digest) -> CorpusSummary | None:
+    """What this node's ranks trained on last, in this run; None where that is not known."""
+    try:
+        kept = json.loads((folder / CORPUS_FILE).read_text(encoding="utf-8"))
+        if kept.pop("run") != run_digest.hex():
+            return None
+        return CorpusSummary(**kept | {"digest": Digest(bytes.fromhex(kept["digest"]))})
+    except (
+        FileNotFoundError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # of a version that kept another one
+        return None
 
 
 def places_of(folder: Path, *, base: str | None, typed_in: Path) -> DataPlaces:

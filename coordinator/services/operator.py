@@ -14,7 +14,7 @@ from coordinator.swarm.state import KEPT_ROUNDS
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.trust.invite import SECRET_BYTES, Invite, hash_of_secret
 from protocol.trust.pki import JOINING, Role
-from protocol.trust.rulings import Ruling, RulingKind
+from protocol.trust.rulings import Address, Ruling, RulingKind, moved_to
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
@@ -23,6 +23,8 @@ from protocol.wire.messages import rulings_to_wire
 MAX_USES = 100_000
 MOST_PLACES = 1 << 63
 MAX_VALID_SECONDS = 366 * 86400.0
+MOST_HOST_LENGTH = 253
+"""Of a name in DNS."""
 INVITE_ID_BYTES = 4
 """Of randomness in an invite's public name: short enough to type into 'atoll invite revoke'."""
 
@@ -168,11 +170,38 @@ class OperatorDesk:
 
     async def steer_run(self, request: pb.SteerRunRequest) -> pb.SteerRunResponse:
         """Pauses, resumes or stops the run. Raises UsageError where that changes nothing."""
+        if request.verdict == pb.RUN_VERDICT_MOVE:
+            return await self._move(request)
         kind = _OF_RUNS.get(request.verdict)
         if kind is None:
             raise BadDataError("it is not said what becomes of the run")
         reason = checks.words(request.reason, of="the reason")
         ruling = await self._rulings.make(self._rulings.event(kind, reason=reason))
+        return pb.SteerRunResponse(ruling=self._wire(ruling))
+
+    async def _move(self, request: pb.SteerRunRequest) -> pb.SteerRunResponse:
+        """Tells where the coordinator will be. Raises UsageError for no address, or that told last."""
+        host = checks.words(request.host, of="the host", max_length=MOST_HOST_LENGTH)
+        ports = (request.control_port, request.enrolment_port)
+        if not host or not all(0 < port < 1 << 16 for port in ports):
+            raise UsageError(
+                f"{host!r} with ports {ports[0]} and {ports[1]} is no address",
+                next_step="'atoll run move train2.example.org', for example",
+            )
+        to = Address(host=host, control_port=ports[0], enrolment_port=ports[1])
+        told = [address for one in self._rulings.all if (address := moved_to(one)) is not None]
+        if told and told[-1] == to:
+            raise UsageError(
+                f"nodes are told already that the coordinator moves to {host}, port {ports[0]}",
+                next_step="stop it, and start it there",
+            )
+        ruling = await self._rulings.make(
+            self._rulings.event(
+                RulingKind.MOVED,
+                changes=to.changes,
+                reason=checks.words(request.reason, of="the reason"),
+            )
+        )
         return pb.SteerRunResponse(ruling=self._wire(ruling))
 
     async def amend_run(self, request: pb.AmendRunRequest) -> pb.AmendRunResponse:

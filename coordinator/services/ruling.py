@@ -57,6 +57,7 @@ _RULED_ANEW = ABOUT_NODES | {
     RulingKind.STOPPED,
     RulingKind.AMENDED,
     RulingKind.ROLLED_BACK,
+    RulingKind.MOVED,
 }
 
 MOST_TRIES = 20

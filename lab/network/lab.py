@@ -88,10 +88,9 @@ class NetworkLab:
     ) -> None:
         if len(links) > network.num_addresses - 2:
             raise UsageError(f"{len(links)} hosts do not fit into {network}")
-        addresses = itertools.islice(network.hosts(), len(links))
-        self._addresses = {
-            host: str(address) for host, address in zip(links, addresses, strict=True)
-        }
+        self._free = network.hosts()
+        self._prefix_length = network.prefixlen
+        self._addresses = {host: str(next(self._free)) for host in links}
         self._setup = {
             "interfaces": {
                 host: f"{address}/{network.prefixlen}" for host, address in self._addresses.items()
@@ -234,6 +233,29 @@ class NetworkLab:
         """
         self._check(host)
         self._ask(do="firewall", host=host, is_up=is_up)
+        return self
+
+    def move(self, host: str) -> Self:
+        """Takes a host's address away and gives it a new one, as when a laptop changes networks.
+
+        What it has open goes nowhere from then on, and nothing tells it so but its own kernel.
+        """
+        self._check(host)
+        address = next(self._free, None)
+        if address is None:
+            raise UsageError("all addresses of the network lab have been given away")
+        self._ask(do="move", host=host, interface=f"{address}/{self._prefix_length}")
+        self._addresses[host] = str(address)
+        return self
+
+    def forget_conversations(self, host: str) -> Self:
+        """Lets nothing pass any more that belongs to conversations of this host, and tells nobody.
+
+        What a router does that starts anew, or whose provider gives it another address at night: the host
+        behind it sees nothing of that. Conversations that begin later pass.
+        """
+        self._check(host)
+        self._ask(do="forget", host=host)
         return self
 
     def traffic(self, source: str, target: str) -> Traffic:

@@ -117,6 +117,18 @@ def opens_a_conversation(content: bytes) -> bool:
     return True
 
 
+def conversation_of(content: bytes) -> bytes:
+    """What all IPv4 packets of one conversation have in common that go the same way; not for fragments."""
+    start = (content[0] & 0x0F) * 4
+    return content[9:10] + content[12:20] + content[start : start + 4]
+
+
+def way_back_of(conversation: bytes) -> bytes:
+    """The same of the packets that go the other way."""
+    protocol, source, target = conversation[:1], conversation[1:5], conversation[5:9]
+    return protocol + target + source + conversation[11:13] + conversation[9:11]
+
+
 class Pipe:
     """One direction of an access link: a buffer, a wire of limited rate, and a way to go.
 
@@ -202,6 +214,9 @@ class Network:
         self._pipes = (*self._up.values(), *self._down.values())
         self._cuts: set[tuple[str, str]] = set()
         self._firewalled: set[str] = set()
+        self._known: dict[
+            str, set[bytes]
+        ] = {}  # conversations, of hosts whose router forgot others
         self.num_strays = 0  # packets for nobody in here
         self.traffic = {(one, other): Traffic() for one in links for other in links if one != other}
         for host, link in links.items():
@@ -224,6 +239,26 @@ class Network:
         """Lets no packet in to this host that may open a conversation, or all again."""
         (self._firewalled.add if is_up else self._firewalled.discard)(host)
 
+    def move(self, host: str, address: IPv4Address) -> None:
+        """Gives a host another address; what is sent to the one before goes nowhere."""
+        self._hosts = {a: name for a, name in self._hosts.items() if name != host}
+        self._hosts[address.packed] = host
+
+    def forget_conversations(self, host: str) -> None:
+        """What this host and others have begun to say to each other passes no more; nobody is told."""
+        self._known[host] = set()
+
+    def _is_forgotten(self, packet: Packet) -> bool:
+        """Whether a router has forgotten the packet's conversation; notes one that begins."""
+        known = [self._known[h] for h in (packet.source, packet.target) if h in self._known]
+        if not known:
+            return False
+        conversation = conversation_of(packet.content)
+        if opens_a_conversation(packet.content):
+            for each in known:
+                each.update((conversation, way_back_of(conversation)))
+        return any(conversation not in each for each in known)
+
     def send(self, source: str, content: bytes, now: float) -> None:
         """Puts what a host sends on its uplink."""
         address = target_of(content)
@@ -241,7 +276,7 @@ class Network:
             traffic = self.traffic[packet.source, packet.target]
             if is_lost:
                 traffic.lost_packets += 1
-            elif (packet.source, packet.target) in self._cuts:
+            elif (packet.source, packet.target) in self._cuts or self._is_forgotten(packet):
                 traffic.cut_packets += 1
             elif packet.target in self._firewalled and opens_a_conversation(packet.content):
                 traffic.refused_packets += 1

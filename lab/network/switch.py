@@ -54,7 +54,8 @@ class Host:
         self.namespace = new_namespace()
         self.inode = os.fstat(self.namespace).st_ino
         # Through the route, for which every algorithm that the kernel has may be named.
-        routed = f"congctl {congestion_control}" if congestion_control else ""
+        self._routed = f"congctl {congestion_control}" if congestion_control else ""
+        self._interface = interface
         with inside(self.namespace):
             self.device = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             request = struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI)
@@ -67,8 +68,21 @@ class Host:
                 "link set lo up",
                 f"link set {DEVICE} mtu {mtu} txqueuelen {_QUEUE_PACKETS} up",
                 f"addr add {interface} dev {DEVICE} noprefixroute",
-                f"route add {interface.network} dev {DEVICE} src {interface.ip} {routed}",
+                self._route(interface),
             )
+
+    def move(self, interface: IPv4Interface) -> None:
+        """Takes its address away, and gives it another one."""
+        with inside(self.namespace):
+            _ip(
+                f"addr del {self._interface} dev {DEVICE}",
+                f"addr add {interface} dev {DEVICE} noprefixroute",
+                self._route(interface),
+            )
+        self._interface = interface
+
+    def _route(self, interface: IPv4Interface) -> str:
+        return f"route replace {interface.network} dev {DEVICE} src {interface.ip} {self._routed}"
 
     def read(self) -> list[bytes]:
         """What the host has sent and nobody has read yet; not more than a batch."""
@@ -136,6 +150,12 @@ class Switch:
                 self._network.set_link(order["host"], Link(**order["link"]), now)
             case "firewall":
                 self._network.set_firewall(order["host"], is_up=order["is_up"])
+            case "move":
+                interface = IPv4Interface(order["interface"])
+                self.hosts[order["host"]].move(interface)
+                self._network.move(order["host"], interface.ip)
+            case "forget":
+                self._network.forget_conversations(order["host"])
             case "traffic":
                 return asdict(self._network.traffic[order["source"], order["target"]])
             case "strays":

@@ -117,6 +117,10 @@ class MemoryTransport:
         if handling:
             await asyncio.wait(handling)
 
+    async def heed_addresses(self) -> bool:
+        """It has none."""
+        return False
+
     async def wait_failed(self) -> str:
         """Waits for ever: nothing here can fail."""
         reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()

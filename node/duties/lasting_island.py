@@ -1,5 +1,8 @@
 """An island whose ranks are started again when they die, so that a death costs at most a round's work.
 
+Ranks may come up while the node takes part already: until then it follows rounds and trains nothing. They
+adopt all parameters before they do anything.
+
 Everything a rank knows but the inner optimizer's state is in the outer state and the text, and that
 state is in checkpoints, so a fresh one goes on. What a rank died of may happen again at once: a few
 deaths in a short time are an error as before.
@@ -42,6 +45,10 @@ class Writer(Protocol):
         """What it wrote, or why it did not. The parameters may move once `on_copied` was called."""
 
 
+STARTING = Ability(trains=False, evaluates=False, waits_for="its ranks, which are starting")
+"""Of an island whose ranks are not up."""
+
+
 def paused(why: str) -> Ability:
     """Of an island whose owner lets it train nothing now."""
     return Ability(trains=False, evaluates=False, waits_for=f"its owner: {why}")
@@ -75,16 +82,28 @@ class LastingIsland:
         self.compute_seconds = 0.0  # in inner steps, since the start
         self._done: InnerReport | None = None  # what the ranks hold of the round being trained
         self._has_restarted = False  # since they published or adopted
+        self._up = asyncio.Event()
+        self._is_fresh = False  # up, and has adopted nothing yet
 
     @property
     def ability(self) -> Ability:
         """What can be asked of the island now."""
+        if not self._up.is_set():
+            return STARTING
         why = self._why_paused()
         return paused(why) if why else self._island.ability
 
     async def start(self) -> CorpusSummary:
-        """Brings the ranks up. One that dies now is an error: there is nothing yet to go on with."""
+        """Brings the ranks up. One that dies now is an error: there is nothing yet to go on with.
+
+        Call `come_up` then: other calls may be made before both, and do nothing.
+        """
         return await self._island.start()
+
+    def come_up(self) -> None:
+        """The ranks are there, and what they train on is told. They adopt before they train."""
+        self._is_fresh = self._has_restarted = True
+        self._up.set()
 
     async def stop(self) -> None:
         """Ends the ranks."""
@@ -114,6 +133,8 @@ class LastingIsland:
 
         Of all after ranks were started again: what they hold was not trained from what was published.
         """
+        if not self._up.is_set():
+            return
         if self._has_restarted:
             fragment = None
         try:
@@ -123,7 +144,7 @@ class LastingIsland:
             await self._restart(death)
         if fragment is None:
             self.has_progress = False
-        self._has_restarted = False
+        self._has_restarted = self._is_fresh = False
 
     async def train_and_publish(
         self, work: InnerWork, fragment: int, on_progress: Callable[[Progress], None]
@@ -137,6 +158,8 @@ class LastingIsland:
         began_at = clock()
         ends_at = began_at + work.max_seconds
         self._is_cut_short = False
+        if self._is_fresh:
+            await self.adopt()
         while True:
             report = await self._train(replace(work, max_seconds=ends_at - clock()), on_progress)
             trained_at = clock()
@@ -171,6 +194,7 @@ class LastingIsland:
 
     async def begin_anew(self, round: int) -> None:
         """Ranks start again without what their inner optimizers learnt after this round; then they adopt."""
+        await self._up.wait()  # what they learnt is being read meanwhile
         self.has_progress, self._has_restarted = False, True
         self.forget()
         self.is_restarting = True
@@ -191,7 +215,8 @@ class LastingIsland:
         """What the ranks now hold of the work; None when one died, and with it what they held."""
         done = self._done_of(work)
         rest = work if done is None else rest_of(work, done)
-        if self._is_halted or self._is_cut_short or self._why_paused() or rest.inner_steps < 1:
+        is_held = self._is_halted or self._is_cut_short or not self._up.is_set()
+        if is_held or self._why_paused() or rest.inner_steps < 1:
             return done or _nothing(work, seconds=0.0)
         try:
             with self._exchange_time.ranks_at_work():
@@ -213,6 +238,8 @@ class LastingIsland:
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         """Lets the inner optimizer's state of this round be set aside for a restart."""
+        if not self._up.is_set():
+            return
         try:
             await self._island.keep(round, is_last=is_last)
         except RankDiedError as death:
@@ -220,6 +247,8 @@ class LastingIsland:
 
     async def evaluate(self) -> Evaluation | None:
         """Measures the held-out loss of the global parameters; None where the island does not."""
+        if not self._up.is_set():
+            return None
         while True:
             try:
                 return await self._island.evaluate()

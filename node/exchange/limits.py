@@ -77,6 +77,12 @@ class Limits:
     # Connections.
     look_seconds: float = 10.0
     """How often it is looked at who is connected."""
+    silent_seconds: float = 3.0
+    """A connection whose other end acknowledges nothing for so long is given up, and dialled anew: a
+    router between has forgotten it. At rest it is asked as often. The kernel must let us (TcpPacing)."""
+    restless_seconds: float = 10.0
+    """For so long after a node has moved it is looked more often, and who is missing is dialled at once."""
+    restless_look_seconds: float = 0.5
     yield_seconds: float = 3.0
     """Of two members one dials first; both at once make a connection too many."""
     unreachable_seconds: float = 10.0

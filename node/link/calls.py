@@ -4,6 +4,9 @@
 renewed in the session, or, where the coordinator refuses the one that there is, by the identity on the
 joining port. Calls in flight go on over the channel on which they began, the stream of messages too.
 
+Where the run owner has told that the coordinator moves, calls look for it at both addresses in turns: each
+that finds nobody has the next ones go to the other one. Once it has answered at the new one, only that stays.
+
 `run_of_coordinator` is a node's first question, asked until it is answered. A machine that boots before the
 coordinator's, or before its own network is up, waits: it has nothing else to do, and nobody may be there to
 start it again. What no waiting can mend ends it at once: another swarm's certificate, a node that is not let
@@ -13,7 +16,7 @@ in any more, another version.
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc.aio
@@ -27,12 +30,14 @@ from protocol.errors import (
     NotPermittedError,
     ProtocolMismatchError,
     TemporaryError,
+    UnavailableError,
 )
 from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import renew_by_identity, renewal_request, taken
 from protocol.trust.identity import Identity
-from protocol.trust.rulings import NO_DIGEST, SignedRuling
+from protocol.trust.invite import endpoint_of
+from protocol.trust.rulings import NO_DIGEST, Address, SignedRuling
 from protocol.v1 import session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire import convert
@@ -125,14 +130,23 @@ class SessionStub(Protocol):
 class CoordinatorLink:
     """Calls the coordinator. Errors are AtollErrors, translated where the stub was made.
 
-    `renew` gets a new certificate, and returns in how many seconds to get the next.
+    `renew` gets a new certificate, and returns in how many seconds to get the next. `reconnect` has later
+    calls go over a new connection: the one that there is may be dead, and nobody has said so. `moves_to`
+    has them look at another address as well.
     """
 
     def __init__(
-        self, stub: SessionStub, *, renew: Callable[[], Awaitable[float]] | None = None
+        self,
+        stub: SessionStub,
+        *,
+        renew: Callable[[], Awaitable[float]] | None = None,
+        reconnect: Callable[[], None] = lambda: None,
+        moves_to: Callable[[Address], None] = lambda _: None,
     ) -> None:
         self._stub = stub
+        self.moves_to = moves_to
         self.renew = renew
+        self.reconnect = reconnect
 
     async def get_run(self) -> RunSpec:
         """The run file. Raises when this software reads it differently than the coordinator does."""
@@ -272,6 +286,7 @@ class RenewingCalls:
         self._stream_channel: grpc.aio.Channel | None = (
             None  # that messages came over the last time
         )
+        self._is_at_the_other = False  # than link.toml has first
         self._turn = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -299,14 +314,44 @@ class RenewingCalls:
         async def call(request: Any) -> Any:
             used = self._credentials
             try:
-                return await getattr(SessionServiceStub(self._channel), method)(request)
+                answer = await getattr(SessionServiceStub(self._channel), method)(request)
+                if self._is_at_the_other and used is self._credentials:
+                    self._found()
+                return answer
             except CertificateRefusedError as error:
                 await self._renew_refused(used, error)
                 answer = await getattr(SessionServiceStub(self._channel), method)(request)
                 log.info("the certificate was refused, and the identity has got a new one")
                 return answer
+            except UnavailableError:
+                if used is self._credentials:
+                    self._look_at_the_other()
+                raise
 
         return call
+
+    def moves_to(self, address: Address) -> None:
+        """The coordinator will be there: calls that find nobody look there in turns. Kept in link.toml."""
+        ours = self._credentials
+        there = (address.host, address.control_port)
+        if there == (ours.host, ours.control_port) or self._is_at_the_other:
+            return
+        self._credentials = replace(ours, elsewhere=address)
+        self._credentials.save_renewed()
+        log.info("the coordinator will move", to=endpoint_of(*there))
+
+    def _look_at_the_other(self) -> None:
+        if self._credentials.elsewhere is not None:
+            self._credentials = self._credentials.at_the_other
+            self._is_at_the_other = not self._is_at_the_other
+            self.reconnect()
+
+    def _found(self) -> None:
+        """Somebody of ours has answered where the coordinator was to move to."""
+        self._credentials = replace(self._credentials, elsewhere=None)
+        self._is_at_the_other = False
+        self._credentials.save_renewed()
+        log.info("the coordinator has moved", to=self._credentials.endpoint)
 
     def _streamed(self, request: Any) -> Any:
         """A stream that breaks is not opened again here: the session attaches before."""
@@ -341,6 +386,12 @@ class RenewingCalls:
         renewed.save_renewed()
         before, self._credentials = self._channel, renewed
         self._channel = open_channel(renewed, self._counts)
+        if before is not self._stream_channel:
+            self._close(before)
+
+    def reconnect(self) -> None:
+        """Later calls go over a new connection. Those in flight may still be answered."""
+        before, self._channel = self._channel, open_channel(self._credentials, self._counts)
         if before is not self._stream_channel:
             self._close(before)
 

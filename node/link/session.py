@@ -94,6 +94,14 @@ class Session:
         self._all_answered = asyncio.Event()
         self._all_answered.set()
         self._session_id: int | None = None
+        self._has_moved = asyncio.Event()
+
+    def move(self) -> None:
+        """Attaches anew at once, over a new connection: the node has another address.
+
+        A call that is under way, or a pause between two tries, does not hold it up.
+        """
+        self._has_moved.set()
 
     def report(self, round: int, report: Report) -> None:
         """Queues a report; reports of rounds before the last one are forgotten."""
@@ -120,6 +128,22 @@ class Session:
 
     async def run(self) -> None:
         """Stays attached until cancelled. Raises what no waiting can mend (AtollError)."""
+        while True:
+            staying = asyncio.ensure_future(self._stay_attached())
+            moving = asyncio.ensure_future(self._has_moved.wait())
+            try:
+                await asyncio.wait([staying, moving], return_when=asyncio.FIRST_COMPLETED)
+                if staying.done():
+                    staying.result()
+            finally:
+                for task in (staying, moving):
+                    task.cancel()
+                await asyncio.gather(staying, moving, return_exceptions=True)
+            self._has_moved.clear()
+            self._session_id = None
+            self._link.reconnect()
+
+    async def _stay_attached(self) -> None:
         clock = asyncio.get_running_loop().time
         pause_seconds = FIRST_PAUSE_SECONDS
         waits_for = ""
@@ -138,6 +162,8 @@ class Session:
                 await self._while_attached(attachment)
             except (UnavailableError, TemporaryError) as error:
                 self._session_id = None
+                if isinstance(error, UnavailableError):
+                    self._link.reconnect()
                 # A coordinator that ends sessions at once must not be asked ever faster.
                 if clock() - attached_at > RETRY_CAP_SECONDS:
                     pause_seconds = FIRST_PAUSE_SECONDS

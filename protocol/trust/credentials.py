@@ -8,7 +8,7 @@ link.toml is removed first and written last, so a folder with it is complete. A 
 import json
 import os
 import tomllib
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import platformdirs
@@ -29,6 +29,7 @@ from protocol.files.durable import (
 )
 from protocol.trust import pki
 from protocol.trust.invite import endpoint_of
+from protocol.trust.rulings import Address
 from protocol.trust.vouching import Bundle, Trust
 
 LINK_FILE = "link.toml"
@@ -73,12 +74,23 @@ class Credentials:
     enrolment_port: int = (
         0  # where a new certificate is got without the old one; 0 where nobody has said
     )
+    elsewhere: Address | None = None  # where it moves to, as the run owner has told
     folder: Path | None = field(default=None, compare=False)  # that they were read from
 
     @property
     def endpoint(self) -> str:
         """Host and port of the control plane."""
         return endpoint_of(self.host, self.control_port)
+
+    @property
+    def at_the_other(self) -> "Credentials":
+        """The same where the coordinator moves to, and the other way round; itself where it does not move."""
+        if self.elsewhere is None:
+            return self
+        here = Address(
+            host=self.host, control_port=self.control_port, enrolment_port=self.enrolment_port
+        )
+        return replace(self, **asdict(self.elsewhere), elsewhere=here)
 
     @property
     def bundle(self) -> Bundle:
@@ -142,6 +154,7 @@ class Credentials:
             f"host = {_quoted(self.host)}",
             f"control_port = {self.control_port}",
             *((f"enrolment_port = {self.enrolment_port}",) if self.enrolment_port else ()),
+            *(() if self.elsewhere is None else _table(self.elsewhere)),
         )
         write_atomically(directory / LINK_FILE, ("\n".join(lines) + "\n").encode())
 
@@ -197,6 +210,7 @@ class Credentials:
                 certificate_pem=(directory / CERTIFICATE_FILE).read_bytes(),
                 key_pem=read_secret(directory / KEY_FILE),
                 enrolment_port=_port(link, "enrolment_port") if "enrolment_port" in link else 0,
+                elsewhere=_elsewhere(link),
                 folder=directory,
             )
             credentials.check()
@@ -213,6 +227,26 @@ class Credentials:
                 next_step="join again with 'atoll join INVITE'",
             ) from error
         return credentials
+
+
+def _table(elsewhere: Address) -> tuple[str, ...]:
+    return (
+        "[elsewhere]",
+        f"host = {_quoted(elsewhere.host)}",
+        f"control_port = {elsewhere.control_port}",
+        *((f"enrolment_port = {elsewhere.enrolment_port}",) if elsewhere.enrolment_port else ()),
+    )
+
+
+def _elsewhere(link: dict[str, object]) -> Address | None:
+    table = link.get("elsewhere")
+    if not isinstance(table, dict):
+        return None
+    return Address(
+        host=_text(table, "host"),
+        control_port=_port(table, "control_port"),
+        enrolment_port=_port(table, "enrolment_port") if "enrolment_port" in table else 0,
+    )
 
 
 def _quoted(text: str) -> str:

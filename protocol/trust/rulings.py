@@ -50,6 +50,7 @@ class RulingKind(StrEnum):
     STOPPED = "stopped"  # the run ends before `from_round`
     AMENDED = "amended"  # the run's rules are others from `from_round` on
     ROLLED_BACK = "rolled_back"  # rounds from `from_round` on are undone
+    MOVED = "moved"  # the coordinator will be at another address: `changes` has it
     KEYED = "keyed"  # the coordinator has another key: `changes` has its number and certificates
 
 
@@ -159,6 +160,36 @@ NUMBER, CERTIFICATES = "number", "certificates"
 """What a ruling on the coordinator's key has for changes: `Bundle` reads the second."""
 
 
+HOST, CONTROL_PORT, ENROLMENT_PORT = "host", "control_port", "enrolment_port"
+"""What a ruling on the coordinator's address has for changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a coordinator's ports are."""
+
+    host: str
+    control_port: int
+    enrolment_port: int
+
+    @property
+    def changes(self) -> tuple[tuple[str, Scalar], ...]:
+        """As a ruling has it, in the order in which it is signed."""
+        return tuple(sorted(asdict(self).items()))
+
+
+def moved_to(ruling: Ruling) -> Address | None:
+    """Where a ruling has the coordinator go; None for any other ruling, or one that cannot be followed."""
+    told = dict(ruling.changes)
+    host, *ports = (told.get(name) for name in (HOST, CONTROL_PORT, ENROLMENT_PORT))
+    if ruling.kind is not RulingKind.MOVED or not isinstance(host, str) or not host:
+        return None
+    control, enrolment = (port if type(port) is int and 0 < port < 1 << 16 else 0 for port in ports)
+    if not (control and enrolment):
+        return None
+    return Address(host=host, control_port=control, enrolment_port=enrolment)
+
+
 def key_number(ruling: Ruling) -> int:
     """Of the coordinator's key that a ruling is about; 0 for any other ruling."""
     if ruling.kind is not RulingKind.KEYED:
@@ -263,6 +294,9 @@ def in_words(ruling: Ruling) -> str:
             return f"{changes} from round {ruling.from_round} on{why}"
         case RulingKind.ROLLED_BACK:
             return _undone_in_words(ruling) + why
+        case RulingKind.MOVED:
+            told = dict(ruling.changes)
+            return f"the coordinator moves to {told.get(HOST)}, port {told.get(CONTROL_PORT)}{why}"
         case RulingKind.KEYED:
             return (
                 f"the coordinator's keys were changed: key {key_number(ruling)} signs from now on"

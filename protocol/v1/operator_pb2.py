@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from protocol.v1 import ruling_pb2 as protocol_dot_v1_dot_ruling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/v1/operator.proto\x12\x08\x61toll.v1\x1a\x18protocol/v1/ruling.proto\"\x87\x01\n\x13\x43reateInviteRequest\x12\x10\n\x08max_uses\x18\x01 \x01(\r\x12\x15\n\rvalid_seconds\x18\x02 \x01(\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\r\n\x05label\x18\x04 \x01(\t\x12\x16\n\x0eneeds_approval\x18\x05 \x01(\x08\x12\x0c\n\x04role\x18\x07 \x01(\tJ\x04\x08\x06\x10\x07\"9\n\x14\x43reateInviteResponse\x12\x0e\n\x06invite\x18\x01 \x01(\t\x12\x11\n\tinvite_id\x18\x02 \x01(\t\"\x14\n\x12ListInvitesRequest\"\xc0\x01\n\x0cInviteStatus\x12\x11\n\tinvite_id\x18\x01 \x01(\t\x12\x10\n\x08max_uses\x18\x02 \x01(\r\x12\x10\n\x08node_ids\x18\x03 \x03(\t\x12\x19\n\x11remaining_seconds\x18\x04 \x01(\x01\x12\x0f\n\x07revoked\x18\x05 \x01(\x08\x12\r\n\x05label\x18\x06 \x01(\t\x12\x16\n\x0eneeds_approval\x18\x07 \x01(\x08\x12\x0c\n\x04role\x18\n \x01(\t\x12\x12\n\nnode_names\x18\t \x03(\tJ\x04\x08\x08\x10\t\">\n\x13ListInvitesResponse\x12\'\n\x07invites\x18\x01 \x03(\x0b\x32\x16.atoll.v1.InviteStatus\"(\n\x13RevokeInviteRequest\x12\x11\n\tinvite_id\x18\x01 \x01(\t\"\x16\n\x14RevokeInviteResponse\")\n\x0bSampleRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"J\n\x12SkipSamplesRequest\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange\x12\r\n\x05round\x18\x02 \x01(\x04\"<\n\x13SkipSamplesResponse\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange\"W\n\x0fRuleNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12&\n\x07verdict\x18\x02 \x01(\x0e\x32\x15.atoll.v1.NodeVerdict\x12\x0e\n\x06reason\x18\x03 \x01(\t\"6\n\x10RuleNodeResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\"H\n\x0fSteerRunRequest\x12%\n\x07verdict\x18\x01 \x01(\x0e\x32\x14.atoll.v1.RunVerdict\x12\x0e\n\x06reason\x18\x02 \x01(\t\"4\n\x10SteerRunResponse\x12 \n\x06ruling\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Ruling\"-\n\nRuleChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nvalue_json\x18\x02 \x01(\t\"]\n\x0f\x41mendRunRequest\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.atoll.v1.RuleChange\x12\x13\n\x0bmore_rounds\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"4\n\x10\x41mendRunResponse\x12 \n\x06ruling\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Ruling\"3\n\x12RollBackRunRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"7\n\x13RollBackRunResponse\x12 \n\x06ruling\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Ruling\"#\n\x12ListRulingsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"8\n\x13ListRulingsResponse\x12!\n\x07rulings\x18\x01 \x03(\x0b\x32\x10.atoll.v1.Ruling*\x94\x01\n\x0bNodeVerdict\x12\x1c\n\x18NODE_VERDICT_UNSPECIFIED\x10\x00\x12\x18\n\x14NODE_VERDICT_APPROVE\x10\x01\x12\x16\n\x12NODE_VERDICT_EXPEL\x10\x02\x12\x1b\n\x17NODE_VERDICT_QUARANTINE\x10\x03\x12\x18\n\x14NODE_VERDICT_READMIT\x10\x04*n\n\nRunVerdict\x12\x1b\n\x17RUN_VERDICT_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_VERDICT_PAUSE\x10\x01\x12\x16\n\x12RUN_VERDICT_RESUME\x10\x02\x12\x14\n\x10RUN_VERDICT_STOP\x10\x03\x32\xa8\x05\n\x0fOperatorService\x12M\n\x0c\x43reateInvite\x12\x1d.atoll.v1.CreateInviteRequest\x1a\x1e.atoll.v1.CreateInviteResponse\x12J\n\x0bListInvites\x12\x1c.atoll.v1.ListInvitesRequest\x1a\x1d.atoll.v1.ListInvitesResponse\x12M\n\x0cRevokeInvite\x12\x1d.atoll.v1.RevokeInviteRequest\x1a\x1e.atoll.v1.RevokeInviteResponse\x12J\n\x0bSkipSamples\x12\x1c.atoll.v1.SkipSamplesRequest\x1a\x1d.atoll.v1.SkipSamplesResponse\x12\x41\n\x08RuleNode\x12\x19.atoll.v1.RuleNodeRequest\x1a\x1a.atoll.v1.RuleNodeResponse\x12\x41\n\x08SteerRun\x12\x19.atoll.v1.SteerRunRequest\x1a\x1a.atoll.v1.SteerRunResponse\x12\x41\n\x08\x41mendRun\x12\x19.atoll.v1.AmendRunRequest\x1a\x1a.atoll.v1.AmendRunResponse\x12J\n\x0bRollBackRun\x12\x1c.atoll.v1.RollBackRunRequest\x1a\x1d.atoll.v1.RollBackRunResponse\x12J\n\x0bListRulings\x12\x1c.atoll.v1.ListRulingsRequest\x1a\x1d.atoll.v1.ListRulingsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aprotocol/v1/operator.proto\x12\x08\x61toll.v1\x1a\x18protocol/v1/ruling.proto\"\x87\x01\n\x13\x43reateInviteRequest\x12\x10\n\x08max_uses\x18\x01 \x01(\r\x12\x15\n\rvalid_seconds\x18\x02 \x01(\x01\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\r\n\x05label\x18\x04 \x01(\t\x12\x16\n\x0eneeds_approval\x18\x05 \x01(\x08\x12\x0c\n\x04role\x18\x07 \x01(\tJ\x04\x08\x06\x10\x07\"9\n\x14\x43reateInviteResponse\x12\x0e\n\x06invite\x18\x01 \x01(\t\x12\x11\n\tinvite_id\x18\x02 \x01(\t\"\x14\n\x12ListInvitesRequest\"\xc0\x01\n\x0cInviteStatus\x12\x11\n\tinvite_id\x18\x01 \x01(\t\x12\x10\n\x08max_uses\x18\x02 \x01(\r\x12\x10\n\x08node_ids\x18\x03 \x03(\t\x12\x19\n\x11remaining_seconds\x18\x04 \x01(\x01\x12\x0f\n\x07revoked\x18\x05 \x01(\x08\x12\r\n\x05label\x18\x06 \x01(\t\x12\x16\n\x0eneeds_approval\x18\x07 \x01(\x08\x12\x0c\n\x04role\x18\n \x01(\t\x12\x12\n\nnode_names\x18\t \x03(\tJ\x04\x08\x08\x10\t\">\n\x13ListInvitesResponse\x12\'\n\x07invites\x18\x01 \x03(\x0b\x32\x16.atoll.v1.InviteStatus\"(\n\x13RevokeInviteRequest\x12\x11\n\tinvite_id\x18\x01 \x01(\t\"\x16\n\x14RevokeInviteResponse\")\n\x0bSampleRange\x12\r\n\x05\x66irst\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x04\"J\n\x12SkipSamplesRequest\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange\x12\r\n\x05round\x18\x02 \x01(\x04\"<\n\x13SkipSamplesResponse\x12%\n\x06ranges\x18\x01 \x03(\x0b\x32\x15.atoll.v1.SampleRange\"W\n\x0fRuleNodeRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12&\n\x07verdict\x18\x02 \x01(\x0e\x32\x15.atoll.v1.NodeVerdict\x12\x0e\n\x06reason\x18\x03 \x01(\t\"6\n\x10RuleNodeResponse\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x11\n\tnode_name\x18\x02 \x01(\t\"\x84\x01\n\x0fSteerRunRequest\x12%\n\x07verdict\x18\x01 \x01(\x0e\x32\x14.atoll.v1.RunVerdict\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x14\n\x0c\x63ontrol_port\x18\x04 \x01(\r\x12\x16\n\x0e\x65nrolment_port\x18\x05 \x01(\r\"4\n\x10SteerRunResponse\x12 \n\x06ruling\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Ruling\"-\n\nRuleChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nvalue_json\x18\x02 \x01(\t\"]\n\x0f\x41mendRunRequest\x12%\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x14.atoll.v1.RuleChange\x12\x13\n\x0bmore_rounds\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"4\n\x10\x41mendRunResponse\x12 \n\x06ruling\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Ruling\"3\n\x12RollBackRunRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"7\n\x13RollBackRunResponse\x12 \n\x06ruling\x18\x01 \x01(\x0b\x32\x10.atoll.v1.Ruling\"#\n\x12ListRulingsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"8\n\x13ListRulingsResponse\x12!\n\x07rulings\x18\x01 \x03(\x0b\x32\x10.atoll.v1.Ruling*\x94\x01\n\x0bNodeVerdict\x12\x1c\n\x18NODE_VERDICT_UNSPECIFIED\x10\x00\x12\x18\n\x14NODE_VERDICT_APPROVE\x10\x01\x12\x16\n\x12NODE_VERDICT_EXPEL\x10\x02\x12\x1b\n\x17NODE_VERDICT_QUARANTINE\x10\x03\x12\x18\n\x14NODE_VERDICT_READMIT\x10\x04*\x84\x01\n\nRunVerdict\x12\x1b\n\x17RUN_VERDICT_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_VERDICT_PAUSE\x10\x01\x12\x16\n\x12RUN_VERDICT_RESUME\x10\x02\x12\x14\n\x10RUN_VERDICT_STOP\x10\x03\x12\x14\n\x10RUN_VERDICT_MOVE\x10\x04\x32\xa8\x05\n\x0fOperatorService\x12M\n\x0c\x43reateInvite\x12\x1d.atoll.v1.CreateInviteRequest\x1a\x1e.atoll.v1.CreateInviteResponse\x12J\n\x0bListInvites\x12\x1c.atoll.v1.ListInvitesRequest\x1a\x1d.atoll.v1.ListInvitesResponse\x12M\n\x0cRevokeInvite\x12\x1d.atoll.v1.RevokeInviteRequest\x1a\x1e.atoll.v1.RevokeInviteResponse\x12J\n\x0bSkipSamples\x12\x1c.atoll.v1.SkipSamplesRequest\x1a\x1d.atoll.v1.SkipSamplesResponse\x12\x41\n\x08RuleNode\x12\x19.atoll.v1.RuleNodeRequest\x1a\x1a.atoll.v1.RuleNodeResponse\x12\x41\n\x08SteerRun\x12\x19.atoll.v1.SteerRunRequest\x1a\x1a.atoll.v1.SteerRunResponse\x12\x41\n\x08\x41mendRun\x12\x19.atoll.v1.AmendRunRequest\x1a\x1a.atoll.v1.AmendRunResponse\x12J\n\x0bRollBackRun\x12\x1c.atoll.v1.RollBackRunRequest\x1a\x1d.atoll.v1.RollBackRunResponse\x12J\n\x0bListRulings\x12\x1c.atoll.v1.ListRulingsRequest\x1a\x1d.atoll.v1.ListRulingsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protocol.v1.operator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_NODEVERDICT']._serialized_start=1466
-  _globals['_NODEVERDICT']._serialized_end=1614
-  _globals['_RUNVERDICT']._serialized_start=1616
-  _globals['_RUNVERDICT']._serialized_end=1726
+  _globals['_NODEVERDICT']._serialized_start=1527
+  _globals['_NODEVERDICT']._serialized_end=1675
+  _globals['_RUNVERDICT']._serialized_start=1678
+  _globals['_RUNVERDICT']._serialized_end=1810
   _globals['_CREATEINVITEREQUEST']._serialized_start=67
   _globals['_CREATEINVITEREQUEST']._serialized_end=202
   _globals['_CREATEINVITERESPONSE']._serialized_start=204
@@ -60,24 +60,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RULENODEREQUEST']._serialized_end=878
   _globals['_RULENODERESPONSE']._serialized_start=880
   _globals['_RULENODERESPONSE']._serialized_end=934
-  _globals['_STEERRUNREQUEST']._serialized_start=936
-  _globals['_STEERRUNREQUEST']._serialized_end=1008
-  _globals['_STEERRUNRESPONSE']._serialized_start=1010
-  _globals['_STEERRUNRESPONSE']._serialized_end=1062
-  _globals['_RULECHANGE']._serialized_start=1064
-  _globals['_RULECHANGE']._serialized_end=1109
-  _globals['_AMENDRUNREQUEST']._serialized_start=1111
-  _globals['_AMENDRUNREQUEST']._serialized_end=1204
-  _globals['_AMENDRUNRESPONSE']._serialized_start=1206
-  _globals['_AMENDRUNRESPONSE']._serialized_end=1258
-  _globals['_ROLLBACKRUNREQUEST']._serialized_start=1260
-  _globals['_ROLLBACKRUNREQUEST']._serialized_end=1311
-  _globals['_ROLLBACKRUNRESPONSE']._serialized_start=1313
-  _globals['_ROLLBACKRUNRESPONSE']._serialized_end=1368
-  _globals['_LISTRULINGSREQUEST']._serialized_start=1370
-  _globals['_LISTRULINGSREQUEST']._serialized_end=1405
-  _globals['_LISTRULINGSRESPONSE']._serialized_start=1407
-  _globals['_LISTRULINGSRESPONSE']._serialized_end=1463
-  _globals['_OPERATORSERVICE']._serialized_start=1729
-  _globals['_OPERATORSERVICE']._serialized_end=2409
+  _globals['_STEERRUNREQUEST']._serialized_start=937
+  _globals['_STEERRUNREQUEST']._serialized_end=1069
+  _globals['_STEERRUNRESPONSE']._serialized_start=1071
+  _globals['_STEERRUNRESPONSE']._serialized_end=1123
+  _globals['_RULECHANGE']._serialized_start=1125
+  _globals['_RULECHANGE']._serialized_end=1170
+  _globals['_AMENDRUNREQUEST']._serialized_start=1172
+  _globals['_AMENDRUNREQUEST']._serialized_end=1265
+  _globals['_AMENDRUNRESPONSE']._serialized_start=1267
+  _globals['_AMENDRUNRESPONSE']._serialized_end=1319
+  _globals['_ROLLBACKRUNREQUEST']._serialized_start=1321
+  _globals['_ROLLBACKRUNREQUEST']._serialized_end=1372
+  _globals['_ROLLBACKRUNRESPONSE']._serialized_start=1374
+  _globals['_ROLLBACKRUNRESPONSE']._serialized_end=1429
+  _globals['_LISTRULINGSREQUEST']._serialized_start=1431
+  _globals['_LISTRULINGSREQUEST']._serialized_end=1466
+  _globals['_LISTRULINGSRESPONSE']._serialized_start=1468
+  _globals['_LISTRULINGSRESPONSE']._serialized_end=1524
+  _globals['_OPERATORSERVICE']._serialized_start=1813
+  _globals['_OPERATORSERVICE']._serialized_end=2493
 # @@protoc_insertion_point(module_scope)

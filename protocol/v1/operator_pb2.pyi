@@ -66,6 +66,8 @@ class _RunVerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunVerdict
     """Rounds open again."""
     RUN_VERDICT_STOP: _RunVerdict.ValueType  # 3
     """The round in flight is the last; its state is evaluated, and nodes go home."""
+    RUN_VERDICT_MOVE: _RunVerdict.ValueType  # 4
+    """The coordinator will be at another address: nodes look for it there once it does not answer here."""
 
 class RunVerdict(_RunVerdict, metaclass=_RunVerdictEnumTypeWrapper):
     """What becomes of the run."""
@@ -78,6 +80,8 @@ RUN_VERDICT_RESUME: RunVerdict.ValueType  # 2
 """Rounds open again."""
 RUN_VERDICT_STOP: RunVerdict.ValueType  # 3
 """The round in flight is the last; its state is evaluated, and nodes go home."""
+RUN_VERDICT_MOVE: RunVerdict.ValueType  # 4
+"""The coordinator will be at another address: nodes look for it there once it does not answer here."""
 Global___RunVerdict: _TypeAlias = RunVerdict  # noqa: Y015
 
 @_typing.final
@@ -428,19 +432,31 @@ class SteerRunRequest(_message.Message):
 
     VERDICT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    CONTROL_PORT_FIELD_NUMBER: _builtins.int
+    ENROLMENT_PORT_FIELD_NUMBER: _builtins.int
     verdict: Global___RunVerdict.ValueType
     """What becomes of it."""
     reason: _builtins.str
     """Why, for status and audit log; may be empty."""
+    host: _builtins.str
+    """Of RUN_VERDICT_MOVE: the name or address by which nodes will reach the coordinator."""
+    control_port: _builtins.int
+    """Its port for members."""
+    enrolment_port: _builtins.int
+    """Its port for joining."""
     def __init__(
         self,
         *,
         verdict: Global___RunVerdict.ValueType = ...,
         reason: _builtins.str = ...,
+        host: _builtins.str = ...,
+        control_port: _builtins.int = ...,
+        enrolment_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_port", b"control_port", "enrolment_port", b"enrolment_port", "host", b"host", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,7 +72,8 @@ def channel_options(name: str) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        # TCP's too: what the other end's kernel does not acknowledge for so long goes nowhere.
+        ("grpc.keepalive_timeout_ms", 3_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # A coordinator that restarts is found again within seconds, not after gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 500),

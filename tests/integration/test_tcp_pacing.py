@@ -151,6 +151,16 @@ def test_a_look_copies_each_connection_once_and_keeps_only_what_holds_the_proces
     pacing.close()
 
 
+def test_a_connection_ends_when_its_other_end_is_silent_for_seconds_and_not_for_a_quarter_of_an_hour(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    near, _ = connection
+    allowed_pacing()
+    assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 3000
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1  # at rest it asks
+    assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 3
+
+
 def test_looking_takes_a_tenth_of_a_core_at_most() -> None:
     assert pause_after(0.0, LOOK_SECONDS) == LOOK_SECONDS
     assert pause_after(LOOK_SECONDS / 9, LOOK_SECONDS) == LOOK_SECONDS

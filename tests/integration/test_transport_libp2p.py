@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transport_peers import Desk, introduce, make_payload, start_transport
 
 from node.exchange.limits import Limits
+from node.exchange.transport import libp2p
 from node.exchange.transport.libp2p import Libp2pTransport, announced
 from node.exchange.transport.p2pd import P2pd
 from node.exchange.transport.transport import (
@@ -74,6 +76,68 @@ async def test_how_long_a_peer_takes_to_answer_is_known_from_the_first_push_on()
     seconds = time.monotonic() - began_at
     assert 0 < transport.round_trip_seconds(other.node_id) <= seconds
     assert transport.round_trip_seconds(other.node_id) != Limits().first_round_trip_seconds
+    await transport.stop()
+    await other_transport.stop()
+
+
+async def test_a_push_to_a_peer_that_has_moved_begins_anew_over_a_connection_to_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport, peer = await start_transport()
+    other_transport, other = await start_transport()
+    here = other.entry.address
+    elsewhere = replace(here, multiaddrs=(*here.multiaddrs, "/ip4/127.0.0.1/tcp/9"))
+    other.desk.gate = asyncio.Event()  # what it is sent has no end
+    await introduce(peer, other)
+    transport.set_roster((peer.entry, replace(other.entry, address=elsewhere)))
+    pushing = asyncio.ensure_future(
+        transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
+    )
+    await asyncio.wait_for(other.desk.has_admitted.wait(), SECONDS)
+    made: list[int] = []
+    monkeypatch.setattr(transport._connections, "_on_connection", lambda: made.append(1))
+    transport.set_roster((peer.entry, other.entry))
+    with pytest.raises(PeerUnreachableError, match="bytes"):
+        await pushing  # at once, and not at its timeout: what tries again finds it
+    other.desk.gate.set()
+    await transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
+    assert made
+    assert other.desk.received
+    await transport.stop()
+    await other_transport.stop()
+
+
+async def test_a_machine_that_loses_an_address_ends_its_connections_and_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def has(*addresses: str) -> None:
+        monkeypatch.setattr(libp2p, "own_addresses", lambda: addresses)
+
+    has("10.0.0.1")
+    other_transport, other = await start_transport()
+    transport = Libp2pTransport(
+        identity=Identity.generate(),
+        counts=WireCounts(),
+        listen_multiaddrs=("/ip4/0.0.0.0/tcp/0",),
+    )
+    await transport.start(Desk())
+    transport.set_roster((other.entry,))
+    assert transport._connections is not None
+    began: list[int] = []
+    monkeypatch.setattr(transport._connections, "begin_anew", lambda: began.append(1))
+    assert not await transport.heed_addresses() and not began
+    has("10.0.0.1", "10.0.0.2")  # a cable beside the Wi-Fi: nothing breaks, and peers learn of it
+    assert await transport.heed_addresses() and not began
+    assert [address[:14] for address in transport.multiaddrs] == [
+        "/ip4/10.0.0.1/",
+        "/ip4/10.0.0.2/",
+    ]
+    has()  # none for a moment
+    assert await transport.heed_addresses() and len(began) == 1
+    assert len(transport.multiaddrs) == 2  # nobody could be told of anything else
+    has("10.0.0.3")
+    assert await transport.heed_addresses() and len(began) == 1
+    assert [address[:14] for address in transport.multiaddrs] == ["/ip4/10.0.0.3/"]
     await transport.stop()
     await other_transport.stop()
 

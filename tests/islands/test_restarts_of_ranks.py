@@ -215,6 +215,7 @@ async def test_a_killed_rank_costs_no_more_than_the_round_in_flight(
     lasting = LastingIsland(island)
     try:
         await lasting.start()
+        lasting.come_up()
         await lasting.adopt()
         await lasting.train_and_publish(work_of(1), 0, ignore)
         await island.keep(1, is_last=True)
@@ -244,6 +245,7 @@ async def test_a_rank_that_is_stopped_is_found_out_and_the_ranks_start_again(
     lasting = LastingIsland(island)
     try:
         await lasting.start()
+        lasting.come_up()
         await lasting.adopt()
         with capture_logs() as lines:
             at_work: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()

@@ -19,6 +19,7 @@ from node.link.calls import Attachment
 from protocol.errors import UnavailableError
 from protocol.run.layout import Layout
 from protocol.run.run_spec import RunSpec
+from protocol.trust.rulings import Address
 from protocol.wire.messages import Message, Reduced, Report
 from protocol.wire.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
 from protocol.wire.vitals import Vitals
@@ -40,6 +41,7 @@ class FakeIsland:
         self.works: list[InnerWork] = []
         self.kept: list[tuple[int, bool]] = []  # rounds, and whether it was for the last time
         self.evaluation_seconds = 0.0
+        self.start_seconds = START_SECONDS
         self.fault: Exception | None = None
         self.dies_in: list[str] = []  # calls in which a rank dies, each once
         self.is_loop = False  # what dies then is a loop, of which another comes by itself
@@ -56,7 +58,7 @@ class FakeIsland:
         assert not self.is_running
         self._is_broken = False
         self.is_running = True
-        await asyncio.sleep(START_SECONDS)
+        await asyncio.sleep(self.start_seconds)
         if self.fault is not None:
             raise self.fault
         self._live("start")
@@ -135,11 +137,19 @@ class FakeLink:
         self.brought: list[tuple[Commit, ...]] = []
         self.lists_after = 0.0  # listing fails before
         self.num_attached = 0
+        self.announced: list[Any] = []
+        self.moves: list[Address] = []
         self.called = ""  # what the swarm calls the node
         self.reports: list[tuple[int, Report]] = []
         self.goodbyes: list[str] = []
         self.heartbeats: list[Vitals] = []
         self.events_of_now: asyncio.Queue[Message | Exception] = asyncio.Queue()
+
+    def reconnect(self) -> None:
+        pass
+
+    def moves_to(self, address: Address) -> None:
+        self.moves.append(address)
 
     def say(self, *events: Message | Exception) -> None:
         for event in events:
@@ -147,6 +157,7 @@ class FakeLink:
 
     async def attach(self, announcement: Any) -> Attachment:
         self.num_attached += 1
+        self.announced.append(announcement)
         return Attachment(
             session_id=self.num_attached,
             heartbeat_seconds=3.0,
@@ -200,17 +211,21 @@ class Life:
         make_island: Callable[[Outer], Any] = FakeIsland,
         heavy: Heavy = in_place,
         writer: Writer | None = None,
+        corpus: CorpusSummary | None = None,
     ) -> None:
         self.outer = outer_of(A, layout=layout)
         self.island = make_island(self.outer)
         self.link = FakeLink()
         self.transport = MemoryTransport(network=MemoryNetwork(), node_id=A, counts=WireCounts())
         self.running: asyncio.Task[str] | None = None
+        self.kept_corpora: list[CorpusSummary] = []
         self.daemon = Daemon(
             holdings=Holdings(
                 outer=self.outer,
                 disk=disk,
                 history=history or History(None),
+                corpus=corpus,
+                keep_corpus=self.kept_corpora.append,
             ),
             counterparts=Counterparts(
                 coordinator=self.link,  # type: ignore[arg-type]

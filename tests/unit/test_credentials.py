@@ -9,6 +9,7 @@ from protocol.trust import credentials as module
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Authority, make_request, new_swarm_id
+from protocol.trust.rulings import Address
 
 
 def joined(*, host: str = "coordinator.example") -> Credentials:
@@ -36,6 +37,22 @@ def test_saved_credentials_are_the_same_when_loaded_and_the_key_is_private(tmp_p
         "client.pem",
         "link.toml",
     ]
+
+
+def test_where_the_coordinator_moves_to_is_kept_beside_where_it_is(tmp_path: Path) -> None:
+    there = Address(host="new.example.org", control_port=7710, enrolment_port=7711)
+    credentials = replace(joined(host="old.example.org"), elsewhere=there)
+    credentials.save(tmp_path)
+    kept = Credentials.load(tmp_path)
+    assert kept == credentials
+    assert kept.endpoint == "old.example.org:7700"
+    other = kept.at_the_other
+    assert (other.endpoint, other.enrolment_port) == ("new.example.org:7710", 7711)
+    assert other.at_the_other == kept
+    other.save_renewed()  # the address before, of which no port for joining was known, is kept as well
+    assert Credentials.load(tmp_path) == other
+    stays = joined()
+    assert stays.at_the_other is stays
 
 
 @pytest.mark.parametrize("num_writes", range(4))

@@ -1,5 +1,6 @@
 """The rulings that a node keeps: checked, on its disk, and by the coordinator's word where they differ."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ from protocol.errors import BadDataError, ConfigError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import (
     RUN_OWNER,
+    Address,
     Ruling,
     RulingKind,
     RulingVerifier,
+    Scalar,
     SignedRuling,
     digest_of,
+    in_words,
+    moved_to,
     ruling_from_json,
 )
 from protocol.trust.signing import CommitSigner
@@ -51,6 +56,21 @@ def test_a_ruling_is_read_as_it_was_written() -> None:
         ruling_from_json(text)
     with pytest.raises(BadDataError, match="cannot be read"):
         ruling_from_json("{}")
+
+
+def test_only_a_whole_address_is_followed() -> None:
+    there = Address(host="new.example.org", control_port=7710, enrolment_port=7711)
+
+    def moving(*changes: tuple[str, Scalar], kind: RulingKind = RulingKind.MOVED) -> Ruling:
+        return replace(chain("")[0].ruling, kind=kind, changes=changes)
+
+    ruling = moving(*there.changes)
+    assert moved_to(ruling_from_json(ruling.canonical_json())) == there
+    assert in_words(ruling) == "the coordinator moves to new.example.org, port 7710"
+    assert moved_to(moving(*there.changes, kind=RulingKind.AMENDED)) is None
+    for name, value in (("host", ""), ("host", 7), ("control_port", 0), ("control_port", True)):
+        assert moved_to(moving(*(dict(there.changes) | {name: value}).items())) is None
+    assert moved_to(moving(("host", "new.example.org"))) is None
 
 
 def test_rulings_outlive_a_restart_and_what_was_written_half_is_left_out(tmp_path: Path) -> None:

@@ -256,6 +256,33 @@ def test_a_cut_of_one_direction_leaves_the_other() -> None:
     assert hosts_reached(net, 1.0) == ["other"]
 
 
+def test_a_router_that_forgets_passes_only_what_begins_later() -> None:
+    net = network()
+    began = ipv4("other", protocol=TCP, body=tcp(SYN))
+    net.send("one", began, 0.0)
+    assert hosts_reached(net, 0.0) == ["other"]
+    net.forget_conversations("one")
+    net.send("one", ipv4("third", protocol=TCP, body=tcp(ACK)), 1.0)
+    net.send("other", ipv4("third", protocol=TCP, body=tcp(ACK)), 1.0)
+    assert hosts_reached(net, 1.0) == ["third"]  # another host's
+    net.send("one", began, 2.0)
+    net.send("one", ipv4("other", protocol=TCP, body=tcp(ACK)), 2.0)
+    assert hosts_reached(net, 2.0) == ["other", "other"]
+    assert net.traffic["one", "third"].cut_packets == 1
+
+
+def test_what_is_sent_to_the_address_before_goes_nowhere() -> None:
+    net = network()
+    net.move("other", IPv4Address("10.99.0.9"))
+    net.send("one", ipv4("other"), 0.0)
+    assert net.deliveries(0.0) == []
+    assert net.num_strays == 1
+    moved = bytearray(ipv4("other"))
+    moved[16:20] = IPv4Address("10.99.0.9").packed
+    net.send("one", bytes(moved), 1.0)
+    assert hosts_reached(net, 1.0) == ["other"]
+
+
 def test_what_is_past_the_middle_when_the_cut_comes_still_arrives() -> None:
     net = network(one=Link(delay_seconds=1.0), other=Link(delay_seconds=1.0))
     net.send("one", ipv4("other"), 0.0)

@@ -46,6 +46,7 @@ class Link:
         self.reports: list[tuple[int, int, Report]] = []
         self.calls: list[int] = []  # how many reports each brought
         self.goodbyes: list[tuple[int, str]] = []
+        self.num_reconnects = 0
         self._events: asyncio.Queue[Message | AtollError] = asyncio.Queue()
 
     def say(self, event: Message | AtollError) -> None:
@@ -72,6 +73,10 @@ class Link:
         await self._call()
         self.calls.append(len(reports))
         self.reports += [(session_id, round_, report) for round_, report in reports]
+
+    def reconnect(self) -> None:
+        self.num_reconnects += 1
+        self.is_slow = False  # it was the connection
 
     async def detach(self, session_id: int, reason: str) -> None:
         await self._call()
@@ -124,6 +129,55 @@ async def test_heartbeats_go_on_and_messages_arrive() -> None:
     assert len(link.heartbeats) == 11
     assert heard == [EvaluationAsked(round=3)]
     assert len(link.attached_at) == 1
+    await ended(running)
+
+
+@in_virtual_time
+async def test_a_node_that_has_moved_attaches_anew_at_once_though_a_call_hangs() -> None:
+    link = Link()
+    session = session_on(link)
+    running = await started(session)
+    session.report(1, report(1))
+    await asyncio.sleep(1)
+    link.is_slow = True  # nothing comes back over the connection that there is
+    session.report(1, report(2))
+    await asyncio.sleep(5)
+    assert len(link.attached_at) == 1
+    moved_at = asyncio.get_running_loop().time()
+    session.move()
+    await asyncio.sleep(1)
+    assert link.attached_at[1:] == [moved_at]
+    assert link.num_reconnects == 1
+    assert [(s, r.slice_index) for s, _, r in link.reports] == [(1, 1), (2, 1), (2, 2)]
+    await ended(running)
+
+
+@in_virtual_time
+async def test_a_node_that_has_moved_does_not_wait_for_its_next_try() -> None:
+    link = Link()
+    link.error = AWAY
+    session = session_on(link)
+    running = await started(session)
+    await asyncio.sleep(60)  # pauses are at their longest
+    link.error = None
+    moved_at = asyncio.get_running_loop().time()
+    session.move()
+    await asyncio.sleep(0.001)
+    assert link.attached_at == [moved_at]
+    await ended(running)
+
+
+@in_virtual_time
+async def test_each_try_after_a_break_goes_over_a_new_connection() -> None:
+    link = Link()
+    running = await started(session_on(link))
+    link.error = AWAY
+    link.say(AWAY)
+    await asyncio.sleep(30)
+    link.error = None
+    await asyncio.sleep(RETRY_CAP_SECONDS)
+    assert len(link.attached_at) == 2
+    assert link.num_reconnects > 2
     await ended(running)
 
 

@@ -26,6 +26,7 @@ from node.exchange.transport.transport import (
     Want,
     do_nothing,
 )
+from node.machine.addresses import own_addresses
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, PayloadHeader
@@ -80,6 +81,8 @@ class Libp2pTransport:
         self._server: Server | None = None
         self._turning_away = StreamAdmission(_TURNED_AWAY)
         self._multiaddrs: tuple[str, ...] = ()
+        self._visible: tuple[str, ...] = ()  # as p2pd had it at its start
+        self._own_addresses: tuple[str, ...] = ()  # of this machine
         self._members: dict[NodeId, RosterEntry] = {}
         self._peer_ids: dict[NodeId, str] = {}  # as libp2p has them
         self._node_ids: dict[str, NodeId] = {}
@@ -101,7 +104,12 @@ class Libp2pTransport:
             limits=self._limits,
         )
         self._traffic.kernel = self._daemon.tcp_pacing
-        self._multiaddrs = announced(await self._daemon.multiaddrs(), self._announce_host)
+        self._own_addresses = await asyncio.to_thread(own_addresses)
+        self._visible = await self._daemon.multiaddrs()
+        self._multiaddrs = announced(
+            visible_now(self._visible, self._listen_multiaddrs, self._own_addresses),
+            self._announce_host,
+        )
         self._connections = Connections(
             self._daemon,
             self._identity.peer_id,
@@ -149,6 +157,20 @@ class Libp2pTransport:
         daemon = self._daemon
         await daemon.died.wait()
         return f"the libp2p daemon died: {daemon.last_words}"
+
+    async def heed_addresses(self) -> bool:
+        """See Transport.heed_addresses."""
+        if self._daemon is None or self._connections is None:
+            return False
+        before, self._own_addresses = self._own_addresses, await asyncio.to_thread(own_addresses)
+        told = self._multiaddrs
+        if self._own_addresses:  # else it has none for a moment, and nobody to tell
+            visible = visible_now(self._visible, self._listen_multiaddrs, self._own_addresses)
+            self._multiaddrs = announced(visible, self._announce_host)
+        gone = set(before) - set(self._own_addresses)
+        if gone:
+            self._connections.begin_anew()
+        return bool(gone) or self._multiaddrs != told
 
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
         """Says who is a member now. Anyone else is refused before a body is read."""
@@ -352,6 +374,25 @@ async def _verify(header: PayloadHeader, body: bytes) -> Payload:
     if len(body) < _THREAD_BYTES:
         return await verify_inline(header, body)
     return await asyncio.to_thread(Payload.verified, header, body)
+
+
+def visible_now(
+    at_start: tuple[str, ...], listen_multiaddrs: tuple[str, ...], own: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Where p2pd listens: at each address that this machine has now, where it listens at all of them.
+
+    p2pd itself looks for new addresses only every few seconds. It gives the port, which may have been 0.
+    """
+    told: list[str] = []
+    for listened in listen_multiaddrs:
+        _, kind, host, *_ = listened.split("/")
+        ours = [a for a in at_start if a.split("/")[1] == kind]
+        if host not in ("0.0.0.0", "::") or not ours:
+            return at_start
+        ports = dict.fromkeys("/".join(address.split("/")[3:]) for address in ours)
+        hosts = [host for host in own if (":" in host) == (kind == "ip6")]
+        told += [f"/{kind}/{host}/{port}" for host in hosts for port in ports]
+    return tuple(told) or at_start
 
 
 def announced(visible_multiaddrs: tuple[str, ...], announce_host: str | None) -> tuple[str, ...]:

@@ -12,14 +12,19 @@ Connections keeps it connected with every member, so that nodes behind NAT can b
 ways over a connection, whoever dialled it: a node that cannot be dialled is reachable as long as it keeps its
 own connections up. Two nodes that both cannot be dialled do not reach each other; their transfers fail with
 the reason.
+
+A connection from an address that is gone goes nowhere, and libp2p finds out after 40 s at best; until then it
+would prefer it to a new one, for the streams that hang on it. So both ends give it up as soon as they know:
+the node that moved by its own kernel, its peers by the roster.
 """
 
 import asyncio
 import logging
+import math
 import os
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from importlib.resources import as_file, files
 from importlib.util import find_spec, module_from_spec
@@ -125,6 +130,12 @@ class P2pd:
         except ValueError as error:
             raise DaemonError(f"not a multiaddress: {error}") from error
         await self._ask(self._client.connect(PeerID.from_base58(peer_id), addresses))
+
+    async def disconnect(self, peer_id: str) -> None:
+        """Ends all connections with a peer, and with them their streams; raises DaemonError."""
+        from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+
+        await self._ask(self._client.disconnect(PeerID.from_base58(peer_id)))
 
     async def connected_peer_ids(self) -> frozenset[str]:
         """Who is connected to us, by peer id."""
@@ -330,6 +341,9 @@ class Connections:
         self.connected: set[str] = set()
         """Members that are, by peer id."""
         self._missing_since: dict[str, float] = {}  # members that are not connected
+        self._restless_until = -math.inf  # by the loop's clock
+        self._ending: set[asyncio.Task[None]] = set()
+        self._dials: dict[str, asyncio.Task[None]] = {}  # by peer id
         self._has_news = asyncio.Event()
         self._task = asyncio.create_task(self._stay_connected(), name="connections")
 
@@ -338,12 +352,39 @@ class Connections:
         multiaddrs = {peer_id_of(e.address.public_key): e.address.multiaddrs for e in others}
         now = asyncio.get_running_loop().time()
         for peer_id, addresses in multiaddrs.items():
+            before = self._multiaddrs.get(peer_id, addresses)
+            if not set(before) <= set(addresses):
+                self._give_up([peer_id])
             if self._multiaddrs.get(peer_id) != addresses:
                 wait = 0.0 if self._own_peer_id < peer_id else self._limits.yield_seconds
                 self._due[peer_id] = now + wait
                 self._retry_seconds[peer_id] = self._limits.first_redial_seconds
                 self._missing_since.pop(peer_id, None)
+                self._end_dial(peer_id)  # of where it was
         self._multiaddrs = multiaddrs
+        self._has_news.set()
+
+    def begin_anew(self) -> None:
+        """Ends all connections, which go nowhere now, and dials every member."""
+        now = asyncio.get_running_loop().time()
+        for peer_id in tuple(self._dials):
+            self._end_dial(peer_id)
+        self._due = dict.fromkeys(self._multiaddrs, now)
+        self._retry_seconds = dict.fromkeys(self._multiaddrs, self._limits.first_redial_seconds)
+        self._give_up(list(self._multiaddrs))
+
+    def _give_up(self, peer_ids: Sequence[str]) -> None:
+        """Both ends do, and the later one ends what the earlier one has made meanwhile."""
+        self._restless_until = asyncio.get_running_loop().time() + self._limits.restless_seconds
+        for peer_id in peer_ids:
+            task = asyncio.create_task(self._end(peer_id), name="end of connections")
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _end(self, peer_id: str) -> None:
+        with suppress(DaemonError):  # it was not connected, or p2pd is gone
+            await self._daemon.disconnect(peer_id)
+        self.lost(peer_id)
         self._has_news.set()
 
     def saw(self, peer_id: str) -> None:
@@ -369,8 +410,10 @@ class Connections:
 
     async def stop(self) -> None:
         """Dials no more."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        tasks = [self._task, *self._ending, *self._dials.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
     async def _stay_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -389,14 +432,32 @@ class Connections:
             now = loop.time()
             missing = self._multiaddrs.keys() - connected
             self._missing_since = {p: self._missing_since.get(p, now) for p in missing}
-            due = [peer_id for peer_id in missing if self._due[peer_id] <= now]
-            await asyncio.gather(*(self._dial(peer_id) for peer_id in due))
-            waits = [self._due[peer_id] - loop.time() for peer_id in missing]
+            for peer_id in missing - self._dials.keys():
+                if self._due[peer_id] <= now:
+                    self._begin_dial(peer_id)
+            is_restless = now < self._restless_until
+            look = self._limits.restless_look_seconds if is_restless else self._limits.look_seconds
+            waits = [self._due[peer_id] - now for peer_id in missing - self._dials.keys()]
             try:
-                async with asyncio.timeout(max(0.0, min([self._limits.look_seconds, *waits]))):
+                async with asyncio.timeout(max(0.0, min([look, *waits]))):
                     await self._has_news.wait()
             except TimeoutError:
                 continue
+
+    def _begin_dial(self, peer_id: str) -> None:
+        """Nobody waits for it: an address that swallows packets takes as long as a dial may."""
+        self._dials[peer_id] = dial = asyncio.create_task(self._dial(peer_id), name="dial")
+
+        def end(_: asyncio.Task[None]) -> None:
+            if self._dials.get(peer_id) is dial:
+                del self._dials[peer_id]
+            self._has_news.set()
+
+        dial.add_done_callback(end)
+
+    def _end_dial(self, peer_id: str) -> None:
+        if (dial := self._dials.pop(peer_id, None)) is not None:
+            dial.cancel()
 
     async def _dial(self, peer_id: str) -> None:
         try:

@@ -161,6 +161,12 @@ class Transport(Protocol):
     def multiaddrs(self) -> tuple[str, ...]:
         """Where peers find us, without the peer id; known once started."""
 
+    async def heed_addresses(self) -> bool:
+        """Sees to it that this machine's addresses have changed, if they have.
+
+        Ends connections where one is gone: they go nowhere. Returns whether to tell the coordinator.
+        """
+
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
         """Says who is a member now. Anyone else is refused before a body is read."""
 

@@ -1,4 +1,4 @@
-"""Has the kernel pace the TCP connections of p2pd, and deal the uplink out to them once packets are lost.
+"""Has the kernel pace p2pd's TCP connections, deal them the uplink after losses, and give up dead ones.
 
 Without pacing TCP sends at once whatever its window has room for. Such bursts overflow the queue before
 an uplink long before the link is full, and cubic gives up a third of its rate for each. A socket that
@@ -13,6 +13,9 @@ could notice, and the round waits for what was lost. So once many packets were l
 are kept to what the uplink was seen to carry, and a little more; with each busy time in which few
 are lost, a little more still. It is dealt out by max-min fairness (Bertsekas and Gallager, "Data Networks",
 1992, section 6.5.2): a connection that cannot use an equal share leaves the rest of it to the others.
+Where a router between two nodes has forgotten a connection, nobody tells them: Linux sends again for a
+quarter of an hour, and libp2p asks after 40 s. So TCP is told to give up sooner (TCP_USER_TIMEOUT, RFC 5482).
+
 What deals (TcpShares) is pure: it is told the time, in seconds of any clock that only rises.
 """
 
@@ -197,6 +200,7 @@ class TcpPacing:
                 with suppress(_GoneError), self._child.copy_of(there[name]) as copy:
                     if copy.family in (socket.AF_INET, socket.AF_INET6):
                         pace(copy)
+                        end_when_silent(copy, self._limits.silent_seconds)
                         self._tcp[name] = _Place(there[name], copy.family)
             self._seen = set(there)
             self._tcp = {name: place for name, place in self._tcp.items() if name in there}
@@ -281,6 +285,14 @@ def pace(connection: socket.socket, bytes_per_second: float = NEVER_REACHED) -> 
     """Has a socket of TCP paced, no faster than so."""
     rate = struct.pack("=Q", int(bytes_per_second))
     connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+
+
+def end_when_silent(connection: socket.socket, seconds: float) -> None:
+    """Has TCP give the connection up when nothing is acknowledged for so long; at rest it asks as often."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(seconds)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(seconds / 3)))
 
 
 def count_of(connection: socket.socket) -> TcpCount | None:

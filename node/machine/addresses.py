@@ -1,0 +1,113 @@
+"""The addresses that this machine has now, and word of each change, from the Linux kernel by rtnetlink(7).
+
+A laptop goes from cable to Wi-Fi, a DHCP lease ends: the kernel knows at once, and TCP not for minutes, for
+its connections from an address that is gone just stay silent.
+"""
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import structlog
+
+SETTLE_SECONDS = 0.2
+"""An address goes and the next one comes: changes that follow so closely are told as one."""
+
+_ADDED, _REMOVED, _ASKED, _END, _FAILED = 20, 21, 22, 3, 2  # RTM_NEWADDR to NLMSG_ERROR
+_WHOLE_LIST = 0x301  # NLM_F_REQUEST and NLM_F_DUMP
+_GROUPS = 0x10 | 0x100  # RTMGRP_IPV4_IFADDR and RTMGRP_IPV6_IFADDR
+_ADDRESS, _LOCAL = 1, 2  # IFA_ADDRESS, which is the other end's on a tunnel, and IFA_LOCAL
+_EVERYWHERE, _SITE = 0, 200  # scopes in which others may know it
+_NOT_NOW = 0x08 | 0x20 | 0x40  # IFA_F_DADFAILED, IFA_F_DEPRECATED and IFA_F_TENTATIVE
+
+_HEADER = struct.Struct("=IHHII")  # length, type, flags, number, port
+_ABOUT = struct.Struct("=BBBBI")  # family, length of the network's prefix, flags, scope, interface
+_ATTRIBUTE = struct.Struct("=HH")  # length, type
+
+_log = structlog.get_logger(__name__)
+
+
+class _Told(NamedTuple):
+    """One message of the kernel."""
+
+    kind: int
+    content: bytes
+
+
+def own_addresses() -> tuple[str, ...]:
+    """Those that others may know, not loopback's or a single link's; in the kernel's order.
+
+    Raises OSError where the kernel does not tell.
+    """
+    found: list[str] = []
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
+        kernel.send(
+            _HEADER.pack(_HEADER.size + _ABOUT.size, _ASKED, _WHOLE_LIST, 1, 0)
+            + _ABOUT.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+        )
+        while True:
+            for told in _messages(kernel.recv(1 << 16)):
+                if told.kind == _FAILED:
+                    number = -struct.unpack_from("=i", told.content)[0]
+                    raise OSError(number, os.strerror(number))
+                if told.kind == _END:
+                    return tuple(dict.fromkeys(found))
+                if told.kind == _ADDED and (address := address_in(told.content)) is not None:
+                    found.append(address)
+
+
+def address_in(content: bytes) -> str | None:
+    """The address that a message is about; None of one that others cannot use now."""
+    family, _, flags, scope, _ = _ABOUT.unpack_from(content)
+    if family not in (socket.AF_INET, socket.AF_INET6) or scope not in (_EVERYWHERE, _SITE):
+        return None
+    if flags & _NOT_NOW:
+        return None
+    attributes = {}
+    place = _ABOUT.size
+    while place + _ATTRIBUTE.size <= len(content):
+        length, kind = _ATTRIBUTE.unpack_from(content, place)
+        attributes[kind] = content[place + _ATTRIBUTE.size : place + length]
+        place += max(_ATTRIBUTE.size, _aligned(length))
+    packed = attributes.get(_LOCAL) or attributes.get(_ADDRESS)
+    return None if packed is None else socket.inet_ntop(family, packed)
+
+
+async def address_changes() -> AsyncIterator[None]:
+    """Yields after each change of this machine's addresses; never where the kernel does not tell."""
+    loop = asyncio.get_running_loop()
+    try:
+        kernel = socket.socket(
+            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.NETLINK_ROUTE
+        )
+        kernel.bind((0, _GROUPS))
+    except OSError as error:
+        _log.info("changes of this machine's addresses are not told", reason=str(error))
+        await asyncio.Event().wait()
+    with kernel:
+        while True:
+            # What it says does not matter, nor that more came than there was room for (ENOBUFS).
+            with suppress(OSError):
+                await loop.sock_recv(kernel, 1 << 16)
+            await asyncio.sleep(SETTLE_SECONDS)
+            with suppress(OSError):
+                while True:
+                    kernel.recv(1 << 16)
+            yield
+
+
+def _messages(received: bytes) -> list[_Told]:
+    messages = []
+    while len(received) >= _HEADER.size:
+        length, kind, *_ = _HEADER.unpack_from(received)
+        messages.append(_Told(kind, received[_HEADER.size : length]))
+        received = received[max(_HEADER.size, _aligned(length)) :]
+    return messages
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3

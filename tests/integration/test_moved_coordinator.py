@@ -1,0 +1,89 @@
+"""Real processes: the coordinator moves to another address in mid-run, and nodes follow."""
+
+import json
+import shutil
+import socket
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typed_commands import Swarm, atoll, done, refused
+
+from node.kept import kept_model
+from tests.tiny_runs import tiny_text
+
+ROUNDS = 8
+RUN = tiny_text(
+    run={"name": "moved", "rounds": ROUNDS, "min_nodes": 2},
+    inner={"steps": 1_000_000},
+    deadlines={"train": 2, "contribute": 8, "commit": 14},
+    evaluation={"every_rounds": ROUNDS},
+)
+NODES = ("one", "two")
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path / "swarm", RUN)
+    yield swarm
+    swarm.end()
+
+
+def free_ports() -> list[str]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        return [str(server.getsockname()[1]) for server in (one, other)]
+
+
+def link_of(swarm: Swarm, name: str) -> dict[str, object]:
+    return tomllib.loads((swarm.folder / name / "link.toml").read_text())
+
+
+def test_nodes_find_a_coordinator_at_the_address_that_it_was_said_to_move_to(swarm: Swarm) -> None:
+    invite = swarm.invite("--uses", "2")
+    running = {}
+    for name in NODES:
+        swarm.join(name, invite)
+        running[name] = swarm.start_node(name)
+    swarm.coordinator.says("round opened", times=2)
+
+    control, enrolment = free_ports()
+    move = ("run", "move", "127.0.0.1", "--port", control, "--enrolment-port", enrolment)
+    done(atoll(*move, "--reason", "a larger machine", "--dir", swarm.home))
+    refused(atoll(*move, "--dir", swarm.home), 64, "told already", f"127.0.0.1, port {control}")
+    for node in running.values():
+        node.says("the coordinator will move")
+        node.says("applied", times=2)  # it is still here, and the run goes on
+    assert link_of(swarm, "one")["elsewhere"] == {
+        "host": "127.0.0.1",
+        "control_port": int(control),
+        "enrolment_port": int(enrolment),
+    }
+    running["two"].process.kill()  # it is away while the coordinator moves
+    running["two"].process.wait()
+    swarm.coordinator.process.terminate()
+    swarm.coordinator.process.wait()
+    there = swarm.folder / "elsewhere"
+    shutil.copytree(swarm.home, there)
+    moved = swarm.start(
+        "coordinator", "start", there, "--port", control, "--enrolment-port", enrolment
+    )
+    moved.says("coordinator ready")
+    running["one"].says("the coordinator has moved")
+    running["two"] = swarm.start_node("two")
+    running["two"].says("the coordinator has moved")
+    for node in running.values():
+        node.ends(set())
+        assert "run finished" in node.log
+
+    for name in NODES:
+        link = link_of(swarm, name)
+        assert (link["control_port"], link["enrolment_port"]) == (int(control), int(enrolment))
+        assert "elsewhere" not in link
+    status = json.loads(done(atoll("status", "--json", "--dir", swarm.folder / "one")))["run"]
+    assert (status["phase"], status["committed_round"]) == ("finished", ROUNDS)
+    models = [kept_model(swarm.folder / name) for name in NODES]
+    assert {model.outer_digest.hex() for model in models} == {status["outer_digest"]}

@@ -1,0 +1,102 @@
+"""What the kernel says of this machine's addresses, and what peers are told of them."""
+
+import asyncio
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from lab.network.namespace import inside, new_namespace
+from lab.network.switch import _ip as ip
+from node.exchange.transport.libp2p import visible_now
+from node.machine.addresses import address_changes, address_in, own_addresses
+
+ADDRESS, LOCAL, LABEL = 1, 2, 3
+DEPRECATED, TENTATIVE, PERMANENT = 0x20, 0x40, 0x80
+EVERYWHERE, LINK, HOST = 0, 253, 254
+
+
+def told(
+    *attributes: tuple[int, bytes],
+    family: int = socket.AF_INET,
+    flags: int = PERMANENT,
+    scope: int = EVERYWHERE,
+) -> bytes:
+    content = struct.pack("=BBBBI", family, 24, flags, scope, 7)
+    for kind, value in attributes:
+        length = 4 + len(value)
+        content += struct.pack("=HH", length, kind) + value + bytes(-length % 4)
+    return content
+
+
+def v4(text: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET, text)
+
+
+def v6(text: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET6, text)
+
+
+def test_on_a_tunnel_the_own_address_counts_and_not_the_other_ends() -> None:
+    message = told((LABEL, b"tun0\0"), (ADDRESS, v4("10.0.0.1")), (LOCAL, v4("10.0.0.2")))
+    assert address_in(message) == "10.0.0.2"
+    assert address_in(told((ADDRESS, v6("fd00::2")), family=socket.AF_INET6)) == "fd00::2"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        told((LOCAL, v4("127.0.0.1")), scope=HOST),
+        told((ADDRESS, v6("fe80::1")), family=socket.AF_INET6, scope=LINK),
+        told((ADDRESS, v6("fd00::2")), family=socket.AF_INET6, flags=DEPRECATED),
+        told((ADDRESS, v6("fd00::2")), family=socket.AF_INET6, flags=TENTATIVE),
+        told((ADDRESS, b"12345678"), family=socket.AF_UNIX),
+        told((LABEL, b"eth0\0")),
+    ],
+)
+def test_what_others_cannot_use_is_no_address(message: bytes) -> None:
+    assert address_in(message) is None
+
+
+def test_where_it_listens_everywhere_peers_are_told_of_each_address_that_there_is_now() -> None:
+    at_start = ("/ip4/127.0.0.1/tcp/7700", "/ip4/10.0.0.2/tcp/7700")
+    own = ("10.0.0.9", "192.168.1.4", "fd00::2")
+    everywhere = ("/ip4/0.0.0.0/tcp/0",)
+    assert visible_now(at_start, everywhere, own) == (
+        "/ip4/10.0.0.9/tcp/7700",
+        "/ip4/192.168.1.4/tcp/7700",
+    )
+    assert visible_now(at_start, everywhere, ()) == at_start  # loopback is all that there is
+    assert visible_now(at_start, ("/ip4/10.0.0.2/tcp/7700",), own) == at_start
+    both = (*everywhere, "/ip6/::/tcp/0")
+    at_start_of_both = (*at_start, "/ip6/::1/tcp/7701")
+    assert visible_now(at_start_of_both, both, own)[-1] == "/ip6/fd00::2/tcp/7701"
+
+
+@pytest.mark.usefixtures("may_make_namespaces")
+async def test_the_kernel_tells_of_each_change_and_of_what_there_is_then() -> None:
+    namespace = new_namespace()
+    with inside(namespace):
+        ip("link set lo up", "link add dev wired type bridge", "link set wired up")
+        changes = address_changes()
+        heard = asyncio.ensure_future(anext(changes))
+        await asyncio.sleep(0)  # it listens from here on
+        assert own_addresses() == ()
+        ip("addr add 10.0.0.1/24 dev wired")
+        await asyncio.wait_for(heard, 60)
+        assert own_addresses() == ("10.0.0.1",)
+        ip("addr del 10.0.0.1/24 dev wired", "addr add 10.0.0.2/24 dev wired")
+        await asyncio.wait_for(anext(changes), 60)
+        assert own_addresses() == ("10.0.0.2",)
+        await changes.aclose()
+
+
+@pytest.fixture
+def may_make_namespaces() -> None:
+    if not Path("/proc/self/ns/net").exists():
+        pytest.skip("this kernel has no network namespaces")
+    try:
+        new_namespace()
+    except OSError as error:
+        pytest.skip(f"no network namespace can be made here: {error}")
