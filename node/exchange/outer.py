@@ -15,6 +15,7 @@ import structlog
 from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
 from node.exchange.codecs.codec import ONE_THREAD, Codec, CodecError, Opened, Tiles
+from node.exchange.codecs.floats import round_to_bf16
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.mean import BlockSums, largest_norm, norm_of, weighted_sum
 from node.exchange.outer_optimizer import (
@@ -26,7 +27,7 @@ from node.exchange.outer_optimizer import (
 )
 from node.exchange.owing import Owing
 from node.exchange.reducer_error import ReducerError
-from node.exchange.reduction import Merging, Reduction, Sender, SliceResult
+from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, digest_of_error
 from node.exchange.residual import Residual
 from node.exchange.screening import missed_in_a_row
 from node.exchange.signing import PayloadSigner
@@ -58,6 +59,8 @@ def compile_arithmetic(optimizer: OuterOptimizer) -> None:
     weighted_sum([zeros, zeros], [0.5, 0.5])
     optimizer.apply(zeros.copy(), zeros.copy(), zeros)
     BlockSums(BLOCK).take(0, zeros)
+    round_to_bf16(zeros)
+    digest_of_error(zeros)
 
 
 def merging_of(spec: RunSpec) -> Merging:
