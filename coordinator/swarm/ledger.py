@@ -13,6 +13,7 @@ its node's residual and is not undone when its samples are trained again elsewhe
 targets counted (chat templates and padding leave some out) is no business of the ledger's.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -146,7 +147,14 @@ def settle(
 
     A node trains its range from the start, so what it did not finish is the end of it.
     """
-    ended = frozenset(_places_of(assignment) for assignment in assignments)
+    # One lease for each: what a void round had leased may be leased ahead by now, and stays so.
+    ended = Counter(_places_of(assignment) for assignment in assignments)
+    left = []
+    for places in ledger.leased:
+        if ended[places]:
+            ended[places] -= 1
+        else:
+            left.append(places)
     committed = [
         Places(first=a.first_sample, end=a.first_sample + taken[a.node_id])
         for a in assignments
@@ -155,7 +163,7 @@ def settle(
     return replace(
         ledger,
         committed=_merged((*ledger.committed, *committed)),
-        leased=tuple(places for places in ledger.leased if places not in ended),
+        leased=tuple(left),
     )
 
 

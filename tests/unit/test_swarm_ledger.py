@@ -6,9 +6,17 @@ from swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.events import SamplesSkipped
-from coordinator.swarm.ledger import Places, free_again, num_reached
+from coordinator.swarm.ledger import (
+    Ledger,
+    Places,
+    end_ahead,
+    free_again,
+    num_reached,
+    reopen,
+    settle,
+)
 from protocol.wire.messages import ParticipantsIdle, RefetchAsked, RoundOpened
-from protocol.wire.rounds import BOOK_PLACES, CorpusSummary, book_of_data
+from protocol.wire.rounds import BOOK_PLACES, Assignment, CorpusSummary, book_of_data
 
 AFTER = digest_of("after")
 EIGHT = [f"node-{i}" for i in range(8)]
@@ -263,3 +271,13 @@ def test_no_round_opens_before_a_node_holds_the_first_weights() -> None:
     assert [a.node_id for a in scene.round.assignments] == ["node-b"]
     scene.leave("node-b")
     assert scene.state.outer_digest == digest_of("given"), "nobody else's weights take their place"
+
+
+def test_what_a_void_round_gave_back_stays_leased_ahead_when_that_round_is_booked_anew() -> None:
+    """As where the state that void rounds were built on is taken back."""
+    of_void = Assignment(node_id="node-a", inner_steps=5, first_sample=10, num_samples=10)
+    ahead = replace(of_void, node_id="node-b")
+    ledger = Ledger(leased=(Places(first=10, end=20),), ahead=(ahead,), frontiers={0: 20})
+    again = settle(reopen(ledger, [of_void], {}), [of_void], {})
+    assert again == ledger
+    assert end_ahead(again, {"node-b"}).leased == ()
