@@ -149,7 +149,8 @@ def test_conversations_weigh_by_their_answers_and_use_their_samples_up(
         assert [one.tokens for one in contributors] == expected
         assert 2 * min(expected) < max(expected) < count * spec.model.context
         weights = [weights for weights, number in weighed if number == commit.round]
-        assert weights == [expected] * len(commit.slices)
+        assert len(weights) >= len(commit.slices)  # auditors weigh some once more
+        assert all(each == expected for each in weights)
         samples += sum(one.samples for one in contributors)
         tokens += sum(expected)
     assert run.final.token_clock == tokens

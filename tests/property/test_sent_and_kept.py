@@ -261,13 +261,16 @@ def test_what_is_kept_beside_a_coarse_codec_is_rounded_once(
     world.play_all(rounds)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize(("codec", "most"), [("int8", 5e-4), ("int4", 6e-3)])
 @examples(60)
 @given(rounds=st.lists(ROUND, min_size=1, max_size=8))
 def test_what_results_rounded_away_is_applied_or_kept_or_declared_lost(
-    codec: str, rounds: list[dict[str, Any]]
+    codec: str, most: float, rounds: list[dict[str, Any]]
 ) -> None:
-    """Whoever reduces, and whatever becomes of results: the means are all there, each once."""
+    """Whoever reduces, and whatever becomes of results: the means are all there, each once.
+
+    `most` is what eight rounds can lose of the errors' last bits, which are kept in bf16.
+    """
     world = World(codec, decay=1.0, rule="keep")
     world.play_all(rounds)
     kept = np.zeros(NUM_ELEMENTS)
@@ -275,4 +278,4 @@ def test_what_results_rounded_away_is_applied_or_kept_or_declared_lost(
         for start, values in (outer.owed().reducer_error or {}).items():
             kept[start : start + values.size] += values
     applied = -world.outers[A].snapshot().parameters.astype(np.float64)
-    np.testing.assert_allclose(applied + kept + world.lost, world.exact_mean, atol=2e-4)
+    np.testing.assert_allclose(applied + kept + world.lost, world.exact_mean, atol=most)
