@@ -74,7 +74,7 @@ class SliceResult:
     weighed_tokens: int  # what a token's work was divided by: all tokens, those of late work too
     error: Vector | None = field(
         repr=False
-    )  # [slice]: what the encoding rounded away, as AS_KEPT holds it, if asked for
+    )  # [slice]: what the encoding rounded away, if asked for
     inputs: "Inputs" = field(default_factory=lambda: Inputs())
 
 
@@ -163,10 +163,12 @@ class Reduction:
         by: Merging = _AS_MEAN,
         carried: Vector | None = None,
         wants_error: bool = False,
+        rounds_error: bool = False,
     ) -> SliceResult | None:
         """The encoded mean with whose contributions it holds, or None when there are none.
 
-        `carried` [slice] is added to the mean before it is encoded (node.exchange.reducer_error).
+        `carried` [slice] is added to the mean before it is encoded (node.exchange.reducer_error). An error
+        that auditors may be given is rounded, to what AS_KEPT holds.
 
         Who is late will contribute in a later round: their tokens count now, those of all samples that
         they were assigned, unless they have missed COUNTED_ROUNDS: of what these owe no more is kept
@@ -196,7 +198,8 @@ class Reduction:
             if wants_error:
                 tile = values[start : start + decoded.size]
                 np.subtract(tile, decoded, out=tile)
-                round_to_bf16(tile)
+                if rounds_error:
+                    round_to_bf16(tile)
 
         encoded.each_tile(leave_rounded_away)
         error = values if wants_error else None

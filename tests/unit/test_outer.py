@@ -227,7 +227,8 @@ def test_what_this_nodes_results_round_away_is_in_its_next_ones() -> None:
     kept = outer.owed().reducer_error
     assert kept is not None and kept.keys() == {0} and kept[0].any()
     applied = -outer.snapshot().parameters[:BLOCK]
-    np.testing.assert_allclose(applied + kept[0], sent[:BLOCK], atol=1e-5)
+    # The error is kept in bf16, for auditors are given it.
+    np.testing.assert_allclose(applied + kept[0], sent[:BLOCK], atol=2e-3)
 
 
 def test_a_void_slice_leaves_the_reducers_error_as_it_was() -> None:

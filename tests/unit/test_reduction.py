@@ -87,7 +87,9 @@ def test_what_is_carried_goes_into_the_mean_and_what_is_rounded_away_is_told(
     reduction = reduction_of(contribution(B, 1), contribution(C, 2), silent=[A])
     old = None if carried is None else np.linspace(0, carried, BLOCK, dtype=np.float32)
     int4 = codec_named("int4")
-    reduced = reduction.result(downlink=int4, sender=BY_A, carried=old, wants_error=True)
+    reduced = reduction.result(
+        downlink=int4, sender=BY_A, carried=old, wants_error=True, rounds_error=True
+    )
     assert reduced is not None and reduced.error is not None
     summed = np.full(BLOCK, 1.5, np.float32) + (np.float32(0) if old is None else old)
     decoded = int4.decode(reduced.payload.body, BLOCK)
