@@ -283,7 +283,7 @@ class Outer:
             by=replace(by, missed=missed),
             carried=carried,
             wants_error=self.owing.reducer_error.rule != "drop",
-            rounds_error=self.owing.reducer_error.is_kept_for_auditors,
+            rounds_error=self.owing.reducer_error.rule == "keep",
         )
 
     def _merging_on(self, span: slice) -> Merging:

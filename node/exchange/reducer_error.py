@@ -46,21 +46,20 @@ class ReducerError:
     With the rule "keep", for each element that this node reduces,
 
         summed = mean + kept                 `carried`
-        kept   = summed - decoded            `settle`, if that very result was committed
+        kept   = summed - decoded            `settle`, if that very result was committed; rounded to bf16
 
-    with weight 1: both are changes of the global parameters, whatever tokens stand behind them. The
-    error is kept by the element's place in the canonical vector, and memory is taken for no other
-    elements. Where a slice has moved to another reducer it waits here until this node reduces the element
-    again, for WAITING_ROUNDS of the fragment's rounds; then it is lost, and that is said. With "own" the
-    error goes into this node's residual instead (see `settle`), with "drop" nowhere.
+    with weight 1: both are changes of the global parameters, whatever tokens stand behind them. Auditors are
+    given the error, and its last bits, a thousandth of what the encoding rounds away, are not worth the
+    bytes. It is kept by the element's place in the canonical vector, and memory is taken for no others. Where
+    a slice has moved to another reducer it waits here until this node reduces the element again, for
+    WAITING_ROUNDS of the fragment's rounds; then it is lost, and that is said. With "own" the error goes
+    into this node's residual instead (see `settle`), with "drop" nowhere.
 
     Until a commit is settled all is as it was: a result that was void, taken over or never
     committed leaves no trace.
 
-    Where reducers are audited an error is rounded to bf16 where it is made, for auditors are given it: its
-    last bits, a thousandth of what the encoding rounds away, are let go. The coordinator knows what each
-    committed result has left, by its digest. So an error goes into the mean of the very slice that it is of;
-    once that is cut otherwise it is lost.
+    Where reducers are audited the coordinator knows what each committed result has left, by its digest. So an
+    error goes into the mean of the very slice that it is of; once that is cut otherwise it is lost.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class ReducerError:
     ) -> None:
         self.rule = rule
         self._is_audited = is_audited
-        self.is_kept_for_auditors = is_audited and rule == "keep"
         self.num_lost_elements = 0  # of this process: where an error was owed and is not any more
         self._waiting_rounds = WAITING_ROUNDS * num_fragments
         self._kept: dict[int, _Kept] = {}  # by the first element, in the canonical vector; disjoint
@@ -162,8 +160,7 @@ class ReducerError:
             self._say_lost(self.num_kept(), round=round, why="the outer state was replaced")
             values = {}
         self._kept = {
-            start: _Kept(values=_as_kept(each) if self.is_kept_for_auditors else each, round=round)
-            for start, each in values.items()
+            start: _Kept(values=_as_kept(each), round=round) for start, each in values.items()
         }
         self._starts = sorted(self._kept)
 
