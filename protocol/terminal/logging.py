@@ -119,7 +119,8 @@ def start_logging(
     With `$ATOLL_LOG=debug` also what is worth a line only to who looks for a fault.
     """
     is_debug = os.environ.get("ATOLL_LOG") == "debug"
-    stream = LogStream(sys.stderr.fileno())
+    # Of its own: a number that somebody closes is soon another file's, as that of shared memory.
+    stream = LogStream(os.dup(sys.stderr.fileno()))
     kept = None if folder is None else LogFile(folder, process)
 
     def tell_of_lost_lines(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typed_commands import Swarm, atoll, done, refused
+from typed_commands import Swarm, atoll, done, refused, until
 
 from node.kept import kept_model
 from node.machine.kernel import congestion_control
@@ -59,6 +59,7 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
     memory_of_joins = joins.shared_memory()
     swarm.coordinator.says("round opened", times=3)
     assert not any(node.has_torch() for node in (stays, joins))
+    until(lambda: len(stays.ranks()) >= 2, "two ranks")
     os.kill(stays.ranks()[1], signal.SIGKILL)
     stays.says("inner optimizer goes on from its checkpoint")
     stays.says("ranks started again")

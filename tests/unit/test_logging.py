@@ -59,7 +59,7 @@ def test_the_line_after_a_gap_says_how_many_are_missing() -> None:
         "stream = start_logging(as_json=True, node='it')\n"
         "log = structlog.get_logger()\n"
         "for descriptor in (somewhere, nowhere, nowhere, somewhere, somewhere):\n"
-        "    os.dup2(descriptor, 2)\n"
+        "    os.dup2(descriptor, stream._descriptor)\n"
         "    log.info('said', number=descriptor)\n"
     )
     ran = subprocess.run(
@@ -69,3 +69,21 @@ def test_the_line_after_a_gap_says_how_many_are_missing() -> None:
     said = [json.loads(line) for line in ran.stderr.splitlines()]
     assert [line.get("lost_lines", 0) for line in said] == [0, 2, 0]
     assert {(line["event"], line["node"]) for line in said} == {("said", "it")}
+
+
+def test_lines_go_where_standard_error_was_though_somebody_closes_it() -> None:
+    """And never into the file that has its number then, which may be the global parameters."""
+    program = (
+        "import os, sys, tempfile, structlog\n"
+        "from protocol.terminal.logging import start_logging\n"
+        "start_logging(as_json=True)\n"
+        "os.close(2)\n"
+        "file = tempfile.TemporaryFile()\n"
+        "assert file.fileno() == 2\n"
+        "structlog.get_logger().info('said')\n"
+        "assert os.fstat(2).st_size == 0\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert ran.returncode == 0 and json.loads(ran.stderr)["event"] == "said", ran.stderr
