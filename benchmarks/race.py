@@ -197,20 +197,24 @@ def course_of(tried: Try, race: Race) -> Course:
     )
 
 
+def inner_table(optimizer: str, rate: float) -> dict[str, Any]:
+    """[inner] of a run file by the inner optimizer and its rate."""
+    if optimizer == "adamw":
+        return {"learning_rate": rate}
+    beside = RATES["adamw"][0]
+    return {"optimizer": "muon", "muon_learning_rate": rate, "learning_rate": beside}
+
+
 def run(tried: Try, race: Race, base: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Trains, and gives a line of results."""
     course = course_of(tried, race)
     if not course.rounds:
         return asdict(tried) | {"rounds": 0, "loss": None}
-    inner: dict[str, Any] = {"learning_rate": tried.rate, "steps": course.steps}
-    if tried.optimizer == "muon":
-        inner |= {"optimizer": "muon", "muon_learning_rate": tried.rate}
-        inner |= {"learning_rate": RATES["adamw"][0]}
     outer_rate, momentum = tried.outer
     setting = Tables(name=tried.contender, tables=base, late_steps=course.late_steps).changed(
         tried.contender,
         run={"rounds": course.rounds, "min_nodes": race.num_nodes},
-        inner=inner,
+        inner=inner_table(tried.optimizer, tried.rate) | {"steps": course.steps},
         outer={"learning_rate": outer_rate, "momentum": momentum},
         exchange=course.exchange,
     )

@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from benchmarks.measurement import Rows, add_results, markdown, parser_of, read_rows
-from benchmarks.race import RATES, TRAINED
+from benchmarks.race import RATES, TRAINED, inner_table
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
 from node.island.data.corpus import read_corpus
 
@@ -43,18 +43,13 @@ class Try:
 
 def run(tried: Try) -> float:
     """The held-out loss at the end, in nats per byte."""
-    rate = RATES[tried.optimizer][0]
-    inner: dict[str, Any] = {"learning_rate": rate, "steps": STEPS}
-    if tried.optimizer == "muon":
-        inner |= {"optimizer": "muon", "muon_learning_rate": rate}
-        inner |= {"learning_rate": RATES["adamw"][0]}
     exchange: dict[str, Any] = {"uplink": "ec2", "downlink": "ec2", "overlap": tried.overlap}
     if tried.blend is not None:
         exchange |= {"blend": tried.blend}
     setting = Setting(name="late", tables=TRAINED, late_steps=tried.late_steps).changed(
         "late",
         run={"rounds": ROUNDS, "min_nodes": NUM_NODES},
-        inner=inner,
+        inner=inner_table(tried.optimizer, RATES[tried.optimizer][0]) | {"steps": STEPS},
         outer={"learning_rate": 0.7, "momentum": 0.6},
         exchange=exchange,
     )
