@@ -107,7 +107,7 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
     assert (model.round, model.outer_digest.hex()) == (4, digest)
 
     # What the final model wrote beside the ranks is what it writes wherever it is.
-    assert run["written_rounds"] == [0, 2, 4]
+    assert {0, 4} <= set(run["written_rounds"]) <= {0, 2, 4}  # who left may have been asked for 2
     shown = json.loads(done(atoll("rounds", "show", "4", "--json", "--dir", swarm.home)))["written"]
     for text in shown["texts"]:
         again = done(
