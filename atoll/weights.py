@@ -89,9 +89,8 @@ class Weights:
                 held.local.copy_(held.within(self.parameters))
                 self._bases.pop(held.place.name, None)
             elif self.overlap == "keep" or not is_taken:
-                share = (
-                    self.local_share if is_taken else 0.0
-                )  # what was not taken is all still owed
+                # What was not taken is all still owed.
+                share = self.local_share if is_taken else 0.0
                 self._rebase(held, self.fragments[fragment][0], share)
             else:
                 self._blend(held)

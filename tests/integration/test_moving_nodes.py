@@ -1,21 +1,19 @@
 """Real processes in a network lab, whose addresses change and whose routers forget in mid-run."""
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typed_commands import Running, Swarm, atoll, done
+from lab_swarm import COORDINATOR, asked, started
+from typed_commands import Running, Swarm
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from node.kept import kept_model
 from tests.tiny_runs import tiny_text
 
-COORDINATOR = "coordinator"
 NODES = ("one", "two", "three")
 ACCESS = Link(up_bits_per_second=20e6, down_bits_per_second=100e6, delay_seconds=0.02)
 SLOW = Link(up_bits_per_second=200e3, down_bits_per_second=2e6, delay_seconds=0.02)
@@ -54,22 +52,6 @@ def begin(lab: NetworkLab, tmp_path: Path) -> Iterator[Callable[[int], Swarm]]:
         yield begun
 
 
-def asked(lab: NetworkLab, swarm: Swarm, command: str) -> Any:
-    with lab.inside(COORDINATOR):
-        return json.loads(done(atoll(command, "--json", "--dir", swarm.home)))
-
-
-def started(lab: NetworkLab, swarm: Swarm) -> dict[str, Running]:
-    with lab.inside(COORDINATOR):
-        invite = swarm.invite("--uses", str(len(NODES)))
-    running = {}
-    for name in NODES:
-        with lab.inside(name):
-            swarm.join(name, invite)
-            running[name] = swarm.start_node(name)
-    return running
-
-
 def no_round_is_lost(
     lab: NetworkLab,
     swarm: Swarm,
@@ -103,7 +85,7 @@ def test_a_node_that_moves_in_mid_run_is_found_at_its_new_address_and_misses_no_
     lab: NetworkLab, begin: Callable[[int], Swarm]
 ) -> None:
     swarm = begin(8)
-    running = started(lab, swarm)
+    running = started(lab, swarm, NODES)
     for number, name in enumerate(NODES, start=2):
         swarm.coordinator.says("round opened", times=number)
         lab.move(name)
@@ -133,7 +115,7 @@ def test_a_swarm_in_which_every_pair_changes_address_again_and_again_loses_no_ro
         lab.set_link(name, SLOW)
     num_rounds = 20  # as many as 'atoll rounds' tells of
     swarm = begin(num_rounds)
-    running = started(lab, swarm)
+    running = started(lab, swarm, NODES)
     changing = itertools.cycle(NODES)
     changes = range(2, num_rounds, every_rounds)
     for number in changes:

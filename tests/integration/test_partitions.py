@@ -1,13 +1,12 @@
 """Swarms of real processes, each in a host of the network lab, some of which never reach each other."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typed_commands import Running, Swarm, atoll, done
+from lab_swarm import COORDINATOR, asked, started
+from typed_commands import Swarm
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
@@ -23,7 +22,6 @@ RUN = tiny_text(
     evaluation={"every_rounds": ROUNDS},
 )
 
-COORDINATOR = "coordinator"
 NODES = ("one", "other", "between")
 ACCESS = Link(up_bits_per_second=20e6, down_bits_per_second=100e6, delay_seconds=0.02)
 BAD = Link(up_bits_per_second=10e6, down_bits_per_second=50e6, delay_seconds=0.15, loss=0.01)
@@ -46,11 +44,6 @@ def swarm(lab: NetworkLab, tmp_path: Path) -> Iterator[Swarm]:
         yield swarm
 
 
-def asked(lab: NetworkLab, swarm: Swarm, command: str) -> Any:
-    with lab.inside(COORDINATOR):
-        return json.loads(done(atoll(command, "--json", "--dir", swarm.home)))
-
-
 def hear_only_on_bad_links(lab: NetworkLab) -> None:
     """One hears the other, and is not heard; 300 ms from host to host, and every hundredth packet lost."""
     for name in NODES:
@@ -62,24 +55,13 @@ def firewall_both(lab: NetworkLab) -> None:
     lab.firewall("one").firewall("other")
 
 
-def started(lab: NetworkLab, swarm: Swarm) -> dict[str, Running]:
-    with lab.inside(COORDINATOR):
-        invite = swarm.invite("--uses", str(len(NODES)))
-    running = {}
-    for name in NODES:
-        with lab.inside(name):
-            swarm.join(name, invite)
-            running[name] = swarm.start_node(name)
-    return running
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", [hear_only_on_bad_links, firewall_both])
 def test_a_run_finishes_though_two_nodes_never_reach_each_other(
     lab: NetworkLab, swarm: Swarm, part: Callable[[NetworkLab], None]
 ) -> None:
     part(lab)
-    for node in started(lab, swarm).values():
+    for node in started(lab, swarm, NODES).values():
         node.ends(set())
         assert "run finished" in node.log
 
@@ -109,7 +91,7 @@ def test_a_run_finishes_though_two_nodes_never_reach_each_other(
 def test_a_node_that_falls_out_of_the_network_in_mid_run_is_missed_and_comes_back(
     lab: NetworkLab, swarm: Swarm
 ) -> None:
-    running = started(lab, swarm)
+    running = started(lab, swarm, NODES)
     running["other"].says("applied", times=2)
     lab.isolate("other")
     swarm.coordinator.says("node lost")

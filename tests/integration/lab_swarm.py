@@ -1,0 +1,31 @@
+"""Swarms of real processes whose members are hosts of the network laboratory."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from typed_commands import Running, Swarm, atoll, done
+
+from lab.network.lab import NetworkLab
+
+COORDINATOR = "coordinator"
+"""The host that it runs on."""
+
+
+def asked(lab: NetworkLab, swarm: Swarm, command: str) -> Any:
+    """What a query says, typed beside the coordinator."""
+    with lab.inside(COORDINATOR):
+        return json.loads(done(atoll(command, "--json", "--dir", swarm.home)))
+
+
+def started(lab: NetworkLab, swarm: Swarm, names: Iterable[str]) -> dict[str, Running]:
+    """Nodes that have joined, each started on the host of its name."""
+    names = tuple(names)
+    with lab.inside(COORDINATOR):
+        invite = swarm.invite("--uses", str(len(names)))
+    running = {}
+    for name in names:
+        with lab.inside(name):
+            swarm.join(name, invite)
+            running[name] = swarm.start_node(name)
+    return running
