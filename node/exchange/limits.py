@@ -87,9 +87,11 @@ class Limits:
     """Of two members one dials first; both at once make a connection too many."""
     unreachable_seconds: float = 10.0
     """A member that is away for so long is told of; one that cannot be dialled dials us meanwhile."""
-    first_redial_seconds: float = 10.0
-    last_redial_seconds: float = 300.0
-    """libp2p itself refuses to redial a dead address for up to this long."""
+    first_redial_seconds: float = 2.0
+    last_redial_seconds: float = 60.0
+    """A member that is away is dialled ever less often, so often in the end."""
+    knock_seconds: float = 10.0
+    """An address that does not answer within so long is not dialled."""
     dial_seconds: float = 20.0
 
     # Rates: what the uplink carries.

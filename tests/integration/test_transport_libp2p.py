@@ -12,17 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transport_peers import Desk, introduce, make_payload, start_transport
+from transport_peers import Desk, Peer, introduce, make_payload, start_transport
 
 from node.exchange.limits import Limits
 from node.exchange.transport import libp2p
 from node.exchange.transport.libp2p import Libp2pTransport, announced
-from node.exchange.transport.p2pd import P2pd
+from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.transport import (
     PeerUnreachableError,
 )
 from protocol.errors import SystemRefusedError
-from protocol.trust.identity import Identity
+from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.wire_count import WireCounts
 
 SECONDS = 20.0
@@ -38,6 +38,10 @@ def has_process(pid: int) -> bool:
 def p2pd_of(transport: Libp2pTransport) -> P2pd:
     assert transport._daemon is not None
     return transport._daemon
+
+
+def libp2p_id(peer: Peer) -> str:
+    return peer_id_of(peer.public_key)
 
 
 async def test_stopping_leaves_neither_process_nor_folder() -> None:
@@ -107,6 +111,53 @@ async def test_a_push_to_a_peer_that_has_moved_begins_anew_over_a_connection_to_
     await other_transport.stop()
 
 
+async def test_a_peer_that_comes_back_is_reached_at_once_though_it_was_dialled_in_vain() -> None:
+    transport, peer = await start_transport()
+    identity = Identity.generate()
+    other_transport, other = await start_transport(identity=identity)
+    at = other.entry.address.multiaddrs
+    await introduce(peer, other)
+    await transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
+    await other_transport.stop()
+    for _ in range(3):
+        with pytest.raises(PeerUnreachableError):
+            await transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
+    back = Libp2pTransport(identity=identity, counts=WireCounts(), listen_multiaddrs=at)
+    desk = Desk()
+    await back.start(desk)
+    back.set_roster(())  # nor does it dial
+    back.set_roster((replace(peer.entry, address=replace(peer.entry.address, multiaddrs=())),))
+    await transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
+    assert desk.received
+    await transport.stop()
+    await back.stop()
+
+
+async def test_of_a_peers_addresses_the_one_that_answers_as_it_is_dialled() -> None:
+    transport, _ = await start_transport()
+    other_transport, other = await start_transport()
+    stranger_transport, stranger = await start_transport()
+    dead = "/ip4/127.0.0.1/tcp/9"
+    (right,) = other.entry.address.multiaddrs
+    (wrong,) = stranger.entry.address.multiaddrs
+    assert transport._daemon is not None
+    refused: tuple[tuple[tuple[str, ...], str], ...] = (
+        ((), "told no address"),
+        ((dead,), "9: Connection refused"),
+        ((wrong,), "peer id mismatch"),
+        (("/ip4/127.0.0.1/tcp/port",), "port"),
+        (("nonsense",), "not a multiaddress"),
+    )
+    for addresses, why in refused:
+        with pytest.raises(DaemonError, match=why):
+            await transport._daemon.connect(libp2p_id(other), addresses)
+    for addresses in ((dead, right), (wrong, right), (right, "/ip4/127.0.0.1/tcp/0")):
+        await transport._daemon.connect(libp2p_id(other), addresses)
+        await transport._daemon.disconnect(libp2p_id(other))
+    for each in (transport, other_transport, stranger_transport):
+        await each.stop()
+
+
 async def test_a_machine_that_loses_an_address_ends_its_connections_and_tells_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,7 +214,7 @@ def test_p2pd_does_not_outlive_a_killed_node_which_has_loaded_neither_torch_nor_
     program = """
 import asyncio, sys
 from node.exchange.transport.libp2p import Libp2pTransport
-from protocol.trust.identity import Identity
+from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.wire_count import WireCounts
 
 async def main():

@@ -22,9 +22,10 @@ import asyncio
 import logging
 import math
 import os
+import socket
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from importlib.resources import as_file, files
 from importlib.util import find_spec, module_from_spec
@@ -64,6 +65,7 @@ class P2pd:
         self.died = asyncio.Event()
         self.tcp_pacing = TcpPacing(process.pid, limits)
         self._process = process
+        self._limits = limits
         self._temporary = folder
         self._folder = folder.path
         self._last_lines: deque[str] = deque(maxlen=3)
@@ -121,15 +123,35 @@ class P2pd:
         return tuple(str(address) for address in addresses)
 
     async def connect(self, peer_id: str, multiaddrs: tuple[str, ...]) -> None:
-        """Connects unless connected; raises DaemonError."""
+        """Connects unless connected; raises DaemonError.
+
+        libp2p does not dial an address again that did not answer: for 5 s at first, and for minutes when
+        that went on for long. A peer that comes back would stay away for so long. So p2pd is told to dial
+        only what answers now.
+        """
+        if peer_id in await self.connected_peer_ids():
+            return
+        reasons = []
+        async for multiaddr, why_not in knocked(multiaddrs, seconds=self._limits.knock_seconds):
+            try:
+                if not why_not:
+                    await self._dial(peer_id, multiaddr)
+                    return
+                reasons.append(f"{multiaddr}: {why_not}")
+            except DaemonError as error:
+                reasons.append(str(error))
+        if peer_id not in await self.connected_peer_ids():  # else it has dialled us meanwhile
+            raise DaemonError("; ".join(reasons) or "it has told no address")
+
+    async def _dial(self, peer_id: str, multiaddr: str) -> None:
         from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
         from hivemind.utils.multiaddr import Multiaddr
 
         try:
-            addresses = [Multiaddr(text) for text in multiaddrs]
+            address = Multiaddr(multiaddr)
         except ValueError as error:
             raise DaemonError(f"not a multiaddress: {error}") from error
-        await self._ask(self._client.connect(PeerID.from_base58(peer_id), addresses))
+        await self._ask(self._client.connect(PeerID.from_base58(peer_id), [address]))
 
     async def disconnect(self, peer_id: str) -> None:
         """Ends all connections with a peer, and with them their streams; raises DaemonError."""
@@ -318,6 +340,51 @@ def _load_hivemind() -> None:
 
 _PACKAGES = ("hivemind", "hivemind.utils", "hivemind.p2p")
 """Outer ones first; nothing but the modules within is asked for by those that we use."""
+
+
+async def knocked(multiaddrs: Sequence[str], *, seconds: float) -> AsyncIterator[tuple[str, str]]:
+    """Which addresses answer by TCP, the quickest first; with "", or with why one does not.
+
+    What is no address of TCP is not asked, and p2pd finds out.
+    """
+    knocks = [asyncio.ensure_future(_knock(multiaddr, seconds)) for multiaddr in multiaddrs]
+    try:
+        for knock in asyncio.as_completed(knocks):
+            yield await knock
+    finally:
+        for each in knocks:
+            each.cancel()
+
+
+async def _knock(multiaddr: str, seconds: float) -> tuple[str, str]:
+    parts = multiaddr.split("/")
+    if parts[1:2] == [] or parts[1] not in _FAMILIES or parts[3:4] != ["tcp"]:
+        return multiaddr, ""
+    try:
+        async with asyncio.timeout(seconds):
+            _, writer = await asyncio.open_connection(
+                parts[2], int(parts[4]), family=_FAMILIES[parts[1]]
+            )
+    except TimeoutError:
+        return multiaddr, f"no answer within {seconds:g} s"
+    except OSError as error:
+        code = (
+            error.errno or 0
+        )  # none for several addresses of one name, below zero for no such name
+        return multiaddr, os.strerror(code) if code > 0 else str(error)
+    except (ValueError, IndexError, OverflowError) as error:
+        return multiaddr, str(error)
+    drop(writer)
+    return multiaddr, ""
+
+
+_FAMILIES = {
+    "ip4": socket.AF_INET,
+    "ip6": socket.AF_INET6,
+    "dns": socket.AF_UNSPEC,
+    "dns4": socket.AF_INET,
+    "dns6": socket.AF_INET6,
+}
 
 
 class Connections:
