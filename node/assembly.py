@@ -45,6 +45,7 @@ from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
+from node.machine.addresses import ROUTER_LOOKS, address_changes
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
@@ -157,11 +158,13 @@ async def _run_in(
         congestion_control=congestion_control() or "",
         exchange_speed=await in_thread(partial(measured_speed, spec)),
     )
+    asks_router = settings.asks_router(start.credentials.host)
     transport = Libp2pTransport(
         identity=identity,
         counts=start.counts,
         listen_multiaddrs=(_listen_multiaddr(settings, start.credentials.host),),
         announce_host=settings.announce or None,
+        asks_router=asks_router,
         max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
         while_moving=meters.exchange_time.exchanging,
     )
@@ -183,6 +186,7 @@ async def _run_in(
             else None,
         ),
         counterparts=Counterparts(
+            address_changes=partial(address_changes, ROUTER_LOOKS if asks_router else ()),
             coordinator=start.link,
             transport=transport,
             island=island,

@@ -160,6 +160,10 @@ port = 0
 # a name. Empty means the addresses found.
 announce = ""
 
+# Whether this node asks the router, by UPnP or NAT-PMP, to forward its port while it runs: then peers reach
+# it without a helper. It does not where announce is set, or listen names one address.
+ask_router = true
+
 # Most that all transfers together upload: "10mbit" or "1.25MB/s" (a second, on the wire). About 80 %
 # of what the uplink carries leaves it usable for others. Empty means no limit.
 max_upload = ""
@@ -195,7 +199,7 @@ weights = ""
 
 OF_HELPERS = frozenset(
     {"name", "max_disk", "max_disk_writes", "listen", "port", "announce", "max_upload", "metrics"}
-    | {"drain_within", "cloud"}
+    | {"ask_router", "drain_within", "cloud"}
 )
 """The settings that mean something to a helper."""
 
@@ -330,6 +334,7 @@ class NodeSettings(Section):
     listen: str = ""
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     announce: str = ""
+    ask_router: bool = True
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
     hours: Annotated[str, AfterValidator(_hours)] = ""
     on_battery: bool = True
@@ -411,6 +416,11 @@ class NodeSettings(Section):
     def listen_address(self, coordinator_host: str) -> str:
         """Where peers connect to: loopback for a coordinator there, every interface otherwise."""
         return self.listen or ("127.0.0.1" if _is_loopback(coordinator_host) else "0.0.0.0")
+
+    def asks_router(self, coordinator_host: str) -> bool:
+        """Whether a router is asked to forward the port."""
+        is_everywhere = self.listen_address(coordinator_host) in ("0.0.0.0", "::")
+        return self.ask_router and is_everywhere and not self.announce
 
     @property
     def max_upload_bytes_per_second(self) -> float | None:

@@ -30,6 +30,7 @@ from typing import Any, Self
 
 from lab.network.links import Link, Traffic
 from lab.network.namespace import inside
+from lab.network.router import NatKind
 from lab.network.switch import MAX_MESSAGE_BYTES, TUN_DEVICE, end_processes_inside
 from protocol.errors import SystemRefusedError, UsageError
 
@@ -74,6 +75,9 @@ class NetworkLab:
     The same seed loses the same packets of each link, counted from its first one.
     `congestion_control` is TCP's, for all hosts: cubic, bbr; "" leaves what the kernel has. With
     `keeps_window` their TCP remembers over a pause what a link carries, as `atoll node doctor` advises.
+
+    `routers` puts hosts behind home routers, a host's own first: such a host has an address of its own
+    within, and others know it by its last router's. Those of `mapping` have one that maps ports by NAT-PMP.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class NetworkLab:
         network: IPv4Network = NETWORK,
         congestion_control: str = "",
         keeps_window: bool = False,
+        routers: Mapping[str, Sequence[NatKind]] | None = None,
+        mapping: Collection[str] = (),
     ) -> None:
         if len(links) > network.num_addresses - 2:
             raise UsageError(f"{len(links)} hosts do not fit into {network}")
@@ -100,7 +106,13 @@ class NetworkLab:
             "seed": seed,
             "congestion_control": congestion_control,
             "keeps_window": keeps_window,
+            "routers": {
+                host: {"kinds": list(kinds), "maps_ports": host in mapping}
+                for host, kinds in (routers or {}).items()
+            },
         }
+        self._routed = frozenset(routers or {})
+        self._check(*self._routed, *mapping)
         self._namespaces: dict[str, Path] = {}
         self._inodes: frozenset[int] = frozenset()
         self._started: list[subprocess.Popen[bytes]] = []
@@ -150,7 +162,7 @@ class NetworkLab:
         return tuple(self._addresses)
 
     def address(self, host: str) -> str:
-        """The host's IPv4 address, known before the lab is entered."""
+        """The IPv4 address by which others know the host, known before the lab is entered."""
         self._check(host)
         return self._addresses[host]
 
@@ -241,6 +253,8 @@ class NetworkLab:
         What it has open goes nowhere from then on, and nothing tells it so but its own kernel.
         """
         self._check(host)
+        if host in self._routed:
+            raise UsageError(f"{host} is behind a router, and cannot be moved")
         address = next(self._free, None)
         if address is None:
             raise UsageError("all addresses of the network lab have been given away")
@@ -264,6 +278,11 @@ class NetworkLab:
         if source == target:
             raise UsageError(f"what {source} sends to itself does not leave it")
         return Traffic(**self._ask(do="traffic", source=source, target=target))
+
+    def num_mapped(self, host: str) -> int:
+        """How often the host's router was asked for a port and mapped it, renewals counted."""
+        self._check(host)
+        return int(self._ask(do="mapped", host=host))
 
     def num_strays(self) -> int:
         """Packets that hosts sent to nobody in the lab."""

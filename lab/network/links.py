@@ -2,23 +2,27 @@
 
 Time and randomness come in as arguments; sockets, devices and clocks are in network_switch.py. Every
 host has one access link, and all links meet in one place that is infinitely fast: a packet takes the
-sender's uplink, meets cuts and the receiver's firewall in the middle, and takes the receiver's
-downlink. It never goes in a circle, so one pass from uplinks to downlinks is exact, however late
-the pass is made.
+sender's routers and uplink, meets cuts and the receiver's firewall and routers in the middle, and takes
+the receiver's downlink. It never goes in a circle, so one pass from uplinks to downlinks is exact,
+however late the pass is made.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 from random import Random
 from typing import NamedTuple
 
+from lab.network.router import Router, into_through, out_through
 from protocol.errors import UsageError
 
 DEFAULT_BUFFER_BYTES = 500_000
 """A common size in home routers: 0.4 s at 10 Mbit/s."""
+
+GATEWAY = IPv4Address("192.168.77.1")
+"""A host's own router, as the host sees it."""
 
 _HEADER_BYTES = 20  # of IPv4 without options
 _TCP, _ICMP = 6, 1
@@ -69,7 +73,7 @@ class Traffic:
     """Found a buffer full."""
     cut_packets: int = 0
     refused_packets: int = 0
-    """By the receiver's firewall."""
+    """By the receiver's firewall or routers."""
 
     @property
     def dropped_packets(self) -> int:
@@ -207,7 +211,10 @@ class Network:
         *,
         seed: int,
         now: float,
+        routers: Mapping[str, Sequence[Router]] | None = None,
     ) -> None:
+        self._routers = routers or {}  # by host, its own one first
+        self._answers: list[tuple[str, bytes]] = []  # of routers to their hosts
         self._hosts = {addresses[host].packed: host for host in links}
         self._up = {host: Pipe(lottery=Random(f"{seed}/{host}/up")) for host in links}
         self._down = {host: Pipe(lottery=Random(f"{seed}/{host}/down")) for host in links}
@@ -260,8 +267,16 @@ class Network:
         return any(conversation not in each for each in known)
 
     def send(self, source: str, content: bytes, now: float) -> None:
-        """Puts what a host sends on its uplink."""
+        """Puts what a host sends on its uplink, through its routers if it has some."""
         address = target_of(content)
+        if (routers := self._routers.get(source)) and address is not None:
+            if address == GATEWAY.packed:
+                if (answer := routers[0].answer(content)) is not None:
+                    self._answers.append((source, answer))
+                return
+            if address in self._hosts:
+                passed = out_through(routers, content)
+                address, content = (None, content) if passed is None else (address, passed)
         target = None if address is None else self._hosts.get(address)
         if target is None or target == source:
             self.num_strays += 1
@@ -280,9 +295,14 @@ class Network:
                 traffic.cut_packets += 1
             elif packet.target in self._firewalled and opens_a_conversation(packet.content):
                 traffic.refused_packets += 1
-            elif not self._down[packet.target].offer(packet, at):
-                traffic.overflowed_packets += 1
-        delivered = []
+            else:
+                routers = self._routers.get(packet.target, ())
+                content = into_through(routers, packet.content)
+                if content is None:
+                    traffic.refused_packets += 1
+                elif not self._down[packet.target].offer(packet._replace(content=content), at):
+                    traffic.overflowed_packets += 1
+        delivered, self._answers = self._answers, []
         for host, pipe in self._down.items():
             for _, packet, is_lost in pipe.arrivals(now):
                 traffic = self.traffic[packet.source, host]
@@ -296,4 +316,4 @@ class Network:
 
     def next_at(self) -> float:
         """When `deliveries` should be called again; infinity while nothing moves."""
-        return min(pipe.next_at() for pipe in self._pipes)
+        return -math.inf if self._answers else min(pipe.next_at() for pipe in self._pipes)

@@ -19,12 +19,13 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from ipaddress import IPv4Interface
+from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 from typing import Any
 
-from lab.network.links import Link, Network
+from lab.network.links import GATEWAY, Link, Network
 from lab.network.namespace import inside, new_namespace
+from lab.network.router import Router
 from lab.processes.family import end_all
 
 TUN_DEVICE = Path("/dev/net/tun")
@@ -39,6 +40,12 @@ _QUEUE_PACKETS = 10_000
 a link's buffer."""
 
 _SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+
+BEHIND_A_ROUTER = IPv4Interface("192.168.77.2/24")
+"""The address within of every host that has a router of its own: they never see each other's."""
+
+BETWEEN_ROUTERS = IPv4Address("100.64.0.2")
+"""Of a router behind another one (RFC 6598)."""
 
 _BATCH = 64  # packets of one host before the next one's turn
 _PACKET_BYTES = 1 << 16
@@ -69,6 +76,11 @@ class Host:
                 f"link set {DEVICE} mtu {mtu} txqueuelen {_QUEUE_PACKETS} up",
                 f"addr add {interface} dev {DEVICE} noprefixroute",
                 self._route(interface),
+                *(
+                    [f"route add default via {GATEWAY} dev {DEVICE}"]
+                    if GATEWAY in interface.network
+                    else []
+                ),
             )
 
     def move(self, interface: IPv4Interface) -> None:
@@ -101,9 +113,13 @@ class Switch:
         interfaces = {
             host: IPv4Interface(interface) for host, interface in setup["interfaces"].items()
         }
+        self._routers = {
+            host: _routers(**about, address=interfaces[host].ip)
+            for host, about in setup["routers"].items()
+        }
         self.hosts = {
             host: Host(
-                interface,
+                BEHIND_A_ROUTER if host in self._routers else interface,
                 mtu=setup["mtu"],
                 congestion_control=setup["congestion_control"],
                 keeps_window=setup["keeps_window"],
@@ -112,7 +128,9 @@ class Switch:
         }
         addresses = {host: interface.ip for host, interface in interfaces.items()}
         links = {host: Link(**link) for host, link in setup["links"].items()}
-        self._network = Network(links, addresses, seed=setup["seed"], now=time.monotonic())
+        self._network = Network(
+            links, addresses, seed=setup["seed"], now=time.monotonic(), routers=self._routers
+        )
 
     def run(self, lab: int) -> None:
         """Passes packets on until the lab closes the socket, or that process is gone."""
@@ -158,11 +176,23 @@ class Switch:
                 self._network.forget_conversations(order["host"])
             case "traffic":
                 return asdict(self._network.traffic[order["source"], order["target"]])
+            case "mapped":
+                return self._routers[order["host"]][0].num_mapped
             case "strays":
                 return self._network.num_strays
             case unknown:
                 raise ValueError(f"an order that the switch does not know: {unknown}")
         return None
+
+
+def _routers(*, kinds: list[str], maps_ports: bool, address: IPv4Address) -> list[Router]:
+    """In a row, the host's own first; the last one has the address by which others know the host."""
+    routers = [
+        Router(kind=kind, address=BETWEEN_ROUTERS, maps_ports=maps_ports)  # type: ignore[arg-type]
+        for kind in kinds
+    ]
+    routers[-1].address = address
+    return routers
 
 
 def end_processes_inside(namespaces: frozenset[int], *, spared: frozenset[int]) -> None:

@@ -5,10 +5,12 @@ its connections from an address that is gone just stay silent.
 """
 
 import asyncio
+import contextlib
+import itertools
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,6 +18,9 @@ import structlog
 
 SETTLE_SECONDS = 0.2
 """An address goes and the next one comes: changes that follow so closely are told as one."""
+
+ROUTER_LOOKS = (2.0, 2.0, 2.0, 5.0, 10.0, 60.0)
+"""After how many seconds each it is looked whether a router forwards a port now. libp2p finds one in 5 s."""
 
 _ADDED, _REMOVED, _ASKED, _END, _FAILED = 20, 21, 22, 3, 2  # RTM_NEWADDR to NLMSG_ERROR
 _WHOLE_LIST = 0x301  # NLM_F_REQUEST and NLM_F_DUMP
@@ -77,9 +82,33 @@ def address_in(content: bytes) -> str | None:
     return None if packed is None else socket.inet_ntop(family, packed)
 
 
-async def address_changes() -> AsyncIterator[None]:
-    """Yields after each change of this machine's addresses; never where the kernel does not tell."""
+async def address_changes(looks: Sequence[float] = ()) -> AsyncIterator[None]:
+    """Yields after each change of this machine's addresses that the kernel tells of.
+
+    It yields after pauses of `looks` seconds too, the last one again and again: of what a router does
+    nobody tells.
+    """
     loop = asyncio.get_running_loop()
+    pauses = itertools.chain(looks, itertools.repeat(looks[-1] if looks else None))
+    with _listening() or contextlib.nullcontext() as kernel:
+        while True:
+            # What it says does not matter, nor that more came than there was room for (ENOBUFS).
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(next(pauses)):
+                    await (
+                        asyncio.Event().wait()
+                        if kernel is None
+                        else loop.sock_recv(kernel, 1 << 16)
+                    )
+            await asyncio.sleep(SETTLE_SECONDS)
+            with suppress(OSError):
+                while kernel is not None:
+                    kernel.recv(1 << 16)
+            yield
+
+
+def _listening() -> socket.socket | None:
+    """To the kernel; None where it does not tell."""
     try:
         kernel = socket.socket(
             socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.NETLINK_ROUTE
@@ -87,17 +116,8 @@ async def address_changes() -> AsyncIterator[None]:
         kernel.bind((0, _GROUPS))
     except OSError as error:
         _log.info("changes of this machine's addresses are not told", reason=str(error))
-        await asyncio.Event().wait()
-    with kernel:
-        while True:
-            # What it says does not matter, nor that more came than there was room for (ENOBUFS).
-            with suppress(OSError):
-                await loop.sock_recv(kernel, 1 << 16)
-            await asyncio.sleep(SETTLE_SECONDS)
-            with suppress(OSError):
-                while True:
-                    kernel.recv(1 << 16)
-            yield
+        return None
+    return kernel
 
 
 def _messages(received: bytes) -> list[_Told]:

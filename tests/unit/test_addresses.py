@@ -9,7 +9,8 @@ import pytest
 
 from lab.network.namespace import inside, new_namespace
 from lab.network.switch import _ip as ip
-from node.exchange.transport.libp2p import visible_now
+from node.exchange.transport.libp2p import forwarded_among, visible_now
+from node.machine import addresses
 from node.machine.addresses import address_changes, address_in, own_addresses
 
 ADDRESS, LOCAL, LABEL = 1, 2, 3
@@ -90,6 +91,25 @@ async def test_the_kernel_tells_of_each_change_and_of_what_there_is_then() -> No
         await asyncio.wait_for(anext(changes), 60)
         assert own_addresses() == ("10.0.0.2",)
         await changes.aclose()
+
+
+async def test_it_may_be_looked_again_where_nobody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_told in (True, False):
+        if not is_told:
+            monkeypatch.setattr(addresses, "_listening", lambda: None)
+        changes = address_changes((0.0, 0.01))
+        for _ in range(4):
+            await asyncio.wait_for(anext(changes), 60)
+        await changes.aclose()
+
+
+def test_a_forwarded_port_is_what_was_not_there_before_and_is_not_this_machines() -> None:
+    before = ("/ip4/127.0.0.1/tcp/7700", "/ip4/192.168.1.4/tcp/7700")
+    moved = "/ip4/192.168.1.9/tcp/7700"
+    outside = "/ip4/203.0.113.5/tcp/51000"
+    own = ("192.168.1.9",)
+    assert forwarded_among((*before, moved, outside), before=before, own=own) == (outside,)
+    assert forwarded_among((*before, moved), before=before, own=own) == ()
 
 
 @pytest.fixture

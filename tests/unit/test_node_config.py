@@ -26,6 +26,16 @@ def test_a_helpers_file_has_the_keys_that_mean_something_to_it(tmp_path: Path) -
     assert load_settings(tmp_path) == NodeSettings(name="helper-1")
 
 
+def test_a_router_is_asked_for_a_port_unless_that_is_refused_or_makes_no_sense() -> None:
+    elsewhere = "train.example.org"
+    assert NodeSettings(name="node").asks_router(elsewhere)
+    assert NodeSettings(name="node", listen="::").asks_router(elsewhere)
+    assert not NodeSettings(name="node").asks_router("127.0.0.1")
+    assert not NodeSettings(name="node", ask_router=False).asks_router(elsewhere)
+    assert not NodeSettings(name="node", listen="10.0.0.2").asks_router(elsewhere)
+    assert not NodeSettings(name="node", announce="home.example.org").asks_router(elsewhere)
+
+
 @pytest.mark.parametrize(
     ("rate", "bytes_per_second"),
     [

@@ -52,7 +52,8 @@ class Libp2pTransport:
     """Transport over a p2pd process of its own. Several transfers with a peer run at once.
 
     `listen_multiaddrs` are libp2p's: "/ip4/0.0.0.0/tcp/7700". `announce_host` (a name or an IP
-    address) replaces the host in what peers are told, for a node behind a forwarded port.
+    address) replaces the host in what peers are told, for a node behind a forwarded port. With
+    `asks_router` the router is asked to forward the port, and peers are told of its address too.
     `max_upload_bytes_per_second` is on the wire, and for all transfers together; None is no limit.
     """
 
@@ -63,6 +64,7 @@ class Libp2pTransport:
         counts: WireCounts,
         listen_multiaddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",),
         announce_host: str | None = None,
+        asks_router: bool = False,
         limits: Limits | None = None,
         max_upload_bytes_per_second: float | None = None,
         while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -70,6 +72,7 @@ class Libp2pTransport:
         self._identity = identity
         self._listen_multiaddrs = listen_multiaddrs
         self._announce_host = announce_host
+        self._asks_router = asks_router
         self._limits = within_open_files(limits or Limits())
         self._traffic = Traffic(
             counts,
@@ -102,6 +105,7 @@ class Libp2pTransport:
             protocol=PROTOCOL,
             on_stream=self._on_stream,
             limits=self._limits,
+            asks_router=self._asks_router,
         )
         self._traffic.kernel = self._daemon.tcp_pacing
         self._own_addresses = await asyncio.to_thread(own_addresses)
@@ -167,6 +171,10 @@ class Libp2pTransport:
         if self._own_addresses:  # else it has none for a moment, and nobody to tell
             visible = visible_now(self._visible, self._listen_multiaddrs, self._own_addresses)
             self._multiaddrs = announced(visible, self._announce_host)
+            if self._asks_router:
+                found = await self._daemon.multiaddrs()
+                forwarded = forwarded_among(found, before=self._visible, own=self._own_addresses)
+                self._multiaddrs += forwarded
         gone = set(before) - set(self._own_addresses)
         if gone:
             self._connections.begin_anew()
@@ -393,6 +401,13 @@ def visible_now(
         hosts = [host for host in own if (":" in host) == (kind == "ip6")]
         told += [f"/{kind}/{host}/{port}" for host in hosts for port in ports]
     return tuple(told) or at_start
+
+
+def forwarded_among(
+    multiaddrs: tuple[str, ...], *, before: tuple[str, ...], own: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Where a router forwards the port from: neither this machine's nor there before it was asked."""
+    return tuple(a for a in multiaddrs if a not in before and a.split("/")[2] not in own)
 
 
 def announced(visible_multiaddrs: tuple[str, ...], announce_host: str | None) -> tuple[str, ...]:

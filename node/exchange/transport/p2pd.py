@@ -83,13 +83,19 @@ class P2pd:
         protocol: str,
         on_stream: StreamCallback,
         limits: Limits | None = None,
+        asks_router: bool = False,
     ) -> "P2pd":
-        """Starts p2pd and listens; raises SystemRefusedError when it does not come up."""
+        """Starts p2pd and listens; raises SystemRefusedError when it does not come up.
+
+        With `asks_router` it asks the router, by UPnP and NAT-PMP, to forward its port while it runs.
+        """
         _load_hivemind()
         # A short path: a Unix socket's name has at most 107 bytes.
         folder = TemporaryFolder("p2pd")
         try:
-            process = await _launch(identity, folder.path, listen_multiaddrs)
+            process = await _launch(
+                identity, folder.path, listen_multiaddrs, asks_router=asks_router
+            )
             daemon = cls(process, folder, limits or Limits())
         except BaseException:
             folder.remove()
@@ -282,7 +288,7 @@ class P2pd:
 
 
 async def _launch(
-    identity: Identity, folder: Path, listen_multiaddrs: tuple[str, ...]
+    identity: Identity, folder: Path, listen_multiaddrs: tuple[str, ...], *, asks_router: bool
 ) -> asyncio.subprocess.Process:
     # In memory that only p2pd inherits: a key in a folder would stay there when we are killed.
     key = os.memfd_create("identity")
@@ -298,7 +304,7 @@ async def _launch(
             "-relay=0",
             "-relayService=0",
             "-autonat=0",
-            "-natPortMap=0",
+            f"-natPortMap={int(asks_router)}",
             "-connManager=0",  # it would close connections beyond a count; the roster is the limit
             pass_fds=(key,),
             stdin=asyncio.subprocess.DEVNULL,

@@ -198,7 +198,8 @@ class TcpPacing:
             there = dict(sockets_of(self._child.pid))
             for name in there.keys() - self._seen:
                 with suppress(_GoneError), self._child.copy_of(there[name]) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    is_tcp = copy.type == socket.SOCK_STREAM  # else it asks a router for something
+                    if is_tcp and copy.family in (socket.AF_INET, socket.AF_INET6):
                         pace(copy)
                         end_when_silent(copy, self._limits.silent_seconds)
                         self._tcp[name] = _Place(there[name], copy.family)
