@@ -20,7 +20,8 @@ from pydantic import (
 
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
 Context = Annotated[int, Field(ge=8, le=1 << 20)]
-HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+HEX_DIGEST = r"^[0-9a-f]{64}$"
+HexDigest = Annotated[str, Field(pattern=HEX_DIGEST)]
 
 FUNCTION_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]

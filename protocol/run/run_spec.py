@@ -3,16 +3,19 @@
 Validated here; its digest stands in every payload.
 """
 
+import difflib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import blake3
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
 from protocol.files.durable import read_toml
 from protocol.run.models import (
+    FUNCTION_NAME,
+    HEX_DIGEST,
     DecoderModel,
     Description,
     FunctionName,
@@ -50,10 +53,18 @@ Merge = Literal["mean", "norm-preserving", "trimmed-mean", "centred-clipping", "
 RateScaling = Literal["none", "sqrt", "cbrt"]
 
 
+_NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
+_IN_WORDS = {
+    _NAME: "lowercase letters, digits and hyphens, 63 at most",
+    HEX_DIGEST: "64 hexadecimal digits",
+    FUNCTION_NAME: 'a module and a name in it, as "my_models.vision:digits"',
+}
+
+
 class RunSection(Section):
     """[run]: what the run is called and how long it goes."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "my-run"
+    name: Annotated[str, Field(pattern=_NAME)] = "my-run"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     rounds: Positive = 100
     min_nodes: Positive = 1
@@ -71,7 +82,7 @@ class DataSection(Section):
     source: Literal["python-stdlib", "text", "tokens", "function"] = "python-stdlib"
     paths: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
     held_out: Annotated[float, Field(gt=0, le=0.5)] = 0.05
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of a manifest
+    digest: HexDigest | None = None  # of a manifest
     across_documents: bool = True  # whether attention reaches from one into the next
     function: FunctionName | None = None
     arguments: dict[str, str | int | float | bool] = Field(default={})
@@ -504,8 +515,12 @@ def _first_problem(error: ValidationError) -> str:
             return f"[{table}] source = {source!r}: not one of {problem['ctx']['expected_tags']}"
         case "missing":
             return f"[{table}] has no {rest[-1]}"
+        case "extra_forbidden" if not rest:
+            return f"[{table}]: unknown table{_nearest(table, RunSpec)}"
         case "extra_forbidden":
-            return f"{place}: unknown key" if rest else f"[{table}]: unknown table"
+            return f"{place}: unknown key{_nearest(rest[-1], _section_of(table, *rest[:-1]))}"
+        case "string_pattern_mismatch":
+            return f"{place} = {problem['input']!r}: write {_IN_WORDS[problem['ctx']['pattern']]}"
         case "value_error":
             return f"{place}: {problem['ctx']['error']}"
         case "model_type":
@@ -513,6 +528,23 @@ def _first_problem(error: ValidationError) -> str:
         case _:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             return f"{place} = {problem['input']!r}: {message}"
+
+
+def _nearest(word: str, section: type[BaseModel] | None) -> str:
+    """What was probably meant, to follow a sentence."""
+    known = [] if section is None else list(section.model_fields)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _section_of(table: str, *rest: str) -> type[BaseModel] | None:
+    """A table's model, where it has one only: the keys of [model] depend on its source."""
+    if rest or table == "model":
+        return None
+    kind = RunSpec.model_fields[table].annotation
+    kinds = [kind, *get_args(kind)]
+    sections = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+    return sections[0] if len(sections) == 1 else None
 
 
 def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:

@@ -69,8 +69,12 @@ def contents(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[inner]\nstepz = 30", "[inner] stepz: unknown key"),
-        ("[innner]\nsteps = 30", "[innner]: unknown table"),
+        ("[inner]\nstepz = 30", "[inner] stepz: unknown key; did you mean 'steps'?"),
+        ("[innner]\nsteps = 30", "[innner]: unknown table; did you mean 'inner'?"),
+        ("[evaluation]\nevery_round = 3", "unknown key; did you mean 'every_rounds'?"),
+        ("[inner]\nzebra = 30", "[inner] zebra: unknown key\n"),
+        ('[run]\nname = "My run"', "'My run': write lowercase letters, digits and hyphens"),
+        ('[data]\ndigest = "12"', "[data] digest = '12': write 64 hexadecimal digits"),
         ("[inner]\nsteps = -3", "[inner] steps = -3"),
         ('[inner]\nsteps = "30"', "[inner] steps = '30'"),
         ("[run]\nrounds = 99999999999999999999", "[run] rounds = 99999999999999999999"),
