@@ -5,12 +5,14 @@ hide the next.
 """
 
 import asyncio
+import contextlib
 import platform
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
 
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
@@ -18,6 +20,7 @@ from node.config import NodeSettings
 from node.doctor.findings import Finding, wrong
 from node.history import History
 from node.kept import RUN_FILE
+from node.machine.addresses import own_addresses
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.kernel import congestion_control
 from node.machine.metadata import NoAnswerError, cloud_here, service_of
@@ -41,6 +44,9 @@ HELPERS = ("atoll", "numba", "hivemind", "grpcio")
 
 MOST_SKEW_SECONDS = 30.0
 """Logs of two machines can be laid side by side up to about this."""
+
+ROUTER_SECONDS = 8.0
+"""libp2p looks for a router for five, and asks it."""
 
 
 def is_helpers(folder: Path) -> bool:
@@ -234,11 +240,7 @@ def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
     if (running := FolderLock.holder_of(folder)) is not None:
         what = f"the node runs (process {running}) and has its port"
         return [Finding(about="port", verdict="note", what=what)]
-    try:
-        coordinator_host = Credentials.load(folder).host
-    except AtollError:
-        coordinator_host = ""
-    address = settings.listen_address(coordinator_host)
+    address = settings.listen_address(_coordinator_host(folder))
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         socket.create_server((address, settings.port), family=family).close()
@@ -256,31 +258,68 @@ def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
     return [Finding(about="port", verdict="fine", what=what)]
 
 
-def libp2p_findings() -> list[Finding]:
-    """Whether the libp2p daemon starts. Loads hivemind, which takes some seconds."""
+def _coordinator_host(folder: Path) -> str:
+    try:
+        return Credentials.load(folder).host
+    except AtollError:
+        return ""
+
+
+def libp2p_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
+    """Whether the libp2p daemon starts, and a router forwards its port. Loading hivemind takes seconds."""
+    from node.exchange.transport.libp2p import forwarded_among
     from node.exchange.transport.p2pd import P2pd
+
+    host = _coordinator_host(folder)  # none: it is not known yet from where peers come
+    is_public = any(ip_address(own).is_global for own in own_addresses())
+    asks_router = host != "" and settings.asks_router(host) and not is_public
 
     async def nobody(
         _peer: str, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         writer.close()
 
-    async def start_and_stop() -> str:
+    async def start_and_stop() -> tuple[str, tuple[str, ...]]:
         daemon = await P2pd.start(
             Identity.generate(),
-            listen_multiaddrs=("/ip4/127.0.0.1/tcp/0",),
+            listen_multiaddrs=(f"/ip4/{'0.0.0.0' if asks_router else '127.0.0.1'}/tcp/0",),
             protocol="atoll/doctor",
             on_stream=nobody,
+            asks_router=asks_router,
         )
+        before, own = await daemon.multiaddrs(), own_addresses()
+        forwarded: tuple[str, ...] = ()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROUTER_SECONDS if asks_router else 0):
+                while not forwarded:
+                    await asyncio.sleep(0.2)
+                    found = await daemon.multiaddrs()
+                    forwarded = forwarded_among(found, before=before, own=own)
         await daemon.stop()
-        return daemon.tcp_pacing.why_not
+        return daemon.tcp_pacing.why_not, forwarded
 
     try:
-        why_not = asyncio.run(start_and_stop())
+        why_not, forwarded = asyncio.run(start_and_stop())
     except AtollError as error:
         return [wrong("libp2p", error)]
     starts = Finding(about="libp2p", verdict="fine", what="its daemon starts")
-    return [starts, pacing_finding(why_not, congestion_control())]
+    pacing = pacing_finding(why_not, congestion_control())
+    return [starts, pacing, *([router_finding(forwarded)] if asks_router else [])]
+
+
+def router_finding(forwarded: Sequence[str]) -> Finding:
+    """Whether peers reach this machine, which has no address of its own, through its router."""
+    if forwarded:
+        host = forwarded[0].split("/")[2]
+        what = f"it forwards a node's port when it is asked: peers dial this machine at {host}"
+        return Finding(about="router", verdict="fine", what=what)
+    return Finding(
+        about="router",
+        verdict="note",
+        what="it forwards no port by UPnP or NAT-PMP, and this machine has no address of its own: it dials "
+        "others, and a peer that cannot be dialled either needs a helper",
+        next_step="forward a TCP port there, and set port and announce in node.toml; or have a helper",
+    )
 
 
 def pacing_finding(why_not: str, used: str | None) -> Finding:

@@ -33,7 +33,7 @@ def examined(folder: Path) -> Iterator[Finding]:
     yield from checks.coordinator_findings(folder)
     yield from checks.notices_findings(settings)
     yield from checks.port_findings(folder, settings)
-    yield from checks.libp2p_findings()
+    yield from checks.libp2p_findings(folder, settings)
     yield from kernel_findings()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from node.config import NodeSettings
 from node.doctor import checks
+from node.doctor.checks import router_finding
 from node.doctor.command import as_json, line_of, run_doctor, summary_of
 from node.doctor.findings import Finding, exit_code_of, wrong
 from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
@@ -272,6 +273,13 @@ def test_the_first_thing_that_is_wrong_decides_on_the_exit_code() -> None:
     }
 
 
+def test_what_a_router_does_is_said_in_one_sentence() -> None:
+    fine = router_finding(("/ip4/203.0.113.5/tcp/51000",))
+    assert fine.verdict == "fine" and "at 203.0.113.5" in fine.what
+    note = router_finding(())
+    assert note.verdict == "note" and "helper" in note.what and "announce" in note.next_step
+
+
 @pytest.mark.parametrize("is_json", [False, True])
 def test_one_thing_that_is_wrong_does_not_hide_the_next(
     tmp_path: Path,
@@ -280,7 +288,7 @@ def test_one_thing_that_is_wrong_does_not_hide_the_next(
     is_json: bool,
 ) -> None:
     down = wrong("libp2p", SystemRefusedError("it does not start", next_step="mend it"))
-    monkeypatch.setattr(checks, "libp2p_findings", lambda: [down])  # loading it takes seconds
+    monkeypatch.setattr(checks, "libp2p_findings", lambda *_: [down])  # loading it takes seconds
     (tmp_path / "node.toml").write_text("devise = 'cpu'\n")
     assert run_doctor(tmp_path, is_json=is_json) == ExitCode.CONFIG
     out = capsys.readouterr().out
