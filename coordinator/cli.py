@@ -49,6 +49,12 @@ coordinator.add_command(new_run)
     "[default: 127.0.0.1:7702, or the next port that is free]",
 )
 @click.option("--no-dashboard", is_flag=True, help="Serve no page.")
+@click.option(
+    "--through",
+    metavar="LINE",
+    help="Let nodes come through a relay: the line of 'atoll relay start', or its file relay.line. The "
+    "folder keeps it for later starts; 'none' forgets it.",
+)
 @click.option("--log-json", is_flag=True, help="Write the log for machines.")
 def start(
     directory: Path | None,
@@ -57,6 +63,7 @@ def start(
     enrolment_port: int | None,
     dashboard: str | None,
     no_dashboard: bool,
+    through: str | None,
     log_json: bool,
 ) -> None:
     """Serve the run in DIR until Ctrl-C.
@@ -69,6 +76,7 @@ def start(
     from coordinator.app import run_coordinator
     from coordinator.backup import clear_unfinished_backups
     from coordinator.config import Home, settle_preset
+    from coordinator.relay.line import Carriage
 
     if no_dashboard and dashboard is not None:
         raise UsageError(
@@ -85,7 +93,8 @@ def start(
         dashboard="" if no_dashboard else dashboard,
     )
     plan = None if settled is None else settled.plan
-    run_coordinator(home, config, log_json=log_json, settled=plan)
+    carriage = Carriage.chosen(folder, through)
+    run_coordinator(home, config, carriage=carriage, log_json=log_json, settled=plan)
 
 
 @coordinator.command("install-service")

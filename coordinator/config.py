@@ -7,6 +7,7 @@ ca.pem, ca.key    the authority, behind it certificates for it by authorities be
 coordinator.pem, coordinator.key   what signs commits and rulings, and issues members' certificates
 server.pem, server.key             of the ports
 client.pem, client.key, link.toml   the run owner's credentials (protocol.trust.credentials)
+through.json      the relay that carries it, if any (coordinator.relay.line)
 atoll.db, lock    coordinator.store
 """
 
@@ -25,6 +26,7 @@ from coordinator.authority_key import passphrase_of, read_authority_key
 from coordinator.database import DATABASE_NAME
 from coordinator.presets.cost import CODEC_COSTS
 from coordinator.presets.settling import Settled, settled_run_file, wants_settling
+from coordinator.relay.line import THROUGH_FILE
 from coordinator.swarm.state import Rules
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
 from protocol.files.durable import is_taken, read_secret, read_toml, whole_folder, write_atomically
@@ -72,8 +74,9 @@ HOME_FILES = (
 )
 """What `init` makes and no start changes."""
 
-SOME_HOME_FILES = (ISSUER_FILE, ISSUER_KEY_FILE, AUTHORITY_KEY_FILE)
-"""What a folder may be without: of runs of before the first two, and the last where it lies elsewhere."""
+SOME_HOME_FILES = (ISSUER_FILE, ISSUER_KEY_FILE, AUTHORITY_KEY_FILE, THROUGH_FILE)
+"""What a folder may be without: of runs of before the first two, the third where it lies elsewhere, and the
+last where no relay carries its coordinator."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]

@@ -28,6 +28,7 @@ from protocol.files.folder_lock import FolderLock
 from protocol.run.layout import layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.terminal import console
+from protocol.terminal.console import printable
 from protocol.terminal.query import StatusLink
 from protocol.terminal.status_view import is_present, name_of
 from protocol.trust.credentials import LINK_FILE, Credentials
@@ -150,6 +151,8 @@ def coordinator_findings(
         return [wrong("coordinator", error)]
     round_trip = f"{1e3 * (answered_at - asked_at):.0f} ms"
     what = f"{credentials.endpoint} answers within {round_trip}"
+    if status.run.relay:
+        what += f", {printable(status.run.relay, most=200)}"
     return [
         Finding(about="coordinator", verdict="fine", what=what),
         *skew_findings(status.unix_seconds, (asked_at + answered_at) / 2),
