@@ -150,7 +150,13 @@ class Coordinator:
                     audit_secret=signer.audit_secret(home.run.digest()),
                 ),
                 store=store,
-                clock=LoopClock(starts_at=store.saved_now, source=seconds_since_boot),
+                clock=LoopClock(
+                    starts_at=store.saved_now,
+                    source=seconds_since_boot,
+                    hears_nobody=lambda: (
+                        through is not None and through.is_away and not driver.has_streams
+                    ),
+                ),
                 watch=lambda before, transition: watched.hear(before, transition),
                 on_slept=log_slept,
                 writer=writer,
@@ -200,6 +206,7 @@ class Coordinator:
                     host=local_host(config.host),
                     ports=(control_port, enrolment_port),
                 )
+                driver.may_be_cut_off = lambda: through is not None and through.is_away
             status = _add_member_services(
                 control,
                 home,

@@ -299,7 +299,7 @@ class Relay:
         elif (carried.process, tuple(carried.listening)) != (hello.process, hello.ports):
             return _Refusal(
                 f"another coordinator of this folder is here, from {carried.address}",
-                "stop one of the two; one that has just ended is forgotten in half a minute",
+                "stop one of the two; one that has just ended is forgotten in some seconds",
                 is_final=False,
             )
         elif len(carried.spares) >= MOST_SPARES:

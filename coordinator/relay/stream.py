@@ -17,13 +17,13 @@ from protocol.errors import ProtocolMismatchError
 MAX_MESSAGE_BYTES = 1 << 14
 CHUNK_BYTES = 1 << 16
 
-PING_SECONDS = 10.0
+PING_SECONDS = 3.0
 """The relay pings idle connections so often; one that does not answer until the next is given up."""
 
 SILENT_SECONDS = 2.5 * PING_SECONDS
 """After so long without a ping a coordinator gives an idle connection up."""
 
-UNACKNOWLEDGED_MILLISECONDS = 20_000
+UNACKNOWLEDGED_MILLISECONDS = 10_000
 """What the other end's kernel does not acknowledge for so long goes nowhere."""
 
 Message = dict[str, Any]
@@ -60,6 +60,11 @@ class Connection:
         if not isinstance(message, dict):
             raise ProtocolMismatchError(f"{self.address} sends no messages of ours")
         return message
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it ends, or has ended."""
+        return self.writer.is_closing()
 
     def close(self) -> None:
         """Ends it once what was written is on its way; safe to repeat."""

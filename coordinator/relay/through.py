@@ -66,7 +66,7 @@ class Through:
         }
         self._random = random or Random()
         self._num_waiting = 0
-        self._away = ""  # why, and what is said of it once
+        self._away = ""  # why
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -86,6 +86,11 @@ class Through:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def is_away(self) -> bool:
+        """Whether nobody can come through the relay now."""
+        return bool(self._away)
+
     def in_words(self) -> str:
         """How nodes reach this coordinator."""
         if self._away:
@@ -104,21 +109,23 @@ class Through:
             if connection is None:
                 connection = await self._dialled()
             self._come_back()
-            since = loop.time()
+            dialled_at = loop.time()
+            self._num_waiting += 1
             try:
                 port = await self._taken(connection)
                 self._spawn(self._carry(connection, port))
             except (OSError, ProtocolMismatchError) as error:
                 connection.abort()
-                if (
-                    loop.time() - since < 1.0
-                ):  # a relay that hangs up at once is not dialled ever faster
-                    await asyncio.sleep(self._random.uniform(0.5, 1.5))
-                else:
-                    _log.debug("a connection to the relay has ended", why=str(error))
+                if self._num_waiting == 1:  # now none is left
+                    self._tell_away(_nobody(self.line, str(error) or "it is silent"))
             except asyncio.CancelledError:
                 connection.abort()
                 raise
+            finally:
+                self._num_waiting -= 1
+            if connection.is_closing and loop.time() - dialled_at < 1.0:
+                # A relay that hangs up at once is not dialled ever faster.
+                await asyncio.sleep(self._random.uniform(0.5, 1.5))
             connection = None
 
     async def _dialled(self) -> Connection:

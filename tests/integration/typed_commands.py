@@ -227,7 +227,7 @@ class Swarm:
         *,
         host: str = "127.0.0.1",
         disk: SmallDisk | None = None,
-        complete: Callable[[Path], None] = lambda _: None,
+        complete: Callable[[Path], object] = lambda _: None,
         init_options: Sequence[str | Path] = (),
     ) -> None:
         self.folder = folder

@@ -147,7 +147,6 @@ async def test_who_reads_slowly_is_sent_slowly(world: World) -> None:
         while sent != before:  # it stands still while nobody reads
             before = sent
             await asyncio.sleep(0.3)
-        print("STANDSTILL", sent)
         assert 0 < sent < 8 * BIG, sent  # the kernel's buffers on the way, and no more
         assert await said(port, b"y") == bytes(1), "other streams go on"
         arrived = 0
