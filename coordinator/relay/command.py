@@ -76,12 +76,15 @@ def start(
     from coordinator.config import advertised_host
     from coordinator.relay.limits import Limits
     from coordinator.relay.serving import Settings, run_relay
+    from protocol.trust.invite import check_endpoint
 
+    outside = advertise or advertised_host(host)
+    check_endpoint(outside, DEFAULT_PORT)
     settings = Settings(
         host=host,
         port=port,
         allowed=_range(ports),
-        advertise=advertise or advertised_host(host),
+        advertise=outside,
         limits=Limits(most=max_connections, bytes_per_second=_rate(max_rate)),
     )
     asyncio.run(run_relay(directory, settings, log_json=log_json))

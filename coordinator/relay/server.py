@@ -189,7 +189,7 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         listener = listening_socket(host, port)
         self.port = int(listener.getsockname()[1])
-        tls = {"ssl": _server_context(key), "ssl_handshake_timeout": HELLO_SECONDS}
+        tls = {"ssl": server_context(key), "ssl_handshake_timeout": HELLO_SECONDS}
         self._start(self._accept(listener, Places(STRANGERS), self._coordinator, tls))
 
     async def stop(self) -> None:
@@ -399,7 +399,8 @@ def _one_line(text: str) -> str:
     return " ".join(printable(text, most=MOST_NAME).split())
 
 
-def _server_context(key: RelayKey) -> ssl.SSLContext:
+def server_context(key: RelayKey) -> ssl.SSLContext:
+    """The relay's side of TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     with NamedTemporaryFile(prefix="atoll-relay-") as file:  # Python takes keys from files only

@@ -47,6 +47,7 @@ def start_relay(lab: NetworkLab, folder: Path) -> Running:
     return relay
 
 
+@pytest.mark.nightly
 def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies_and_comes_back(
     lab: NetworkLab, tmp_path: Path
 ) -> None:

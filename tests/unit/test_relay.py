@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from coordinator.relay.limits import Limits, Pace, Places, source_of
 from coordinator.relay.line import PORTS_FILE, THROUGH_FILE, Carriage, KeptPorts, RelayKey
-from coordinator.relay.server import Relay
+from coordinator.relay.server import listening_socket
 from coordinator.relay.through import SPARES, Through
 from protocol.errors import (
     AtollError,
@@ -21,89 +20,13 @@ from protocol.errors import (
     NoInputError,
     NotPermittedError,
     ProtocolMismatchError,
+    SystemRefusedError,
 )
-
-HOST = "127.0.0.1"
-AT_HOME = "127.0.0.2"
-"""Where the coordinator's own ports listen: their numbers are the relay's, and the machine is the same."""
+from protocol.files.folder_lock import FolderLock
+from protocol.terminal import cli, console
+from tests.relay_scene import AT_HOME, HOST, World, echo, free_port, said, until
 
 BIG = 8 << 20
-
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-async def until(is_done: Callable[[], bool], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not is_done():  # noqa: ASYNC110 - nobody tells a test of it
-            await asyncio.sleep(0.01)
-
-
-class World:
-    """A relay's folder, and what is started around it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.key = RelayKey.of_folder(folder)
-        self.port = free_port()
-        self.allowed = range(1024, 1 << 16)
-
-    @asynccontextmanager
-    async def relay(self, **limits: object) -> AsyncIterator[Relay]:
-        relay = Relay(
-            key=self.key,
-            ports=KeptPorts(self.folder / PORTS_FILE),
-            host=HOST,
-            port=self.port,
-            allowed=self.allowed,
-            limits=replace(Limits(), **limits),  # type: ignore[arg-type]
-        )
-        try:
-            yield relay
-        finally:
-            await relay.stop()
-
-    @asynccontextmanager
-    async def coordinator(
-        self, port: int, *, carriage: Carriage | None = None, serve: Serve | None = None
-    ) -> AsyncIterator[Through]:
-        """One whose port answers with what it is sent, or as `serve` does."""
-        server = await asyncio.start_server(serve or echo, AT_HOME, port)
-        through = Through(carriage or self.carriage(), name="run", host=AT_HOME, ports=(port,))
-        try:
-            await through.start()
-            yield through
-        finally:
-            await through.stop()
-            server.close()
-
-    def carriage(self) -> Carriage:
-        return Carriage.new(self.key.line(HOST, self.port).encode())
-
-
-async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
-
-
-async def said(port: int, content: bytes = b"hello") -> bytes:
-    """What comes back from the relay's port."""
-    async with asyncio.timeout(20):
-        reader, writer = await asyncio.open_connection(HOST, port)
-        try:
-            writer.write(content)
-            await writer.drain()
-            return await reader.readexactly(len(content))
-        except asyncio.IncompleteReadError as error:
-            return error.partial
-        finally:
-            writer.close()
 
 
 async def is_closed(port: int) -> bool:
@@ -465,3 +388,71 @@ def test_damaged_files_are_named(world: World, tmp_path: Path) -> None:
     (world.folder / PORTS_FILE).write_text("[7700]")
     with pytest.raises(BadDataError, match=PORTS_FILE):
         KeptPorts(world.folder / PORTS_FILE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--ports", "7719-7700"), 64, "'7719-7700' are no ports"),
+        (("--ports", "ssh"), 64, "'ssh' are no ports"),
+        (("--max-rate", "fast"), 64, "'fast' is no rate"),
+        (("--max-connections", "0"), 64, "0 is not in the range"),
+        (("--advertise", "http://relay", "--port", "0"), 64, "'http://relay' is not a host"),
+    ],
+)
+def test_a_relay_that_cannot_be_started_says_so_in_a_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    assert console.run(cli.root, ["relay", "start", str(tmp_path / "relay"), *arguments]) == code
+    told = capsys.readouterr().err
+    assert words in told and "next:" in told
+
+
+def test_an_address_or_port_that_cannot_be_listened_on_is_named() -> None:
+    with pytest.raises(SystemRefusedError, match=r"192\.0\.2\.1 is not an address of this machine"):
+        listening_socket("192.0.2.1", 7720)
+    with (
+        listening_socket("0.0.0.0", 0) as taken,
+        pytest.raises(SystemRefusedError, match="is in use"),
+    ):
+        listening_socket("0.0.0.0", taken.getsockname()[1])
+
+
+def test_two_relays_cannot_have_one_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = FolderLock.take(tmp_path, holder="relay", next_step="")
+    assert console.run(cli.root, ["relay", "start", str(tmp_path)]) == 71
+    assert "another relay" in capsys.readouterr().err
+    held.release()
+
+
+def test_a_coordinator_is_not_started_by_a_wrong_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "run"
+    assert console.run(cli.root, ["init", str(home), "--host", HOST]) == 0
+    start = ["coordinator", "start", str(home), "--through"]
+    assert console.run(cli.root, [*start, "relay.example.org"]) == 66
+    assert console.run(cli.root, [*start, "atoll-relay1-aaaa"]) == 65
+    told = capsys.readouterr().err
+    assert (
+        "neither a relay line nor a file with one" in told
+        and "a character of the relay line" in told
+    )
+    assert not (home / THROUGH_FILE).exists()
+
+
+def test_the_relays_service_starts_it_as_it_was_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--", "--advertise", "relay.example.org"]
+    service = ["relay", "install-service", str(tmp_path), "--print", *options]
+    assert console.run(cli.root, service) == 0
+    unit = capsys.readouterr().out
+    assert f"relay start --advertise relay.example.org {tmp_path}" in unit
+    assert console.run(cli.root, ["relay", "install-service", str(tmp_path / "none")]) == 64
