@@ -97,6 +97,38 @@ def start(
     run_coordinator(home, config, carriage=carriage, log_json=log_json, settled=plan)
 
 
+@coordinator.command()
+@click.argument("directory", metavar="DIR", type=_FOLDER)
+@click.option("--host", help="Address to listen on, instead of coordinator.toml's.")
+@click.option("--port", "control_port", type=_PORT, help="Port that nodes know.")
+@click.option("--enrolment-port", type=_PORT, help="Port that invites know.")
+@click.option("--log-json", is_flag=True, help="Write the log for machines.")
+def forward(
+    directory: Path,
+    host: str | None,
+    control_port: int | None,
+    enrolment_port: int | None,
+    log_json: bool,
+) -> None:
+    """On the machine that a coordinator has left: carry nodes on to where it has moved, until Ctrl-C.
+
+    So invites of before go on to work, and nodes that were away find it. DIR is its old folder, which says
+    where it has moved ('atoll run move'). What goes through is encrypted from end to end.
+
+    Example: atoll coordinator forward my-run
+    """
+    import asyncio
+
+    from coordinator.config import Home
+    from coordinator.relay.forwarding import run_forwarding
+
+    home = Home.load(directory)
+    config = home.config.with_changes(
+        host=host, control_port=control_port, enrolment_port=enrolment_port
+    )
+    asyncio.run(run_forwarding(home, config, log_json=log_json))
+
+
 @coordinator.command("install-service")
 @click.argument("directory", metavar="[DIR]", type=_FOLDER, required=False)
 @SYSTEM

@@ -7,31 +7,31 @@ long as it is here. It reads nothing of what it carries, has no key of any run, 
 import asyncio
 import contextlib
 import hmac
-import socket
 import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
-from coordinator.relay.limits import Limits, Pace, Place, Places, source_of
+from coordinator.relay.doors import Doors, listening_socket
+from coordinator.relay.limits import Limits, Pace, Place, Places
 from coordinator.relay.line import PORTS_FILE, KeptPorts, RelayKey
 from coordinator.relay.stream import (
     CHUNK_BYTES,
     PING_SECONDS,
     Connection,
     Message,
-    accepted,
     joined,
 )
 from protocol.errors import AtollError, ProtocolMismatchError, SystemRefusedError
 from protocol.terminal.console import printable
-from protocol.wire.server import refusal_to_listen
+
+if TYPE_CHECKING:
+    import socket
 
 HELLO_SECONDS = 10.0
 """For TLS, and again for who a coordinator says it is."""
@@ -48,28 +48,7 @@ MOST_NAME = 128
 MOST_SPARES = 64
 """Connections that wait for somebody, of one coordinator."""
 
-FULL_SECONDS = 0.5
-"""Until the next try to accept where the file table is full."""
-
-_Serve = Callable[[Connection, Place], Awaitable[None]]
-
 _log = structlog.get_logger(__name__)
-
-
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Listens; "0.0.0.0" and "::" mean all addresses, of IPv4 and IPv6. Raises SystemRefusedError."""
-    try:
-        if host in ("0.0.0.0", "::") and socket.has_dualstack_ipv6():
-            made = socket.create_server(
-                ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256
-            )
-        else:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            made = socket.create_server((host, port), family=family, backlog=256)
-    except (OSError, OverflowError) as error:
-        raise refusal_to_listen(host, port) from error
-    made.setblocking(False)
-    return made
 
 
 class _Spare(Connection):
@@ -186,18 +165,15 @@ class Relay:
         self._pace = Pace(limits.bytes_per_second)
         self._carried: dict[bytes, _Carried] = {}
         self._changing = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._doors = Doors()
         listener = listening_socket(host, port)
         self.port = int(listener.getsockname()[1])
         tls = {"ssl": server_context(key), "ssl_handshake_timeout": HELLO_SECONDS}
-        self._start(self._accept(listener, Places(STRANGERS), self._coordinator, tls))
+        self._doors.open(listener, Places(STRANGERS), self._coordinator, tls)
 
     async def stop(self) -> None:
         """Ends all connections."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._doors.close()
 
     def in_words(self) -> str:
         """What it does, for its log and its service manager."""
@@ -207,45 +183,6 @@ class Relay:
         )
         open_, refused = self._places.num_open, self._places.num_refused
         return f"carries {names or 'nobody'}; {open_} connections, {refused} refused"
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _accept(
-        self, listener: socket.socket, places: Places, serve: _Serve, tls: Mapping[str, Any]
-    ) -> None:
-        """Gives each that connects a place, or hangs up before a byte is read."""
-        loop = asyncio.get_running_loop()
-        with listener:
-            while True:
-                try:
-                    plain, address = await loop.sock_accept(listener)
-                except OSError as error:
-                    _log.warning("nobody can connect now", why=error.strerror or str(error))
-                    await asyncio.sleep(FULL_SECONDS)
-                    continue
-                source = source_of(str(address[0]))
-                if places.enter(source, loop.time()):
-                    plain.close()
-                else:
-                    self._start(self._served(plain, Place(places, source), serve, tls))
-
-    async def _served(
-        self, plain: socket.socket, place: Place, serve: _Serve, tls: Mapping[str, Any]
-    ) -> None:
-        try:
-            connection = await accepted(plain, **tls)
-            try:
-                await serve(connection, place)
-            finally:
-                connection.abort()
-        except (OSError, ProtocolMismatchError) as error:
-            _log.debug("a connection has ended", address=place.source, why=str(error))
-        finally:
-            place.leave()
 
     # Coordinators
 
@@ -336,7 +273,7 @@ class Relay:
         carried = self._carried[hello.owner] = _Carried(hello, address)
         for port, listener in zip(hello.ports, sockets, strict=True):
             serve = partial(self._client, carried, port)
-            carried.listening[port] = self._start(self._accept(listener, self._places, serve, {}))
+            carried.listening[port] = self._doors.open(listener, self._places, serve)
         _log.info("a coordinator is here", run=carried.name, address=address, ports=hello.ports)
         return None
 

@@ -33,6 +33,18 @@ class Settings:
     limits: Limits
 
 
+async def until_stopped(status: str) -> None:
+    """Tells the service manager what is served, and waits for SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    manager = ServiceManager.of_environment()
+    manager.ready(status)
+    async with manager.watching():
+        await stopped.wait()
+    manager.stopping("stopping", within_seconds=STOP_SECONDS)
+
+
 async def run_relay(folder: Path, settings: Settings, *, log_json: bool) -> None:
     """Serves until SIGINT or SIGTERM. Raises AtollError."""
     require_open_files(OWN_OPEN_FILES + 2 * settings.limits.most, of="the relay")
@@ -41,10 +53,6 @@ async def run_relay(folder: Path, settings: Settings, *, log_json: bool) -> None
     try:
         log = start_logging(as_json=log_json, folder=folder, process="relay")
         with keeping_the_end(folder, "relay"):
-            stopped = asyncio.Event()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-            manager = ServiceManager.of_environment()
             key = RelayKey.of_folder(folder)
             relay = Relay(
                 key=key,
@@ -63,10 +71,7 @@ async def run_relay(folder: Path, settings: Settings, *, log_json: bool) -> None
                 if is_new:
                     click.echo(f"atoll coordinator start DIR --through {line.encode()}")
                 log.write(f"the line for coordinators, who dial {line.endpoint}, is in {path}\n")
-                manager.ready(f"serves coordinators at {line.endpoint}")
-                async with manager.watching():
-                    await stopped.wait()
-                manager.stopping("stopping", within_seconds=STOP_SECONDS)
+                await until_stopped(f"serves coordinators at {line.endpoint}")
             finally:
                 await relay.stop()
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import socket
 import tomllib
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 from typed_commands import Swarm, atoll, done, refused
 
 from node.kept import kept_model
+from protocol.trust.invite import Invite
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 8
@@ -43,7 +45,7 @@ def link_of(swarm: Swarm, name: str) -> dict[str, object]:
 
 
 def test_nodes_find_a_coordinator_at_the_address_that_it_was_said_to_move_to(swarm: Swarm) -> None:
-    invite = swarm.invite("--uses", "2")
+    invite = swarm.invite("--uses", "3")
     running = {}
     for name in NODES:
         swarm.join(name, invite)
@@ -72,6 +74,13 @@ def test_nodes_find_a_coordinator_at_the_address_that_it_was_said_to_move_to(swa
         "coordinator", "start", there, "--port", control, "--enrolment-port", enrolment
     )
     moved.says("coordinator ready")
+    old = swarm.start(
+        *("coordinator", "forward", swarm.home, "--port", swarm.control_port),
+        *("--enrolment-port", str(Invite.decode(invite).port)),
+    )
+    old.says("forwarding ready")
+    swarm.join("three", invite)  # it names the old address
+    old.stop(signal.SIGTERM)
     running["one"].says("the coordinator has moved")
     running["two"] = swarm.start_node("two")
     running["two"].says("the coordinator has moved")
