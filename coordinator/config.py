@@ -511,15 +511,12 @@ def advertised_host(host: str) -> str:
     if local_host(host) == host:
         return host
     # No packet is sent: connecting a datagram socket only asks for the route out.
-    family, elsewhere = (
-        (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
-    )
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    ways = [(socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")]
+    for family, elsewhere in reversed(ways) if host == "::" else ways:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((elsewhere, 9))
             return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
+    return socket.gethostname()
 
 
 def _load_config(path: Path) -> CoordinatorConfig:

@@ -408,9 +408,13 @@ class NodeSettings(Section):
         host, _, port = self.island_listen.partition(":")
         return host, int(port)
 
-    def listen_address(self, coordinator_host: str) -> str:
+    def listen_addresses(self, coordinator_host: str, *, has_ipv6: bool) -> tuple[str, ...]:
         """Where peers connect to: loopback for a coordinator there, every interface otherwise."""
-        return self.listen or ("127.0.0.1" if _is_loopback(coordinator_host) else "0.0.0.0")
+        if self.listen:
+            return (self.listen,)
+        if _is_loopback(coordinator_host):
+            return ("::1" if ":" in coordinator_host else "127.0.0.1",)
+        return ("0.0.0.0", "::") if has_ipv6 else ("0.0.0.0",)
 
     @property
     def max_upload_bytes_per_second(self) -> float | None:

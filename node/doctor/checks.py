@@ -18,6 +18,7 @@ from node.config import NodeSettings
 from node.doctor.findings import Finding, wrong
 from node.history import History
 from node.kept import RUN_FILE
+from node.machine.addresses import has_ipv6
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.kernel import congestion_control
 from node.machine.metadata import NoAnswerError, cloud_here, service_of
@@ -241,20 +242,22 @@ def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
         coordinator_host = Credentials.load(folder).host
     except AtollError:
         coordinator_host = ""
-    address = settings.listen_address(coordinator_host)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        socket.create_server((address, settings.port), family=family).close()
-    except OSError as error:
-        refused = SystemRefusedError(
-            f"nobody can listen on {address} port {settings.port}: {error.strerror or error}",
-            next_step="choose another --listen or --port, or stop what listens there",
-        )
-        return [wrong("port", refused)]
+    addresses = settings.listen_addresses(coordinator_host, has_ipv6=has_ipv6())
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            socket.create_server((address, settings.port), family=family).close()
+        except OSError as error:
+            refused = SystemRefusedError(
+                f"nobody can listen on {address} port {settings.port}: {error.strerror or error}",
+                next_step="choose another --listen or --port, or stop what listens there",
+            )
+            return [wrong("port", refused)]
+    where = " and ".join(addresses)
     what = (
-        f"TCP port {settings.port} of {address} is free"
+        f"TCP port {settings.port} of {where} is free"
         if settings.port
-        else f"a free one of {address} at each start; behind a router, set one and forward it"
+        else f"a free one of {where} at each start; behind a router, set one and forward it"
     )
     return [Finding(about="port", verdict="fine", what=what)]
 
