@@ -13,7 +13,7 @@ import click
 import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
-from coordinator.config import RUN_FILE, CoordinatorConfig, Home, rules_of
+from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, rules_of
 from coordinator.dashboard.given import GivenFile, Tally
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
@@ -29,6 +29,8 @@ from coordinator.journal import (
     log_transition,
 )
 from coordinator.presets.choosing import Plan
+from coordinator.relay.line import Carriage
+from coordinator.relay.through import Through
 from coordinator.services.answering import Gate
 from coordinator.services.certificates import Certificates
 from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
@@ -100,8 +102,10 @@ class Coordinator:
         control_port: int,
         enrolment_port: int,
         dashboard: "WebServer | None" = None,
+        through: Through | None = None,
     ) -> None:
         self.driver = driver
+        self.through = through
         self.dashboard_port = None if dashboard is None else dashboard.port
         self._dashboard = dashboard
         self.control_port = control_port
@@ -113,14 +117,18 @@ class Coordinator:
         self._clock_task = asyncio.create_task(driver.run_clock())
 
     @classmethod
-    async def start(cls, home: Home, config: CoordinatorConfig) -> Self:
+    async def start(
+        cls, home: Home, config: CoordinatorConfig, carriage: Carriage | None = None
+    ) -> Self:
         """Recovers the state, listens, and serves.
 
-        Raises SystemRefusedError for a folder or port in use, ConfigError for a changed run file.
+        Raises SystemRefusedError for a folder or port in use, ConfigError for a changed run file, and what
+        the relay of `carriage` refuses with.
         """
         signer = CommitSigner.of_key(home.issuer.key_pem)
         store = Store.open(home.directory, sign=signer.signature_of)
         dashboard: WebServer | None = None
+        through: Through | None = None
         control = grpc.aio.server(options=CONTROL_OPTIONS)
         enrolment = grpc.aio.server(
             options=ENROLMENT_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS
@@ -142,7 +150,13 @@ class Coordinator:
                     audit_secret=signer.audit_secret(home.run.digest()),
                 ),
                 store=store,
-                clock=LoopClock(starts_at=store.saved_now, source=seconds_since_boot),
+                clock=LoopClock(
+                    starts_at=store.saved_now,
+                    source=seconds_since_boot,
+                    hears_nobody=lambda: (
+                        through is not None and through.is_away and not driver.has_streams
+                    ),
+                ),
                 watch=lambda before, transition: watched.hear(before, transition),
                 on_slept=log_slept,
                 writer=writer,
@@ -185,10 +199,19 @@ class Coordinator:
                 clock=driver.clock.now,
                 wall_clock=time.time,
             )
+            if carriage is not None:
+                through = Through(
+                    carriage,
+                    name=home.run.run.name,
+                    host=local_host(config.host),
+                    ports=(control_port, enrolment_port),
+                )
+                driver.may_be_cut_off = lambda: through is not None and through.is_away
             status = _add_member_services(
                 control,
                 home,
-                config,
+                config.advertise if through is None else through.line.host,
+                through,
                 signer,
                 rulings,
                 certificates,
@@ -216,7 +239,11 @@ class Coordinator:
             home.save_link(host=config.host, control_port=control_port)
             await control.start()
             await enrolment.start()
+            if through is not None:
+                await through.start()
         except BaseException:
+            if through is not None:
+                await through.stop()
             await asyncio.gather(control.stop(None), enrolment.stop(None))
             if dashboard is not None:
                 await dashboard.close()
@@ -234,6 +261,7 @@ class Coordinator:
             control_port=control_port,
             enrolment_port=enrolment_port,
             dashboard=dashboard,
+            through=through,
         )
 
     async def serve_until(self, stopped: asyncio.Event) -> None:
@@ -258,6 +286,8 @@ class Coordinator:
             )
         )
         await asyncio.gather(*(server.stop(GRACE_SECONDS) for server in self._servers))
+        if self.through is not None:
+            await self.through.stop()
         if self._dashboard is not None:
             await self._dashboard.close()
         await self.driver.settled()
@@ -270,7 +300,8 @@ class Coordinator:
 def _add_member_services(
     server: grpc.aio.Server,
     home: Home,
-    config: CoordinatorConfig,
+    host: str,
+    through: Through | None,
     signer: CommitSigner,
     rulings: Rulings,
     certificates: Certificates,
@@ -282,7 +313,10 @@ def _add_member_services(
     times: TimesFile,
     given: Tally,
 ) -> StatusDesk:
-    """What is behind mutual TLS; returns the desk that tells how the run is doing."""
+    """What is behind mutual TLS; returns the desk that tells how the run is doing.
+
+    `host` is where invites send nodes.
+    """
     telemetry = Telemetry()
     swarm_id = home.issuer.swarm_id
     gate = Gate(
@@ -297,10 +331,11 @@ def _add_member_services(
         timeline=timeline,
         kept_times=times.of,
         given=given,
+        relay=(lambda: "") if through is None else through.in_words,
     )
     operator = OperatorDesk(
         store,
-        host=config.advertise,
+        host=host,
         port=enrolment_port,
         pin=pin_of(home.server_pem),
         wall_clock=time.time,
@@ -375,18 +410,24 @@ def _add_enrolment(
 
 
 async def _serve(
-    home: Home, config: CoordinatorConfig, log: LogStream, manager: ServiceManager
+    home: Home,
+    config: CoordinatorConfig,
+    carriage: Carriage | None,
+    log: LogStream,
+    manager: ServiceManager,
 ) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stopped.set)
-    coordinator = await Coordinator.start(home, config)
+    coordinator = await Coordinator.start(home, config, carriage)
     try:
         control = endpoint_of(config.host, coordinator.control_port)
         enrolment = endpoint_of(config.host, coordinator.enrolment_port)
         click.echo(f"coordinator ready: control {control}, enrolment {enrolment}")
         directory = home.directory
+        if coordinator.through is not None:
+            log.write(f"nodes come {_through_in_words(coordinator)}\n")
         if coordinator.dashboard_port is not None:
             link = page_link(directory, config, coordinator.dashboard_port)
             log.write(f"page: {link}\n")
@@ -401,20 +442,34 @@ async def _serve(
         await coordinator.stop()
 
 
+def _through_in_words(coordinator: Coordinator) -> str:
+    through = coordinator.through
+    assert through is not None
+    ports = f"ports {coordinator.control_port} and {coordinator.enrolment_port}"
+    return f"{through.in_words()}, {ports}; tell nodes of before by 'atoll run move {through.line.host}'"
+
+
 def run_coordinator(
-    home: Home, config: CoordinatorConfig, *, log_json: bool, settled: Plan | None = None
+    home: Home,
+    config: CoordinatorConfig,
+    *,
+    log_json: bool,
+    carriage: Carriage | None = None,
+    settled: Plan | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM; `config` is the folder's, with what the caller overrides.
 
     `settled` is what this start has chosen for a preset, to be logged.
     """
     pages = DASHBOARD_OPEN_FILES if config.dashboard else 0
+    # Through a relay a connection is three: from the relay, and both ends of the one to the port.
+    per_node = OPEN_FILES_PER_NODE * (1 if carriage is None else 3)
     require_open_files(
-        OWN_OPEN_FILES + pages + OPEN_FILES_PER_NODE * home.run.run.min_nodes,
+        OWN_OPEN_FILES + pages + per_node * home.run.run.min_nodes,
         of="the coordinator",
     )
     log = start_logging(as_json=log_json, folder=home.directory, process="coordinator")
     if settled is not None:
         log_settled(settled)
     with keeping_the_end(home.directory, "coordinator"):
-        asyncio.run(_serve(home, config, log, ServiceManager.of_environment()))
+        asyncio.run(_serve(home, config, carriage, log, ServiceManager.of_environment()))

@@ -49,6 +49,12 @@ coordinator.add_command(new_run)
     "[default: 127.0.0.1:7702, or the next port that is free]",
 )
 @click.option("--no-dashboard", is_flag=True, help="Serve no page.")
+@click.option(
+    "--through",
+    metavar="LINE",
+    help="Let nodes come through a relay: the line of 'atoll relay start', or its file relay.line. The "
+    "folder keeps it for later starts; 'none' forgets it.",
+)
 @click.option("--log-json", is_flag=True, help="Write the log for machines.")
 def start(
     directory: Path | None,
@@ -57,6 +63,7 @@ def start(
     enrolment_port: int | None,
     dashboard: str | None,
     no_dashboard: bool,
+    through: str | None,
     log_json: bool,
 ) -> None:
     """Serve the run in DIR until Ctrl-C.
@@ -69,6 +76,7 @@ def start(
     from coordinator.app import run_coordinator
     from coordinator.backup import clear_unfinished_backups
     from coordinator.config import Home, settle_preset
+    from coordinator.relay.line import Carriage
 
     if no_dashboard and dashboard is not None:
         raise UsageError(
@@ -85,7 +93,40 @@ def start(
         dashboard="" if no_dashboard else dashboard,
     )
     plan = None if settled is None else settled.plan
-    run_coordinator(home, config, log_json=log_json, settled=plan)
+    carriage = Carriage.chosen(folder, through)
+    run_coordinator(home, config, carriage=carriage, log_json=log_json, settled=plan)
+
+
+@coordinator.command()
+@click.argument("directory", metavar="DIR", type=_FOLDER)
+@click.option("--host", help="Address to listen on, instead of coordinator.toml's.")
+@click.option("--port", "control_port", type=_PORT, help="Port that nodes know.")
+@click.option("--enrolment-port", type=_PORT, help="Port that invites know.")
+@click.option("--log-json", is_flag=True, help="Write the log for machines.")
+def forward(
+    directory: Path,
+    host: str | None,
+    control_port: int | None,
+    enrolment_port: int | None,
+    log_json: bool,
+) -> None:
+    """On the machine that a coordinator has left: carry nodes on to where it has moved, until Ctrl-C.
+
+    So invites of before go on to work, and nodes that were away find it. DIR is its old folder, which says
+    where it has moved ('atoll run move'). What goes through is encrypted from end to end.
+
+    Example: atoll coordinator forward my-run
+    """
+    import asyncio
+
+    from coordinator.config import Home
+    from coordinator.relay.forwarding import run_forwarding
+
+    home = Home.load(directory)
+    config = home.config.with_changes(
+        host=host, control_port=control_port, enrolment_port=enrolment_port
+    )
+    asyncio.run(run_forwarding(home, config, log_json=log_json))
 
 
 @coordinator.command("install-service")

@@ -1,7 +1,8 @@
 """The coordinator's time: seconds for which this process ran, so that nobody pays for its sleep.
 
 A coordinator that was stopped (a suspended laptop, a paused virtual machine, SIGSTOP) could hear
-nobody meanwhile. If that time counted, every lease would be over when it wakes.
+nobody meanwhile. If that time counted, every lease would be over when it wakes. Likewise where a relay
+carries it that is away.
 """
 
 import asyncio
@@ -46,22 +47,36 @@ class LoopClock:
     """Goes on from `starts_at` with `source`, and stands still while nobody could look at it.
 
     `source` is the event loop's time unless given; on a virtual-time loop as well. Gaps are seen
-    as long as somebody waits in `wait_until`, as `Driver.run_clock` always does.
+    as long as somebody waits in `wait_until`, as `Driver.run_clock` always does. Nor does time count while
+    `hears_nobody`.
     """
 
-    def __init__(self, *, starts_at: float, source: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        starts_at: float,
+        source: Callable[[], float] | None = None,
+        hears_nobody: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._hears_nobody = hears_nobody
         self._source = source or asyncio.get_running_loop().time
         self._looked_at = self._source()
         self._offset = starts_at - self._looked_at
         self._slept = 0.0
+        self._unheard = 0.0  # slept as well, and told once somebody may be heard again
 
     def now(self) -> float:
         """The time now."""
         looked_at = self._source()
         gap = looked_at - self._looked_at
-        if gap > LONGEST_GAP_SECONDS:
-            self._slept += gap - TICK_SECONDS
-            self._offset -= gap - TICK_SECONDS
+        counted = gap if gap <= LONGEST_GAP_SECONDS else TICK_SECONDS
+        if self._hears_nobody():
+            self._unheard += gap
+            self._offset -= gap
+        else:
+            self._slept += gap - counted + self._unheard
+            self._offset -= gap - counted
+            self._unheard = 0.0
         self._looked_at = looked_at
         return self._offset + looked_at
 

@@ -7,6 +7,7 @@ ca.pem, ca.key    the authority, behind it certificates for it by authorities be
 coordinator.pem, coordinator.key   what signs commits and rulings, and issues members' certificates
 server.pem, server.key             of the ports
 client.pem, client.key, link.toml   the run owner's credentials (protocol.trust.credentials)
+through.json      the relay that carries it, if any (coordinator.relay.line)
 atoll.db, lock    coordinator.store
 """
 
@@ -25,6 +26,7 @@ from coordinator.authority_key import passphrase_of, read_authority_key
 from coordinator.database import DATABASE_NAME
 from coordinator.presets.cost import CODEC_COSTS
 from coordinator.presets.settling import Settled, settled_run_file, wants_settling
+from coordinator.relay.line import THROUGH_FILE
 from coordinator.swarm.state import Rules
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
 from protocol.files.durable import is_taken, read_secret, read_toml, whole_folder, write_atomically
@@ -72,8 +74,9 @@ HOME_FILES = (
 )
 """What `init` makes and no start changes."""
 
-SOME_HOME_FILES = (ISSUER_FILE, ISSUER_KEY_FILE, AUTHORITY_KEY_FILE)
-"""What a folder may be without: of runs of before the first two, and the last where it lies elsewhere."""
+SOME_HOME_FILES = (ISSUER_FILE, ISSUER_KEY_FILE, AUTHORITY_KEY_FILE, THROUGH_FILE)
+"""What a folder may be without: of runs of before the first two, the third where it lies elsewhere, and the
+last where no relay carries its coordinator."""
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Host = Annotated[str, Field(min_length=1, max_length=253)]
@@ -508,15 +511,12 @@ def advertised_host(host: str) -> str:
     if local_host(host) == host:
         return host
     # No packet is sent: connecting a datagram socket only asks for the route out.
-    family, elsewhere = (
-        (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
-    )
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    ways = [(socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")]
+    for family, elsewhere in reversed(ways) if host == "::" else ways:
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((elsewhere, 9))
             return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
+    return socket.gethostname()
 
 
 def _load_config(path: Path) -> CoordinatorConfig:

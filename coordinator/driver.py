@@ -117,6 +117,8 @@ class Driver:
         """Whether deadlines are kept: while `run_clock` runs."""
         self._is_ending = False
         self._has_begun = not state.members  # a run that goes on begins with Started
+        self.may_be_cut_off: Callable[[], bool] = lambda: False
+        """Whether our side of the network is down: nodes whose streams break may well live."""
         self._patient_until = 0.0  # broken streams are no sign of a death before
 
     @property
@@ -308,9 +310,16 @@ class Driver:
         broken = StreamBroken(
             node_id=stream.node_id,
             session_id=stream.session_id,
-            may_be_ours=has_slept or self.clock.now() < self._patient_until,
+            may_be_ours=has_slept
+            or self.may_be_cut_off()
+            or self.clock.now() < self._patient_until,
         )
         self._ask(broken).add_done_callback(_look_away)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether anybody reads what it tells."""
+        return bool(self._streams)
 
     def end_all(self, error: AtollError) -> None:
         """Ends every stream, because the coordinator stops."""

@@ -223,7 +223,7 @@ def _phases(before: SwarmState, after: SwarmState) -> Iterator[News]:
 
 def log_slept(seconds: float) -> None:
     """Logs that this process, or its machine, was stopped for a while."""
-    _log.warning("slept", seconds=round(seconds, 1))
+    _log.warning("heard nobody", seconds=round(seconds, 1))
 
 
 def log_copy(state: SwarmState, node_id: NodeId) -> None:

@@ -45,7 +45,7 @@ from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
-from node.machine.addresses import ROUTER_LOOKS, address_changes
+from node.machine.addresses import ROUTER_LOOKS, address_changes, has_ipv6
 from node.machine.hardware import Hardware, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import mesh_for, num_ranks_of
@@ -162,7 +162,7 @@ async def _run_in(
     transport = Libp2pTransport(
         identity=identity,
         counts=start.counts,
-        listen_multiaddrs=(_listen_multiaddr(settings, start.credentials.host),),
+        listen_multiaddrs=_listen_multiaddrs(settings, start.credentials.host),
         announce_host=settings.announce or None,
         asks_router=asks_router,
         max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
@@ -419,8 +419,9 @@ async def _desk_of(
     return desk
 
 
-def _listen_multiaddr(settings: NodeSettings, coordinator_host: str) -> str:
+def _listen_multiaddrs(settings: NodeSettings, coordinator_host: str) -> tuple[str, ...]:
     """Where to listen, for libp2p."""
-    address = settings.listen_address(coordinator_host)
-    family = "ip6" if ":" in address else "ip4"
-    return f"/{family}/{address}/tcp/{settings.port}"
+    return tuple(
+        f"/{'ip6' if ':' in address else 'ip4'}/{address}/tcp/{settings.port}"
+        for address in settings.listen_addresses(coordinator_host, has_ipv6=has_ipv6())
+    )

@@ -413,13 +413,17 @@ class NodeSettings(Section):
         host, _, port = self.island_listen.partition(":")
         return host, int(port)
 
-    def listen_address(self, coordinator_host: str) -> str:
+    def listen_addresses(self, coordinator_host: str, *, has_ipv6: bool) -> tuple[str, ...]:
         """Where peers connect to: loopback for a coordinator there, every interface otherwise."""
-        return self.listen or ("127.0.0.1" if _is_loopback(coordinator_host) else "0.0.0.0")
+        if self.listen:
+            return (self.listen,)
+        if _is_loopback(coordinator_host):
+            return ("::1" if ":" in coordinator_host else "127.0.0.1",)
+        return ("0.0.0.0", "::") if has_ipv6 else ("0.0.0.0",)
 
     def asks_router(self, coordinator_host: str) -> bool:
         """Whether a router is asked to forward the port."""
-        is_everywhere = self.listen_address(coordinator_host) in ("0.0.0.0", "::")
+        is_everywhere = "0.0.0.0" in self.listen_addresses(coordinator_host, has_ipv6=False)
         return self.ask_router and is_everywhere and not self.announce
 
     @property

@@ -77,6 +77,7 @@ class StatusDesk:
         timeline: Timeline | None = None,
         kept_times: Callable[[int], RoundTimes | None] = lambda number: None,
         given: Tally | None = None,
+        relay: Callable[[], str] = lambda: "",
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
@@ -87,6 +88,7 @@ class StatusDesk:
         self._timeline = timeline or Timeline()
         self._kept_times = kept_times
         self._given = given
+        self._relay = relay
         self._started_at = driver.clock.now()
         self._wall_clock = wall_clock
 
@@ -212,6 +214,7 @@ class StatusDesk:
             ],
             went_back=[f"{in_words(ruling)} (by {ruling.by})" for ruling in state.rolled_back],
             rounds_in_reach=spans_in_words(rounds_in_reach(state)),
+            relay=self._relay(),
         )
 
     def _node_status(

@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from ipaddress import IPv4Network
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,6 +36,7 @@ from protocol.errors import SystemRefusedError, UsageError
 
 INTERNET_MTU = 1500
 NETWORK = IPv4Network("10.99.0.0/16")
+NETWORK6 = IPv6Network("fd99::/64")
 
 _ROOT = Path(__file__).parents[2]
 _ANSWER_SECONDS = 30.0
@@ -75,9 +76,11 @@ class NetworkLab:
     The same seed loses the same packets of each link, counted from its first one.
     `congestion_control` is TCP's, for all hosts: cubic, bbr; "" leaves what the kernel has. With
     `keeps_window` their TCP remembers over a pause what a link carries, as `atoll node doctor` advises.
+    `families` says which hosts have an address of IPv6 alone ("6"), or of both ("46").
 
     `routers` puts hosts behind home routers, a host's own first: such a host has an address of its own
     within, and others know it by its last router's. Those of `mapping` have one that maps ports by NAT-PMP.
+    Routers know IPv4 alone.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class NetworkLab:
         seed: int = 0,
         mtu: int = INTERNET_MTU,
         network: IPv4Network = NETWORK,
+        families: Mapping[str, str] | None = None,
         congestion_control: str = "",
         keeps_window: bool = False,
         routers: Mapping[str, Sequence[NatKind]] | None = None,
@@ -97,9 +101,19 @@ class NetworkLab:
         self._free = network.hosts()
         self._prefix_length = network.prefixlen
         self._addresses = {host: str(next(self._free)) for host in links}
+        self._addresses6 = dict(zip(links, map(str, NETWORK6.hosts()), strict=False))
+        self._families = {host: (families or {}).get(host, "4") for host in links}
         self._setup = {
             "interfaces": {
-                host: f"{address}/{network.prefixlen}" for host, address in self._addresses.items()
+                host: [
+                    interface
+                    for family, interface in (
+                        ("4", f"{self._addresses[host]}/{network.prefixlen}"),
+                        ("6", f"{self._addresses6[host]}/{NETWORK6.prefixlen}"),
+                    )
+                    if family in self._families[host]
+                ]
+                for host in links
             },
             "links": {host: asdict(link) for host, link in links.items()},
             "mtu": mtu,
@@ -162,9 +176,14 @@ class NetworkLab:
         return tuple(self._addresses)
 
     def address(self, host: str) -> str:
-        """The IPv4 address by which others know the host, known before the lab is entered."""
+        """By which others know the host, known before the lab is entered; of IPv4 where it has one."""
         self._check(host)
-        return self._addresses[host]
+        return self._addresses[host] if "4" in self._families[host] else self.address6(host)
+
+    def address6(self, host: str) -> str:
+        """The host's address of IPv6, where it has one."""
+        self._check(host)
+        return self._addresses6[host]
 
     # What runs in a host
 
@@ -193,7 +212,8 @@ class NetworkLab:
     def socket(self, host: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
         """A socket of this process that belongs to the host, wherever it is used."""
         with self.inside(host):
-            return socket.socket(socket.AF_INET, kind)
+            family = socket.AF_INET if "4" in self._families[host] else socket.AF_INET6
+            return socket.socket(family, kind)
 
     # What is between hosts
 
@@ -248,7 +268,7 @@ class NetworkLab:
         return self
 
     def move(self, host: str) -> Self:
-        """Takes a host's address away and gives it a new one, as when a laptop changes networks.
+        """Takes a host's address of IPv4 away and gives it a new one, as when a laptop changes networks.
 
         What it has open goes nowhere from then on, and nothing tells it so but its own kernel.
         """

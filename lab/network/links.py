@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv6Address
 from random import Random
 from typing import NamedTuple
 
@@ -25,9 +25,10 @@ GATEWAY = IPv4Address("192.168.77.1")
 """A host's own router, as the host sees it."""
 
 _HEADER_BYTES = 20  # of IPv4 without options
-_TCP, _ICMP = 6, 1
+_HEADER6_BYTES = 40  # of IPv6, whose headers after it nobody in here sends
+_TCP, _ICMP, _ICMP6 = 6, 1, 58
 _SYN, _ACK = 0x02, 0x10
-_ECHO_REQUEST = 8
+_ECHO_REQUESTS = {_ICMP: 8, _ICMP6: 128}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class Traffic:
 
 
 class Packet(NamedTuple):
-    """An IPv4 packet between two hosts."""
+    """An IP packet between two hosts."""
 
     source: str
     target: str
@@ -98,39 +99,55 @@ class Arrival(NamedTuple):
 
 
 def target_of(content: bytes) -> bytes | None:
-    """The four bytes of whom an IPv4 packet is for; None for anything else."""
+    """The address whom an IP packet is for, 4 or 16 bytes; None for anything else."""
+    if _is_6(content):
+        return content[24:40] if len(content) >= _HEADER6_BYTES else None
     if len(content) < _HEADER_BYTES or content[0] >> 4 != 4:
         return None
     return content[16:20]
 
 
+def _is_6(content: bytes) -> bool:
+    return bool(content) and content[0] >> 4 == 6
+
+
+def _payload(content: bytes) -> tuple[int, bytes]:
+    """What an IP packet carries: the number of its protocol, and that packet."""
+    if _is_6(content):
+        return content[6], content[_HEADER6_BYTES:]
+    return content[9], content[(content[0] & 0x0F) * 4 :]
+
+
 def opens_a_conversation(content: bytes) -> bool:
-    """Whether this IPv4 packet may be the first that passes between two hosts.
+    """Whether this IP packet may be the first that passes between two hosts.
 
     A firewall here refuses all such packets, and keeps no memory of what went out: UDP never comes
     in, and neither does a SYN that crosses another one. Hole punching fails, as it does through the
     strict kind of NAT.
     """
-    if int.from_bytes(content[6:8]) & 0x1FFF:
+    if not _is_6(content) and int.from_bytes(content[6:8]) & 0x1FFF:
         return False  # a later fragment: worthless where the first was refused
-    protocol, rest = content[9], content[(content[0] & 0x0F) * 4 :]
+    protocol, rest = _payload(content)
     if protocol == _TCP:
         return len(rest) < 14 or rest[13] & (_SYN | _ACK) == _SYN
-    if protocol == _ICMP:
-        return len(rest) < 1 or rest[0] == _ECHO_REQUEST
+    if protocol in _ECHO_REQUESTS:
+        return len(rest) < 1 or rest[0] == _ECHO_REQUESTS[protocol]
     return True
 
 
 def conversation_of(content: bytes) -> bytes:
-    """What all IPv4 packets of one conversation have in common that go the same way; not for fragments."""
-    start = (content[0] & 0x0F) * 4
-    return content[9:10] + content[12:20] + content[start : start + 4]
+    """What all IP packets of one conversation have in common that go the same way; not for fragments."""
+    protocol, rest = _payload(content)
+    ends = content[8:40] if _is_6(content) else content[12:20]
+    return bytes([protocol]) + ends + rest[:4]
 
 
 def way_back_of(conversation: bytes) -> bytes:
     """The same of the packets that go the other way."""
-    protocol, source, target = conversation[:1], conversation[1:5], conversation[5:9]
-    return protocol + target + source + conversation[11:13] + conversation[9:11]
+    size = (len(conversation) - 5) // 2  # of an address
+    source, target = conversation[1 : 1 + size], conversation[1 + size : 1 + 2 * size]
+    ports = conversation[1 + 2 * size :]
+    return conversation[:1] + target + source + ports[2:] + ports[:2]
 
 
 class Pipe:
@@ -207,7 +224,7 @@ class Network:
     def __init__(
         self,
         links: Mapping[str, Link],
-        addresses: Mapping[str, IPv4Address],
+        addresses: Mapping[str, IPv4Address | IPv6Address],
         *,
         seed: int,
         now: float,
@@ -246,9 +263,17 @@ class Network:
         """Lets no packet in to this host that may open a conversation, or all again."""
         (self._firewalled.add if is_up else self._firewalled.discard)(host)
 
+    def also_at(self, host: str, address: IPv4Address | IPv6Address) -> None:
+        """Gives a host an address beside the one that it has."""
+        self._hosts[address.packed] = host
+
     def move(self, host: str, address: IPv4Address) -> None:
-        """Gives a host another address; what is sent to the one before goes nowhere."""
-        self._hosts = {a: name for a, name in self._hosts.items() if name != host}
+        """Gives a host another address of IPv4; what is sent to the one before goes nowhere."""
+        self._hosts = {
+            a: name
+            for a, name in self._hosts.items()
+            if name != host or len(a) != len(address.packed)
+        }
         self._hosts[address.packed] = host
 
     def forget_conversations(self, host: str) -> None:

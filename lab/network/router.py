@@ -160,8 +160,8 @@ def into_through(routers: Sequence[Router], content: bytes) -> bytes | None:
 
 
 def ends_of(content: bytes) -> tuple[Place, Place] | None:
-    """From where to where a packet goes; None of what is neither TCP nor UDP, and of later fragments."""
-    if len(content) < 20 or content[9] not in _CHECKSUM_AT:
+    """From where to where a packet goes; None of what is not TCP or UDP over IPv4, and of later fragments."""
+    if len(content) < 20 or content[0] >> 4 != 4 or content[9] not in _CHECKSUM_AT:
         return None
     start = (content[0] & 0x0F) * 4
     if int.from_bytes(content[6:8]) & 0x1FFF or len(content) < start + 8:

@@ -17,9 +17,9 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from ipaddress import IPv4Address, IPv4Interface
+from ipaddress import IPv4Address, IPv4Interface, IPv6Interface, ip_interface
 from pathlib import Path
 from typing import Any
 
@@ -56,45 +56,51 @@ class Host:
     """A namespace with one TUN device, whose other end is here."""
 
     def __init__(
-        self, interface: IPv4Interface, *, mtu: int, congestion_control: str, keeps_window: bool
+        self,
+        interfaces: Sequence[IPv4Interface | IPv6Interface],
+        *,
+        mtu: int,
+        congestion_control: str,
+        keeps_window: bool,
     ) -> None:
         self.namespace = new_namespace()
         self.inode = os.fstat(self.namespace).st_ino
         # Through the route, for which every algorithm that the kernel has may be named.
         self._routed = f"congctl {congestion_control}" if congestion_control else ""
-        self._interface = interface
+        self._interfaces = {interface.version: interface for interface in interfaces}
         with inside(self.namespace):
             self.device = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             request = struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI)
             fcntl.ioctl(self.device, _TUNSETIFF, request)
             # The kernel asks for neighbours by IPv6 as soon as a device is up: strays in the counts.
             with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
-                Path(f"/proc/sys/net/ipv6/conf/{DEVICE}/disable_ipv6").write_text("1")
+                of_device = Path(f"/proc/sys/net/ipv6/conf/{DEVICE}")
+                (of_device / "disable_ipv6").write_text("0" if 6 in self._interfaces else "1")
+                (of_device / "addr_gen_mode").write_text("1")  # none of the link itself
             _SLOW_START.write_text("0" if keeps_window else "1")  # of this namespace alone
             _ip(
                 "link set lo up",
                 f"link set {DEVICE} mtu {mtu} txqueuelen {_QUEUE_PACKETS} up",
-                f"addr add {interface} dev {DEVICE} noprefixroute",
-                self._route(interface),
+                *(command for interface in interfaces for command in self._added(interface)),
                 *(
                     [f"route add default via {GATEWAY} dev {DEVICE}"]
-                    if GATEWAY in interface.network
+                    if BEHIND_A_ROUTER in interfaces
                     else []
                 ),
             )
 
     def move(self, interface: IPv4Interface) -> None:
-        """Takes its address away, and gives it another one."""
+        """Takes its address of IPv4 away, and gives it another one."""
         with inside(self.namespace):
-            _ip(
-                f"addr del {self._interface} dev {DEVICE}",
-                f"addr add {interface} dev {DEVICE} noprefixroute",
-                self._route(interface),
-            )
-        self._interface = interface
+            _ip(f"addr del {self._interfaces[4]} dev {DEVICE}", *self._added(interface))
+        self._interfaces[4] = interface
 
-    def _route(self, interface: IPv4Interface) -> str:
-        return f"route replace {interface.network} dev {DEVICE} src {interface.ip} {self._routed}"
+    def _added(self, interface: IPv4Interface | IPv6Interface) -> tuple[str, str]:
+        is_unique = "nodad" if interface.version == 6 else ""  # else the kernel asks around first
+        return (
+            f"addr add {interface} dev {DEVICE} noprefixroute {is_unique}",
+            f"route replace {interface.network} dev {DEVICE} src {interface.ip} {self._routed}",
+        )
 
     def read(self) -> list[bytes]:
         """What the host has sent and nobody has read yet; not more than a batch."""
@@ -111,26 +117,29 @@ class Switch:
     def __init__(self, control: socket.socket, setup: Mapping[str, Any]) -> None:
         self._control = control
         interfaces = {
-            host: IPv4Interface(interface) for host, interface in setup["interfaces"].items()
+            host: [ip_interface(one) for one in told] for host, told in setup["interfaces"].items()
         }
         self._routers = {
-            host: _routers(**about, address=interfaces[host].ip)
+            host: _routers(**about, address=interfaces[host][0].ip)
             for host, about in setup["routers"].items()
         }
         self.hosts = {
             host: Host(
-                BEHIND_A_ROUTER if host in self._routers else interface,
+                [BEHIND_A_ROUTER] if host in self._routers else told,
                 mtu=setup["mtu"],
                 congestion_control=setup["congestion_control"],
                 keeps_window=setup["keeps_window"],
             )
-            for host, interface in interfaces.items()
+            for host, told in interfaces.items()
         }
-        addresses = {host: interface.ip for host, interface in interfaces.items()}
+        addresses = {host: told[0].ip for host, told in interfaces.items()}
         links = {host: Link(**link) for host, link in setup["links"].items()}
         self._network = Network(
             links, addresses, seed=setup["seed"], now=time.monotonic(), routers=self._routers
         )
+        for host, told in interfaces.items():
+            for one in told[1:]:
+                self._network.also_at(host, one.ip)
 
     def run(self, lab: int) -> None:
         """Passes packets on until the lab closes the socket, or that process is gone."""
@@ -185,12 +194,15 @@ class Switch:
         return None
 
 
-def _routers(*, kinds: list[str], maps_ports: bool, address: IPv4Address) -> list[Router]:
+def _routers(
+    *, kinds: list[str], maps_ports: bool, address: IPv4Address | IPv6Address
+) -> list[Router]:
     """In a row, the host's own first; the last one has the address by which others know the host."""
     routers = [
         Router(kind=kind, address=BETWEEN_ROUTERS, maps_ports=maps_ports)  # type: ignore[arg-type]
         for kind in kinds
     ]
+    assert isinstance(address, IPv4Address)
     routers[-1].address = address
     return routers
 

@@ -20,7 +20,7 @@ from node.config import NodeSettings
 from node.doctor.findings import Finding, wrong
 from node.history import History
 from node.kept import RUN_FILE
-from node.machine.addresses import own_addresses
+from node.machine.addresses import has_ipv6, own_addresses
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.kernel import congestion_control
 from node.machine.metadata import NoAnswerError, cloud_here, service_of
@@ -31,6 +31,7 @@ from protocol.files.folder_lock import FolderLock
 from protocol.run.layout import layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.terminal import console
+from protocol.terminal.console import printable
 from protocol.terminal.query import StatusLink
 from protocol.terminal.status_view import is_present, name_of
 from protocol.trust.credentials import LINK_FILE, Credentials
@@ -156,6 +157,8 @@ def coordinator_findings(
         return [wrong("coordinator", error)]
     round_trip = f"{1e3 * (answered_at - asked_at):.0f} ms"
     what = f"{credentials.endpoint} answers within {round_trip}"
+    if status.run.relay:
+        what += f", {printable(status.run.relay, most=200)}"
     return [
         Finding(about="coordinator", verdict="fine", what=what),
         *skew_findings(status.unix_seconds, (asked_at + answered_at) / 2),
@@ -240,20 +243,22 @@ def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
     if (running := FolderLock.holder_of(folder)) is not None:
         what = f"the node runs (process {running}) and has its port"
         return [Finding(about="port", verdict="note", what=what)]
-    address = settings.listen_address(_coordinator_host(folder))
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        socket.create_server((address, settings.port), family=family).close()
-    except OSError as error:
-        refused = SystemRefusedError(
-            f"nobody can listen on {address} port {settings.port}: {error.strerror or error}",
-            next_step="choose another --listen or --port, or stop what listens there",
-        )
-        return [wrong("port", refused)]
+    addresses = settings.listen_addresses(_coordinator_host(folder), has_ipv6=has_ipv6())
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            socket.create_server((address, settings.port), family=family).close()
+        except OSError as error:
+            refused = SystemRefusedError(
+                f"nobody can listen on {address} port {settings.port}: {error.strerror or error}",
+                next_step="choose another --listen or --port, or stop what listens there",
+            )
+            return [wrong("port", refused)]
+    where = " and ".join(addresses)
     what = (
-        f"TCP port {settings.port} of {address} is free"
+        f"TCP port {settings.port} of {where} is free"
         if settings.port
-        else f"a free one of {address} at each start; behind a router, set one and forward it"
+        else f"a free one of {where} at each start; behind a router, set one and forward it"
     )
     return [Finding(about="port", verdict="fine", what=what)]
 

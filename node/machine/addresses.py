@@ -65,6 +65,16 @@ def own_addresses() -> tuple[str, ...]:
                     found.append(address)
 
 
+def has_ipv6() -> bool:
+    """Whether this machine has IPv6 at all; it may still have no address that others reach."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
 def address_in(content: bytes) -> str | None:
     """The address that a message is about; None of one that others cannot use now."""
     family, _, flags, scope, _ = _ABOUT.unpack_from(content)

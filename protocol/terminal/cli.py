@@ -40,6 +40,11 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
                 summary="Set up and start the coordinator of a run.",
             ),
             Entry(
+                name="relay",
+                target="coordinator.relay.command:relay",
+                summary="Carry coordinators that nobody can dial, on a small server.",
+            ),
+            Entry(
                 name="invite",
                 target="coordinator.cli:invite",
                 summary="Make, list and revoke invites.",

@@ -290,6 +290,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
     if status.run.reason:
         lines.append(_labelled("", Text(status.run.reason, style="italic")))
     for label, words, style in (
+        ("relay", relay_in_words(status.run), ""),
         ("links", cut_off(status.nodes), "yellow"),
         ("copies", copies_in_words(status.nodes), "yellow"),
         ("atoll", releases_in_words(status.nodes), "yellow"),
@@ -320,6 +321,11 @@ def written_in_words(run: pb.RunStatus) -> str:
     return f"{after} “{text}”" + (
         f"{rest} 'atoll rounds show {written.round}'" if written.round else ""
     )
+
+
+def relay_in_words(run: pb.RunStatus) -> str:
+    """How nodes reach the coordinator; empty where they dial it."""
+    return run.relay and f"coordinator {printable(run.relay, most=200)}"
 
 
 def releases_in_words(nodes: Iterable[pb.NodeStatus]) -> str:

@@ -18,13 +18,9 @@ SECRET_BYTES = 32
 MAX_HOST_BYTES = 253  # a host name's longest form (RFC 1035)
 MAX_INVITE_ID_BYTES = 64
 
-_PREFIX = "atoll1-"
-_ANY_PREFIX = re.compile(r"atoll[0-9]+-")
 _CHECK_BYTES = 4
 _CHECK_CONTEXT = "atoll invite check 1"
 _SECRET_CONTEXT = "atoll invite secret 1"
-
-_ASK_AGAIN = "copy it again, or ask the run owner for a new one: 'atoll invite create'"
 
 
 def hash_of_secret(secret: bytes) -> bytes:
@@ -35,6 +31,64 @@ def hash_of_secret(secret: bytes) -> bytes:
 def endpoint_of(host: str, port: int) -> str:
     """Host and port as URIs and gRPC write them: IPv6 addresses in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Armour:
+    """How bytes become one line that people copy, and back: prefix, base32, a length and a check."""
+
+    prefix: str  # ends with a number and "-"
+    noun: str  # "invite"
+    ask_again: str  # what to do about a wrong one
+
+    def encode(self, content: bytes) -> str:
+        """The line."""
+        sized = (2 + len(content) + _CHECK_BYTES).to_bytes(2) + content
+        return self.prefix + _base32(sized + _check(sized))
+
+    def decode(self, text: str) -> bytes:
+        """The content of a line with spaces and line breaks anywhere in it, in either case.
+
+        Raises BadDataError that says whether it is no such line, is truncated, or is mistyped.
+        """
+        squeezed, noun = "".join(text.split()).lower(), self.noun
+        if not squeezed.startswith(self.prefix):
+            if other := re.match(self.prefix.rstrip("-0123456789") + "[0-9]+(?=-)", squeezed):
+                raise BadDataError(
+                    f"the {noun} is of another version of Atoll: {other.group()}",
+                    next_step="install the version of Atoll that the run owner uses",
+                )
+            raise BadDataError(
+                f"{_shortened(text)!r} is not {_with_article(noun)}: {noun}s begin with {self.prefix!r}",
+                next_step=self.ask_again,
+            )
+        characters = squeezed.removeprefix(self.prefix)
+        wrong = re.search(r"[^a-z2-7]", characters)
+        if wrong:
+            raise BadDataError(
+                f"character {len(self.prefix) + wrong.start() + 1} of the {noun} is wrong: "
+                f"{wrong.group()!r} occurs in none",
+                next_step=self.ask_again,
+            )
+        packed = _unbase32(characters)
+        num_bytes = int.from_bytes(packed[:2]) if len(packed) >= 2 else 0
+        if len(packed) < max(num_bytes, 2):
+            raise BadDataError(
+                f"the {noun} is truncated: {len(squeezed)} characters arrived"
+                + (f" of {len(self.prefix) + -(-num_bytes * 8 // 5)}" if num_bytes else ""),
+                next_step=self.ask_again,
+            )
+        sized, check = packed[:-_CHECK_BYTES], packed[-_CHECK_BYTES:]
+        if len(packed) != num_bytes or check != _check(sized) or _base32(packed) != characters:
+            raise BadDataError(f"a character of the {noun} is wrong", next_step=self.ask_again)
+        return sized[2:]
+
+
+INVITE = Armour(
+    prefix="atoll1-",
+    noun="invite",
+    ask_again="copy it again, or ask the run owner for a new one: 'atoll invite create'",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +106,7 @@ class Invite:
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        if not _is_host(self.host):
-            raise UsageError(
-                f"{self.host!r} is not a host", next_step="give a host name or an IP address"
-            )
-        if not 0 < self.port < 1 << 16:
-            raise UsageError(f"{self.port} is not a port", next_step="give one from 1 to 65535")
+        check_endpoint(self.host, self.port)
         if len(self.pin) != PIN_BYTES or len(self.secret) != SECRET_BYTES:
             raise ValueError("an invite's pin and secret have 32 bytes each")
         if not 0 < len(self.invite_id.encode()) <= MAX_INVITE_ID_BYTES:
@@ -82,46 +131,12 @@ class Invite:
                 host,
             )
         )
-        sized = (2 + len(content) + _CHECK_BYTES).to_bytes(2) + content
-        return _PREFIX + _base32(sized + _check(sized))
+        return INVITE.encode(content)
 
     @classmethod
     def decode(cls, text: str) -> "Invite":
-        """Reads an invite, with spaces and line breaks anywhere in it, in either case.
-
-        Raises BadDataError that says whether it is no invite, is truncated, or is mistyped.
-        """
-        squeezed = "".join(text.split()).lower()
-        if not squeezed.startswith(_PREFIX):
-            if _ANY_PREFIX.match(squeezed):
-                raise BadDataError(
-                    f"the invite is of another version of Atoll: {squeezed.partition('-')[0]}",
-                    next_step="install the version of Atoll that the run owner uses",
-                )
-            raise BadDataError(
-                f"{_shortened(text)!r} is not an invite: invites begin with {_PREFIX!r}",
-                next_step=_ASK_AGAIN,
-            )
-        characters = squeezed.removeprefix(_PREFIX)
-        wrong = re.search(r"[^a-z2-7]", characters)
-        if wrong:
-            raise BadDataError(
-                f"character {len(_PREFIX) + wrong.start() + 1} of the invite is wrong: "
-                f"{wrong.group()!r} occurs in none",
-                next_step=_ASK_AGAIN,
-            )
-        packed = _unbase32(characters)
-        num_bytes = int.from_bytes(packed[:2]) if len(packed) >= 2 else 0
-        if len(packed) < max(num_bytes, 2):
-            raise BadDataError(
-                f"the invite is truncated: {len(squeezed)} characters arrived"
-                + (f" of {len(_PREFIX) + -(-num_bytes * 8 // 5)}" if num_bytes else ""),
-                next_step=_ASK_AGAIN,
-            )
-        sized, check = packed[:-_CHECK_BYTES], packed[-_CHECK_BYTES:]
-        if len(packed) != num_bytes or check != _check(sized) or _base32(packed) != characters:
-            raise BadDataError("a character of the invite is wrong", next_step=_ASK_AGAIN)
-        return cls._unpack(sized[2:])
+        """Reads an invite; raises BadDataError (Armour.decode)."""
+        return cls._unpack(INVITE.decode(text))
 
     @classmethod
     def _unpack(cls, content: bytes) -> "Invite":
@@ -135,7 +150,17 @@ class Invite:
                 raise ValueError("its lengths do not add up")
             return cls(host=host, port=port, pin=pin, invite_id=invite_id, secret=secret)
         except (IndexError, ValueError, UsageError) as error:
-            raise BadDataError(f"not a valid invite: {error}", next_step=_ASK_AGAIN) from error
+            raise BadDataError(
+                f"not a valid invite: {error}", next_step=INVITE.ask_again
+            ) from error
+
+
+def check_endpoint(host: str, port: int) -> None:
+    """Raises UsageError for a host or port that cannot be."""
+    if not _is_host(host):
+        raise UsageError(f"{host!r} is not a host", next_step="give a host name or an IP address")
+    if not 0 < port < 1 << 16:
+        raise UsageError(f"{port} is not a port", next_step="give one from 1 to 65535")
 
 
 def _is_host(text: str) -> bool:
@@ -159,6 +184,10 @@ def _unbase32(characters: str) -> bytes:
     """Decodes as many whole bytes as the characters hold; Python's own refuses broken ends."""
     whole = len(characters) * 5 // 8
     return base64.b32decode(characters.upper() + "A" * (-len(characters) % 8))[:whole]
+
+
+def _with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def _shortened(text: str) -> str:

@@ -118,12 +118,12 @@ def _bind(
     with contextlib.suppress(RuntimeError):
         bound = server.add_secure_port(endpoint_of(host, port), credentials)
     if not bound:
-        raise _refusal(host, port)
+        raise refusal_to_listen(host, port)
     return bound
 
 
-def _refusal(host: str, port: int) -> SystemRefusedError:
-    """Finds out why by binding a plain socket: gRPC gives the reason as text for its log only."""
+def refusal_to_listen(host: str, port: int) -> SystemRefusedError:
+    """Why nobody can listen there, found by binding a plain socket: gRPC tells its reason to its log only."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in found:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from coordinator.app import Coordinator
 from coordinator.config import CoordinatorConfig, Home, create_home
+from coordinator.relay.line import Carriage
 from protocol.run.layout import layout_of
 from protocol.run.models import Description, TensorShape
 from protocol.run.run_spec import DESCRIPTION_FILE, run_from_json
@@ -40,13 +41,13 @@ def described(folder: Path, text: str = RUN) -> str:
     return text
 
 
-def new_home(folder: Path) -> Home:
-    return create_home(folder, config=LOCAL, text=described)
+def new_home(folder: Path, *, host: str = "127.0.0.1") -> Home:
+    return create_home(folder, config=LOCAL.with_changes(host=host), text=described)
 
 
 @asynccontextmanager
-async def serving(home: Home) -> AsyncIterator[Coordinator]:
-    coordinator = await Coordinator.start(home, home.config)
+async def serving(home: Home, carriage: Carriage | None = None) -> AsyncIterator[Coordinator]:
+    coordinator = await Coordinator.start(home, home.config, carriage)
     try:
         yield coordinator
     finally:

@@ -78,7 +78,7 @@ def test_who_stood_still_counts_again_and_a_coordinator_that_did_gives_up_nobody
     swarm.does("training", "awake", "asleep")
     with stopped({swarm.coordinator.process.pid}):
         time.sleep(SLEEP_SECONDS)
-    swarm.coordinator.says("slept")
+    swarm.coordinator.says("heard nobody")
     goes_on(swarm, num_rounds=2)
     assert "node lost" not in swarm.coordinator.log, swarm.coordinator.log
 

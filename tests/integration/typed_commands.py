@@ -31,7 +31,7 @@ PATIENCE_SECONDS = (
 )
 STOP_SECONDS = 10.0  # what a node may take to end
 
-_READY = re.compile(r"coordinator ready: control [\d.]+:(\d+), enrolment [\d.]+:(\d+)")
+_READY = re.compile(r"coordinator ready: control \S+:(\d+), enrolment \S+:(\d+)")
 
 _WITHOUT_PRIVILEGES = """
 import ctypes, os, sys
@@ -227,7 +227,7 @@ class Swarm:
         *,
         host: str = "127.0.0.1",
         disk: SmallDisk | None = None,
-        complete: Callable[[Path], None] = lambda _: None,
+        complete: Callable[[Path], object] = lambda _: None,
         init_options: Sequence[str | Path] = (),
     ) -> None:
         self.folder = folder

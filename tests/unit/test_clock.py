@@ -49,6 +49,21 @@ def test_time_for_which_the_process_was_stopped_does_not_count() -> None:
     assert clock.take_slept() == 0.0
 
 
+def test_time_in_which_nobody_can_be_heard_does_not_count_and_is_told_when_that_is_over() -> None:
+    source, is_deaf = Source(), False
+    clock = LoopClock(starts_at=100.0, source=source, hears_nobody=lambda: is_deaf)
+    running(source, clock, 30.0)
+    is_deaf = True
+    running(source, clock, 60.0)
+    source.seconds += HOUR
+    assert clock.now() == pytest.approx(130.0)
+    assert clock.take_slept() == 0.0
+    is_deaf = False
+    running(source, clock, 10.0)
+    assert clock.now() == pytest.approx(140.0)
+    assert clock.take_slept() == pytest.approx(60.0 + HOUR)
+
+
 def test_a_busy_process_is_not_taken_for_a_stopped_one() -> None:
     source = Source()
     clock = LoopClock(starts_at=0.0, source=source)

@@ -29,7 +29,9 @@ def test_a_helpers_file_has_the_keys_that_mean_something_to_it(tmp_path: Path) -
 def test_a_router_is_asked_for_a_port_unless_that_is_refused_or_makes_no_sense() -> None:
     elsewhere = "train.example.org"
     assert NodeSettings(name="node").asks_router(elsewhere)
-    assert NodeSettings(name="node", listen="::").asks_router(elsewhere)
+    assert not NodeSettings(name="node", listen="::").asks_router(
+        elsewhere
+    )  # nothing is translated there
     assert not NodeSettings(name="node").asks_router("127.0.0.1")
     assert not NodeSettings(name="node", ask_router=False).asks_router(elsewhere)
     assert not NodeSettings(name="node", listen="10.0.0.2").asks_router(elsewhere)

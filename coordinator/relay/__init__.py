@@ -1,0 +1,1 @@
+"""A relay: a small server that others can dial, for coordinators that cannot be dialled."""

@@ -1,0 +1,346 @@
+"""The relay itself: who is carried, who connects to whom, and by which connection.
+
+Coordinators dial one port, with the secret of the relay's line; for each the relay listens on its ports as
+long as it is here. It reads nothing of what it carries, has no key of any run, and dials nobody.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import ssl
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any, Self
+
+import structlog
+
+from coordinator.relay.doors import Doors, listening_socket
+from coordinator.relay.limits import Limits, Pace, Place, Places
+from coordinator.relay.line import PORTS_FILE, KeptPorts, RelayKey
+from coordinator.relay.stream import (
+    CHUNK_BYTES,
+    PING_SECONDS,
+    Connection,
+    Message,
+    joined,
+)
+from protocol.errors import AtollError, ProtocolMismatchError, SystemRefusedError
+from protocol.terminal.console import printable
+
+if TYPE_CHECKING:
+    import socket
+
+HELLO_SECONDS = 10.0
+"""For TLS, and again for who a coordinator says it is."""
+
+STRANGERS = Limits(most=256, most_per_address=64, burst_per_address=1 << 20)
+"""Connections in that state; coordinators open as many as nodes come at once."""
+
+MOST_PORTS = 3
+"""Of one coordinator."""
+
+MOST_NAME = 128
+"""Characters of what a coordinator says of itself."""
+
+MOST_SPARES = 64
+"""Connections that wait for somebody, of one coordinator."""
+
+_log = structlog.get_logger(__name__)
+
+
+class _Spare(Connection):
+    """A coordinator's connection that waits for somebody to be carried."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection.reader, connection.writer)
+        self.taken: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.carries: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> None:
+        """Pings until it is taken; then settles `carries`. Raises OSError, ProtocolMismatchError."""
+        told = asyncio.ensure_future(self.receive())
+        try:
+            is_answered = True
+            while not self.taken.done():
+                waits_for: set[asyncio.Future[Any]] = {told, self.taken}
+                await asyncio.wait(
+                    waits_for, timeout=PING_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                if told.done():
+                    told.result()
+                    is_answered, told = True, asyncio.ensure_future(self.receive())
+                elif not self.taken.done():
+                    if not is_answered:
+                        raise TimeoutError("it does not answer")
+                    is_answered = False
+                    await self.send(ping=True)
+            await self.send(carry=self.taken.result())
+            while "carrying" not in (message := await told):  # a ping's answer may come before
+                told = asyncio.ensure_future(self.receive())
+            self.carries.set_result(message["carrying"] is True)
+        finally:
+            told.cancel()
+            if not self.carries.done():
+                self.carries.set_result(False)
+            await asyncio.gather(told, return_exceptions=True)
+
+
+class _Carried:
+    """A coordinator that is here: its ports, and its connections that wait for somebody."""
+
+    def __init__(self, hello: "_Hello", address: str) -> None:
+        self.name, self.process, self.address = hello.name, hello.process, address
+        self.listening: dict[int, asyncio.Task[None]] = {}
+        self.num_connections = 0
+        self.spares: deque[_Spare] = deque()
+        self.came = asyncio.Condition()
+
+    async def connection_for(self, port: int) -> _Spare:
+        """One that carries from now on; waits for it."""
+        while True:
+            async with self.came:
+                await self.came.wait_for(lambda: bool(self.spares))
+                spare = self.spares.popleft()
+            spare.taken.set_result(port)
+            try:
+                if await asyncio.shield(spare.carries):
+                    return spare
+            except asyncio.CancelledError:
+                spare.abort()
+                raise
+            spare.abort()  # it was gone, and nobody had seen it; or the coordinator cannot carry more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hello:
+    """Who a coordinator says it is. `owner` is the secret of its folder, `process` a name of its start."""
+
+    owner: bytes
+    process: str
+    ports: tuple[int, ...]
+    name: str
+
+    @classmethod
+    def read(cls, message: Message) -> Self:
+        """Raises ProtocolMismatchError."""
+        owner, process, ports, name = map(message.get, ("owner", "process", "ports", "name"))
+        if (
+            not (isinstance(owner, str) and isinstance(process, str) and isinstance(name, str))
+            or not (isinstance(ports, list) and 0 < len(ports) <= MOST_PORTS)
+            or not all(type(port) is int and 0 < port < 1 << 16 for port in ports)
+            or not all(len(text) <= MOST_NAME for text in (owner, process, name))
+        ):
+            raise ProtocolMismatchError("what connects is no coordinator of this version of Atoll")
+        try:
+            return cls(
+                owner=bytes.fromhex(owner),
+                process=process,
+                ports=tuple(ports),
+                name=_one_line(name),
+            )
+        except ValueError as error:
+            raise ProtocolMismatchError("a coordinator's own secret cannot be read") from error
+
+
+class Relay:
+    """A relay that serves. `allowed` are the ports that it may listen on for coordinators."""
+
+    def __init__(
+        self,
+        *,
+        key: RelayKey,
+        ports: KeptPorts,
+        host: str,
+        port: int,
+        allowed: range,
+        limits: Limits,
+    ) -> None:
+        """Listens. Raises SystemRefusedError."""
+        self._key, self._kept, self._host = key, ports, host
+        self._allowed, self._limits = allowed, limits
+        self._places = Places(limits)
+        self._pace = Pace(limits.bytes_per_second)
+        self._carried: dict[bytes, _Carried] = {}
+        self._changing = asyncio.Lock()
+        self._doors = Doors()
+        listener = listening_socket(host, port)
+        self.port = int(listener.getsockname()[1])
+        tls = {"ssl": server_context(key), "ssl_handshake_timeout": HELLO_SECONDS}
+        self._doors.open(listener, Places(STRANGERS), self._coordinator, tls)
+
+    async def stop(self) -> None:
+        """Ends all connections."""
+        await self._doors.close()
+
+    def in_words(self) -> str:
+        """What it does, for its log and its service manager."""
+        names = ", ".join(
+            f"{one.name} on {' and '.join(map(str, one.listening))}"
+            for one in self._carried.values()
+        )
+        open_, refused = self._places.num_open, self._places.num_refused
+        return f"carries {names or 'nobody'}; {open_} connections, {refused} refused"
+
+    # Coordinators
+
+    async def _coordinator(self, connection: Connection, place: Place) -> None:
+        """Asks who it is, and lets its connection wait for somebody."""
+        async with asyncio.timeout(HELLO_SECONDS):
+            message = await connection.receive()
+            refusal, hello = self._secret_refusal(message), None
+            if refusal is None:
+                hello = _Hello.read(message)
+                async with self._changing:
+                    refusal = self._let_in(hello, connection.address)
+            if refusal is not None:
+                _log.warning("a coordinator is refused", why=refusal.what, address=place.source)
+                await connection.send(
+                    refused=refusal.what, next=refusal.next_step, is_final=refusal.is_final
+                )
+                connection.close()
+                await connection.writer.wait_closed()
+                return
+        assert hello is not None
+        place.leave()  # it is no stranger any more
+        carried = self._carried[hello.owner]
+        try:
+            await self._wait_for_somebody(connection, carried)
+        finally:
+            carried.num_connections -= 1
+            if not carried.num_connections:
+                async with self._changing:
+                    await self._forget(hello.owner, carried)
+
+    def _secret_refusal(self, message: Message) -> "_Refusal | None":
+        secret = message.get("secret")
+        if isinstance(secret, str) and hmac.compare_digest(
+            secret.encode(errors="replace"), self._key.secret.hex().encode()
+        ):
+            return None
+        return _Refusal(
+            "the secret of the relay's line is not this relay's",
+            "copy the line again from relay.line in the relay's folder",
+        )
+
+    def _let_in(self, hello: _Hello, address: str) -> "_Refusal | None":
+        """Counts its connection in, and listens for it from its first on; or says why not."""
+        carried = self._carried.get(hello.owner)
+        if carried is None:
+            refusal = self._listen(hello, address)
+            if refusal is not None:
+                return refusal
+            carried = self._carried[hello.owner]
+        elif (carried.process, tuple(carried.listening)) != (hello.process, hello.ports):
+            return _Refusal(
+                f"another coordinator of this folder is here, from {carried.address}",
+                "stop one of the two; one that has just ended is forgotten in some seconds",
+                is_final=False,
+            )
+        elif len(carried.spares) >= MOST_SPARES:
+            return _Refusal(f"{MOST_SPARES} connections wait already", "", is_final=False)
+        carried.num_connections += 1
+        return None
+
+    def _listen(self, hello: _Hello, address: str) -> "_Refusal | None":
+        outside = [port for port in hello.ports if port not in self._allowed]
+        first, last = self._allowed[0], self._allowed[-1]
+        if outside:
+            return _Refusal(
+                f"port {outside[0]} is none of the relay's, which has {first} to {last}",
+                "choose others by --port and --enrolment-port, or start the relay with other --ports",
+            )
+        if taken := self._kept.taken(hello.ports, hello.owner):
+            return _Refusal(
+                f"another coordinator has port {taken[0]} of the relay",
+                "choose others by --port and --enrolment-port; of one that is gone for good the "
+                f"relay's owner removes the line from {PORTS_FILE} and starts the relay again",
+            )
+        try:
+            self._kept.give(hello.ports, hello.owner)
+        except AtollError as error:
+            return _Refusal(f"on the relay's machine {error.what}", error.next_step, is_final=False)
+        sockets: list[socket.socket] = []
+        try:
+            for port in hello.ports:
+                sockets.append(listening_socket(self._host, port))
+        except SystemRefusedError as error:
+            for one in sockets:
+                one.close()
+            return _Refusal(f"on the relay's machine {error.what}", "free it there")
+        carried = self._carried[hello.owner] = _Carried(hello, address)
+        for port, listener in zip(hello.ports, sockets, strict=True):
+            serve = partial(self._client, carried, port)
+            carried.listening[port] = self._doors.open(listener, self._places, serve)
+        _log.info("a coordinator is here", run=carried.name, address=address, ports=hello.ports)
+        return None
+
+    async def _forget(self, owner: bytes, carried: _Carried) -> None:
+        """Listens for it no more: who dials its ports hears at once that nobody is there."""
+        if carried.num_connections or self._carried.get(owner) is not carried:
+            return
+        del self._carried[owner]
+        for task in carried.listening.values():
+            task.cancel()
+        await asyncio.gather(*carried.listening.values(), return_exceptions=True)
+        _log.info("a coordinator is gone", run=carried.name, address=carried.address)
+
+    async def _wait_for_somebody(self, connection: Connection, carried: _Carried) -> None:
+        spare = _Spare(connection)
+        await spare.send(waits=True)
+        async with carried.came:
+            carried.spares.append(spare)
+            carried.came.notify()
+        try:
+            await spare.wait()
+        finally:
+            with contextlib.suppress(ValueError):
+                carried.spares.remove(spare)
+        with contextlib.suppress(OSError):
+            await spare.writer.wait_closed()  # whoever it was taken for closes it
+
+    # Everybody
+
+    async def _client(self, carried: _Carried, port: int, connection: Connection, _: Place) -> None:
+        """Carries what comes to a coordinator's port, from its first bytes on."""
+        limits = self._limits
+        async with asyncio.timeout(limits.first_bytes_seconds):
+            first = await connection.reader.read(CHUNK_BYTES)
+        if not first:
+            return
+        async with asyncio.timeout(limits.wait_seconds):
+            spare = await carried.connection_for(port)
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._pace.wait_seconds(len(first), loop.time()))
+        spare.writer.write(first)
+        await joined(
+            connection,
+            spare,
+            idle_seconds=limits.idle_seconds,
+            wait_seconds=lambda num_bytes: self._pace.wait_seconds(num_bytes, loop.time()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why a coordinator is not carried. One that is not final may pass by itself."""
+
+    what: str
+    next_step: str
+    is_final: bool = True
+
+
+def _one_line(text: str) -> str:
+    return " ".join(printable(text, most=MOST_NAME).split())
+
+
+def server_context(key: RelayKey) -> ssl.SSLContext:
+    """The relay's side of TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    with NamedTemporaryFile(prefix="atoll-relay-") as file:  # Python takes keys from files only
+        Path(file.name).write_bytes(key.certificate_pem + key.key_pem)
+        context.load_cert_chain(file.name)
+    return context

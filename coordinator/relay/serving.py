@@ -1,0 +1,78 @@
+"""A relay as a process: its folder, its line, signals and its service manager."""
+
+import asyncio
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from coordinator.relay.limits import Limits
+from coordinator.relay.line import LINE_FILE, PORTS_FILE, KeptPorts, RelayKey
+from coordinator.relay.server import Relay
+from protocol.files.descriptors import require_open_files
+from protocol.files.durable import make_folder, write_atomically
+from protocol.files.folder_lock import FolderLock
+from protocol.service.notify import ServiceManager
+from protocol.terminal.logging import keeping_the_end, start_logging
+from protocol.trust.invite import endpoint_of
+
+OWN_OPEN_FILES = 64
+STOP_SECONDS = 20.0
+"""What a service manager should grant it for its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What 'atoll relay start' was told."""
+
+    host: str
+    port: int
+    allowed: range
+    advertise: str
+    limits: Limits
+
+
+async def until_stopped(status: str) -> None:
+    """Tells the service manager what is served, and waits for SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    manager = ServiceManager.of_environment()
+    manager.ready(status)
+    async with manager.watching():
+        await stopped.wait()
+    manager.stopping("stopping", within_seconds=STOP_SECONDS)
+
+
+async def run_relay(folder: Path, settings: Settings, *, log_json: bool) -> None:
+    """Serves until SIGINT or SIGTERM. Raises AtollError."""
+    require_open_files(OWN_OPEN_FILES + 2 * settings.limits.most, of="the relay")
+    make_folder(folder, mode=0o700)
+    lock = FolderLock.take(folder, holder="relay", next_step="stop it, or choose another folder")
+    try:
+        log = start_logging(as_json=log_json, folder=folder, process="relay")
+        with keeping_the_end(folder, "relay"):
+            key = RelayKey.of_folder(folder)
+            relay = Relay(
+                key=key,
+                ports=KeptPorts(folder / PORTS_FILE),
+                host=settings.host,
+                port=settings.port,
+                allowed=settings.allowed,
+                limits=settings.limits,
+            )
+            try:
+                line = key.line(settings.advertise, relay.port)
+                path = folder / LINE_FILE
+                is_new = not path.exists()
+                write_atomically(path, f"{line.encode()}\n".encode(), mode=0o600)
+                click.echo(f"relay ready at {endpoint_of(settings.host, relay.port)}")
+                if is_new:
+                    click.echo(f"atoll coordinator start DIR --through {line.encode()}")
+                log.write(f"the line for coordinators, who dial {line.endpoint}, is in {path}\n")
+                await until_stopped(f"serves coordinators at {line.endpoint}")
+            finally:
+                await relay.stop()
+    finally:
+        lock.release()

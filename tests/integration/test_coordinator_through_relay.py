@@ -1,0 +1,86 @@
+"""A real coordinator in this process, and nodes that reach it by a relay alone."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from coordinator_scene import invite_from, joined, new_home, serving
+
+from coordinator.relay.line import RelayKey
+from coordinator.relay.server import server_context
+from coordinator.swarm.state import MemberState
+from protocol.errors import AtollError, CertificateRefusedError, ProtocolMismatchError
+from protocol.trust.enrolment import enrol
+from protocol.trust.identity import Identity
+from protocol.trust.pki import Authority
+from protocol.v1 import status_pb2
+from tests.relay_scene import AT_HOME, HOST, World, until
+
+
+async def test_nodes_join_and_attach_by_a_relay_and_are_not_given_up_while_it_is_away(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path / "relay")
+    home = new_home(tmp_path / "run", host=AT_HOME)
+    async with world.relay() as relay, serving(home, world.carriage()) as coordinator:
+        invite, _ = await invite_from(home)
+        assert (invite.host, invite.port) == (HOST, coordinator.enrolment_port)
+        node = await joined(invite, "node-a")
+        assert node.credentials.endpoint == f"{HOST}:{coordinator.control_port}"
+        await node.attach()
+        node.subscribe()
+        await node.next("roster")
+
+        async def relay_in_words() -> str:
+            answer = await node.status.GetStatus(status_pb2.GetStatusRequest())
+            return str(answer.run.relay)
+
+        assert await relay_in_words() == f"through relay {HOST}:{world.port}"
+        driver = coordinator.driver
+        lease_until = driver.state.members[node.node_id].lease_until
+        await relay.stop()
+        assert coordinator.through is not None
+        await until(lambda: coordinator.through.is_away and not driver.has_streams)
+        stood_at = driver.clock.now()
+        with pytest.raises(AtollError, match="no coordinator answers"):
+            await node.beat()
+        await asyncio.sleep(1.5)  # longer than what is looked at in between
+        assert driver.clock.now() == stood_at
+        member = driver.state.members[node.node_id]
+        assert (member.state, member.lease_until) == (MemberState.READY, lease_until)
+        async with world.relay():
+            await until(lambda: not coordinator.through.is_away)
+            await node.close()
+            node.connect()
+            await node.beat()
+            assert driver.state.members[node.node_id].lease_until > lease_until
+            assert driver.clock.now() > stood_at
+            await node.close()
+
+
+async def test_a_relay_that_answers_in_its_coordinators_place_is_found_out(tmp_path: Path) -> None:
+    world = World(tmp_path / "relay")
+    home = new_home(tmp_path / "run", host=AT_HOME)
+    async with world.relay(), serving(home, world.carriage()) as coordinator:
+        invite, _ = await invite_from(home)
+        node = await joined(invite, "node-a")
+    swarm_id = node.credentials.swarm_id  # a relay sees that name in each handshake
+    server = Authority.create(swarm_id).issue_server()
+    forged = RelayKey(
+        certificate_pem=server.certificate_pem, key_pem=server.key_pem, secret=bytes(32)
+    )
+    context = server_context(forged)
+    heard = []
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(1 << 16))
+        writer.close()
+
+    for port in (coordinator.control_port, coordinator.enrolment_port):
+        await asyncio.start_server(listen, HOST, port, ssl=context)
+    with pytest.raises(ProtocolMismatchError, match="has certificate"):
+        await enrol(invite, Identity.generate(), "node-b")
+    with pytest.raises(CertificateRefusedError, match="is not of swarm"):
+        await node.attach()
+    assert not any(heard), "nobody has told it anything"
+    await node.close()

@@ -1,0 +1,112 @@
+"""Real processes in a network lab: a coordinator that nobody can dial, and the relay that carries it."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from lab_swarm import COORDINATOR, asked, started
+from typed_commands import Running, Swarm, atoll, done, refused
+
+from coordinator.relay.line import LINE_FILE, Carriage
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
+from node.kept import kept_model
+from tests.tiny_runs import tiny_text
+
+ROUNDS = 5
+RUN = tiny_text(
+    run={"name": "at-home", "rounds": ROUNDS, "min_nodes": 2},
+    inner={"steps": 1_000_000},  # rounds end at their deadline
+    deadlines={"train": 2, "contribute": 10, "commit": 20, "lease": 12},
+    evaluation={"every_rounds": ROUNDS},
+)
+
+RELAY, NODES = "relay", ("one", "two")
+PORT = "7720"
+ACCESS = Link(up_bits_per_second=20e6, down_bits_per_second=100e6, delay_seconds=0.02)
+
+pytestmark = pytest.mark.usefixtures("may_make_network_labs")
+
+
+@pytest.fixture
+def lab() -> Iterator[NetworkLab]:
+    with NetworkLab(dict.fromkeys((COORDINATOR, RELAY, *NODES), ACCESS)) as lab:
+        lab.firewall(COORDINATOR)
+        yield lab
+
+
+def start_relay(lab: NetworkLab, folder: Path) -> Running:
+    with lab.inside(RELAY):
+        relay = Running(
+            *("relay", "start", folder, "--port", PORT, "--advertise", lab.address(RELAY)),
+            *("--ports", "1024-65535", "--max-rate", "20mbit"),
+        )
+    relay.says("relay ready")
+    return relay
+
+
+@pytest.mark.nightly
+def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies_and_comes_back(
+    lab: NetworkLab, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        relay = start_relay(lab, tmp_path / RELAY)
+        stack.callback(relay.clean_up)
+        line = (tmp_path / RELAY / LINE_FILE).read_text()
+        assert f"--through {line.strip()}" in relay.log
+        with lab.inside(COORDINATOR):
+            swarm = Swarm(
+                tmp_path / "swarm",
+                RUN,
+                host=lab.address(COORDINATOR),
+                complete=lambda home: Carriage.chosen(home, line),
+            )
+        stack.callback(swarm.end)
+        relay.says("a coordinator is here")
+        running = started(lab, swarm, NODES)
+
+        for node in running.values():
+            node.says("attached")
+        swarm.coordinator.says("round opened", times=2)
+        relay.process.send_signal(signal.SIGKILL)
+        relay.process.wait()
+        swarm.coordinator.says("nodes cannot come through the relay")
+        with lab.inside("one"):
+            refused(
+                atoll("status", "--dir", swarm.folder / "one"),
+                69,
+                f"no coordinator answers at {lab.address(RELAY)}",
+            )
+        again = start_relay(lab, tmp_path / RELAY)
+        stack.callback(again.clean_up)
+        assert line.strip() not in again.log, "it is printed once"
+        swarm.coordinator.says("round opened", times=3)
+        swarm.coordinator.process.send_signal(signal.SIGKILL)
+        swarm.coordinator.process.wait()
+        with lab.inside(COORDINATOR):
+            swarm.start_coordinator()
+        for name in NODES:
+            with lab.inside(name):
+                assert f"through relay {lab.address(RELAY)}:{PORT}" in done(
+                    atoll("status", "--dir", swarm.folder / name)
+                )
+        for node in running.values():
+            node.ends(set())
+            assert "run finished" in node.log
+        again.stop(signal.SIGTERM)
+
+        run, rounds = asked(lab, swarm, "status")["run"], asked(lab, swarm, "rounds")
+        assert (run["phase"], run["digests_agree"]) == ("finished", True)
+        assert [each["round"] for each in rounds] == list(range(ROUNDS, 0, -1))
+        for each in rounds:
+            assert each["num_committed_slices"] == each["num_slices"], rounds
+            assert each["num_participants"] == len(NODES), rounds
+        models = [kept_model(swarm.folder / name) for name in NODES]
+        assert {model.outer_digest.hex() for model in models} == {run["outer_digest"]}
+        assert not any(
+            lab.traffic(*way).delivered_packets
+            for name in NODES
+            for way in ((COORDINATOR, name), (name, COORDINATOR))
+        )
