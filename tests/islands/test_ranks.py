@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -21,7 +22,7 @@ from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks import rank
-from node.island.ranks.commands import Done, RankSetup
+from node.island.ranks.commands import Alive, Done, Halt, RankSetup
 from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.ranks.forkserver import prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
@@ -428,3 +429,17 @@ def test_ranks_in_training_end_at_once_when_the_daemon_is_killed(folder: Path) -
     finally:
         os.kill(ranks[0], signal.SIGCONT)
         assert has_ended(handles[0])
+
+
+def test_a_rank_that_rests_says_that_it_lives_and_hears_what_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank, "SIGN_OF_LIFE_SECONDS", 0.01)
+    daemons, ranks = multiprocessing.Pipe()
+    resting = threading.Thread(target=rank.rest, args=(ranks, 1e6), daemon=True)
+    resting.start()
+    assert [daemons.recv() for _ in range(2)] == [Alive()] * 2
+    daemons.send(Halt())
+    resting.join(60)
+    assert not resting.is_alive()
+    assert ranks.recv() == Halt()  # it is the training that is told
