@@ -176,8 +176,8 @@ on_battery = true
 # terminal for five minutes, and other programs take less than a quarter of the processors.
 only_idle = false
 
-# The part of the time that it trains, from 0.1 to 1: with 0.5 it rests after each inner step for as long as
-# the step took, so that a laptop stays cool and quiet. The swarm plans with the speed that is left.
+# The part of the time that it trains, from 0.1 to 1: with 0.5 it rests between inner steps for as long as
+# a step takes, so that a laptop stays cool and quiet. The swarm plans with the speed that is left.
 load = 1.0
 
 # HOST:PORT where this node serves its own metrics (/metrics, for Prometheus), for example

@@ -5,6 +5,7 @@ Here too: what tests of many folders share.
 """
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,9 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 os.environ.pop("COLUMNS", None)  # xdist's; commands that we start would fit their tables into it
+# Else each of the hundreds of processes that tests start compiles all of our own code.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 NO_SWARM = (

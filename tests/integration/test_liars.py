@@ -92,6 +92,7 @@ def scene_of(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
         each.swarm.end()
 
 
+@pytest.mark.nightly
 def test_who_contributes_a_thousand_times_too_much_is_left_out_and_named_and_expelled(
     scene_of: Callable[..., Scene],
 ) -> None:

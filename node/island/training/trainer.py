@@ -280,7 +280,7 @@ class Trainer:
                 told_at, told_steps, told_tokens = now, tally.steps, self._counted_tokens
             if tally.steps < look_at:
                 continue
-            if self._load < 1 and self._mesh.rank == 0:
+            if self._load < 1 and self._mesh.rank == 0 and step + 1 < max_steps:
                 wait_for(self._device)  # a GPU may be steps behind
                 now = rests.take(since=started, most_seconds=work.max_seconds)
             seconds_left = work.max_seconds - (now - started)
