@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_scene import initial_vectors, small_spec, with_texts
+from rank_scene import small_spec
 
 from lab.simulation.inline_island import InlineIsland
 from node.island.data.places import DataPlaces
@@ -24,7 +24,6 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks import rank
 from node.island.ranks.commands import Alive, Done, Halt, RankSetup
 from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
-from node.island.ranks.forkserver import prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedVectors
@@ -52,20 +51,7 @@ def ignore(progress: Progress) -> None:
     pass
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
-    prepare_forkserver()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return with_texts(tmp_path)
-
-
-@pytest.fixture
-def vectors() -> Iterator[SharedVectors]:
-    with initial_vectors(small_spec().model) as vectors:
-        yield vectors
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @contextlib.asynccontextmanager

@@ -73,9 +73,7 @@ async def test_a_plan_that_comes_again_is_trained_once() -> None:
 @in_virtual_time
 async def test_the_same_plan_after_the_work_is_done_makes_the_node_report_it_once_more() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         said = list(life.link.reports)
         assert [type(report) for _, report in said] == [Trained, Reduced, Held]
         life.link.say(RoundOpened(plan=plan))  # as a coordinator does that lost its memory of it
@@ -123,9 +121,7 @@ async def test_a_commit_that_comes_while_the_node_trains_ends_the_training_and_i
 @in_virtual_time
 async def test_a_coordinator_that_lacks_commits_gets_them_and_a_fault_in_it_ends_the_node() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         commit = life.commit(plan)
         life.link.say(RoundCommitted(commit=commit))
         await asyncio.sleep(1)
@@ -144,13 +140,9 @@ async def test_a_coordinator_that_lacks_commits_gets_them_and_a_fault_in_it_ends
 async def test_a_void_commit_that_passed_unheard_is_settled_before_the_next_plan() -> None:
     """The digest is as before, so nothing else would tell; the round's work would be dropped."""
     async with Life() as life:
-        first = life.plan(1)
-        life.link.say(RoundOpened(plan=first))
-        await asyncio.sleep(60)
+        first = await life.opened(1, seconds=60)
         life.commit(first, is_void=True)
-        second = life.plan(2)
-        life.link.say(RoundOpened(plan=second))
-        await asyncio.sleep(60)
+        second = await life.opened(2, seconds=60)
         life.link.say(RoundCommitted(commit=life.commit(second)))
         await asyncio.sleep(1)
         np.testing.assert_array_equal(life.outer._parameters, -2.0)  # the work of both rounds
@@ -192,9 +184,7 @@ async def test_heartbeats_say_how_ranks_are_laid_out_and_how_the_host_shares_its
 @in_virtual_time
 async def test_heartbeats_say_what_the_node_made_of_the_round_that_ended_last() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(TRAIN_SECONDS + 5)
+        plan = await life.opened(1, seconds=TRAIN_SECONDS + 5)
         assert life.link.heartbeats[-1].utilisation is None
         life.link.say(RoundCommitted(commit=life.commit(plan)))
         await asyncio.sleep(5)
@@ -217,9 +207,7 @@ async def test_encoding_and_applying_are_the_exchange_and_not_waiting() -> None:
         return work()
 
     async with Life(heavy=slow) as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(1)
+        plan = await life.opened(1, seconds=1)
         before = heavy_seconds
         await asyncio.sleep(TRAIN_SECONDS + 5)
         life.link.say(RoundCommitted(commit=life.commit(plan)))
@@ -322,18 +310,14 @@ def test_a_node_goes_back_drops_what_it_learnt_since_and_refuses_older_plans(
             states = [life.outer.digest]
             listed: list[Commit] = []
             for number in (1, 2, 3):
-                plan = life.plan(number)
-                life.link.say(RoundOpened(plan=plan))
-                await asyncio.sleep(60)
+                plan = await life.opened(number, seconds=60)
                 commit = life.commit(plan)
                 life.link.say(RoundCommitted(commit=commit))
                 await asyncio.sleep(1)
                 states.append(life.outer.digest)
                 listed.append(replace(commit, outer_digest=life.outer.digest))
                 life.link.commits = tuple(listed)
-            in_flight = life.plan(4)
-            life.link.say(RoundOpened(plan=in_flight))
-            await asyncio.sleep(1)
+            in_flight = await life.opened(4, seconds=1)
             ruling = Ruling(
                 number=1,
                 before=NO_DIGEST.hex(),

@@ -56,9 +56,7 @@ async def test_a_node_that_is_behind_at_the_end_does_not_wait_for_ever() -> None
 @in_virtual_time
 async def test_a_commit_that_nobody_supplies_does_not_keep_a_node_from_the_end() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         commit = life.commit(plan)
         lost = replace(commit, slices=(replace(commit.slices[0], digest=Digest(b"x" * 32)),))
         life.link.commits = (lost,)
@@ -76,9 +74,7 @@ async def test_a_commit_that_nobody_supplies_does_not_keep_a_node_from_the_end()
 async def test_a_finished_run_is_left_once_and_with_everything_reported() -> None:
     life = Life()
     async with life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         life.link.say(
             RoundCommitted(commit=life.commit(plan, is_void=True)),
             RunFinished(round=1, outer_digest=life.outer.digest, reason="done"),
@@ -224,9 +220,7 @@ async def test_a_node_that_cannot_save_says_so_at_once_and_ends_before_it_is_pla
     async with Life(disk=disk) as life:
         assert life.running is not None
         for round_number in (1, 2):
-            plan = life.plan(round_number)
-            life.link.say(RoundOpened(plan=plan))
-            await asyncio.sleep(60)
+            plan = await life.opened(round_number, seconds=60)
             with capture_logs() as told:
                 life.link.say(RoundCommitted(commit=life.commit(plan)))
                 await asyncio.sleep(10)
