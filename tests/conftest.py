@@ -31,6 +31,9 @@ NO_SWARM = (
 )
 """Virtual time; nodes that are refused; what is served in the test's own process."""
 
+AS_A_WHOLE = ("test_race.py", "test_wheel.py", "test_peer_tokens.py", "test_token_supply.py")
+"""Unit tests that share what is costly to make, or one of which is long: files of many tests come first."""
+
 
 class TwoSwarmsAtATime(LoadScopeScheduling):
     """Swarms of real processes in two rows, and islands in one, beside each other and all else.
@@ -42,12 +45,14 @@ class TwoSwarmsAtATime(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
         if nodeid.startswith(("tests/integration/", "tests/chaos/")):
-            file = nodeid.partition("::")[0]
             if file.endswith(NO_SWARM):
                 return file
-            return "swarms" if file < "tests/integration/test_l" else "more swarms"
-        return "islands" if nodeid.startswith("tests/islands/") else nodeid
+            return "swarms" if file < "tests/integration/test_m" else "more swarms"
+        if nodeid.startswith("tests/islands/"):
+            return "islands"
+        return file if file.endswith(AS_A_WHOLE) else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)

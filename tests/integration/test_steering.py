@@ -15,7 +15,7 @@ from tests.tiny_runs import tiny_text
 RUN = tiny_text(
     run={"name": "steered", "rounds": 400, "min_nodes": 2},
     inner={"steps": 1_000_000},
-    deadlines={"train": 2, "contribute": 20, "commit": 30},
+    deadlines={"train": 1, "contribute": 20, "commit": 30},
     evaluation={"every_rounds": 500},
 )
 

@@ -262,7 +262,7 @@ def test_what_is_kept_beside_a_coarse_codec_is_rounded_once(
 
 
 @pytest.mark.parametrize(("codec", "most"), [("int8", 5e-4), ("int4", 6e-3)])
-@examples(20)
+@examples(60)
 @given(rounds=st.lists(ROUND, min_size=1, max_size=8))
 def test_what_results_rounded_away_is_applied_or_kept_or_declared_lost(
     codec: str, most: float, rounds: list[dict[str, Any]]
