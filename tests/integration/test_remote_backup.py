@@ -70,13 +70,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
         server.stdin.close()
 
 
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path / "swarm", RUN)
-    yield swarm
-    swarm.end()
-
-
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 

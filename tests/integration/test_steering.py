@@ -2,11 +2,8 @@
 
 import json
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from typed_commands import Swarm, atoll, done, refused, until
 
 from protocol.v1 import status_pb2
@@ -18,13 +15,6 @@ RUN = tiny_text(
     deadlines={"train": 1, "contribute": 20, "commit": 30},
     evaluation={"every_rounds": 500},
 )
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path / "swarm", RUN)
-    yield swarm
-    swarm.end()
 
 
 def owner(swarm: Swarm, *arguments: str) -> str:
