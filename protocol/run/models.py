@@ -15,6 +15,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
     model_validator,
 )
 
@@ -281,3 +282,29 @@ class Description(Section):
     def to_json(self) -> bytes:
         """A file that people may read."""
         return (self.model_dump_json(indent=1, exclude_defaults=True) + "\n").encode()
+
+
+def first_problem(error: ValidationError) -> str:
+    """One sentence for the first thing that is wrong, with its place and its value."""
+    problem = error.errors()[0]
+    if not problem["loc"]:  # tables that do not fit each other, and the sentence says which
+        return str(problem["ctx"]["error"])
+    table, *rest = (str(part) for part in problem["loc"])
+    if table == "model":
+        rest = rest[1:]  # the source, by which pydantic names the kind of model
+    place = f"[{table}] {'.'.join(rest)}" if rest else f"[{table}]"
+    match problem["type"]:
+        case "union_tag_invalid":
+            source = problem["ctx"]["tag"]
+            return f"[{table}] source = {source!r}: not one of {problem['ctx']['expected_tags']}"
+        case "missing":
+            return f"[{table}] has no {rest[-1]}"
+        case "extra_forbidden":
+            return f"{place}: unknown key" if rest else f"[{table}]: unknown table"
+        case "value_error":
+            return f"{place}: {problem['ctx']['error']}"
+        case "model_type":
+            return f"{table} = {problem['input']!r}: [{table}] is a table of keys and values"
+        case _:
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            return f"{place} = {problem['input']!r}: {message}"

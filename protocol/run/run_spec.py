@@ -21,6 +21,7 @@ from protocol.run.models import (
     Positive,
     Section,
     TensorShape,
+    first_problem,
 )
 from protocol.wire.rounds import Digest
 
@@ -489,32 +490,6 @@ class RunSpec(Section):
         return Digest(blake3.blake3(self.canonical_json().encode()).digest())
 
 
-def _first_problem(error: ValidationError) -> str:
-    """One sentence for the first thing that is wrong, with its place and its value."""
-    problem = error.errors()[0]
-    if not problem["loc"]:  # tables that do not fit each other, and the sentence says which
-        return str(problem["ctx"]["error"])
-    table, *rest = (str(part) for part in problem["loc"])
-    if table == "model":
-        rest = rest[1:]  # the source, by which pydantic names the kind of model
-    place = f"[{table}] {'.'.join(rest)}" if rest else f"[{table}]"
-    match problem["type"]:
-        case "union_tag_invalid":
-            source = problem["ctx"]["tag"]
-            return f"[{table}] source = {source!r}: not one of {problem['ctx']['expected_tags']}"
-        case "missing":
-            return f"[{table}] has no {rest[-1]}"
-        case "extra_forbidden":
-            return f"{place}: unknown key" if rest else f"[{table}]: unknown table"
-        case "value_error":
-            return f"{place}: {problem['ctx']['error']}"
-        case "model_type":
-            return f"{table} = {problem['input']!r}: [{table}] is a table of keys and values"
-        case _:
-            message = problem["msg"][0].lower() + problem["msg"][1:]
-            return f"{place} = {problem['input']!r}: {message}"
-
-
 def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
     """Checks tables from `origin`; raises ConfigError with the first thing that is wrong."""
     exchange = tables.get("exchange")
@@ -528,7 +503,7 @@ def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
         return RunSpec.model_validate(tables)
     except ValidationError as error:
         raise ConfigError(
-            f"{origin}: {_first_problem(error)}",
+            f"{origin}: {first_problem(error)}",
             next_step="correct it; 'atoll coordinator init DIR' writes a run.toml that explains each key",
         ) from error
 
