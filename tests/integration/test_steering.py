@@ -82,16 +82,8 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
         log.says("run.rounds = 450")
     committed(swarm, 2)
     assert (run_of(swarm).total_rounds, len(run_of(swarm).amendments)) == (450, 2)
-    for change, words in (
-        ("model.context=64", "the weights have its shapes"),
-        ("inner.stepz=4", "no key 'inner.stepz'"),
-        ("run.rounds=1", "less than the rounds that have begun"),
-        ("run.rounds", "is no KEY=VALUE"),
-    ):
-        refused(atoll("run", "amend", change, "--dir", swarm.home), 64, words)
-    refused(
-        atoll("run", "amend", "deadlines.train=25", "--dir", swarm.home), 78, "deadlines must rise"
-    )
+    shorter = atoll("run", "amend", "run.rounds=1", "--dir", swarm.home)
+    refused(shorter, 64, "less than the rounds that have begun")
 
     owner(swarm, "nodes", "quarantine", "c", "--reason", "an odd loss")
     c.says("the run owner holds this node back")
