@@ -180,6 +180,10 @@ on_battery = true
 # terminal for five minutes, and other programs take less than a quarter of the processors.
 only_idle = false
 
+# The part of the time that it trains, from 0.1 to 1: with 0.5 it rests between inner steps for as long as
+# a step takes, so that a laptop stays cool and quiet. The swarm plans with the speed that is left.
+load = 1.0
+
 # HOST:PORT where this node serves its own metrics (/metrics, for Prometheus), for example
 # "127.0.0.1:9101"; readable by all who reach it. Empty means nowhere.
 metrics = ""
@@ -339,6 +343,7 @@ class NodeSettings(Section):
     hours: Annotated[str, AfterValidator(_hours)] = ""
     on_battery: bool = True
     only_idle: bool = False
+    load: Annotated[float, Field(ge=0.1, le=1)] = 1.0
     metrics: Annotated[str, AfterValidator(_pages_address)] = ""
     drain_within: Annotated[float, Field(ge=0, le=86400)] = 30.0
     cloud: CloudChoice = "auto"
@@ -405,6 +410,11 @@ class NodeSettings(Section):
                 "loop = true leaves training to a program of your own, and ranks are asked for as well",
                 next_step="remove ranks, the mesh and hosts from node.toml, or loop = true; the program "
                 "chooses its own ranks, with torchrun",
+            )
+        if self.load != 1:
+            raise ConfigError(
+                f"load = {self.load} has no effect on a program of your own, and loop = true",
+                next_step="remove load from node.toml, and let the program rest between its steps",
             )
 
     @property
@@ -479,6 +489,7 @@ class NodeSettings(Section):
             activation_checkpointing=self.activation_checkpointing,
             compile=self.compile,
             deterministic=self.deterministic,
+            load=self.load,
         )
 
 

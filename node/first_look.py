@@ -123,7 +123,7 @@ def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
     limits = (
         "max_upload, max_disk"
         if is_helper
-        else "hours, only_idle, on_battery, max_upload, max_disk"
+        else "hours, only_idle, on_battery, load, max_upload, max_disk"
     )
     yield f"limits that you may set: {limits} in {folder / 'node.toml'}"
 

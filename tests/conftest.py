@@ -5,6 +5,7 @@ Here too: what tests of many folders share.
 """
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,9 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch
 os.environ.pop("COLUMNS", None)  # xdist's; commands that we start would fit their tables into it
+# Else each of the hundreds of processes that tests start compiles all of our own code.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 NO_SWARM = (
@@ -26,6 +30,9 @@ NO_SWARM = (
     *("test_copies_of_any_age.py", "test_restored_copies.py", "test_amended_runs.py"),
 )
 """Virtual time; nodes that are refused; what is served in the test's own process."""
+
+AS_A_WHOLE = ("test_race.py", "test_wheel.py", "test_peer_tokens.py", "test_token_supply.py")
+"""Unit tests that share what is costly to make, or one of which is long: files of many tests come first."""
 
 
 class TwoSwarmsAtATime(LoadScopeScheduling):
@@ -38,12 +45,14 @@ class TwoSwarmsAtATime(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
         if nodeid.startswith(("tests/integration/", "tests/chaos/")):
-            file = nodeid.partition("::")[0]
             if file.endswith(NO_SWARM):
                 return file
-            return "swarms" if file < "tests/integration/test_l" else "more swarms"
-        return "islands" if nodeid.startswith("tests/islands/") else nodeid
+            return "swarms" if file < "tests/integration/test_m" else "more swarms"
+        if nodeid.startswith("tests/islands/"):
+            return "islands"
+        return file if file.endswith(AS_A_WHOLE) else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -45,7 +45,7 @@ _IDENTITIES: dict[NodeId, Identity] = {}
 """Of all nodes of this process: each knows what any of them has reduced."""
 
 
-def _header_of(plan: round_pb2.Plan, part: round_pb2.Slice, reducer: Identity) -> PayloadHeader:
+def header_of(plan: round_pb2.Plan, part: round_pb2.Slice, reducer: Identity) -> PayloadHeader:
     """Of a slice's result, as its reducer signs it; the same bytes whoever asks."""
     return Payload.seal(
         kind=RESULT,
@@ -192,7 +192,7 @@ class SimulatedNode:
         )
         for part in plan.slices:
             if part.reducer_id == self.node_id:
-                header = _header_of(plan, part, self._identity)
+                header = header_of(plan, part, self._identity)
                 contributors = [
                     round_pb2.Contributor(
                         node_id=a.node_id,
@@ -212,7 +212,7 @@ class SimulatedNode:
                 )
         for part in plan.slices:
             if part.reducer_id != self.node_id:
-                digest = _header_of(plan, part, _IDENTITIES[NodeId(part.reducer_id)]).digest
+                digest = header_of(plan, part, _IDENTITIES[NodeId(part.reducer_id)]).digest
                 yield session_pb2.Report(
                     held=session_pb2.HeldReport(slice_index=part.index, digest=digest)
                 )

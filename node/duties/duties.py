@@ -18,6 +18,7 @@ from node.duties.work import (
     CatchUpNeeded,
     PlanReceived,
     Work,
+    Writing,
     counted,
     counted_anew,
     trained_of,
@@ -42,7 +43,6 @@ from protocol.wire.messages import (
     RoundCommitted,
     RunFinished,
     Trained,
-    Wrote,
 )
 from protocol.wire.rounds import Assignment, Commit, Digest, NodeId
 from protocol.wire.wire_count import WireTotals, grown
@@ -58,12 +58,6 @@ FINISH_SECONDS = 120.0
 
 REFETCH_PAUSE_SECONDS = 2.0
 """Before peers are asked a second time for a state that nobody supplied; later pauses are longer."""
-
-
-_STILL_WRITING = (
-    "an earlier model still writes here; fewer prompt_tokens or rarer evaluations give it time"
-)
-"""What is told instead of a text."""
 
 
 class Duties:
@@ -113,8 +107,9 @@ class Duties:
         self._rulings = rulings
         self._spec = spec
         self._saving: asyncio.Task[None] | None = None
-        self._writing: asyncio.Task[None] | None = None  # one model at a time
-        self._writes_for = 0  # the round that it is of
+        self._writing = Writing(
+            island, session.report, is_last=lambda round: round >= rulings.spec_in(round).run.rounds
+        )
         self._limit: asyncio.Timeout | None = None  # of all work, from the end of the run on
         self._finished: RunFinished | None = None
 
@@ -212,9 +207,7 @@ class Duties:
         finally:
             self._limit = None
             self._ahead.cancel()
-            if self._writing is not None:
-                self._writing.cancel()
-                await asyncio.wait([self._writing])  # its process ends with it
+            await self._writing.end()
 
     async def _run(self) -> str:
         while True:
@@ -556,7 +549,7 @@ class Duties:
             return  # the coordinator asks another node when its time limit passes
         self._doing = "evaluating"
         await self._ahead.pause()
-        has_copy = self._begin_writing(round) if asked.writes else None
+        has_copy = self._writing.begin(round) if asked.writes else None
         evaluation = await self._island.evaluate()
         if has_copy is not None:
             await has_copy.wait()  # from here on the state may move
@@ -575,34 +568,6 @@ class Duties:
                 metric=evaluation.metric,
             ),
         )
-
-    def _begin_writing(self, round: int) -> asyncio.Event:
-        """Has the state's model write while this node goes on; the event says that it has a copy.
-
-        One at a time. The run's last model comes before one that still writes, and no other does, or slow
-        ones would never end.
-        """
-        has_copy = asyncio.Event()
-        if self._writing is not None and not self._writing.done():
-            if round == self._writes_for:  # asked again, after the link to the coordinator broke
-                has_copy.set()
-                return has_copy
-            if round < self._rulings.spec_in(round).run.rounds:
-                self._session.report(round, Wrote(why_not=_STILL_WRITING))
-                has_copy.set()
-                return has_copy
-            self._writing.cancel()
-            why_not = "the run's last model writes instead"
-            self._session.report(self._writes_for, Wrote(why_not=why_not))
-
-        async def write() -> None:
-            try:
-                self._session.report(round, await self._island.write(has_copy.set))
-            finally:
-                has_copy.set()
-
-        self._writes_for, self._writing = round, asyncio.ensure_future(write())
-        return has_copy
 
 
 def _tell_unsaved(saving: asyncio.Future[None]) -> None:

@@ -1,8 +1,8 @@
-"""What a daemon does one after the other, what of a plan its ranks train, and training ahead of a plan.
+"""What a daemon does one after the other, what of a plan its ranks train, and what goes on beside that.
 
 The coordinator leases the next round's samples with the plan of this one, and ranks train them while the
 bytes of this round travel (`Ahead`). Ranks train one thing at a time, so whoever needs them for something
-else pauses this first. All else here is pure.
+else pauses this first. A model may write from prompts beside them (`Writing`). All else here is pure.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from protocol.wire.messages import (
     RoundCommitted,
     RunFinished,
     Trained,
+    Wrote,
 )
 from protocol.wire.rounds import BOOK_PLACES, Assignment, NodeId, Plan
 
@@ -189,3 +190,59 @@ class Ahead:
     def _tell_fault(self, stint: asyncio.Task[None]) -> None:
         if not stint.cancelled() and stint.exception() is not None:
             self._on_fault()
+
+
+_STILL_WRITING = (
+    "an earlier model still writes here; fewer prompt_tokens or rarer evaluations give it time"
+)
+"""What is told instead of a text."""
+
+
+class Writing:
+    """The model that writes on from the run's prompts while this node goes on.
+
+    One at a time. The run's last model comes before one that still writes, and no other does, or slow ones
+    would never end.
+    """
+
+    def __init__(
+        self,
+        island: LastingIsland,
+        report: Callable[[int, Wrote], None],
+        *,
+        is_last: Callable[[int], bool],
+    ) -> None:
+        self._island = island
+        self._report = report
+        self._is_last = is_last  # whether a round is the run's last
+        self._task: asyncio.Task[None] | None = None
+        self._round = 0  # that it writes for
+
+    def begin(self, round: int) -> asyncio.Event:
+        """Has the state's model write; the event says that it has a copy, or needs none."""
+        has_copy = asyncio.Event()
+        if self._task is not None and not self._task.done():
+            if round == self._round:  # asked again, after the link to the coordinator broke
+                has_copy.set()
+                return has_copy
+            if not self._is_last(round):
+                self._report(round, Wrote(why_not=_STILL_WRITING))
+                has_copy.set()
+                return has_copy
+            self._task.cancel()
+            self._report(self._round, Wrote(why_not="the run's last model writes instead"))
+
+        async def write() -> None:
+            try:
+                self._report(round, await self._island.write(has_copy.set))
+            finally:
+                has_copy.set()
+
+        self._round, self._task = round, asyncio.ensure_future(write())
+        return has_copy
+
+    async def end(self) -> None:
+        """Ends it, with its process."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])

@@ -6,8 +6,9 @@ building it, once, when the run is made (`atoll node describe`), and stand in th
 torch: coordinator and daemon know no more of a model than this.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -15,6 +16,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationError,
     model_validator,
 )
 
@@ -26,6 +28,15 @@ HexDigest = Annotated[str, Field(pattern=HEX_DIGEST)]
 FUNCTION_NAME = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 FunctionName = Annotated[str, Field(pattern=FUNCTION_NAME)]
 """Such as "my_models.vision:digits"."""
+
+RUN_NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
+RunName = Annotated[str, Field(pattern=RUN_NAME)]
+
+_IN_WORDS = {
+    HEX_DIGEST: "64 hexadecimal digits",
+    FUNCTION_NAME: 'a module and a name in it, as "my_models.vision:digits"',
+    RUN_NAME: "lowercase letters, digits and hyphens, 63 at most",
+}
 
 BYTES_VOCABULARY = 256
 """Of text that is read as bytes."""
@@ -282,3 +293,50 @@ class Description(Section):
     def to_json(self) -> bytes:
         """A file that people may read."""
         return (self.model_dump_json(indent=1, exclude_defaults=True) + "\n").encode()
+
+
+def first_problem(error: ValidationError, file: type[Section]) -> str:
+    """One sentence for the first thing that is wrong in a file, with its place and its value."""
+    problem = error.errors()[0]
+    if not problem["loc"]:  # tables that do not fit each other, and the sentence says which
+        return str(problem["ctx"]["error"])
+    table, *rest = (str(part) for part in problem["loc"])
+    if table == "model":
+        rest = rest[1:]  # the source, by which pydantic names the kind of model
+    place = f"[{table}] {'.'.join(rest)}" if rest else f"[{table}]"
+    match problem["type"]:
+        case "union_tag_invalid":
+            source = problem["ctx"]["tag"]
+            return f"[{table}] source = {source!r}: not one of {problem['ctx']['expected_tags']}"
+        case "missing":
+            return f"[{table}] has no {rest[-1]}"
+        case "extra_forbidden" if not rest:
+            return f"[{table}]: unknown table{_nearest(table, file)}"
+        case "extra_forbidden":
+            section = None if len(rest) > 1 else _section_of(table, file)
+            return f"{place}: unknown key{_nearest(rest[-1], section)}"
+        case "string_pattern_mismatch":
+            return f"{place} = {problem['input']!r}: write {_IN_WORDS[problem['ctx']['pattern']]}"
+        case "value_error":
+            return f"{place}: {problem['ctx']['error']}"
+        case "model_type":
+            return f"{table} = {problem['input']!r}: [{table}] is a table of keys and values"
+        case _:
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            return f"{place} = {problem['input']!r}: {message}"
+
+
+def _nearest(word: str, section: type[BaseModel] | None) -> str:
+    """What was probably meant, to follow a sentence."""
+    known = [] if section is None else list(section.model_fields)
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _section_of(table: str, file: type[BaseModel]) -> type[BaseModel] | None:
+    """What a table is, unless it may be one of several: the keys of [model] depend on its source."""
+    kind = file.model_fields[table].annotation
+    sections = [
+        k for k in (kind, *get_args(kind)) if isinstance(k, type) and issubclass(k, BaseModel)
+    ]
+    return sections[0] if len(sections) == 1 else None

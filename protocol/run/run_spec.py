@@ -3,27 +3,26 @@
 Validated here; its digest stands in every payload.
 """
 
-import difflib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import blake3
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from protocol.errors import ConfigError
 from protocol.files.durable import read_toml
 from protocol.run.models import (
-    FUNCTION_NAME,
-    HEX_DIGEST,
     DecoderModel,
     Description,
     FunctionName,
     HexDigest,
     Model,
     Positive,
+    RunName,
     Section,
     TensorShape,
+    first_problem,
 )
 from protocol.wire.rounds import Digest
 
@@ -53,18 +52,10 @@ Merge = Literal["mean", "norm-preserving", "trimmed-mean", "centred-clipping", "
 RateScaling = Literal["none", "sqrt", "cbrt"]
 
 
-_NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
-_IN_WORDS = {
-    _NAME: "lowercase letters, digits and hyphens, 63 at most",
-    HEX_DIGEST: "64 hexadecimal digits",
-    FUNCTION_NAME: 'a module and a name in it, as "my_models.vision:digits"',
-}
-
-
 class RunSection(Section):
     """[run]: what the run is called and how long it goes."""
 
-    name: Annotated[str, Field(pattern=_NAME)] = "my-run"
+    name: RunName = "my-run"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     rounds: Positive = 100
     min_nodes: Positive = 1
@@ -500,53 +491,6 @@ class RunSpec(Section):
         return Digest(blake3.blake3(self.canonical_json().encode()).digest())
 
 
-def _first_problem(error: ValidationError) -> str:
-    """One sentence for the first thing that is wrong, with its place and its value."""
-    problem = error.errors()[0]
-    if not problem["loc"]:  # tables that do not fit each other, and the sentence says which
-        return str(problem["ctx"]["error"])
-    table, *rest = (str(part) for part in problem["loc"])
-    if table == "model":
-        rest = rest[1:]  # the source, by which pydantic names the kind of model
-    place = f"[{table}] {'.'.join(rest)}" if rest else f"[{table}]"
-    match problem["type"]:
-        case "union_tag_invalid":
-            source = problem["ctx"]["tag"]
-            return f"[{table}] source = {source!r}: not one of {problem['ctx']['expected_tags']}"
-        case "missing":
-            return f"[{table}] has no {rest[-1]}"
-        case "extra_forbidden" if not rest:
-            return f"[{table}]: unknown table{_nearest(table, RunSpec)}"
-        case "extra_forbidden":
-            return f"{place}: unknown key{_nearest(rest[-1], _section_of(table, *rest[:-1]))}"
-        case "string_pattern_mismatch":
-            return f"{place} = {problem['input']!r}: write {_IN_WORDS[problem['ctx']['pattern']]}"
-        case "value_error":
-            return f"{place}: {problem['ctx']['error']}"
-        case "model_type":
-            return f"{table} = {problem['input']!r}: [{table}] is a table of keys and values"
-        case _:
-            message = problem["msg"][0].lower() + problem["msg"][1:]
-            return f"{place} = {problem['input']!r}: {message}"
-
-
-def _nearest(word: str, section: type[BaseModel] | None) -> str:
-    """What was probably meant, to follow a sentence."""
-    known = [] if section is None else list(section.model_fields)
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _section_of(table: str, *rest: str) -> type[BaseModel] | None:
-    """A table's model, where it has one only: the keys of [model] depend on its source."""
-    if rest or table == "model":
-        return None
-    kind = RunSpec.model_fields[table].annotation
-    kinds = [kind, *get_args(kind)]
-    sections = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-    return sections[0] if len(sections) == 1 else None
-
-
 def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
     """Checks tables from `origin`; raises ConfigError with the first thing that is wrong."""
     exchange = tables.get("exchange")
@@ -560,7 +504,7 @@ def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
         return RunSpec.model_validate(tables)
     except ValidationError as error:
         raise ConfigError(
-            f"{origin}: {_first_problem(error)}",
+            f"{origin}: {first_problem(error, RunSpec)}",
             next_step="correct it; 'atoll coordinator init DIR' writes a run.toml that explains each key",
         ) from error
 

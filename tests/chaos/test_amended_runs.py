@@ -4,25 +4,17 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from structlog.testing import capture_logs
 from test_history_in_process import DEADLINES, STEADY, assert_sound
 
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 
 COPIED_AT, AMENDED_AT, DIES_AT, RETURNS_AT = 12.5, 18.0, 32.5, 40.0
 ROUNDS, MORE = 12, 6
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 async def amend(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:

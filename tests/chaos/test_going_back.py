@@ -16,7 +16,7 @@ from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.disk.round_folder import Retention
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from protocol.errors import UsageError
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import session_pb2
@@ -27,13 +27,6 @@ ROUNDS = 8
 ALL = Retention(keep=100, every=1)
 STEADY = Life(seconds_per_inner_step=1.0, retention=ALL)
 """Takes five virtual seconds for a round, and keeps every state."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 def gone_back(

@@ -1,12 +1,22 @@
 """Fixtures that several integration tests share."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 from tls_coordinator import Coordinator
+from typed_commands import Swarm
 
 from lab.network.lab import LabUnavailableError, NetworkLab
 from lab.network.links import Link
+
+
+@pytest.fixture
+def swarm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Swarm]:
+    """A swarm by the RUN of the test's file."""
+    swarm = Swarm(tmp_path / "swarm", request.module.RUN)
+    yield swarm
+    swarm.end()
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 
+from benchmarks.coordinator.nodes import header_of
 from coordinator.app import Coordinator
 from coordinator.config import CoordinatorConfig, Home, create_home
 from coordinator.relay.line import Carriage
@@ -22,8 +23,6 @@ from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.v1.status_pb2_grpc import StatusServiceStub
 from protocol.wire.channel import open_blocking_channel, open_channel
 from protocol.wire.convert import layout_to_wire
-from protocol.wire.payload import RESULT, Payload, PayloadHeader
-from protocol.wire.rounds import Digest
 
 PATIENCE_SECONDS = 30.0
 LOCAL = CoordinatorConfig(
@@ -170,7 +169,7 @@ class FakeNode:
         ]
         for part in plan.slices:
             if part.reducer_id == self.node_id:
-                header = self._header_of(plan, part)
+                header = header_of(plan, part, self.identity)
                 MADE[plan.round, part.index] = header.digest
                 reduced = session_pb2.ReducedReport(
                     slice_index=part.index,
@@ -179,24 +178,6 @@ class FakeNode:
                     contributors=contributors,
                 )
                 await self.report(plan.round, reduced=reduced)
-
-    def _header_of(self, plan: round_pb2.Plan, part: round_pb2.Slice) -> PayloadHeader:
-        return Payload.seal(
-            kind=RESULT,
-            run_digest=Digest(bytes(32)),
-            round=plan.round,
-            fragment=plan.fragment,
-            slice_index=part.index,
-            start=part.start,
-            num_elements=part.num_elements,
-            codec="fp32/1",
-            sender_id=self.node_id,
-            body=b"body",
-            norm=1.0,
-            base_digest=plan.base_digest,
-            plan_opened_at=plan.opened_at,
-            signer=self.identity,
-        ).header
 
     async def held(self, plan: round_pb2.Plan) -> None:
         for part in plan.slices:

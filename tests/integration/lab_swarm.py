@@ -1,7 +1,9 @@
 """Swarms of real processes whose members are hosts of the network laboratory."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from typed_commands import Running, Swarm, atoll, done
@@ -10,6 +12,17 @@ from lab.network.lab import NetworkLab
 
 COORDINATOR = "coordinator"
 """The host that it runs on."""
+
+
+@contextmanager
+def swarm_in(lab: NetworkLab, folder: Path, run_text: str) -> Iterator[Swarm]:
+    """A swarm whose coordinator runs on its host."""
+    with lab.inside(COORDINATOR):
+        swarm = Swarm(folder, run_text, host=lab.address(COORDINATOR))
+    try:
+        yield swarm
+    finally:
+        swarm.end()
 
 
 def asked(lab: NetworkLab, swarm: Swarm, command: str) -> Any:

@@ -109,7 +109,7 @@ class Scene:
 
     def finish(self, name: str) -> None:
         """Lets another loop train to the end of the run."""
-        loop = self.start_loop(name, "seed=9")
+        loop = self.start_loop(name, "seed=9", "step_seconds=0.05")
         assert loop.ends() == 0, loop.log
         self.agree()
         assert_holds(self.folder / f"{name}.pt", self.homes["loop"])

@@ -15,7 +15,7 @@ from node.exchange.auditing import Auditor
 from node.exchange.exchange import Exchange
 from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.transport.transport import Want, WantInput
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Audited
 from protocol.wire.payload import Payload
@@ -24,13 +24,6 @@ from tests.tiny_runs import tiny
 
 NUM_NODES = 5
 LIAR = identity_of(1).node_id
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 def run(

@@ -5,7 +5,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +23,6 @@ RUN = tiny_text(
     evaluation={"every_rounds": 1000},
 )
 PRIVATE = {"ca.key", "coordinator.key", "server.key", "client.key"}
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path / "swarm", RUN)
-    yield swarm
-    swarm.end()
 
 
 def round_of(said: str) -> int:

@@ -3,10 +3,7 @@
 import re
 import shutil
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from typed_commands import Swarm, atoll, done
 
 from protocol.v1 import status_pb2
@@ -15,16 +12,9 @@ from tests.tiny_runs import tiny_text
 RUN = tiny_text(
     run={"name": "real", "rounds": 1000, "min_nodes": 2},
     inner={"steps": 1_000_000},
-    deadlines={"train": 3, "contribute": 20, "commit": 30},
+    deadlines={"train": 2, "contribute": 20, "commit": 30},
     evaluation={"every_rounds": 1000},
 )
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path / "swarm", RUN)
-    yield swarm
-    swarm.end()
 
 
 def fits(out: str) -> str:

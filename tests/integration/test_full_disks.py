@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from small_machine import SmallDisk, small_disk
-from typed_commands import ROOT, Swarm, atoll, until
+from typed_commands import ROOT, Swarm, atoll, rests, until
 
 from node.kept import kept_model
 from protocol.terminal.query import StatusLink
@@ -67,7 +67,7 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
 def on_disk(swarm: Swarm, name: str, disk: SmallDisk) -> Path:
     """Joins a node whose folder lies on the disk."""
     home = disk.path / name
-    shutil.copytree(swarm.join(name, swarm.invite()), home)
+    shutil.copytree(rests(swarm.join(name, swarm.invite())), home)
     return home
 
 

@@ -1,10 +1,7 @@
 """A run goes back by the command, with real processes: digests agree, and an export is what it was."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from typed_commands import Swarm, atoll, done, refused, until
 
 from tests.tiny_runs import tiny_text
@@ -15,13 +12,6 @@ RUN = tiny_text(
     deadlines={"train": 1, "contribute": 20, "commit": 30},
     evaluation={"every_rounds": 500},
 )
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path / "swarm", RUN)
-    yield swarm
-    swarm.end()
 
 
 def test_a_run_goes_back_and_on_and_what_was_exported_before_is_exported_again(

@@ -2,11 +2,10 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, asked
+from lab_swarm import COORDINATOR, asked, swarm_in
 from typed_commands import Running, Swarm, atoll, refused
 
 from lab.network.lab import NetworkLab
@@ -38,10 +37,7 @@ def lab() -> Iterator[NetworkLab]:
 
 @pytest.fixture
 def swarm(lab: NetworkLab, tmp_path: Path) -> Iterator[Swarm]:
-    with ExitStack() as stack:
-        with lab.inside(COORDINATOR):
-            swarm = Swarm(tmp_path / "swarm", RUN, host=lab.address(COORDINATOR))
-        stack.callback(swarm.end)
+    with swarm_in(lab, tmp_path / "swarm", RUN) as swarm:
         yield swarm
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from liar import LIES
-from typed_commands import ROOT, Running, Swarm, atoll, done, until
+from typed_commands import ROOT, Running, Swarm, atoll, done, rests, until
 
 from lab.simulation.swarm import Life, simulate
 from node.island.data.corpus import read_corpus
@@ -46,7 +46,8 @@ class Scene:
     def start_liar(self, name: str, lie: str) -> Running:
         assert lie in LIES
         through = (sys.executable, "-P", str(ROOT / "tests" / "integration" / "liar.py"), lie)
-        return self.swarm.start("node", "start", "--dir", self.swarm.folder / name, through=through)
+        home = rests(self.swarm.folder / name)
+        return self.swarm.start("node", "start", "--dir", home, through=through)
 
     def owner(self, *command: str) -> str:
         """What the run owner types, and what is answered."""
@@ -91,6 +92,7 @@ def scene_of(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
         each.swarm.end()
 
 
+@pytest.mark.nightly
 def test_who_contributes_a_thousand_times_too_much_is_left_out_and_named_and_expelled(
     scene_of: Callable[..., Scene],
 ) -> None:

@@ -15,7 +15,7 @@ from node.exchange.giving import Pushes
 from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.corpus import Corpus
 from node.outer_state import Vector
 from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
@@ -25,13 +25,6 @@ from tests.tiny_runs import tiny
 
 NUM_NODES = 5
 LIAR = identity_of(1).node_id
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    spec = tiny()
-    folder = tmp_path_factory.mktemp("text")
-    return read_corpus(spec.data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
 
 
 def run(corpus: Corpus, *, screening: bool = True) -> SimulatedRun:

@@ -5,10 +5,7 @@ import shutil
 import signal
 import socket
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from typed_commands import Swarm, atoll, done, refused
 
 from node.kept import kept_model
@@ -23,13 +20,6 @@ RUN = tiny_text(
     evaluation={"every_rounds": ROUNDS},
 )
 NODES = ("one", "two")
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path / "swarm", RUN)
-    yield swarm
-    swarm.end()
 
 
 def free_ports() -> list[str]:

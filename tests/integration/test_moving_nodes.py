@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started
+from lab_swarm import COORDINATOR, asked, started, swarm_in
 from typed_commands import Running, Swarm
 
 from lab.network.lab import NetworkLab
@@ -44,10 +44,7 @@ def begin(lab: NetworkLab, tmp_path: Path) -> Iterator[Callable[[int], Swarm]]:
     with ExitStack() as stack:
 
         def begun(rounds: int) -> Swarm:
-            with lab.inside(COORDINATOR):
-                swarm = Swarm(tmp_path / "swarm", run_of(rounds), host=lab.address(COORDINATOR))
-            stack.callback(swarm.end)
-            return swarm
+            return stack.enter_context(swarm_in(lab, tmp_path / "swarm", run_of(rounds)))
 
         yield begun
 

@@ -1,11 +1,10 @@
 """Swarms of real processes, each in a host of the network lab, some of which never reach each other."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started
+from lab_swarm import COORDINATOR, asked, started, swarm_in
 from typed_commands import Swarm
 
 from lab.network.lab import NetworkLab
@@ -37,10 +36,7 @@ def lab() -> Iterator[NetworkLab]:
 
 @pytest.fixture
 def swarm(lab: NetworkLab, tmp_path: Path) -> Iterator[Swarm]:
-    with ExitStack() as stack:
-        with lab.inside(COORDINATOR):
-            swarm = Swarm(tmp_path / "swarm", RUN, host=lab.address(COORDINATOR))
-        stack.callback(swarm.end)
+    with swarm_in(lab, tmp_path / "swarm", RUN) as swarm:
         yield swarm
 
 

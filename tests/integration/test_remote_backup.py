@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from typed_commands import Swarm, atoll, done, refused
 
 from tests.tiny_runs import tiny_text
 
-pytest.importorskip("fsspec")
 RUN = tiny_text(run={"name": "kept", "rounds": 100, "min_nodes": 1})
 
 SERVER = """
@@ -38,8 +38,6 @@ class Storage:
 
 @pytest.fixture(params=["file", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
-    import fsspec
-
     if request.param == "file":
         (tmp_path / "storage" / "copy").mkdir(parents=True)
         url = f"file://{tmp_path}/storage/copy"
@@ -70,13 +68,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
         files.mkdir("backups")
         yield Storage(url="s3://backups/copy", files=files, environment=environment)
         server.stdin.close()
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path / "swarm", RUN)
-    yield swarm
-    swarm.end()
 
 
 def content(folder: Path) -> dict[str, bytes]:

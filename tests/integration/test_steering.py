@@ -2,11 +2,8 @@
 
 import json
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from typed_commands import Swarm, atoll, done, refused, until
 
 from protocol.v1 import status_pb2
@@ -15,16 +12,9 @@ from tests.tiny_runs import tiny_text
 RUN = tiny_text(
     run={"name": "steered", "rounds": 400, "min_nodes": 2},
     inner={"steps": 1_000_000},
-    deadlines={"train": 2, "contribute": 20, "commit": 30},
+    deadlines={"train": 1, "contribute": 20, "commit": 30},
     evaluation={"every_rounds": 500},
 )
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path / "swarm", RUN)
-    yield swarm
-    swarm.end()
 
 
 def owner(swarm: Swarm, *arguments: str) -> str:
@@ -92,16 +82,8 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
         log.says("run.rounds = 450")
     committed(swarm, 2)
     assert (run_of(swarm).total_rounds, len(run_of(swarm).amendments)) == (450, 2)
-    for change, words in (
-        ("model.context=64", "the weights have its shapes"),
-        ("inner.stepz=4", "no key 'inner.stepz'"),
-        ("run.rounds=1", "less than the rounds that have begun"),
-        ("run.rounds", "is no KEY=VALUE"),
-    ):
-        refused(atoll("run", "amend", change, "--dir", swarm.home), 64, words)
-    refused(
-        atoll("run", "amend", "deadlines.train=25", "--dir", swarm.home), 78, "deadlines must rise"
-    )
+    shorter = atoll("run", "amend", "run.rounds=1", "--dir", swarm.home)
+    refused(shorter, 64, "less than the rounds that have begun")
 
     owner(swarm, "nodes", "quarantine", "c", "--reason", "an odd loss")
     c.says("the run owner holds this node back")

@@ -5,7 +5,6 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from typed_commands import Swarm
@@ -25,13 +24,6 @@ RUN = tiny_text(
     deadlines={"train": 2, "contribute": 8, "commit": 12, "lease": LEASE_SECONDS},
     evaluation={"every_rounds": 1000},
 )
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path / "swarm", RUN)
-    yield swarm
-    swarm.end()
 
 
 def signal_all(process_ids: Iterable[int], number: signal.Signals) -> None:

@@ -30,6 +30,9 @@ PATIENCE_SECONDS = (
     120.0  # for anything that takes a few seconds on a machine with nothing else to do
 )
 STOP_SECONDS = 10.0  # what a node may take to end
+LOAD = 0.1
+"""What part of the time ranks train here: else those of swarms whose rounds end at their deadline would take
+the processors from all other tests."""
 
 _READY = re.compile(r"coordinator ready: control \S+:(\d+), enrolment \S+:(\d+)")
 
@@ -94,6 +97,13 @@ def until(is_done: Callable[[], bool], what: str, *, seconds: float = PATIENCE_S
     while not is_done():
         assert time.monotonic() < give_up_at, f"no end of waiting: {what}"
         time.sleep(0.05)
+
+
+def rests(home: Path) -> Path:
+    """Lets ranks of the node rest between their inner steps."""
+    settings = home / "node.toml"
+    settings.write_text(settings.read_text().replace("load = 1.0", f"load = {LOAD}"))
+    return home
 
 
 class Running:
@@ -301,6 +311,8 @@ class Swarm:
         return home
 
     def start_node(self, name: str, *options: str, stderr: Path | None = None) -> Running:
+        if "--loop" not in options:  # a program of one's own rests as it likes
+            rests(self.folder / name)
         return self.start("node", "start", "--dir", self.folder / name, *options, stderr=stderr)
 
     def status(self) -> status_pb2.GetStatusResponse:

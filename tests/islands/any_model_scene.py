@@ -1,7 +1,5 @@
 """Any run trained on any mesh, in real processes, against one process."""
 
-import multiprocessing
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_scene import with_texts
+from rank_scene import ranks_that
 
 from lab.simulation.lone_work import lone_work, unseen
 from node.island.island import Evaluation, InnerReport
@@ -77,49 +75,21 @@ def trained(
     base: Path | None = None,
 ) -> Outcome:
     """Trains with a process for each rank from the run's first weights."""
-    context = multiprocessing.get_context("forkserver")
     first = first_vector(spec)
-    vectors = SharedVectors.create(first.size)
-    vectors.parameters[:] = first
-    vectors.published[:] = np.nan
-    pipes, processes = [], []
-    with tempfile.TemporaryDirectory(dir=place) as meeting:
-        with_texts(Path(meeting))
-        try:
-            for rank in range(shape.num_ranks):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_run_rank,
-                    args=(
-                        theirs,
-                        spec,
-                        shape,
-                        rank,
-                        vectors.names,
-                        Path(meeting),
-                        data,
-                        local,
-                        base,
-                    ),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            said = []
-            for pipe in pipes:
-                assert wait([pipe], timeout=PATIENCE_SECONDS), f"{shape} hangs"
-                said.append(pipe.recv())
-            for answer in said:
-                if isinstance(answer, str):
-                    raise RefusedError(answer)
-            assert all(repr(own[:2]) == repr(said[0][:2]) for own in said[1:])
-            return (*said[0], vectors.published.copy(), vectors.parameters.copy())
-        finally:
-            for process in processes:
-                process.kill()
-            vectors.close()
+    with ranks_that(_run_rank, spec, shape, place, first, lambda _: (data, local, base)) as (
+        vectors,
+        pipes,
+        _,
+    ):
+        said = []
+        for pipe in pipes:
+            assert wait([pipe], timeout=PATIENCE_SECONDS), f"{shape} hangs"
+            said.append(pipe.recv())
+        for answer in said:
+            if isinstance(answer, str):
+                raise RefusedError(answer)
+        assert all(repr(own[:2]) == repr(said[0][:2]) for own in said[1:])
+        return (*said[0], vectors.published.copy(), vectors.parameters.copy())
 
 
 def _run_rank(

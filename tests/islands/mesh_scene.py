@@ -1,9 +1,7 @@
 """A small model trained on any mesh, in real processes, with what its ranks saw on the way."""
 
 import faulthandler
-import multiprocessing
 import signal
-import tempfile
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_scene import with_texts
+from rank_scene import ranks_that
 
 from lab.simulation.lone_work import lone_work, unseen
 from node.island.data.opening import open_dataset
@@ -201,40 +199,19 @@ def _trained(
     overflows_on: int | None,
     backend: str,
 ) -> Outcome:
-    context = multiprocessing.get_context("forkserver")
     first = initial_parameters(spec)
-    vectors = SharedVectors.create(first.size)
-    vectors.parameters[:] = first
-    vectors.published[:] = np.nan
-    pipes, processes = [], []
-    with tempfile.TemporaryDirectory(dir=place) as meeting:
-        with_texts(Path(meeting))
-        try:
-            for rank in range(shape.num_ranks):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=run_rank,
-                    args=(theirs, spec, shape, rank, vectors.names, Path(meeting), local),
-                    kwargs={"overflows": rank == overflows_on, "backend": backend},
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            figures = []
-            for pipe in pipes:
-                assert wait([pipe], timeout=PATIENCE_SECONDS), f"{shape} hangs"
-                try:
-                    figures.append(pipe.recv())
-                except EOFError:
-                    tell_ends(processes, shape)
-            for process in processes:
-                process.join(PATIENCE_SECONDS)
-            # Reports are of the island, so all ranks say the same; and every rank clips alike.
-            assert all(repr(own[:4]) == repr(figures[0][:4]) for own in figures[1:])
-            return figures[0], vectors.published.copy(), vectors.parameters.copy()
-        finally:
-            for process in processes:
-                process.kill()
-            vectors.close()
+    with ranks_that(
+        run_rank, spec, shape, place, first, lambda rank: (local, rank == overflows_on, backend)
+    ) as (vectors, pipes, processes):
+        figures = []
+        for pipe in pipes:
+            assert wait([pipe], timeout=PATIENCE_SECONDS), f"{shape} hangs"
+            try:
+                figures.append(pipe.recv())
+            except EOFError:
+                tell_ends(processes, shape)
+        for process in processes:
+            process.join(PATIENCE_SECONDS)
+        # Reports are of the island, so all ranks say the same; and every rank clips alike.
+        assert all(repr(own[:4]) == repr(figures[0][:4]) for own in figures[1:])
+        return figures[0], vectors.published.copy(), vectors.parameters.copy()

@@ -1,11 +1,19 @@
-"""What islands of real ranks train on: a dozen small texts, and vectors that hold initial weights."""
+"""What islands of real ranks train on, a dozen small texts and first weights, and their processes."""
 
-from collections.abc import Iterator
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from node.island.models.first_weights import initial_parameters
-from node.outer_state import SharedVectors
+from node.island.parallel.mesh_shape import MeshShape
+from node.outer_state import SharedVectors, Vector
 from protocol.run.layout import layout_of
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
@@ -37,3 +45,40 @@ def initial_vectors(model: DecoderModel) -> Iterator[SharedVectors]:
         yield vectors
     finally:
         vectors.close()
+
+
+@contextmanager
+def ranks_that(
+    run: Callable[..., None],
+    spec: RunSpec,
+    shape: MeshShape,
+    place: Path,
+    first: Vector,
+    more_of: Callable[[int], tuple[Any, ...]],
+) -> Iterator[tuple[SharedVectors, list[Connection], list[BaseProcess]]]:
+    """A process for each rank: it calls `run` with its pipe, its island, and what `more_of` the rank gives.
+
+    The shared vectors hold the first weights, and nothing that was published.
+    """
+    context = multiprocessing.get_context("forkserver")
+    vectors = SharedVectors.create(first.size)
+    vectors.parameters[:] = first
+    vectors.published[:] = np.nan
+    pipes: list[Connection] = []
+    processes: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory(dir=place) as meeting:
+        with_texts(Path(meeting))
+        try:
+            for rank in range(shape.num_ranks):
+                ours, theirs = context.Pipe()
+                island = (theirs, spec, shape, rank, vectors.names, Path(meeting))
+                process = context.Process(target=run, args=island + more_of(rank), daemon=True)
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            yield vectors, pipes, processes
+        finally:
+            for process in processes:
+                process.kill()
+            vectors.close()

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_scene import initial_vectors, with_texts
 from structlog.testing import capture_logs
 from test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
 
@@ -29,7 +28,6 @@ from node.island.data.places import DataPlaces
 from node.island.island import Island, Progress
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.faults import RankDiedError
-from node.island.ranks.forkserver import prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
@@ -49,20 +47,7 @@ AT_ONCE = SPEC.model_copy(  # else weights hardly move in a few inner steps
 BLENDED = AT_ONCE.model_copy(update={"exchange": ExchangeSection(overlap="blend", fragments=2)})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
-    prepare_forkserver()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return with_texts(tmp_path)
-
-
-@pytest.fixture
-def vectors() -> Iterator[SharedVectors]:
-    with initial_vectors(SPEC.model) as vectors:
-        yield vectors
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Follower:

@@ -5,15 +5,11 @@ import pytest
 from benchmarks.island.loops import Kind
 from benchmarks.island.speed import compare, copy_speeds
 from node.island.parallel.mesh_shape import MeshShape
-from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
-    prepare_forkserver()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @pytest.fixture(scope="module")

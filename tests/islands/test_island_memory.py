@@ -5,7 +5,6 @@ import pytest
 from benchmarks.island.memory import memory_of
 from node.island.parallel.auto_mesh import ESTIMATE_FACTOR
 from node.island.parallel.mesh_shape import MeshShape
-from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import InnerSection, RunSpec
@@ -18,9 +17,7 @@ SPEC = RunSpec(
 )  # 3 million parameters: what torch takes for anything but them counts little
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
-    prepare_forkserver()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rank_scene import initial_vectors, with_texts
+from rank_scene import initial_vectors
 from structlog.testing import capture_logs
 from test_hosts import PATIENCE_SECONDS, folder_of, following, island_of, open_desk
 from test_restarts_of_ranks import SPEC as RESTARTED
@@ -22,7 +22,6 @@ from node.hosts.desk import HostDesk
 from node.island.data.places import DataPlaces
 from node.island.island import Island
 from node.island.parallel.mesh_shape import MeshShape
-from node.island.ranks.forkserver import prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
 from protocol.run.layout import layout_of
@@ -38,20 +37,7 @@ GOES_ON = "inner optimizer goes on from its checkpoint"
 Lines = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
-    prepare_forkserver()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return with_texts(tmp_path)
-
-
-@pytest.fixture
-def vectors() -> Iterator[SharedVectors]:
-    with initial_vectors(SPEC.model) as vectors:
-        yield vectors
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 class Scene:

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_scene import initial_vectors, small_spec, with_texts
+from rank_scene import small_spec
 
 from lab.simulation.inline_island import InlineIsland
 from node.island.data.places import DataPlaces
@@ -21,9 +22,8 @@ from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks import rank
-from node.island.ranks.commands import Done, RankSetup
+from node.island.ranks.commands import Alive, Done, Halt, RankSetup
 from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
-from node.island.ranks.forkserver import prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedVectors
@@ -51,20 +51,7 @@ def ignore(progress: Progress) -> None:
     pass
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
-    prepare_forkserver()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return with_texts(tmp_path)
-
-
-@pytest.fixture
-def vectors() -> Iterator[SharedVectors]:
-    with initial_vectors(small_spec().model) as vectors:
-        yield vectors
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @contextlib.asynccontextmanager
@@ -428,3 +415,17 @@ def test_ranks_in_training_end_at_once_when_the_daemon_is_killed(folder: Path) -
     finally:
         os.kill(ranks[0], signal.SIGCONT)
         assert has_ended(handles[0])
+
+
+def test_a_rank_that_rests_says_that_it_lives_and_hears_what_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank, "SIGN_OF_LIFE_SECONDS", 0.01)
+    daemons, ranks = multiprocessing.Pipe()
+    resting = threading.Thread(target=rank.rest, args=(ranks, 1e6), daemon=True)
+    resting.start()
+    assert [daemons.recv() for _ in range(2)] == [Alive()] * 2
+    daemons.send(Halt())
+    resting.join(60)
+    assert not resting.is_alive()
+    assert ranks.recv() == Halt()  # it is the training that is told

@@ -5,13 +5,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rank_scene import initial_vectors, with_texts
+from rank_scene import with_texts
 from structlog.testing import capture_logs
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -22,7 +22,6 @@ from node.island.island import InnerWork, Progress
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.faults import RankDiedError, RankHungError
-from node.island.ranks.forkserver import prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
 from protocol.run.layout import layout_of
@@ -41,20 +40,12 @@ SPEC = RunSpec(
 ENDLESS = 1_000_000
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _forkserver() -> None:
-    prepare_forkserver()
+pytestmark = pytest.mark.usefixtures("forkserver")
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     return with_texts(tmp_path)
-
-
-@pytest.fixture
-def vectors() -> Iterator[SharedVectors]:
-    with initial_vectors(SPEC.model) as vectors:
-        yield vectors
 
 
 @pytest.fixture

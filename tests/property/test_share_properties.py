@@ -16,8 +16,7 @@ from coordinator.swarm.shares import (
     reducer_shares,
 )
 from protocol.wire.rounds import BLOCK, NodeId, cut_into_slices
-
-MB = 1e6
+from tests.unit.test_swarm_shares import all_may, both, seconds
 
 rates = st.builds(
     Rates,
@@ -27,22 +26,6 @@ rates = st.builds(
 swarms = st.lists(st.tuples(rates, st.booleans()), min_size=1, max_size=16).filter(
     lambda swarm: any(may for _, may in swarm)
 )
-
-
-def both(*megabytes_per_second: float | None) -> list[Rates]:
-    return [Rates(up=r and r * MB, down=r and r * MB) for r in megabytes_per_second]
-
-
-def all_may(links: list[Rates]) -> list[bool]:
-    return [True] * len(links)
-
-
-def seconds(links: list[Rates], shares: tuple[float, ...]) -> float:
-    """How long the slowest link is busy with a fragment of one byte, by the docstring's formula."""
-    return max(
-        (1 + (len(links) - 2) * share) / min(link.up or math.inf, link.down or math.inf)
-        for link, share in zip(links, shares, strict=True)
-    )
 
 
 @examples(100)

@@ -20,7 +20,7 @@ from protocol.errors import UnavailableError
 from protocol.run.layout import Layout
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Address
-from protocol.wire.messages import Message, Reduced, Report
+from protocol.wire.messages import Message, Reduced, Report, RoundOpened
 from protocol.wire.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
 from protocol.wire.vitals import Vitals
 from protocol.wire.wire_count import WireCounts
@@ -261,6 +261,13 @@ class Life:
 
     def plan(self, round: int, **changes: Any) -> Plan:
         return plan_for(A, round=round, base_digest=self.outer.digest, **changes)
+
+    async def opened(self, round: int, *, seconds: float, **changes: Any) -> Plan:
+        """The coordinator opens a round, and so many seconds pass."""
+        plan = self.plan(round, **changes)
+        self.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(seconds)
+        return plan
 
     def commit(self, plan: Plan, *, is_void: bool = False) -> Commit:
         """Commits what this node reduced, as the only participant."""

@@ -417,3 +417,23 @@ class Scene:
         outer = self.nodes[node_id].outer
         assert outer.round == self.commits[-1].round
         self.commits[-1] = replace(self.commits[-1], outer_digest=outer.digest)
+
+
+async def committed_round(scene: Scene, number: int, *participants: NodeId) -> None:
+    """A round with these nodes that goes well."""
+    plan = await scene.open_round(number, *participants)
+    for node_id in participants:
+        await scene.nodes[node_id].contribute(float(number))
+    await asyncio.sleep(1)
+    commit = scene.close_round(plan)
+    for node_id in participants:
+        await scene.nodes[node_id].exchange.apply(commit)
+    scene.settle(participants[0])
+
+
+async def after_rounds(num_rounds: int, *nodes: NodeId) -> Scene:
+    """A swarm of these, in which A and B alone have had so many rounds."""
+    scene = await Scene.of(*nodes)
+    for number in range(1, num_rounds + 1):
+        await committed_round(scene, number, A, B)
+    return scene

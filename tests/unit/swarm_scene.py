@@ -29,6 +29,21 @@ from protocol.wire.rounds import (
 )
 from protocol.wire.wire_count import WireTotals
 
+PLAIN_RULES = Rules(
+    total_rounds=100,
+    min_nodes=2,
+    inner_steps=5,
+    batch=2,
+    context=8,
+    train_seconds=60,
+    contribute_seconds=70,
+    commit_seconds=80,
+    apply_seconds=10,
+    lease_seconds=15,
+    evaluate_every_rounds=1,
+)
+"""Where a test is not about rules."""
+
 T = TypeVar("T")
 RUN = Digest(b"r" * 32)
 INITIAL = Digest(b"0" * 32)

@@ -1,7 +1,7 @@
 """Getting from the state that a node holds to the committed one, among donors that lie, die and lag."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,31 +32,28 @@ from tests.unit.exchange_scene import (
     B,
     C,
     Scene,
+    after_rounds,
+    committed_round,
     in_virtual_time,
 )
 
 WAITS = Waits()
 
+Listing = Callable[..., Sequence[Commit]]
+"""Of a round and the commits that there were: those that the coordinator lists as later."""
 
-async def committed_round(scene: Scene, number: int, *participants: NodeId) -> None:
-    """A round with these nodes that goes well."""
-    plan = await scene.open_round(number, *participants)
-    for node_id in participants:
-        await scene.nodes[node_id].contribute(float(number))
-    await asyncio.sleep(1)
-    commit = scene.close_round(plan)
-    for node_id in participants:
-        await scene.nodes[node_id].exchange.apply(commit)
-    scene.settle(participants[0])
+
+@pytest.fixture
+def nobody_can_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No node keeps results: whoever is behind needs a state."""
+    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
 
 
 @in_virtual_time
 async def test_a_node_replays_what_it_missed_from_whoever_holds_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = await Scene.of(A, B, C)
-    for number in (1, 2, 3):
-        await committed_round(scene, number, A, B)
+    scene = await after_rounds(3, A, B, C)
     await scene.nodes[A].transport.stop()
     monkeypatch.setattr(giving, "KEPT_ROUNDS", 1)
     await scene.nodes[C].exchange.catch_up(3)
@@ -89,10 +86,8 @@ class Liar:
 
 @in_virtual_time
 async def test_results_of_several_rounds_come_from_all_holders_at_once() -> None:
-    scene = await Scene.of(A, B, C)
     num_rounds = 3 * ROUNDS_AHEAD
-    for number in range(1, num_rounds + 1):
-        await committed_round(scene, number, A, B)
+    scene = await after_rounds(num_rounds, A, B, C)
     given: dict[NodeId, list[int]] = {A: [], B: []}
     ahead, under_way, most_under_way = 0, 0, 0
     for node_id in given:
@@ -133,9 +128,7 @@ async def test_results_of_several_rounds_come_from_all_holders_at_once() -> None
 
 @in_virtual_time
 async def test_two_that_hold_half_of_the_results_each_are_enough() -> None:
-    scene = await Scene.of(A, B, C)
-    for number in (1, 2, 3):
-        await committed_round(scene, number, A, B)
+    scene = await after_rounds(3, A, B, C)
     for node_id, slice_index in ((A, 1), (B, 0)):  # each lacks what it is preferred for
         held = scene.nodes[node_id].exchange._held
         held._payloads = {key: p for key, p in held._payloads.items() if key[1] == slice_index}
@@ -172,11 +165,9 @@ async def test_a_state_comes_from_several_donors_while_their_rounds_go_on(
     await scene.stop()
 
 
+@pytest.mark.usefixtures("nobody_can_replay")
 @in_virtual_time
-async def test_a_lying_donor_costs_time_and_never_correctness(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)  # nobody can replay
+async def test_a_lying_donor_costs_time_and_never_correctness() -> None:
     scene = await Scene.of(A, B, C)
     liar = Liar(scene, A)
     await committed_round(scene, 1, A, B)
@@ -210,13 +201,10 @@ async def test_after_a_cut_between_all_nodes_results_still_bring_them_on() -> No
     await scene.stop()
 
 
+@pytest.mark.usefixtures("nobody_can_replay")
 @in_virtual_time
-async def test_a_snapshot_is_not_fetched_before_its_digest_is_settled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
-    scene = await Scene.of(A, B, C)
-    await committed_round(scene, 1, A, B)
+async def test_a_snapshot_is_not_fetched_before_its_digest_is_settled() -> None:
+    scene = await after_rounds(1, A, B, C)
     scene.commits[-1] = replace(scene.commits[-1], outer_digest=None)
     catching_up = asyncio.create_task(scene.nodes[C].exchange.catch_up(1))
     await asyncio.sleep(30)
@@ -228,13 +216,10 @@ async def test_a_snapshot_is_not_fetched_before_its_digest_is_settled(
     await scene.stop()
 
 
+@pytest.mark.usefixtures("nobody_can_replay")
 @in_virtual_time
-async def test_a_donor_of_a_round_that_never_was_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
-    scene = await Scene.of(A, B, C)
-    await committed_round(scene, 1, A, B)
+async def test_a_donor_of_a_round_that_never_was_is_not_waited_for() -> None:
+    scene = await after_rounds(1, A, B, C)
     honest = scene.nodes[A].exchange.supply
 
     async def supply(sender: NodeId, want: Want) -> Payload | None:
@@ -285,59 +270,8 @@ async def test_a_node_further_behind_than_commits_are_kept_is_told_before_what_i
 
 
 @in_virtual_time
-async def test_a_refetch_replaces_a_wrong_state_and_drops_what_was_owed_on_it() -> None:
-    scene = await Scene.of(A, B, C)
-    await committed_round(scene, 1, A, B)
-    wrong = scene.nodes[C].outer
-    snapshot = replace(wrong.snapshot(), round=1)
-    owed = Owed(residual=snapshot.parameters + 1)
-    wrong.restore(replace(snapshot, parameters=snapshot.parameters + 7), owed)
-    right = scene.nodes[A].outer.digest
-    assert await scene.nodes[C].exchange.refetch(1, right)
-    assert scene.nodes[C].outer.digest == right
-    assert not scene.nodes[C].residual.any()
-    await scene.stop()
-
-
-@in_virtual_time
-async def test_a_late_request_to_refetch_costs_a_right_state_nothing() -> None:
-    scene = await Scene.of(A, B)
-    for number in (1, 2):
-        await committed_round(scene, number, A, B)
-    first = scene.commits[0].outer_digest
-    assert first is not None
-    plan = await scene.open_round(3, A, B)
-    await scene.nodes[A].contribute(5.0)
-    assert await scene.nodes[A].exchange.refetch(1, first)  # it holds round 2 by now
-    scene.network.cut(A, B)
-    await asyncio.sleep(CONTRIBUTE_SECONDS + 1)
-    commit = scene.close_round(plan, void=(0, 1))
-    await scene.nodes[A].exchange.apply(commit)
-    np.testing.assert_array_equal(scene.nodes[A].residual, 5.0)  # the round was not dropped
-    await scene.stop()
-
-
-@in_virtual_time
-async def test_a_refetch_that_nobody_can_serve_lets_other_work_go_on() -> None:
-    scene = await Scene.of(A, B)
-    await committed_round(scene, 1, A, B)
-    before, right = scene.nodes[A].outer.digest, scene.commits[0]
-    mistaken = Digest(b"x" * 32)
-    scene.commits[0] = replace(right, outer_digest=mistaken)
-    assert not await scene.nodes[A].exchange.refetch(1, mistaken)
-    assert scene.nodes[A].outer.digest == before
-    assert not scene.nodes[A].exchange.waiting_for()
-    scene.commits[0] = right  # the nodes have agreed anew, so the request is void
-    assert await scene.nodes[A].exchange.refetch(1, mistaken)
-    assert scene.nodes[A].outer.digest == before
-    await committed_round(scene, 2, A, B)
-    await scene.stop()
-
-
-@in_virtual_time
 async def test_a_node_that_restarts_after_contributing_counts_nothing_twice() -> None:
-    scene = await Scene.of(A, B)
-    await committed_round(scene, 1, A, B)
+    scene = await after_rounds(1, A, B)
     plan = await scene.open_round(2, A, B)
     for node in scene.nodes.values():
         await node.contribute(3.0)
@@ -364,14 +298,12 @@ async def test_a_node_that_restarts_after_contributing_counts_nothing_twice() ->
     await scene.stop()
 
 
+@pytest.mark.usefixtures("nobody_can_replay")
 @in_virtual_time
-async def test_a_state_that_the_swarm_never_agreed_on_is_not_taken_however_long_it_is_offered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
-    scene = await Scene.of(A, B, C)
-    for number in (1, 2):
-        await committed_round(scene, number, A, B)
+async def test_a_state_that_the_swarm_never_agreed_on_is_not_taken_however_long_it_is_offered() -> (
+    None
+):
+    scene = await after_rounds(2, A, B, C)
     scene.commits[-1] = replace(scene.commits[-1], outer_digest=None)
     held = scene.nodes[A].outer.digest
     began_at = asyncio.get_running_loop().time()
@@ -424,73 +356,55 @@ async def test_while_a_commit_is_being_applied_nobody_saves_or_copies_half_of_it
     await scene.stop()
 
 
-@in_virtual_time
-async def test_what_is_owed_goes_with_a_leap_whose_commits_are_not_all_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Those that are missing may have taken it: owed again, it could count twice."""
-    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
+async def leaps_owing(list_commits: Listing | None = None) -> Scene:
+    """C owes 3 of each element, and takes the state over to which others had three rounds without it."""
     scene = await Scene.of(A, B, C)
-    owed = Owed(residual=scene.nodes[C].outer.snapshot().parameters + 3)
-    scene.nodes[C].outer.restore(scene.nodes[C].outer.snapshot(), owed)
+    c = scene.nodes[C]
+    c.outer.restore(c.outer.snapshot(), Owed(residual=c.outer.snapshot().parameters + 3))
     for number in (1, 2, 3):
         await committed_round(scene, number, A, B)
+    if list_commits is not None:
 
-    async def list_commits(after_round: int) -> tuple[Commit, ...]:
-        listed = {0: scene.commits[:1], 1: [], 2: scene.commits[2:]}
-        return tuple(listed.get(after_round, ()))
+        async def listed(after_round: int) -> tuple[Commit, ...]:
+            return tuple(list_commits(after_round, *scene.commits))
 
-    scene.nodes[C].exchange._catch_up._listed.after = list_commits
-    await scene.nodes[C].exchange.catch_up(1)
-    assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
-    assert not scene.nodes[C].residual.any()
+        c.exchange._catch_up._listed.after = listed
+    await c.exchange.catch_up(1)
+    assert c.outer.position == scene.nodes[A].outer.position
     await scene.stop()
+    return scene
 
 
+def with_other(commits: Sequence[Commit], place: int, name: str) -> list[Commit]:
+    """The commits, one of which has another digest."""
+    changed = replace(commits[place], **{name: Digest(b"o" * 32)})
+    return [*commits[:place], changed, *commits[place + 1 :]]
+
+
+@pytest.mark.usefixtures("nobody_can_replay")
 @pytest.mark.parametrize(
-    "others",
+    "list_commits",
     [
-        lambda one, two, three: (one, two, replace(three, outer_digest=Digest(b"o" * 32))),
-        lambda one, two, three: (one, replace(two, base_digest=Digest(b"o" * 32)), three),
+        lambda after, one, two, three: {0: [one], 2: [three]}.get(after, []),
+        lambda after, *were: were[after:] if after else with_other(were, 2, "outer_digest"),
+        lambda after, *were: were[after:] if after else with_other(were, 1, "base_digest"),
     ],
-    ids=["they end at another state", "they do not follow on each other"],
+    ids=["are not all known", "end at another state", "do not follow on each other"],
 )
 @in_virtual_time
 async def test_what_is_owed_goes_with_a_leap_whose_commits_do_not_lead_to_its_state(
-    monkeypatch: pytest.MonkeyPatch, others: Callable[..., tuple[Commit, ...]]
+    list_commits: Listing,
 ) -> None:
-    """The coordinator went back while the state was fetched: nobody knows what they took of it."""
-    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
-    scene = await Scene.of(A, B, C)
-    owed = Owed(residual=scene.nodes[C].outer.snapshot().parameters + 3)
-    scene.nodes[C].outer.restore(scene.nodes[C].outer.snapshot(), owed)
-    for number in (1, 2, 3):
-        await committed_round(scene, number, A, B)
-
-    async def list_commits(after_round: int) -> tuple[Commit, ...]:
-        return others(*scene.commits) if after_round == 0 else tuple(scene.commits[after_round:])
-
-    scene.nodes[C].exchange._catch_up._listed.after = list_commits
-    await scene.nodes[C].exchange.catch_up(1)
-    assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
+    """One that is missing may have taken it, and so may one that the coordinator took back."""
+    scene = await leaps_owing(list_commits)
     assert not scene.nodes[C].residual.any()
-    await scene.stop()
 
 
+@pytest.mark.usefixtures("nobody_can_replay")
 @in_virtual_time
-async def test_what_is_owed_stays_owed_through_a_leap_whose_commits_are_all_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
-    scene = await Scene.of(A, B, C)
-    owed = Owed(residual=scene.nodes[C].outer.snapshot().parameters + 3)
-    scene.nodes[C].outer.restore(scene.nodes[C].outer.snapshot(), owed)
-    for number in (1, 2, 3):
-        await committed_round(scene, number, A, B)
-    await scene.nodes[C].exchange.catch_up(1)
-    assert scene.nodes[C].outer.position == scene.nodes[A].outer.position
+async def test_what_is_owed_stays_owed_through_a_leap_whose_commits_are_all_known() -> None:
+    scene = await leaps_owing()
     assert (scene.nodes[C].residual == 3).all()
-    await scene.stop()
 
 
 @in_virtual_time
@@ -517,45 +431,12 @@ async def test_who_is_behind_by_more_than_a_page_of_commits_still_owes_what_it_o
     await scene.stop()
 
 
-@in_virtual_time
-async def test_a_node_brings_its_own_commits_before_it_gives_its_state_up() -> None:
-    """The coordinator lists another commit than ours; once it has been given ours, it lists that."""
-    scene = await Scene.of(A, B)
-    for number in (1, 2):
-        await committed_round(scene, number, A, B)
-    ours = list(scene.commits)
-    void = replace(
-        ours[1],
-        slices=tuple(
-            replace(s, digest=None, contributors=(), holder_ids=()) for s in ours[1].slices
-        ),
-        outer_digest=ours[1].base_digest,
-    )
-    later = replace(void, round=3, base_digest=ours[1].base_digest)
-    scene.commits = [ours[0], void, later]
-    honest = scene.take_back
-
-    async def take_back(after_round: int) -> bool:
-        scene.commits = list(ours)
-        return await honest(after_round)
-
-    catch_up = scene.nodes[A].exchange._catch_up
-    catch_up._bring_back = take_back
-    before = scene.nodes[A].outer.position
-    await scene.nodes[A].exchange.catch_up(3)
-    assert scene.brought_after == [1]
-    assert scene.nodes[A].outer.position == before
-    await scene.stop()
-
-
+@pytest.mark.usefixtures("nobody_can_replay")
 @in_virtual_time
 async def test_a_state_that_does_not_fit_is_refused_and_another_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
-    scene = await Scene.of(A, B, C)
-    for number in (1, 2):
-        await committed_round(scene, number, A, B)
+    scene = await after_rounds(2, A, B, C)
     outer, honest = scene.nodes[C].outer, scene.nodes[C].outer.leap
     before, seen = outer.position, []
 
@@ -575,16 +456,14 @@ async def test_a_state_that_does_not_fit_is_refused_and_another_is_asked_for(
     await scene.stop()
 
 
+@pytest.mark.usefixtures("nobody_can_replay")
 @pytest.mark.parametrize("way", ["a leap", "a refetch"])
 @pytest.mark.parametrize("end", ["it goes on", "it is stopped right after the move"])
 @in_virtual_time
 async def test_a_state_never_stands_without_its_history(
     monkeypatch: pytest.MonkeyPatch, way: str, end: str
 ) -> None:
-    monkeypatch.setattr(giving, "KEPT_ROUNDS", 0)
-    scene = await Scene.of(A, B, C)
-    for number in (1, 2):
-        await committed_round(scene, number, A, B)
+    scene = await after_rounds(2, A, B, C)
     catch_up, outer = scene.nodes[C].exchange._catch_up, scene.nodes[C].outer
     lists_since_move: list[int] = []
     honest = catch_up._listed.after
@@ -612,26 +491,4 @@ async def test_a_state_never_stands_without_its_history(
             await go
     assert outer.round == 2
     assert catch_up._history.at(2) is not None and catch_up._history.at(1) is not None
-    await scene.stop()
-
-
-@in_virtual_time
-async def test_a_node_that_is_to_fetch_another_state_brings_its_own_commits_first() -> None:
-    scene = await Scene.of(A, B)
-    for number in (1, 2):
-        await committed_round(scene, number, A, B)
-    ours = list(scene.commits)
-    scene.commits = ours[:1]  # the coordinator goes on from an older copy
-    honest = scene.take_back
-
-    async def take_back(after_round: int) -> bool:
-        scene.commits = list(ours)
-        return await honest(after_round)
-
-    scene.nodes[A].exchange._catch_up._bring_back = take_back
-    before = scene.nodes[A].outer.position
-    assert ours[0].outer_digest is not None
-    assert await scene.nodes[A].exchange.refetch(1, ours[0].outer_digest)
-    assert scene.brought_after == [1]
-    assert scene.nodes[A].outer.position == before
     await scene.stop()

@@ -1,7 +1,6 @@
 """A node's life at its turns: what comes twice, late, in the wrong order, or in the middle."""
 
 import asyncio
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.disk.round_folder import Retention
-from node.disk.snapshot_folder import SnapshotFolder
-from node.disk.snapshots import SnapshotWriting
-from node.duties.duties import FINISH_SECONDS
 from node.exchange.state.on_disk import StateOnDisk
-from node.heavy import in_thread
 from node.history import History
-from protocol.errors import IncompleteError, SystemRefusedError, UnavailableError
+from protocol.errors import UnavailableError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import NO_DIGEST, Ruling, RulingKind
 from protocol.wire.messages import (
@@ -30,18 +25,14 @@ from protocol.wire.messages import (
     ParticipantsDeparted,
     Reduced,
     RefetchAsked,
-    RosterTold,
     RoundCommitted,
     RoundOpened,
     RulingsTold,
-    RunFinished,
     Trained,
 )
-from protocol.wire.rounds import Assignment, Commit, Digest, PeerAddress, RosterEntry, SliceOutcome
+from protocol.wire.rounds import Assignment, Commit, Digest, SliceOutcome
 from tests.unit.daemon_scene import TRAIN_SECONDS, Life
 from tests.unit.exchange_scene import NUM_ELEMENTS, TOKENS, A, B, in_virtual_time, plan_for
-
-ADDRESS = PeerAddress(public_key=bytes(32), multiaddrs=())
 
 
 @in_virtual_time
@@ -82,9 +73,7 @@ async def test_a_plan_that_comes_again_is_trained_once() -> None:
 @in_virtual_time
 async def test_the_same_plan_after_the_work_is_done_makes_the_node_report_it_once_more() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         said = list(life.link.reports)
         assert [type(report) for _, report in said] == [Trained, Reduced, Held]
         life.link.say(RoundOpened(plan=plan))  # as a coordinator does that lost its memory of it
@@ -132,9 +121,7 @@ async def test_a_commit_that_comes_while_the_node_trains_ends_the_training_and_i
 @in_virtual_time
 async def test_a_coordinator_that_lacks_commits_gets_them_and_a_fault_in_it_ends_the_node() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         commit = life.commit(plan)
         life.link.say(RoundCommitted(commit=commit))
         await asyncio.sleep(1)
@@ -153,13 +140,9 @@ async def test_a_coordinator_that_lacks_commits_gets_them_and_a_fault_in_it_ends
 async def test_a_void_commit_that_passed_unheard_is_settled_before_the_next_plan() -> None:
     """The digest is as before, so nothing else would tell; the round's work would be dropped."""
     async with Life() as life:
-        first = life.plan(1)
-        life.link.say(RoundOpened(plan=first))
-        await asyncio.sleep(60)
+        first = await life.opened(1, seconds=60)
         life.commit(first, is_void=True)
-        second = life.plan(2)
-        life.link.say(RoundOpened(plan=second))
-        await asyncio.sleep(60)
+        second = await life.opened(2, seconds=60)
         life.link.say(RoundCommitted(commit=life.commit(second)))
         await asyncio.sleep(1)
         np.testing.assert_array_equal(life.outer._parameters, -2.0)  # the work of both rounds
@@ -201,9 +184,7 @@ async def test_heartbeats_say_how_ranks_are_laid_out_and_how_the_host_shares_its
 @in_virtual_time
 async def test_heartbeats_say_what_the_node_made_of_the_round_that_ended_last() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(TRAIN_SECONDS + 5)
+        plan = await life.opened(1, seconds=TRAIN_SECONDS + 5)
         assert life.link.heartbeats[-1].utilisation is None
         life.link.say(RoundCommitted(commit=life.commit(plan)))
         await asyncio.sleep(5)
@@ -226,9 +207,7 @@ async def test_encoding_and_applying_are_the_exchange_and_not_waiting() -> None:
         return work()
 
     async with Life(heavy=slow) as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(1)
+        plan = await life.opened(1, seconds=1)
         before = heavy_seconds
         await asyncio.sleep(TRAIN_SECONDS + 5)
         life.link.say(RoundCommitted(commit=life.commit(plan)))
@@ -331,18 +310,14 @@ def test_a_node_goes_back_drops_what_it_learnt_since_and_refuses_older_plans(
             states = [life.outer.digest]
             listed: list[Commit] = []
             for number in (1, 2, 3):
-                plan = life.plan(number)
-                life.link.say(RoundOpened(plan=plan))
-                await asyncio.sleep(60)
+                plan = await life.opened(number, seconds=60)
                 commit = life.commit(plan)
                 life.link.say(RoundCommitted(commit=commit))
                 await asyncio.sleep(1)
                 states.append(life.outer.digest)
                 listed.append(replace(commit, outer_digest=life.outer.digest))
                 life.link.commits = tuple(listed)
-            in_flight = life.plan(4)
-            life.link.say(RoundOpened(plan=in_flight))
-            await asyncio.sleep(1)
+            in_flight = await life.opened(4, seconds=1)
             ruling = Ruling(
                 number=1,
                 before=NO_DIGEST.hex(),
@@ -374,215 +349,6 @@ def test_a_node_goes_back_drops_what_it_learnt_since_and_refuses_older_plans(
             assert life.island.calls == ["train", "publish"]
 
     run()
-
-
-@in_virtual_time
-async def test_a_node_that_is_behind_at_the_end_does_not_wait_for_ever() -> None:
-    """The others leave when the run is finished, and with them everyone who has its final state."""
-    async with Life() as life:
-        life.link.commits = (
-            Commit(
-                round=1,
-                fragment=0,
-                base_digest=Digest(bytes(32)),
-                slices=(),
-                outer_digest=Digest(bytes(32)),
-            ),
-        )
-        member = RosterEntry(node_id=B, node_name="b", address=ADDRESS)
-        life.link.say(
-            RosterTold(members=(member,)),
-            RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"),
-        )
-        assert life.running is not None
-        with pytest.raises(IncompleteError, match=r"over \(done\).* holds round 0 of 1") as refusal:
-            await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
-        assert refusal.value.exit_code == 74
-
-
-@in_virtual_time
-async def test_a_commit_that_nobody_supplies_does_not_keep_a_node_from_the_end() -> None:
-    async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
-        commit = life.commit(plan)
-        lost = replace(commit, slices=(replace(commit.slices[0], digest=Digest(b"x" * 32)),))
-        life.link.commits = (lost,)
-        life.link.say(RoundCommitted(commit=lost))
-        await asyncio.sleep(600)
-        assert life.daemon._duties.activity == "applying"
-        life.link.say(RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"))
-        assert life.running is not None
-        with pytest.raises(IncompleteError, match=r"over \(done\).* holds round 0 of 1") as refusal:
-            await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
-        assert refusal.value.exit_code == 74
-
-
-@in_virtual_time
-async def test_a_finished_run_is_left_once_and_with_everything_reported() -> None:
-    life = Life()
-    async with life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
-        life.link.say(
-            RoundCommitted(commit=life.commit(plan, is_void=True)),
-            RunFinished(round=1, outer_digest=life.outer.digest, reason="done"),
-        )
-        assert life.running is not None
-        assert await life.running == "done"
-    assert [number for number, _ in life.link.reported(Applied)] == [1]
-    assert life.link.goodbyes == ["the run is finished"]
-    await asyncio.sleep(60)
-    assert life.link.num_attached == 1  # it does not come back as a ghost
-
-
-@in_virtual_time
-async def test_a_node_with_another_final_state_than_the_swarms_says_so_and_does_not_end_well() -> (
-    None
-):
-    async with Life() as life:
-        life.link.say(RunFinished(round=0, outer_digest=Digest(bytes(32)), reason="done"))
-        assert life.running is not None
-        with pytest.raises(IncompleteError, match="another state of round 0 than the swarm"):
-            await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
-
-
-@in_virtual_time
-async def test_a_run_that_the_coordinator_does_not_list_is_not_taken_for_held() -> None:
-    """A coordinator that went back lists fewer rounds than it said the run had."""
-    async with Life() as life:
-        life.link.say(RunFinished(round=5, outer_digest=life.outer.digest, reason="done"))
-        assert life.running is not None
-        with pytest.raises(IncompleteError, match="holds round 0 of 5"):
-            await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
-
-
-@pytest.mark.parametrize("seconds", [0.5, 3.0, 6.0, 7.5, 30.0])
-def test_a_node_stopped_at_any_time_leaves_nothing_running(seconds: float) -> None:
-    """While it starts, while it waits, while it trains, while it contributes, while it reduces."""
-
-    @in_virtual_time
-    async def stop() -> None:
-        life = Life()
-        running = asyncio.create_task(life.daemon.run())
-        await asyncio.sleep(0)
-        plan = plan_for(A, B, base_digest=life.outer.digest)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(seconds)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert not life.island.is_running
-        assert not life.transport._network._running
-        assert life.link.num_attached <= 1
-        assert life.link.goodbyes == ["stopped by its owner"] * life.link.num_attached
-
-    stop()
-
-
-@in_virtual_time
-async def test_a_node_stopped_while_it_starts_lets_its_transport_end_what_it_began() -> None:
-    ended = []
-
-    async def start(_: object) -> None:
-        try:
-            await asyncio.sleep(1e6)
-        finally:
-            await asyncio.sleep(1)  # as p2pd takes to end
-            ended.append("p2pd")
-
-    life = Life()
-    life.transport.start = start  # type: ignore[method-assign]
-    life.island.start = lambda: asyncio.sleep(1e6)  # which is cancelled at once
-    running = asyncio.create_task(life.daemon.run())
-    await asyncio.sleep(2)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    assert ended == ["p2pd"]
-
-
-@in_virtual_time
-async def test_an_island_that_does_not_start_takes_the_transport_down_with_it() -> None:
-    life = Life()
-    life.island.fault = SystemRefusedError("no such device")
-    start = life.transport.start
-
-    async def start_slowly(handler: Any) -> None:
-        await asyncio.sleep(5)
-        await start(handler)
-
-    life.transport.start = start_slowly  # type: ignore[method-assign]
-    with pytest.raises(SystemRefusedError, match="no such device"):
-        await life.daemon.run()
-    assert not life.transport._network._running
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
-
-@in_virtual_time
-async def test_a_node_that_fails_says_goodbye_so_that_nobody_waits_for_its_lease() -> None:
-    async with Life() as life:
-
-        async def fail(fragment: int) -> None:
-            raise SystemRefusedError("the rank died")
-
-        life.island.publish = fail  # type: ignore[method-assign]
-        life.link.say(RoundOpened(plan=life.plan(1)))
-        assert life.running is not None
-        with pytest.raises(SystemRefusedError, match="the rank died"):
-            await asyncio.wait_for(life.running, 60)
-        assert len(life.link.goodbyes) == 1
-
-
-async def test_heavy_work_in_a_thread_has_ended_when_its_cancellation_has() -> None:
-    """Shared memory is freed next: a thread that still writes to it would crash the process."""
-    begun, may_end, is_done = threading.Event(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        begun.set()
-        may_end.wait()
-        is_done.set()
-
-    task = asyncio.create_task(in_thread(work))
-    await asyncio.to_thread(begun.wait)
-    for _ in range(3):  # an impatient owner
-        task.cancel()
-        await asyncio.sleep(0)
-    assert not task.done()
-    may_end.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert is_done.is_set()
-
-
-class FullDisk(SnapshotFolder):
-    def begin(self, *_: Any, **__: Any) -> SnapshotWriting:
-        raise SystemRefusedError("cannot write it: No space left on device")
-
-
-@in_virtual_time
-async def test_a_node_that_cannot_save_says_so_at_once_and_ends_before_it_is_planned_again(
-    tmp_path: Path,
-) -> None:
-    disk = StateOnDisk(tmp_path, history=History(None))
-    disk.snapshots = FullDisk(tmp_path)
-    async with Life(disk=disk) as life:
-        assert life.running is not None
-        for round_number in (1, 2):
-            plan = life.plan(round_number)
-            life.link.say(RoundOpened(plan=plan))
-            await asyncio.sleep(60)
-            with capture_logs() as told:
-                life.link.say(RoundCommitted(commit=life.commit(plan)))
-                await asyncio.sleep(10)
-            assert ("not saved" in [line["event"] for line in told]) == (round_number == 1)
-            assert life.running.done() == (round_number == 2)
-        assert [number for number, _ in life.link.reported(Applied)] == [1]
-        with pytest.raises(SystemRefusedError, match="No space left"):
-            await life.running
-        assert life.link.goodbyes == ["stopped by an error, which its log tells"]
 
 
 @pytest.mark.parametrize("planned_before", [1, 5])

@@ -27,9 +27,7 @@ async def ended(life: Life, *, within: float) -> str:
 @in_virtual_time
 async def test_a_draining_node_contributes_what_it_trained_and_leaves_after_the_commit() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(TRAIN_SECONDS - 1)
+        plan = await life.opened(1, seconds=TRAIN_SECONDS - 1)
         assert life.daemon.drain(30)
         await asyncio.sleep(0.5)
         ((_, reduced),) = life.link.reported(Reduced)
@@ -50,9 +48,7 @@ async def test_a_draining_node_contributes_what_it_trained_and_leaves_after_the_
 @in_virtual_time
 async def test_a_node_that_has_contributed_already_waits_for_the_commit_too() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         assert life.daemon.drain(30)
         await asyncio.sleep(10)
         life.link.say(RoundCommitted(commit=life.commit(plan)))
@@ -62,9 +58,7 @@ async def test_a_node_that_has_contributed_already_waits_for_the_commit_too() ->
 @in_virtual_time
 async def test_a_node_that_leaves_keeps_what_its_inner_optimizer_knows() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         assert life.island.kept == [(1, False)]
         assert life.daemon.drain(30)
         life.link.say(RoundCommitted(commit=life.commit(plan)))
@@ -99,9 +93,7 @@ async def test_a_draining_node_that_is_asked_again_leaves_at_once() -> None:
 async def test_there_is_nothing_to_drain_without_a_round_in_flight_or_without_time() -> None:
     async with Life() as life:
         assert not life.daemon.drain(30)
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         assert not life.daemon.drain(0)
         life.link.say(RoundCommitted(commit=life.commit(plan)))
         await asyncio.sleep(1)
@@ -124,9 +116,7 @@ async def test_a_node_that_says_goodbye_already_need_not_be_cancelled() -> None:
 @in_virtual_time
 async def test_a_plan_that_comes_to_a_draining_node_is_not_taken() -> None:
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(60)
+        plan = await life.opened(1, seconds=60)
         assert life.daemon.drain(30)
         life.link.say(RoundOpened(plan=plan_for(A, B, round=2, base_digest=life.outer.digest)))
         await asyncio.sleep(5)
@@ -139,9 +129,7 @@ async def test_a_plan_that_comes_to_a_draining_node_is_not_taken() -> None:
 async def test_a_rank_that_dies_in_a_draining_node_is_not_replaced() -> None:
     """Whoever stops a service signals all its processes: ranks die of it."""
     async with Life() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(1)
+        plan = await life.opened(1, seconds=1)
         life.island.dies_in = ["publish"]
         assert life.daemon.drain(60)
         await asyncio.sleep(30)

@@ -31,9 +31,7 @@ async def live_a_round(
     life: Life, number: int, *, train_seconds: float = 10.0, seconds: float = 60.0
 ) -> list[int]:
     """Opens a round, commits what this node reduced, and returns the tokens that it contributed."""
-    plan = life.plan(number, train_seconds=train_seconds)
-    life.link.say(RoundOpened(plan=plan))
-    await asyncio.sleep(seconds)
+    plan = await life.opened(number, train_seconds=train_seconds, seconds=seconds)
     ((_, reduced),) = [r for r in life.link.reported(Reduced) if r[0] == number]
     assert all(contributor.node_id == A for contributor in reduced.contributors)
     commit = life.commit(plan, is_void=reduced.digest is None)

@@ -58,9 +58,7 @@ async def test_without_a_loop_the_node_reports_no_work_and_applies_the_commit() 
             )
 
         life.island.train = nobody  # type: ignore[method-assign]
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(5)
+        plan = await life.opened(1, seconds=5)
         assert [report.tokens for _, report in life.link.reported(Trained)] == [0]
         told = life.link.heartbeats[-1]
         assert not told.trains and not told.evaluates

@@ -218,9 +218,7 @@ async def test_a_rank_that_dies_ahead_costs_what_it_trained_ahead_and_no_more() 
 async def test_an_evaluation_interrupts_training_ahead() -> None:
     async with OverlapLife() as life:
         life.link.say(EvaluationAsked(round=0))
-        first = life.plan(1)
-        life.link.say(RoundOpened(plan=first))
-        await asyncio.sleep(2 + STEPS + 1.5)
+        first = await life.opened(1, seconds=2 + STEPS + 1.5)
         life.link.say(EvaluationAsked(round=0))
         await asyncio.sleep(0.6)  # the second step ahead is over
         assert life.daemon._duties.activity == "evaluating"
@@ -272,9 +270,7 @@ async def test_a_state_that_was_fetched_anew_takes_what_was_trained_ahead_with_i
 @in_virtual_time
 async def test_training_ahead_that_diverges_ends_the_node_at_once() -> None:
     async with OverlapLife() as life:
-        first = life.plan(1)
-        life.link.say(RoundOpened(plan=first))
-        await asyncio.sleep(STEPS + 1.5)
+        await life.opened(1, seconds=STEPS + 1.5)
         life.island.fault = TrainingDivergedError("the loss is no longer finite", next_step="")
         await asyncio.sleep(3)
         assert life.running is not None and life.running.done()
@@ -300,15 +296,11 @@ async def test_a_run_that_ends_ends_training_ahead() -> None:
 @in_virtual_time
 async def test_a_node_whose_bytes_travel_faster_than_it_trains_is_always_in_inner_steps() -> None:
     async with OverlapLife() as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(STEPS + 1.5)
+        plan = await life.opened(1, seconds=STEPS + 1.5)
         for number in (2, 3, 4):
             life.link.say(RoundCommitted(commit=life.commit(plan)))
             await asyncio.sleep(1.5)
-            plan = life.plan(number)
-            life.link.say(RoundOpened(plan=plan))
-            await asyncio.sleep(STEPS - 1.5)
+            plan = await life.opened(number, seconds=STEPS - 1.5)
         made = life.daemon._duties.utilisation
         assert made is not None
         assert (made.round, made.compute_share) == (3, pytest.approx(1.0))
@@ -322,15 +314,11 @@ async def test_an_exchange_that_inner_steps_hide_takes_no_share_of_the_time() ->
         return work()
 
     async with OverlapLife(heavy=slow) as life:
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(STEPS + 1.5)
+        plan = await life.opened(1, seconds=STEPS + 1.5)
         for number in (2, 3):
             life.link.say(RoundCommitted(commit=life.commit(plan)))
             await asyncio.sleep(1.5)
-            plan = life.plan(number)
-            life.link.say(RoundOpened(plan=plan))
-            await asyncio.sleep(STEPS)
+            plan = await life.opened(number, seconds=STEPS)
         made = life.daemon._duties.utilisation
         assert made is not None
         assert made.round == 2

@@ -47,9 +47,7 @@ async def test_a_node_attaches_before_its_ranks_are_up_and_is_counted_on_once_th
         await asyncio.sleep(SECONDS - 6.5)
         assert life.link.heartbeats[before:][-1].trains
         assert life.link.num_attached == 1
-        plan = life.plan(1)
-        life.link.say(RoundOpened(plan=plan))
-        await asyncio.sleep(20)
+        await life.opened(1, seconds=20)
         assert life.island.calls[:3] == ["start", "adopt", "train"]
         assert [report.tokens > 0 for _, report in life.link.reported(Trained)] == [True]
 

@@ -35,9 +35,7 @@ def life_with(*, copying: float, writing: float, rounds: int = 100) -> tuple[Lif
 
 
 async def commit_round(life: Life, number: int) -> None:
-    plan = life.plan(number)
-    life.link.say(RoundOpened(plan=plan))
-    await asyncio.sleep(TRAIN_SECONDS + 3)
+    plan = await life.opened(number, seconds=TRAIN_SECONDS + 3)
     life.link.say(RoundCommitted(commit=life.commit(plan)))
     await asyncio.sleep(1)
 

@@ -13,17 +13,6 @@ from coordinator.config import rules_of
 from coordinator.driver import Driver
 from coordinator.services import checks, session
 from coordinator.services.answering import CALLS_A_SECOND, MOST_CALLS, CallRates
-from coordinator.services.certificates import Certificates
-from coordinator.services.enrolment import (
-    FAILURE_SECONDS,
-    MAX_FAILURES,
-    MAX_LOGGED,
-    EnrolmentDesk,
-    EnrolmentServicer,
-    Failures,
-    host_of,
-)
-from coordinator.services.ruling import Rulings
 from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
@@ -31,22 +20,13 @@ from coordinator.telemetry import Telemetry
 from protocol.errors import (
     AtollError,
     BadDataError,
-    NotPermittedError,
     SessionEndedError,
     TemporaryError,
 )
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
-from protocol.trust.invite import hash_of_secret
-from protocol.trust.pki import (
-    Authority,
-    enrolment_statement,
-    make_request,
-    new_swarm_id,
-    principal_of,
-)
 from protocol.trust.signing import CommitSigner
-from protocol.v1 import enrolment_pb2, session_pb2, status_pb2
+from protocol.v1 import session_pb2, status_pb2
 from protocol.wire import convert
 from protocol.wire.messages import Reduced
 from protocol.wire.payload import RESULT, Payload
@@ -61,7 +41,6 @@ class HasBytes(Protocol):
 
 NODE = Identity.generate()
 DIGEST = b"d" * 32
-SECRET = b"s" * 32
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())
 
 
@@ -394,130 +373,6 @@ async def test_a_page_of_commits_ends_with_the_one_that_fills_the_answer_and_all
     assert [commit.round for commit in await listed(0)] == [1, 2]
 
 
-# Enrolment
-
-WALL = 1_700_000_000.0
-
-
-def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
-    _, driver = new_desk()
-    store = driver.store
-    store.add_invite(
-        invite_id="inv",
-        secret_hash=hash_of_secret(SECRET),
-        max_uses=1,
-        expires_utc_seconds=WALL + 60,
-        host="h",
-    )
-    authority = Authority.create(new_swarm_id())
-    rulings = Rulings(driver, RunSpec(), SIGNER)
-    certificates = Certificates(
-        authority,
-        authority.certificate_pem,
-        store,
-        standing_of=rulings.standing_of,
-        enrolment_port=7701,
-        clock=lambda: 0.0,
-        wall_clock=lambda: WALL,
-    )
-    desk = EnrolmentDesk(
-        store,
-        authority.certificate_pem,
-        certificates,
-        rulings,
-        run_name="r",
-        control_port=7700,
-        clock=lambda: 0.0,
-        wall_clock=lambda: WALL,
-        write=written,
-    )
-    return desk, store
-
-
-async def written(change: Callable[[], T]) -> T:
-    return change()
-
-
-def enrol_request(signer: Identity = NODE) -> enrolment_pb2.EnrolRequest:
-    request_der, _ = make_request()
-    return enrolment_pb2.EnrolRequest(
-        invite_id="inv",
-        invite_secret=SECRET,
-        public_key=NODE.public_key,
-        certificate_request=request_der,
-        proof=signer.sign(enrolment_statement("inv", request_der)),
-        node_name="node-a",
-    )
-
-
-async def test_a_certificate_names_the_node_whose_key_signed_for_it() -> None:
-    desk, store = enrolment_desk()
-    response = await desk.enrol("host", enrol_request())
-    assert principal_of(response.certificate_pem).node_id == NODE.node_id
-    assert store.enrolled_member(NODE.node_id) is not None
-
-
-async def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keeps_its_use() -> None:
-    desk, store = enrolment_desk()
-    stolen = enrol_request()
-    stolen.certificate_request = make_request().request_der  # the thief's key under NODE's proof
-    for request in (enrol_request(signer=Identity.generate()), stolen):
-        with pytest.raises(BadDataError, match="not signed"):
-            await desk.enrol("host", request)
-    assert store.enrolled_member(NODE.node_id) is None
-
-
-async def test_who_guesses_locks_nobody_out_that_has_an_invite_and_shares_the_address() -> None:
-    desk, store = enrolment_desk()
-    wrong = enrol_request()
-    wrong.invite_secret = b"x" * 32
-    for _ in range(MAX_FAILURES):
-        with pytest.raises(NotPermittedError, match="not an invite"):
-            await desk.enrol("host", wrong)
-    with pytest.raises(TemporaryError, match="from host"):
-        await desk.enrol("host", wrong)
-    await desk.enrol("host", enrol_request())
-    assert store.enrolled_member(NODE.node_id) is not None
-
-
-class Called:
-    """The context of a call, from a host."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-
-    def peer(self) -> str:
-        return f"ipv4:{self._host}:55"
-
-    async def abort(self, *_: object, **__: object) -> None:
-        raise ConnectionAbortedError
-
-
-async def test_strangers_fill_no_log() -> None:
-    desk, _ = enrolment_desk()
-    told: list[str] = []
-    now = 0.0
-    servicer = EnrolmentServicer(
-        desk, on_refused=lambda host, _: told.append(host), clock=lambda: now
-    )
-    wrong = enrol_request()
-    wrong.invite_secret = b"x" * 32
-
-    async def try_from(host: str) -> None:
-        with pytest.raises(ConnectionAbortedError):
-            await servicer.Enrol(wrong, Called(host))  # type: ignore[arg-type]
-
-    for _ in range(3 * MAX_FAILURES):
-        await try_from("192.0.2.1")
-    assert told == ["192.0.2.1"] * MAX_FAILURES
-    for number in range(2 * MAX_LOGGED):
-        await try_from(f"198.51.100.{number}")
-    assert len(told) == MAX_LOGGED
-    now = MAX_LOGGED
-    await try_from("203.0.113.1")
-    assert told[-1] == "203.0.113.1"
-
-
 def test_a_member_that_calls_in_a_loop_is_told_to_wait_and_delays_nobody_else() -> None:
     now = 0.0
     calls = CallRates(lambda: now)
@@ -531,27 +386,6 @@ def test_a_member_that_calls_in_a_loop_is_told_to_wait_and_delays_nobody_else() 
         calls.take(NodeId("loops"))
     with pytest.raises(TemporaryError):
         calls.take(NodeId("loops"))
-
-
-def test_failed_attempts_are_limited_by_host_and_forgotten_after_a_while() -> None:
-    now = 0.0
-    failures = Failures(lambda: now)
-    for _ in range(MAX_FAILURES):
-        failures.check("a")
-        failures.add("a")
-    with pytest.raises(TemporaryError, match="from a"):
-        failures.check("a")
-    failures.check("b")
-    now = FAILURE_SECONDS
-    failures.check("a")
-
-
-@pytest.mark.parametrize(
-    ("peer", "host"),
-    [("ipv4:192.0.2.1:55", "192.0.2.1"), ("ipv6:%5B2001:db8::1%5D:55", "[2001:db8::1]")],
-)
-def test_ports_do_not_make_hosts(peer: str, host: str) -> None:
-    assert host_of(peer) == host
 
 
 async def test_a_finished_runs_time_stands_still() -> None:

@@ -10,7 +10,7 @@ from coordinator.driver import MAX_UNREAD, Driver
 from coordinator.store import Store
 from coordinator.streams import Stream
 from coordinator.swarm.events import Attached, Detached, HeartbeatSeen, Reported
-from coordinator.swarm.state import MemberState, Rules
+from coordinator.swarm.state import MemberState
 from coordinator.swarm.transition import initial_state
 from protocol.errors import SessionEndedError, SystemRefusedError
 from protocol.wire.messages import (
@@ -36,20 +36,9 @@ from protocol.wire.rounds import (
     NodeId,
     PeerAddress,
 )
+from tests.unit.swarm_scene import PLAIN_RULES
 
-RULES = Rules(
-    total_rounds=1,
-    min_nodes=2,
-    inner_steps=5,
-    batch=2,
-    context=8,
-    train_seconds=60,
-    contribute_seconds=70,
-    commit_seconds=80,
-    apply_seconds=10,
-    lease_seconds=15,
-    evaluate_every_rounds=1,
-)
+RULES = replace(PLAIN_RULES, total_rounds=1)
 RUN = Digest(b"\x99" * 32)
 START, END = Digest(b"\0" * 32), Digest(b"\1" * 32)
 A, B = NodeId("a" * 32), NodeId("b" * 32)

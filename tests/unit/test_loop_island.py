@@ -86,6 +86,17 @@ class Scene:
         thread.start()
         return thread
 
+    async def joined(self, train: Callable[[atoll.Swarm], Any], **how: Any) -> threading.Thread:
+        """The same, and waits until the loop is here."""
+        thread = self.loop(train, **how)
+        await self.is_here()
+        return thread
+
+    async def stops(self, thread: threading.Thread) -> None:
+        """The island stops, and with it the loop."""
+        await self.island.stop()
+        await ends(thread)
+
     async def train(self, asked: InnerWork) -> InnerReport:
         return await self.island.train(asked, self.progress.append)
 
@@ -138,8 +149,7 @@ async def test_orders_are_carried_out_within_step_and_the_report_tells_what_was_
                         parameter.add_(1.0)
                 swarm.step(loss=torch.tensor(2.0))
 
-        thread = one.loop(train, model=model)
-        await one.is_here()
+        thread = await one.joined(train, model=model)
         report = await one.train(work())
         assert (report.inner_steps, report.tokens, report.loss) == (3, 3 * STEP_TOKENS, 2.0)
         await one.island.publish(0)
@@ -147,8 +157,7 @@ async def test_orders_are_carried_out_within_step_and_the_report_tells_what_was_
         one.vectors.parameters[:] = -1.0
         await one.island.adopt(0)
         assert all((p == -1).all() for p in model.parameters())
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
         assert one.ended == [None]
         assert one.progress[0].round == 1 and one.progress[0].loss == 2.0
 
@@ -157,14 +166,12 @@ async def test_samples_are_those_that_were_leased_in_the_run_s_order_and_each_on
     tmp_path: Path,
 ) -> None:
     async with scene(tmp_path) as one:
-        thread = one.loop(steps_on_samples)
-        await one.is_here()
+        thread = await one.joined(steps_on_samples)
         for number in (1, 2):
             await one.train(work(number))
             await one.island.publish(0)
             await one.island.adopt(0)
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
         taken = one.ended[0]
         assert one.island._samples._order is not None
         expected = [
@@ -189,11 +196,9 @@ async def test_batches_are_the_tokens_of_the_leased_samples(tmp_path: Path) -> N
                 found.append(batch)
                 swarm.step()
 
-        thread = one.loop(train)
-        await one.is_here()
+        thread = await one.joined(train)
         assert (await one.train(work())).tokens == 3 * STEP_TOKENS
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
         dataset = open_dataset(one.spec, DataPlaces(folder=tmp_path))
         assert len(found) == 3
         for batch in found:
@@ -225,15 +230,13 @@ async def test_batches_weigh_by_what_counts_in_them_and_use_their_samples_up(
             assert few.counted is not None
             swarm.step(tokens=int(few.counted.sum()) - 1)  # the loop masks one more
 
-        thread = one.loop(train)
-        await one.is_here()
+        thread = await one.joined(train)
         report = await one.train(work())
         assert report.samples == 3 * BATCH
         assert report.tokens == sum(1 + number % 3 for number in numbers)
         report = await one.train(work(2, steps=1))
         assert report.samples == BATCH
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
         assert one.ended == [None]
 
 
@@ -249,11 +252,9 @@ async def test_a_node_without_the_run_s_data_says_so_and_takes_loops_that_have_t
                 next(swarm.samples())
             swarm.step(tokens=5)
 
-        thread = one.loop(train)
-        await one.is_here()
+        thread = await one.joined(train)
         assert (await one.train(work(steps=1))).tokens == 5
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
         assert one.ended == [None]
 
 
@@ -266,13 +267,11 @@ async def test_a_loader_of_one_s_own_counts_its_tokens_and_no_more_than_were_lea
             for tokens in (10, 20, 30, 1000, 1000, 1000):
                 swarm.step(tokens=tokens)
 
-        thread = one.loop(train)
-        await one.is_here()
+        thread = await one.joined(train)
         report = await one.train(work())
         assert (report.tokens, report.samples) == (60, 3 * BATCH), "what was leased is used up"
         assert (await one.train(work(2))).tokens == 3 * STEP_TOKENS
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
         assert caplog.text.count("a step of this loop has 1000 tokens on a rank, and only 64") == 1
 
 
@@ -289,8 +288,7 @@ async def test_step_wants_tokens_and_samples_want_step(tmp_path: Path) -> None:
             with pytest.raises(atoll.SamplesError, match="must not fetch ahead"):
                 next(samples)
 
-        thread = one.loop(train)
-        await one.is_here()
+        thread = await one.joined(train)
         asyncio.get_running_loop().call_later(5, one.island.halt)
         with pytest.raises(LoopGoneError):
             await one.train(work())
@@ -308,29 +306,25 @@ async def test_a_halt_ends_training_after_the_step_in_progress(tmp_path: Path) -
             goes_on.wait(20)
             assert swarm.step(tokens=1).is_over
 
-        thread = one.loop(train)
-        await one.is_here()
+        thread = await one.joined(train)
         training = asyncio.ensure_future(one.train(work(steps=1000)))
         await asyncio.to_thread(stepped.wait, 20)
         one.island.halt()
         await asyncio.sleep(0.1)
         goes_on.set()
         assert (await training).inner_steps == 2
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
         assert one.ended == [None]
 
 
 async def test_training_ends_with_the_plan_s_time(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
-        thread = one.loop(
+        thread = await one.joined(
             lambda swarm: [swarm.step(tokens=1) for _ in iter(lambda: swarm.is_over, True)]
         )
-        await one.is_here()
         report = await one.train(work(steps=10_000_000, max_seconds=0.3))
         assert 0.3 <= report.seconds < 10 and report.inner_steps < 10_000_000
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
 
 
 async def test_without_a_loop_nothing_is_trained_and_nobody_waits(tmp_path: Path) -> None:
@@ -352,8 +346,7 @@ async def test_what_was_trained_is_lost_with_its_loop_and_the_next_call_tells(
             swarm.step(tokens=1)
             raise RuntimeError("the loop's own fault")
 
-        thread = one.loop(fails)
-        await one.is_here()
+        thread = await one.joined(fails)
         with pytest.raises(LoopGoneError, match="RuntimeError: the loop's own fault"):
             await one.train(work())
         await ends(thread)
@@ -361,8 +354,7 @@ async def test_what_was_trained_is_lost_with_its_loop_and_the_next_call_tells(
         # Another loop goes on, from the global parameters.
         thread = one.loop(steps_on_samples)
         assert (await one.train(work())).inner_steps == 3
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
 
 
 async def test_a_loop_that_died_soon_comes_back_and_a_round_waits_for_it_and_not_for_ever(
@@ -391,27 +383,23 @@ async def test_a_hung_loop_is_given_up_and_joins_again_when_it_wakes_up(tmp_path
             wakes_up.wait(20)
             return sum(1 for _ in iter(lambda: swarm.step(tokens=1).is_over, True))
 
-        thread = one.loop(train)
-        await one.is_here()
+        thread = await one.joined(train)
         with pytest.raises(LoopGoneError, match="gave no sign of life for"):
             await one.train(work())
         assert not one.island.ability.trains
         wakes_up.set()
         await one.is_here()
         assert (await one.train(work())).inner_steps == 3
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
         assert isinstance(one.ended[0], int)
 
 
 async def test_a_loss_that_is_no_number_ends_training_with_a_sentence(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
-        thread = one.loop(lambda swarm: swarm.step(tokens=1, loss=torch.tensor(math.nan)))
-        await one.is_here()
+        thread = await one.joined(lambda swarm: swarm.step(tokens=1, loss=torch.tensor(math.nan)))
         with pytest.raises(TrainingDivergedError, match="round 1: the training loop's loss"):
             await one.train(work())
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
 
 
 async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_path: Path) -> None:
@@ -429,14 +417,12 @@ async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_pa
             swarm.step(tokens=1)
             return next(model.parameters()).flatten()[0].item()
 
-        thread = one.loop(train, model=model, evaluate=evaluate)
-        await one.is_here()
+        thread = await one.joined(train, model=model, evaluate=evaluate)
         assert one.island.ability == Ability(trains=True, evaluates=True)
         await one.train(work(steps=1))
         evaluation = await one.island.evaluate()
         assert evaluation is not None and (evaluation.loss, evaluation.tokens) == (1.5, 99)
-        await one.island.stop()
-        await ends(thread)
+        await one.stops(thread)
         assert (seen, one.ended) == ([0.5], [7.0]), "its own weights are back"
 
 

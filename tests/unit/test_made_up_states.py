@@ -9,8 +9,7 @@ import numpy as np
 from node.disk.snapshots import Owed
 from node.outer_state import outer_digest
 from protocol.wire.rounds import Commit, Digest, NodeId
-from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, C, Scene, in_virtual_time
-from tests.unit.test_catch_up import committed_round
+from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, C, Scene, committed_round, in_virtual_time
 
 ZEROS = np.zeros(NUM_ELEMENTS, dtype=np.float32)
 

@@ -88,3 +88,5 @@ def test_a_loop_of_one_s_own_and_ranks_exclude_each_other(tmp_path: Path) -> Non
     for key, value in (("ranks", 2), ("shard", 2), ("mesh", "auto"), ("hosts", 2)):
         with pytest.raises(ConfigError, match="loop = true leaves training to a program"):
             _ = load_settings(tmp_path, loop=True, **{key: value}).ranks_here
+    with pytest.raises(ConfigError, match=r"load = 0\.5 has no effect on a program of your own"):
+        _ = load_settings(tmp_path, loop=True, load=0.5).ranks_here

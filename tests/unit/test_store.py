@@ -10,7 +10,7 @@ from coordinator.database import DATABASE_NAME
 from coordinator.store import CLOCK_SAVE_SECONDS, Store
 from coordinator.swarm.events import Attached, Detached, Event, HeartbeatSeen, Reported
 from coordinator.swarm.shares import Rates
-from coordinator.swarm.state import Rules, SwarmState, Written
+from coordinator.swarm.state import SwarmState, Written
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
 from protocol.wire.channel import RETRY_CAP_SECONDS
@@ -24,21 +24,9 @@ from protocol.wire.rounds import (
     NodeId,
     PeerAddress,
 )
+from tests.unit.swarm_scene import PLAIN_RULES
 
-RULES = Rules(
-    total_rounds=100,
-    min_nodes=2,
-    inner_steps=5,
-    batch=2,
-    context=8,
-    train_seconds=60,
-    contribute_seconds=70,
-    commit_seconds=80,
-    apply_seconds=10,
-    lease_seconds=15,
-    evaluate_every_rounds=1,
-    num_prompts=1,
-)
+RULES = replace(PLAIN_RULES, num_prompts=1)
 RUN = Digest(b"\x99" * 32)
 A, B = NodeId("a" * 32), NodeId("b" * 32)
 

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.data.dataset import SampleOrder
-from node.island.island import InnerWork, Progress
+from node.island.island import InnerReport, InnerWork, Progress
 from node.island.measuring import utilisation as measured_peak
 from node.island.measuring.utilisation import flops_per_token
 from node.island.models.decoder_modules import Objective
@@ -423,3 +423,42 @@ def test_every_tensor_is_published_by_one_rank_and_the_ranks_have_about_as_much(
     )
     elements = [sum(place.num_elements for place in places) for places in dealt]
     assert max(elements) - min(elements) <= max(place.num_elements for place in layout.places)
+
+
+class Stepping:
+    """A trainer of which each inner step takes ten seconds, and what it rests."""
+
+    def __init__(self, corpus: Corpus, load: float) -> None:
+        self.now = 0.0
+        self.rests: list[float] = []
+        self.trainer = trainer_of(corpus, local=LocalTraining(load=load))
+        self.trainer._clock = lambda: self.now
+        self._step = self.trainer._inner_step
+        self.trainer._inner_step = self.step  # type: ignore[method-assign]
+
+    def step(self, first_sample: int) -> Any:
+        self.now += 10.0
+        return self._step(first_sample)
+
+    def rest(self, seconds: float) -> None:
+        self.rests.append(seconds)
+        self.now += seconds
+
+    def train(self, work: InnerWork) -> InnerReport:
+        return self.trainer.train(work, ignore, rest=self.rest)
+
+
+def test_with_a_load_of_a_quarter_a_rank_rests_three_times_as_long_as_it_trains_and_learns_the_same(
+    corpus: Corpus,
+) -> None:
+    rests, does_not = Stepping(corpus, load=0.25), Stepping(corpus, load=1.0)
+    reports = rests.train(work_of()), does_not.train(work_of())
+    assert (rests.rests, does_not.rests) == ([30.0] * 4, [])
+    assert [report.seconds for report in reports] == [170.0, 50.0]
+    assert reports[0].loss == reports[1].loss
+
+
+def test_no_rest_goes_beyond_the_time_that_there_is(corpus: Corpus) -> None:
+    rests = Stepping(corpus, load=0.1)
+    report = rests.train(work_of(max_seconds=30.0))
+    assert (report.inner_steps, report.seconds, rests.rests) == (1, 30.0, [20.0])

@@ -20,8 +20,8 @@ from protocol.terminal.status_view import copies_in_words, summary_line
 from protocol.v1 import status_pb2
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.rounds import CorpusSummary, Digest, LayoutSummary, PeerAddress
-from protocol.wire.vitals import Vitals
 from tests.unit.exchange_scene import in_virtual_time
+from tests.unit.test_link_calls import VITALS
 
 DIGEST = Digest(b"d" * 32)
 SPEC = RunSpec()
@@ -53,22 +53,10 @@ class Process:
             version="0",
             process_id=number,
         )
-        vitals = Vitals(
-            outer_round=0,
-            outer_digest=DIGEST,
-            outer_incarnation=0,
-            unreachable=(),
-            activity="waiting",
-            waiting_for="",
-            inner_step=0,
-            loss=0.0,
-            tokens_per_second=0.0,
-            wire={},
-        )
         self.session = Session(
             link=CoordinatorLink(self.stub),
             announce=lambda: announcement,
-            vitals=lambda: vitals,
+            vitals=lambda: VITALS,
             on_attached=self.attachments.append,
             on_message=lambda event: None,
             rng=random.Random(number),

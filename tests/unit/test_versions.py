@@ -10,7 +10,6 @@ from google.protobuf.message import Message
 from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
 from coordinator.swarm.events import Ruled
-from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import ProtocolMismatchError
 from protocol.terminal.status_view import releases_in_words
@@ -19,23 +18,11 @@ from protocol.v1 import session_pb2, status_pb2
 from protocol.wire.rounds import Digest, NodeId
 from protocol.wire.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire
 from tests.unit.golden.golden_file import golden_bytes, matches_golden
+from tests.unit.swarm_scene import PLAIN_RULES as RULES
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN = Digest(b"\x99" * 32)
 NODE = NodeId("a" * 32)
-RULES = Rules(
-    total_rounds=100,
-    min_nodes=2,
-    inner_steps=5,
-    batch=2,
-    context=8,
-    train_seconds=60,
-    contribute_seconds=70,
-    commit_seconds=80,
-    apply_seconds=10,
-    lease_seconds=15,
-    evaluate_every_rounds=1,
-)
 
 ATTACH = session_pb2.AttachRequest(
     node_name="attic",

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,6 @@ main(sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    if find_spec("hatchling") is None:
-        pytest.skip("hatchling is not installed; 'make test' installs it")
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder],

@@ -137,13 +137,13 @@ def measure_peak(
     size = _SIZES.get(device.type, _SIZE_ELSEWHERE)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = left @ right  # libraries load and choose at the first one
-    _wait_for(device)
+    wait_for(device)
     began_at = clock()
     least = float("inf")
     for _ in range(_MOST_PRODUCTS):
         started_at = clock()
         torch.mm(left, right, out=product)
-        _wait_for(device)
+        wait_for(device)
         least = min(least, clock() - started_at)
         if clock() - began_at >= _MOST_SECONDS:
             break
@@ -156,6 +156,7 @@ def measured_peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     return _peaks.get((device.type, dtype))
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Returns when the device has done all that it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 
 _PEER_DEATH_SECONDS = 2.0
+SIGN_OF_LIFE_SECONDS = 1.0
 
 
 def run_rank(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) -> None:
@@ -168,7 +170,19 @@ class _Rank:
                         self._connection.send(Told(number, progress))
 
                 # Orders come one at a time, so anything in the pipe meanwhile means Halt.
-                return self._trainer.train(work, tell, self._connection.poll)
+                return self._trainer.train(
+                    work, tell, self._connection.poll, partial(rest, self._connection)
+                )
+
+
+def rest(connection: "Connection[Reply, Order | Halt]", seconds: float) -> None:
+    """Waits that long, or until the daemon says something; it must not take a long rest for a hang."""
+    ends_at = time.monotonic() + seconds
+    while (left := ends_at - time.monotonic()) > 0:
+        if connection.poll(min(left, SIGN_OF_LIFE_SECONDS)):
+            return
+        if left > SIGN_OF_LIFE_SECONDS:
+            connection.send(Alive())
 
 
 def _send_last(connection: "Connection[Reply, Order | Halt]", reply: Reply) -> None:

@@ -3,6 +3,7 @@
 Nothing here changes what is computed but for rounding, so nodes of one swarm may differ in all of it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,7 @@ class LocalTraining:
     activation_checkpointing: Recomputing = "none"
     compile: bool = False
     deterministic: bool = False
+    load: float = 1.0  # the part of its time that it trains; for the others it rests
 
     def check(self) -> None:
         """Raises ConfigError for choices that exclude each other; needs no torch."""
@@ -41,3 +43,25 @@ class LocalTraining:
 
 PLAIN = LocalTraining()
 """Everything at once, in fp32: what tests and simulations train with."""
+
+
+class Rests:
+    """The rests of a rank between inner steps: of all its time since a moment, `load` is training."""
+
+    def __init__(
+        self, load: float, *, clock: Callable[[], float], rest: Callable[[float], None]
+    ) -> None:
+        self.seconds = 0.0  # until now
+        self._load = load
+        self._clock = clock
+        self._rest = rest
+
+    def take(self, *, since: float, most_seconds: float) -> float:
+        """Rests for as long as is due, not beyond so many seconds since then; returns the time."""
+        began_at = self._clock()
+        elapsed = began_at - since
+        due = (elapsed - self.seconds) / self._load - elapsed
+        self._rest(max(0.0, min(due, most_seconds - elapsed)))
+        now = self._clock()
+        self.seconds += now - began_at
+        return now

@@ -6,6 +6,7 @@ go back there. Processes and commands are node.island.ranks.rank's business.
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,12 @@ from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder, held_
 from node.island.data.manifest import Split
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.measuring.local_communication import LocalCommunication
-from node.island.measuring.utilisation import flops_per_token, measure_peak_if_unknown, measured
+from node.island.measuring.utilisation import (
+    flops_per_token,
+    measure_peak_if_unknown,
+    measured,
+    wait_for,
+)
 from node.island.models.architecture import BufferWatch, Tree
 from node.island.models.decoder_modules import NO_TARGET
 from node.island.parallel.boxes import (
@@ -44,7 +50,7 @@ from node.island.ranks.accelerator import (
 )
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training.engine import Engine
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.training.local_training import PLAIN, LocalTraining, Rests
 from node.island.training.optimizers import Muon
 from node.island.training.schedule import (
     Position,
@@ -146,6 +152,7 @@ class Trainer:
         self._device = device
         self._mesh = mesh
         self._clock = clock
+        self._load = local.load
         self._layout = layout_of(spec)
         self._flops_per_token = flops_per_token(spec)
         self._copies = copies_of(torch.device("cpu") if mesh.shape.has_offload else device)
@@ -223,11 +230,13 @@ class Trainer:
         work: InnerWork,
         on_progress: Callable[[Progress], None],
         is_halted: Callable[[], bool] = lambda: False,
+        rest: Callable[[float], None] = time.sleep,
     ) -> InnerReport:
         """Takes inner steps until they, the samples or the time are used up, at least one.
 
-        `is_halted` is asked after each inner step, of rank 0. Progress shows this rank's loss, the
-        report that of all. Raises TrainingDivergedError.
+        `is_halted` is asked after each inner step, of rank 0, which also rests for the seconds that the
+        load asks for: the others wait for its word. Progress shows this rank's loss, the report that of
+        all. Raises TrainingDivergedError.
         """
         batch = self._spec.inner.batch
         step_tokens = self._spec.tokens_per_inner_step
@@ -248,6 +257,7 @@ class Trainer:
         scale = scale_of_rates(self._spec, work.num_participants)
         self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
+        rests = Rests(self._load, clock=self._clock, rest=rest)
         look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
             self._set_learning_rates(work, Position.of(self._spec, work, step), scale)
@@ -270,6 +280,9 @@ class Trainer:
                 told_at, told_steps, told_tokens = now, tally.steps, self._counted_tokens
             if tally.steps < look_at:
                 continue
+            if self._load < 1 and self._mesh.rank == 0 and step + 1 < max_steps:
+                wait_for(self._device)  # a GPU may be steps behind
+                now = rests.take(since=started, most_seconds=work.max_seconds)
             seconds_left = work.max_seconds - (now - started)
             more_steps = 0
             if seconds_left > 0 and not is_halted():
@@ -285,7 +298,10 @@ class Trainer:
         loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
         num_losses = tally.num_losses * self._mesh.shape.num_data * self._mesh.shape.context
         seconds = self._clock() - started
-        self._communication.trained(seconds)
+        rested = (
+            self._mesh.said_by_first(round(1000 * rests.seconds)) / 1000 if self._load < 1 else 0
+        )
+        self._communication.trained(seconds - rested)
         share = self._communication.share
         hardware = measured(self._device, self._engine.dtype, self._mesh)
         return InnerReport(
@@ -300,7 +316,7 @@ class Trainer:
             is_peak_measured=hardware.is_peak_measured,
             peak_memory_bytes=hardware.peak_memory_bytes,
             skipped_steps=tally.skipped_steps,
-            communication_seconds=None if share is None else share * seconds,
+            communication_seconds=None if share is None else share * (seconds - rested),
         )
 
     def evaluate_at(
