@@ -201,10 +201,9 @@ def leaving_out_of_its_slices(victim: NodeId, monkeypatch: pytest.MonkeyPatch) -
 def run_with_receipts(corpus: Corpus, disks: Path, *, min_nodes: int) -> SimulatedRun:
     """Hardly a slice is audited: receipts convict without."""
     spec = tiny(outer={"audit": 1e-9}, run={"min_nodes": min_nodes})
-    lives = [
-        Life(is_liar=place == 1, retention=Retention(keep=100, every=1))
-        for place in range(NUM_NODES)
-    ]
+    honest = Life(retention=Retention(keep=100, every=1))
+    liar = replace(honest, is_liar=True, absences=((500.0, None),))
+    lives = [liar if place == 1 else honest for place in range(NUM_NODES)]
     return simulate(spec, lives=lives, corpus=corpus, disks=disks, within_seconds=1000)
 
 

@@ -197,16 +197,20 @@ class World:
 
 
 places = st.integers(0, len(CONTRIBUTORS) - 1)
-happenings = st.lists(
-    st.one_of(
-        st.tuples(st.just("push"), places, st.integers(0, 1)),
-        st.tuples(st.just("gone"), places, st.booleans()),
-        st.tuples(st.just("taken over"), st.booleans(), st.none()),
-        st.tuples(st.just("opened anew"), st.booleans(), st.none()),
-        st.tuples(st.just("later"), st.integers(1, 12), st.none()),
-        st.tuples(st.just("restarted"), st.none(), st.none()),
-    ),
-    max_size=14,
+pushes = st.tuples(st.just("push"), places, st.integers(0, 1))
+between = st.one_of(
+    pushes,
+    st.tuples(st.just("opened anew"), st.booleans(), st.none()),
+    st.tuples(st.just("taken over"), st.booleans(), st.none()),
+    st.tuples(st.just("gone"), places, st.booleans()),
+    st.tuples(st.just("later"), st.integers(1, 12), st.none()),
+    st.tuples(st.just("restarted"), st.none(), st.none()),
+)
+happenings = st.builds(
+    lambda first, then, last: [*first, *then, *last],
+    st.lists(pushes, min_size=1, max_size=3),
+    st.lists(between, min_size=1, max_size=8),
+    st.lists(pushes, max_size=3),
 )
 
 
