@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from blake3 import blake3
 from structlog.testing import capture_logs
 
 from coordinator.swarm.bounds import MOST_TIMES_USUAL
+from coordinator.swarm.standing import LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from coordinator.swarm.state import MemberState
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention
@@ -28,7 +30,7 @@ from protocol.trust.receipts import Receipt
 from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
 from protocol.wire.messages import LeftOutSeen
-from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import WHOLE, ContributionDigest, Digest, NodeId
 from tests.tiny_runs import tiny
 
@@ -267,6 +269,54 @@ def test_a_receipt_for_what_is_in_the_result_convicts_nobody_and_is_logged(
     assert len(false) > NUM_NODES and {each["by"] for each in false} == {LIAR}
     whys = {each["why"].split(" of round")[0].split(" on slice")[0] for each in false}
     assert whys <= {"the report", "no report"}
+
+
+SHORT = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
+"""Deadlines; a round takes five virtual seconds where nobody is waited for."""
+
+
+def seconds_with_an_idler(corpus: Corpus, idler: Life) -> list[float]:
+    """How long each round but the last takes; all rounds but the first have the idler's lease."""
+    spec = tiny(run={"rounds": 8, "min_nodes": NUM_NODES - 1}, deadlines=SHORT)
+    honest = Life(seconds_per_inner_step=1.0)
+    lives = [idler if place == 1 else honest for place in range(NUM_NODES)]
+    attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    assert attacked.final.is_finished
+    assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)
+    assert any(LIAR in {a.node_id for a in c.assignments} for c in attacked.commits), "it idles"
+    return [after - before for before, after in pairwise(attacked.begins)]
+
+
+IDLER = Life(seconds_per_inner_step=1.0, is_liar=True, absences=((500.0, None),))
+
+
+def test_who_keeps_its_lease_and_reports_nothing_lengthens_a_first_round_by_a_bounded_factor(
+    corpus: Corpus,
+) -> None:
+    def silent(message: Any) -> Any:
+        if isinstance(message, session_pb2.ReportRequest):
+            del message.reports[:]
+        return message
+
+    seconds = seconds_with_an_idler(corpus, replace(IDLER, says=silent))
+    most = max(TRIAL_MARGIN * 5.0, 5.0 + LEAST_TRIAL_SECONDS)
+    assert max(seconds) <= most + 0.01 < SHORT["train"]
+    assert sorted(seconds)[-3] <= 5.01, "and then nobody waits for it"
+
+
+def test_who_says_that_it_has_trained_and_contributes_nothing_lengthens_two_rounds_and_is_left_out(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes its own work into its own slices, so all results do not lack it."""
+    start = Pushes.start
+
+    def keeping(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
+        if (payload.header.sender_id, payload.header.kind) != (LIAR, CONTRIBUTION):
+            start(self, peer, payload, **how)
+
+    monkeypatch.setattr(Pushes, "start", keeping)
+    seconds = sorted(seconds_with_an_idler(corpus, IDLER))
+    assert seconds[-3] <= 5.01 and seconds[-1] <= SHORT["contribute"] + 0.01
 
 
 def test_a_false_accusation_expels_nobody_and_is_logged(corpus: Corpus) -> None:
