@@ -214,9 +214,13 @@ class Outer:
         Empty where nobody audits: a result's header does not name the report that a receipt is held against.
         """
         signer = self._sender.signer
-        if signer is None or not self.merging_in(contribution.round).is_audited:
+        if signer is None or not self.are_receipts_due(contribution.round):
             return b""
         return signer.receipt(contribution, attempt=attempt).encode()
+
+    def are_receipts_due(self, round: int) -> bool:
+        """Whether reducers give receipts in a round."""
+        return self.merging_in(round).is_audited
 
     def signed_finding(self, finding: Audited, round: int) -> Audited:
         """What this node's audit has found, with its signature where it has one."""

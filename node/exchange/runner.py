@@ -266,7 +266,10 @@ class RoundRunner:
     def _note_receipt(self, sent: Send, encoded: bytes) -> None:
         """Keeps what a reducer has signed for our contribution; one that is none is as good as none."""
         header = sent.payload.header
-        if header.kind != CONTRIBUTION or not encoded:
+        if header.kind != CONTRIBUTION or not self._outer.are_receipts_due(header.round):
+            return
+        if not encoded:
+            log.warning("a reducer gives no receipt", round=header.round, reducer=sent.peer)
             return
         try:
             receipt = Receipt.decode(encoded)

@@ -49,9 +49,8 @@ class PayloadSigner:
     def receipt(self, contribution: PayloadHeader, *, attempt: int) -> Receipt:
         """For a contribution that was taken after so many takeovers of its slice."""
         plan = contribution.round, contribution.plan_opened_at, contribution.base_digest
-        if plan not in self._taken:
-            if len(self._taken) == KEPT_PLANS:
-                del self._taken[next(iter(self._taken))]
+        if plan not in self._taken and len(self._taken) == KEPT_PLANS:
+            del self._taken[next(iter(self._taken))]
         taken = self._taken.setdefault(plan, {})
         of_slice = taken.setdefault((contribution.slice_index, attempt), set())
         of_slice.add((contribution.sender_id, contribution_digest(contribution.body_digest)))
