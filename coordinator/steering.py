@@ -247,7 +247,8 @@ def _say(wire: "Ruling") -> None:
 def audit(is_json: bool, directory: Path | None) -> None:
     """Show the audit log: who joined by which invite, was approved or expelled, what was changed.
 
-    Each ruling is signed and names the digest of the one before; all are checked here.
+    Each ruling is signed and names the digest of the one before; all are checked here. Where members are
+    put out for a lie, so is the evidence: signatures of the liar, or of those who audited it.
 
     \b
     Example:
@@ -262,7 +263,7 @@ def audit(is_json: bool, directory: Path | None) -> None:
 
     from protocol.trust.rulings import in_words
 
-    signed = _checked_log(directory)
+    signed, proofs = _checked_log(directory)
     if is_json:
         console.print_json(
             [{**asdict(one.ruling), "digest": one.ruling.digest().hex()} for one in signed]
@@ -276,30 +277,39 @@ def audit(is_json: bool, directory: Path | None) -> None:
             str(one.ruling.number),
             f"{datetime.fromtimestamp(one.ruling.unix_seconds, UTC):%Y-%m-%d %H:%M:%S}",
             one.ruling.by,
-            in_words(one.ruling),
+            in_words(one.ruling) + (f" (proven by {proof})" if proof else ""),
         )
-        for one in signed
+        for one, proof in zip(signed, proofs, strict=True)
     ]
     console.terminal().print(console.table(("", "UTC", "by", "what"), rows, right=("",)))
     click.echo(f"{len(rows)} rulings, all signed, none missing")
 
 
-def _checked_log(directory: Path | None) -> "list[SignedRuling]":
-    """All rulings, as the coordinator has them; raises BadDataError where they do not hold together."""
+def _checked_log(directory: Path | None) -> "tuple[list[SignedRuling], list[str]]":
+    """All rulings, as the coordinator has them, with what proves them, in words.
+
+    Raises BadDataError where they do not hold together, or their evidence proves nothing.
+    """
     from coordinator.cli import folder_of
     from protocol.trust.credentials import Credentials
+    from protocol.trust.evidence import proven_by
     from protocol.trust.rulings import RulingVerifier, checked_chain
     from protocol.v1 import operator_pb2 as pb
     from protocol.v1.ruling_pb2 import Rulings
     from protocol.wire.messages import rulings_from_wire
+    from protocol.wire.rounds import Digest
 
     found: list[SignedRuling] = []
+    proofs: list[str] = []
     with operator_of(directory) as stub:
         while True:
-            page = stub.ListRulings(pb.ListRulingsRequest(after=len(found))).rulings
-            if not page:
+            answer = stub.ListRulings(pb.ListRulingsRequest(after=len(found)))
+            if not answer.rulings:
                 break
-            found += rulings_from_wire(Rulings(rulings=page))
+            page = rulings_from_wire(Rulings(rulings=answer.rulings))
+            run_digest = Digest(answer.run_digest)
+            found += page
+            proofs += [proven_by(one.ruling, run_digest=run_digest) for one in page]
     ours = Credentials.load(folder_of(directory))
     checked_chain(found, RulingVerifier.of_authority(ours.authority_pem, ours.certificate_pem))
-    return found
+    return found, proofs

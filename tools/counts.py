@@ -138,8 +138,9 @@ class _Taker:
     """Takes whatever comes."""
 
     def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
-        async def take(payload: Payload) -> None:
+        async def take(payload: Payload) -> bytes:
             del payload
+            return b""
 
         return Admission(take=take)
 

@@ -40,8 +40,8 @@ class Desk:
         """Admits all."""
         return Admission(take=self._forget)
 
-    async def _forget(self, payload: Payload) -> None:
-        pass
+    async def _forget(self, payload: Payload) -> bytes:
+        return b""
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         """Gives what is held."""

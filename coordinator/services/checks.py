@@ -12,7 +12,7 @@ from protocol.v1.session_pb2 import RoundSpan as RoundSpanWire
 from protocol.v1.session_pb2 import Utilisation
 from protocol.wire.messages import Applied, Audited, Evaluated, Reduced, Report, Trained, Wrote
 from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
-from protocol.wire.rounds import LayoutSummary, NodeId, PeerAddress, RoundSpan
+from protocol.wire.rounds import Digest, LayoutSummary, NodeId, PeerAddress, RoundSpan
 from protocol.wire.wire_count import WIRE_KINDS, WireTotals
 
 MAX_NAME_LENGTH = 64
@@ -172,6 +172,15 @@ def reduced(told: Reduced, *, node_id: NodeId, round: int) -> Reduced:
     if header.report_digest and header.report_digest != told.statement_digest:
         raise BadDataError(f"{what} is not the one that is signed with its result")
     return replace(told, norm=header.norm)
+
+
+def audited(told: Audited, *, node_id: NodeId, round: int, run_digest: Digest) -> None:
+    """A finding that its auditor has signed, of this round of this run."""
+    what = f"the finding on slice {told.slice_index} of round {round}"
+    if (told.round, told.run_digest) != (round, run_digest):
+        raise BadDataError(f"{what} is signed for another round, or another run")
+    if why := told.forgery(node_id):
+        raise BadDataError(why)
 
 
 def utilisation(said: Utilisation) -> Utilisation:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, Write, answered, answered_when_durable
-from coordinator.services.ruling import MOST_RULINGS, Rulings, changes_from_wire
+from coordinator.services.ruling import Rulings, changes_from_wire
 from coordinator.store import Store
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
@@ -14,7 +14,14 @@ from coordinator.swarm.state import KEPT_ROUNDS
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.trust.invite import SECRET_BYTES, Invite, hash_of_secret
 from protocol.trust.pki import JOINING, Role
-from protocol.trust.rulings import Address, Ruling, RulingKind, moved_to
+from protocol.trust.rulings import (
+    MOST_RULINGS,
+    Address,
+    Ruling,
+    RulingKind,
+    moved_to,
+    num_in_a_message,
+)
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
@@ -231,7 +238,10 @@ class OperatorDesk:
     def list_rulings(self, request: pb.ListRulingsRequest) -> pb.ListRulingsResponse:
         """The audit log, as it lies on the disk."""
         kept = self._store.rulings(request.after, limit=MOST_RULINGS)
-        return pb.ListRulingsResponse(rulings=rulings_to_wire(kept).rulings)
+        page = kept[: num_in_a_message(one.ruling for one in kept)]
+        return pb.ListRulingsResponse(
+            rulings=rulings_to_wire(page).rulings, run_digest=self._rulings.run_digest
+        )
 
     async def skip_samples(self, request: pb.SkipSamplesRequest) -> pb.SkipSamplesResponse:
         """Takes samples out, in whole inner steps.

@@ -28,9 +28,11 @@ from protocol.errors import (
 from protocol.run.amendments import Changes, amended, in_force
 from protocol.run.run_spec import RunSpec
 from protocol.trust.equivocation import Equivocation
+from protocol.trust.evidence import Evidence
 from protocol.trust.rulings import (
     ABOUT_NODES,
     CERTIFICATES,
+    MOST_RULINGS,
     NUMBER,
     RUN_OWNER,
     Ruling,
@@ -41,15 +43,13 @@ from protocol.trust.rulings import (
     follows,
     in_words,
     least_key,
+    num_in_a_message,
 )
 from protocol.trust.signing import CommitSigner
 from protocol.wire.messages import RulingsTold
-from protocol.wire.rounds import Commit, NodeId
+from protocol.wire.rounds import Commit, Digest, NodeId
 
 _log = structlog.get_logger()
-
-MOST_RULINGS = 4096
-"""In one message: a ruling has some hundred bytes, and a message 4 MiB at most."""
 
 _RULED_ANEW = ABOUT_NODES | {
     RulingKind.PAUSED,
@@ -102,6 +102,11 @@ class Rulings:
         return self._driver.store
 
     @property
+    def run_digest(self) -> Digest:
+        """Of the run that they are of."""
+        return self._driver.state.run_digest
+
+    @property
     def all(self) -> tuple[Ruling, ...]:
         """Those made so far."""
         return self._driver.state.rulings
@@ -142,7 +147,9 @@ class Rulings:
                 )
             )
 
-    async def go_back(self, round: int, *, reason: str, by: str = RUN_OWNER) -> Ruling:
+    async def go_back(
+        self, round: int, *, reason: str, by: str = RUN_OWNER, evidence: Evidence = ()
+    ) -> Ruling:
         """Has the run go back to the state after a round. Raises UsageError where it cannot."""
         async with self._turn:
             for _ in range(MOST_TRIES):
@@ -150,6 +157,7 @@ class Rulings:
                     RulingKind.ROLLED_BACK,
                     by=by,
                     reason=reason,
+                    evidence=evidence,
                     from_round=round + 1,
                     undone=await self._undone_after(round),
                 )
@@ -172,11 +180,13 @@ class Rulings:
                 await self._go_back_for(alarm)
 
     async def _go_back_for(self, alarm: Alarm) -> None:
-        reason = alarm.reason
+        reason, evidence = alarm.reason, alarm.evidence
         try:
             if alarm.round is not None:
                 try:
-                    await self.go_back(alarm.round, reason=reason, by=COORDINATOR)
+                    await self.go_back(
+                        alarm.round, reason=reason, by=COORDINATOR, evidence=evidence
+                    )
                     return
                 except UsageError as error:
                     reason = f"{reason}, and {error.what}"
@@ -290,6 +300,7 @@ class Rulings:
                 incarnation=ruling.incarnation,
                 outer_digest=ruling.outer_digest,
                 contributors=ruling.contributors,
+                evidence=ruling.evidence,
             )
             await self._driver.apply(event, session=session)
         except (
@@ -307,8 +318,11 @@ class Rulings:
         known = self.all
         if digest_of(known[:num_kept]) != digest or num_kept > len(known):
             num_kept = 0
-        for start in range(num_kept, len(known), MOST_RULINGS):
-            yield RulingsTold(rulings=known[start : start + MOST_RULINGS])
+        while num_kept < len(known):
+            page = known[num_kept : num_kept + MOST_RULINGS]
+            page = page[: num_in_a_message(page)]
+            yield RulingsTold(rulings=page)
+            num_kept += len(page)
 
     def standing_of(self, node_id: NodeId) -> Ruling | None:
         """The latest ruling that says how a node stands."""
@@ -330,7 +344,7 @@ class Rulings:
             )
             await self._make(event)
 
-    async def expel_for(self, equivocation: Equivocation) -> bool:
+    async def expel_for(self, equivocation: Equivocation, evidence: Evidence) -> bool:
         """Expels the member that a proof is of; once for each, or a readmitted one would go again."""
         node_id, reason = equivocation.node_id, equivocation.reason
         async with self._turn:
@@ -346,6 +360,7 @@ class Rulings:
                     node_id=node_id,
                     node_name=self._name_of(node_id),
                     reason=reason,
+                    evidence=evidence,
                 )
             )
             return True
@@ -362,6 +377,7 @@ class Rulings:
             node_id=asked.conviction.node_id,
             node_name=asked.conviction.node_name,
             reason=asked.conviction.reason,
+            evidence=asked.conviction.evidence,
         )
         try:
             await self.make(event)

@@ -15,7 +15,7 @@ from functools import partial
 
 import structlog
 
-from coordinator.driver import Driver
+from coordinator.driver import Driver, Session
 from coordinator.journal import log_copy
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable, refuse
@@ -28,15 +28,19 @@ from coordinator.swarm.events import (
     Detached,
     HeartbeatSeen,
     HistoryTold,
+    LeftOutProven,
     Reported,
     ReportedTogether,
 )
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.shares import Rates
+from coordinator.swarm.state import Round
 from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.equivocation import equivocation_in
+from protocol.trust.evidence import of_equivocation, of_omission
+from protocol.trust.receipts import Receipt, omission_in
 from protocol.trust.rulings import digest_of
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
@@ -45,7 +49,9 @@ from protocol.v1.enrolment_pb2 import RenewRequest, RenewResponse
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 from protocol.wire import convert
 from protocol.wire.messages import (
+    Audited,
     EquivocationSeen,
+    LeftOutSeen,
     Message,
     Reduced,
     RoundCommitted,
@@ -55,7 +61,7 @@ from protocol.wire.messages import (
     rulings_from_wire,
 )
 from protocol.wire.payload import PayloadHeader
-from protocol.wire.rounds import Commit, NodeId
+from protocol.wire.rounds import Commit, Digest, NodeId
 from protocol.wire.versions import WIRE, refuse_foreign_wire
 from protocol.wire.wire_count import WireTotals
 
@@ -250,13 +256,19 @@ class SessionDesk:
         checks.at_most(request.reports, MAX_REPORTS, of="reports")
         current = self._driver.state.open_round
         participants = {} if current is None else {current.number: len(current.assignments)}
-        told = [_reported(node_id, report, participants) for report in request.reports]
+        told = [
+            _reported(node_id, report, participants, self._driver.state.run_digest)
+            for report in request.reports
+        ]
         proofs = [one.report for one in told if isinstance(one.report, EquivocationSeen)]
+        left_out = [one.report for one in told if isinstance(one.report, LeftOutSeen)]
+        for shown in left_out[:MOST_PROOFS]:  # before a report that may end the round
+            await self._heed_left_out(shown, of=node_id, session=session)
         # A copy that is restored plans rounds anew, and nodes repeat what they told of the plan before.
         reports = tuple(
             one
             for one in told
-            if not isinstance(one.report, EquivocationSeen)
+            if not isinstance(one.report, EquivocationSeen | LeftOutSeen)
             and not (
                 isinstance(one.report, Reduced)
                 and current is not None
@@ -279,8 +291,33 @@ class SessionDesk:
         except BadDataError as error:
             _log.warning("an accusation proves nothing", by=of, why=error.what)
             return
-        if found.node_id in self._driver.state.members and await self._rulings.expel_for(found):
+        evidence = of_equivocation(proof.one, proof.other)
+        is_member = found.node_id in self._driver.state.members
+        if is_member and await self._rulings.expel_for(found, evidence):
             _log.warning("member expelled", node=found.node_id, why=found.reason, shown_by=of)
+
+    async def _heed_left_out(self, shown: LeftOutSeen, *, of: NodeId, session: Session) -> None:
+        """Has the reducer convicted that a receipt proves a lie of; others do nothing, and are logged.
+
+        What a receipt is held against is known until its round is settled, which waits for all who are here.
+        """
+        state = self._driver.state
+        try:
+            receipt = Receipt.decode(shown.receipt)
+            told = _report_on(state.open_round, receipt)
+            omission = omission_in(shown.receipt, told, run_digest=state.run_digest)
+        except BadDataError as error:
+            _log.warning("an accusation proves nothing", by=of, why=error.what)
+            return
+        _log.warning(
+            "a reducer has left out what it gave a receipt for",
+            round=omission.round,
+            slice=omission.slice_index,
+            reducer=omission.reducer_id,
+            contributor=omission.contributor_id,
+        )
+        proven = LeftOutProven(omission=omission, evidence=of_omission(shown.receipt, told))
+        await self._driver.apply(proven, session=session)
 
     def _members_among(self, node_ids: Iterable[str]) -> tuple[NodeId, ...]:
         """Those of the ids that are members'; others are not worth keeping."""
@@ -376,7 +413,9 @@ class SessionDesk:
             self._driver.unsubscribe(stream)
 
 
-def _reported(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int]) -> Reported:
+def _reported(
+    node_id: NodeId, wire: pb.Report, participants: Mapping[int, int], run_digest: Digest
+) -> Reported:
     """A report that can be. `participants` says how many rounds have whose reports can still matter.
 
     Of a round that is over, or has another plan here, nothing but its number is looked at: the plan is
@@ -387,7 +426,20 @@ def _reported(node_id: NodeId, wire: pb.Report, participants: Mapping[int, int])
     report = checks.report(report)
     if isinstance(report, Reduced) and participants.get(number):
         report = checks.reduced(report, node_id=node_id, round=number)
+    if isinstance(report, Audited):
+        checks.audited(report, node_id=node_id, round=number, run_digest=run_digest)
     return Reported(node_id=node_id, round=number, report=report)
+
+
+def _report_on(current: Round | None, receipt: Receipt) -> Reduced:
+    """What the reducer of a receipt's slice has reported. Raises BadDataError where that is not known."""
+    if current is not None and current.number == receipt.round:
+        for progress in current.slices:
+            if progress.slice.index == receipt.slice_index and progress.reduced is not None:
+                return progress.reduced
+    raise BadDataError(
+        f"no report on slice {receipt.slice_index} of round {receipt.round} is known here any more"
+    )
 
 
 def _is_of_another_plan(told: Reduced, opened_at: float) -> bool:

@@ -18,27 +18,28 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from coordinator.swarm.actions import QuarantineAsked, Tell
-from coordinator.swarm.evaluation import sound_alarm
+from coordinator.swarm.actions import Tell
+from coordinator.swarm.conviction import (
+    MOST_ROUNDS_OUT,
+    convict,
+    go_back_before,
+    next_round,
+    strike,
+)
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import (
-    BARRED,
-    Alarm,
     Audit,
-    Conviction,
     Finding,
-    KeptError,
-    Member,
     MemberState,
     Round,
     Say,
-    SliceProgress,
     SwarmState,
     Verdict,
     Work,
 )
 from coordinator.swarm.turn import Turn, is_present, name_of
 from coordinator.swarm.weighing import is_enough, say_of, weight_of
+from protocol.trust.evidence import of_findings
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import AUDIT_ROUNDS, Commit, NodeId
 
@@ -52,28 +53,8 @@ of AUDIT_ROUNDS both are done before nodes forget what they made their results o
 LEAST_SECONDS = 2.0
 """Each has so long at least."""
 
-MOST_ROUNDS_OUT = 64
 MOST_CONTRADICTED = 2
 """So often a member's findings are contradicted until its confirmed work counts no more."""
-
-UNKNOWN_ROUNDS = 64
-"""For so many rounds after history was taken back or learnt, reducers may keep what is not known here."""
-
-
-def refuse_untraced(turn: Turn, index: int) -> None:
-    """Refuses a result that was just reported if it has in it what no committed result has left."""
-    state, current = turn.state, turn.state.open_round
-    assert current is not None
-    progress = current.slices[index]
-    if progress.reduced is None or not (why := _untraced(state, current, progress)):
-        return
-    slices = (
-        *current.slices[:index],
-        replace(progress, refused=why),
-        *current.slices[index + 1 :],
-    )
-    turn.put_round(replace(current, slices=slices))
-    _strike(turn, progress.slice.reducer_id)
 
 
 def draw(turn: Turn, closed: Round, commit: Commit) -> None:
@@ -111,7 +92,7 @@ def audited(turn: Turn, node_id: NodeId, round: int, report: Audited) -> None:
             report.digest,
         )
         if is_it and node_id in lacking(audit):
-            finding = Finding(node_id=node_id, found=report.found, why=report.why)
+            finding = Finding(node_id=node_id, found=report.found, why=report.why, signed=report)
             _put(turn, replace(audit, findings=(*audit.findings, finding)))
 
 
@@ -122,12 +103,6 @@ def decide_audits(turn: Turn) -> None:
             _decide_contested(turn, audit)
         else:
             _decide_first(turn, audit)
-
-
-def sound_convictions(turn: Turn) -> None:
-    """Has the edge rule what follows from convictions that a coordinator before this one came to."""
-    for conviction in turn.state.convicted if turn.state.awaited is None else ():
-        turn.act(QuarantineAsked(conviction=conviction))
 
 
 def pending_audits(state: SwarmState) -> tuple[Audit, ...]:
@@ -171,68 +146,6 @@ def audits_in_words(state: SwarmState) -> str:
     return "; ".join(said)
 
 
-def may_reduce(member: Member, number: int) -> bool:
-    """Whether a plan of this round may have the member reduce."""
-    return member.audits.back_at_round <= number
-
-
-# What reducers keep
-
-
-def errors_after(state: SwarmState, current: Round, commit: Commit) -> tuple[KeptError, ...]:
-    """What reducers keep once a commit is settled: of each slice that it took, what its result left."""
-    errors = list(state.errors)
-    for progress, outcome in zip(current.slices, commit.slices, strict=True):
-        if outcome.digest is None or progress.reduced is None:
-            continue
-        part = progress.slice
-        first, past = part.start, part.start + part.num_elements
-        errors = [
-            e
-            for e in errors
-            if (e.reducer_id, e.fragment) != (part.reducer_id, current.fragment)
-            or e.start >= past
-            or e.start + e.num_elements <= first
-        ]
-        if progress.reduced.error_after:
-            kept = KeptError(
-                reducer_id=part.reducer_id,
-                fragment=current.fragment,
-                start=part.start,
-                num_elements=part.num_elements,
-                digest=progress.reduced.error_after,
-            )
-            errors.append(kept)
-    return tuple(errors)
-
-
-def forget_errors(state: SwarmState) -> SwarmState:
-    """The state after history was taken back, or learnt from a node: who keeps what shows again."""
-    return replace(
-        state,
-        errors=(),
-        errors_unknown_until=state.committed_round + UNKNOWN_ROUNDS,
-        errors_incarnation=state.incarnation,
-    )
-
-
-def _untraced(state: SwarmState, current: Round, progress: SliceProgress) -> str:
-    """Why the error that a reducer adds is none that a committed result has left; empty when it is one."""
-    told = progress.reduced
-    assert told is not None
-    if not told.error_before or state.errors_incarnation != state.incarnation:
-        return ""  # after history was taken back, what is known here is of undone rounds
-    part = progress.slice
-    place = part.reducer_id, current.fragment, part.start, part.num_elements
-    for error in state.errors:
-        if (error.reducer_id, error.fragment, error.start, error.num_elements) == place:
-            return "" if error.digest == told.error_before else _UNTRACED
-    return "" if current.number <= state.errors_unknown_until else _UNTRACED
-
-
-_UNTRACED = "its reducer adds an error that no committed result of its own has left"
-
-
 # Who audits
 
 
@@ -246,7 +159,7 @@ def _lot(state: SwarmState, audit: Audit, of: str) -> float:
 
 def _may_audit(state: SwarmState, audit: Audit) -> list[NodeId]:
     """Present participants beside the reducer that hold the state and stay; of other invites, if any."""
-    reducer, next_round = audit.slice.reducer_id, _next_round(state)
+    reducer, planned = audit.slice.reducer_id, next_round(state)
     invite = state.members[reducer].invite_id if reducer in state.members else ""
     may = [
         member
@@ -255,7 +168,7 @@ def _may_audit(state: SwarmState, audit: Audit) -> list[NodeId]:
         and (member := state.members[node_id]).state is not MemberState.DIVERGED
         and not member.is_draining
         and not member.standing.is_on_trial
-        and max(member.audits.back_at_round, member.audits.audits_from_round) <= next_round
+        and max(member.audits.back_at_round, member.audits.audits_from_round) <= planned
         and member.audits.num_contradicted < MOST_CONTRADICTED
     ]
     others = [member.node_id for member in may if member.invite_id != invite]
@@ -381,7 +294,7 @@ def _end_without_inputs(turn: Turn, audit: Audit) -> None:
         _undo_unproven(turn, audit, f"{name_of(turn.state, audit.slice.reducer_id)} {why}")
         return
     _end(turn, audit, Verdict.UNANSWERED, why="its reducer is gone, or began anew")
-    _strike(turn, audit.slice.reducer_id)
+    strike(turn, audit.slice.reducer_id)
 
 
 def _convict(turn: Turn, audit: Audit, by: Sequence[NodeId], agreeing: Sequence[NodeId]) -> None:
@@ -394,51 +307,21 @@ def _convict(turn: Turn, audit: Audit, by: Sequence[NodeId], agreeing: Sequence[
     _end(turn, audit, Verdict.CONVICTED, why=reason)
     for node_id in agreeing:
         _contradict(turn, node_id)
-    _strike(turn, reducer)
-    member = state.members.get(reducer)
-    if member is not None and member.state not in BARRED:
-        conviction = Conviction(node_id=reducer, node_name=name, reason=reason)
-        turn.state = replace(turn.state, convicted=(*turn.state.convicted, conviction))
-        turn.act(QuarantineAsked(conviction=conviction))
-    _go_back_before(turn, audit, f"{name} is convicted: {reason}")
+    convict(turn, reducer, reason, _evidence(audit))
+    go_back_before(turn, audit.round, f"{name} is convicted: {reason}", _evidence(audit))
 
 
 def _undo_unproven(turn: Turn, audit: Audit, why: str) -> None:
     reason = f"slice {audit.slice.index} of round {audit.round}: {why}"
     _end(turn, audit, Verdict.UNPROVEN, why=reason)
-    _strike(turn, audit.slice.reducer_id)
-    _go_back_before(turn, audit, reason)
+    strike(turn, audit.slice.reducer_id)
+    go_back_before(turn, audit.round, reason, _evidence(audit))
 
 
-def _go_back_before(turn: Turn, audit: Audit, reason: str) -> None:
-    """Wants the run to go back to before the round, once it shows how near to that nodes can get."""
-    state, round = turn.state, audit.round - 1
-    if state.stopped is not None or state.is_finished:
-        return
-    if (pending := state.alarm) is not None:  # the earlier of both undoes what the other one would
-        round = round if pending.round is None else min(round, pending.round)
-        reason = f"{pending.reason}; {reason}"
-    alarm = Alarm(round=round, reason=reason, until=turn.now + state.rules.lease_seconds)
-    turn.state = replace(state, alarm=alarm, end_waits_until=None)
-
-
-def decide_alarm(turn: Turn) -> None:
-    """Has the run go back to before a false result, or as near as nodes reach; to nowhere, it pauses.
-
-    What they reach they say with heartbeats, which come more seldom than quick rounds. Convicted members are
-    put out first: what they say of themselves counts for nothing.
-    """
-    alarm = turn.state.alarm
-    if alarm is None or alarm.until is None or alarm.round is None or turn.state.convicted:
-        return
-    reached = latest_in_reach(turn.state, alarm.round)
-    if 0 < alarm.round != reached and turn.now < alarm.until:
-        return
-    reason = alarm.reason
-    if reached is None:
-        reason = f"{reason}, and no node that is here can go back to before that round"
-    turn.state = replace(turn.state, alarm=Alarm(round=reached, reason=reason))
-    sound_alarm(turn)
+def _evidence(audit: Audit) -> tuple[str, ...]:
+    """What auditors have signed, for the ruling that follows."""
+    signed = (finding.signed for finding in audit.findings)
+    return of_findings(audit.reduced, [each for each in signed if each is not None])
 
 
 def _dispute(turn: Turn, audit: Audit) -> None:
@@ -447,28 +330,17 @@ def _dispute(turn: Turn, audit: Audit) -> None:
     why = f"{name_of(turn.state, first.node_id)} says: {first.why}"
     _end(turn, audit, Verdict.DISPUTED, why=why)
     for node_id in {audit.slice.reducer_id, audit.auditor_ids[0]}:
-        _strike(turn, node_id)
-
-
-def _strike(turn: Turn, node_id: NodeId) -> None:
-    member = turn.state.members.get(node_id)
-    if member is None:
-        return
-    num_disputed = member.audits.num_disputed + 1
-    out = min(MOST_ROUNDS_OUT, 1 << (num_disputed - 1))
-    back_at = _next_round(turn.state) + out
-    record = replace(member.audits, num_disputed=num_disputed, back_at_round=back_at)
-    turn.put_member(replace(member, audits=record))
+        strike(turn, node_id)
 
 
 def _was_silent(turn: Turn, node_id: NodeId) -> None:
     """Who is asked and does not answer lets results pass unseen: it is asked more and more seldom."""
-    member, next_round = turn.state.members.get(node_id), _next_round(turn.state)
-    if member is None or member.audits.audits_from_round > next_round:
+    member, planned = turn.state.members.get(node_id), next_round(turn.state)
+    if member is None or member.audits.audits_from_round > planned:
         return  # it is gone, or was silent on another slice too
     silent = member.audits.num_unanswered + 1
     out = min(MOST_ROUNDS_OUT, 1 << (silent - 1))
-    record = replace(member.audits, num_unanswered=silent, audits_from_round=next_round + out)
+    record = replace(member.audits, num_unanswered=silent, audits_from_round=planned + out)
     turn.put_member(replace(member, audits=record))
 
 
@@ -496,9 +368,3 @@ def _put(turn: Turn, audit: Audit) -> None:
 
 def _names(state: SwarmState, node_ids: Sequence[NodeId]) -> str:
     return ", ".join(name_of(state, node_id) for node_id in node_ids)
-
-
-def _next_round(state: SwarmState) -> int:
-    """The first round that has no plan yet."""
-    current = state.open_round
-    return 1 + (state.committed_round if current is None else current.number)

@@ -7,6 +7,7 @@ from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import ClosedRound, Rules
+from protocol.trust.receipts import Omission
 from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
 from protocol.wire.messages import Report
 from protocol.wire.rounds import (
@@ -95,6 +96,14 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOutProven:
+    """A reducer has left out what it gave a receipt for; the edge has checked both of its signatures."""
+
+    omission: Omission
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedTogether:
     """Several reports of one node, taken in together before anything is decided by them."""
 
@@ -152,6 +161,7 @@ class Ruled:
     incarnation: int = 0
     outer_digest: str = ""
     contributors: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +198,7 @@ Event = (
     | Detached
     | Reported
     | ReportedTogether
+    | LeftOutProven
     | BaseLearned
     | CommitLearned
     | HistoryTold

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
-from coordinator.swarm.audit import may_reduce
+from coordinator.swarm.conviction import may_reduce
 from coordinator.swarm.deadlines import next_deadlines
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.reach import best_reducers, newcomers

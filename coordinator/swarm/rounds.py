@@ -5,17 +5,11 @@ from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
-from coordinator.swarm.audit import (
-    audits_in_words,
-    draw,
-    errors_after,
-    forget_errors,
-    pending_audits,
-    refuse_untraced,
-)
+from coordinator.swarm.audit import audits_in_words, draw, pending_audits
 from coordinator.swarm.books import book
 from coordinator.swarm.bounds import bounded, norms_after
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
+from coordinator.swarm.kept_errors import errors_after, forget_errors, refuse_untraced
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.speeds import device_of, measured

@@ -1,8 +1,8 @@
 """Whom others wait for: who misses deadlines is left out of what the next ones wait for. Pure.
 
 A member that does nothing in a round though it is here is at fault, and so is one that is late twice in a
-row, or in two of three rounds: with its work, or with a commit. It has lengthened those rounds, to their
-deadlines at most. No plan counts on it for 1, 2, 4, … rounds, by the number
+row, or in two of three rounds: with a commit, or with work that reducers who decide went without. It has
+lengthened those rounds, to their deadlines at most. No plan counts on it for 1, 2, 4, … rounds, by the number
 of its faults. Then it takes part on trial: it reduces nothing, decides nothing, and nobody waits for it much
 longer than for the others. Once it has done its part in a round it is as before; every so many rounds in
 time one fault is forgotten. What the others were given meanwhile does not grow by it.
@@ -23,6 +23,7 @@ from coordinator.swarm.state import (
     Member,
     Round,
     RoundPhase,
+    Say,
     Standing,
     SwarmState,
     is_void,
@@ -75,7 +76,6 @@ def note_parts(turn: Turn, current: Round, commit: Commit) -> None:
     """
     state = turn.state
     _note_helpers(turn, current)
-    named = {c.node_id for outcome in commit.slices for c in outcome.contributors}
     here = [
         n
         for n in training_among(current, present_participants(state, current))
@@ -84,8 +84,9 @@ def note_parts(turn: Turn, current: Round, commit: Commit) -> None:
     ]
     trained = {n for n in here if n in current.trained and current.trained[n].samples > 0}
     without_tokens = {n for n in trained if current.trained[n].tokens == 0}
-    done = trained if is_void(commit) else trained & (named | without_tokens)
     say = say_in(state, current, present_participants(state, current))
+    missed = frozenset() if is_void(commit) else _missed_by_most(state, current, commit, say)
+    done = trained - (missed - without_tokens)
     is_too_short = 2 * weight_of(say, done) < weight_of(say, here)
     for node_id in here:
         if node_id in done:
@@ -102,6 +103,36 @@ def note_parts(turn: Turn, current: Round, commit: Commit) -> None:
     )
     if turn.state.open_round is not None and on_trial != current.on_trial:
         turn.put_round(replace(turn.state.open_round, on_trial=on_trial))
+
+
+def _missed_by_most(
+    state: SwarmState, current: Round, commit: Commit, say: Say
+) -> frozenset[NodeId]:
+    """Whom reducers that decide, or helpers that reduce most, have waited for in vain.
+
+    What a member contributes to slices of its own shows nothing. Fewer reducers may be those that lie.
+    """
+    among = present_participants(state, current)
+    outcomes = [
+        (progress.slice.reducer_id, outcome, {c.node_id for c in outcome.contributors})
+        for progress, outcome in zip(current.slices, commit.slices, strict=True)
+        if outcome.digest is not None
+    ]
+    missed = set()
+    for node_id in training_among(current, among):
+        lacking, num_elements, of_helpers = set(), 0, 0
+        for reducer_id, outcome, named in outcomes:
+            if reducer_id == node_id:
+                continue
+            num_elements += outcome.num_elements
+            if node_id not in named:
+                lacking.add(reducer_id)
+                reducer = state.members.get(reducer_id)
+                is_helper = reducer is not None and reducer.is_helper
+                of_helpers += outcome.num_elements if is_helper else 0
+        if 2 * of_helpers > num_elements or (lacking and is_enough(say, lacking, among)):
+            missed.add(node_id)
+    return frozenset(missed)
 
 
 def _note_helpers(turn: Turn, current: Round) -> None:

@@ -15,7 +15,7 @@ from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.shares import UNKNOWN, Rates
 from protocol.trust.rulings import Ruling
-from protocol.wire.messages import Reduced, Trained
+from protocol.wire.messages import Audited, Reduced, Trained
 from protocol.wire.rounds import (
     Assignment,
     Commit,
@@ -158,6 +158,7 @@ class Finding:
     node_id: NodeId
     found: bytes
     why: str = ""
+    signed: Audited | None = None  # as its auditor has signed it
 
 
 class Verdict(StrEnum):
@@ -375,15 +376,17 @@ class Alarm:
     round: int | None  # to go back to; None: to pause
     reason: str
     until: float | None = None  # so long nodes may say that they reach there; None: sounded
+    evidence: tuple[str, ...] = ()  # that a result was false: protocol.trust.evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conviction:
-    """Auditors have proven a member's result false: it is to be quarantined."""
+    """A member's result is proven false, or what it signed: it is to be quarantined."""
 
     node_id: NodeId
     node_name: str
     reason: str
+    evidence: tuple[str, ...] = ()  # as in its ruling: protocol.trust.evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ def rule(turn: Turn, event: Ruled) -> None:
         reason=event.reason,
         invite_id=event.invite_id,
         changes=event.changes,
+        evidence=event.evidence,
         from_round=_from_round(state, event),
     )
     if ruling.kind is RulingKind.ROLLED_BACK:

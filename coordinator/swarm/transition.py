@@ -7,13 +7,8 @@ from itertools import groupby
 
 from coordinator.swarm.actions import Action
 from coordinator.swarm.agreement import agree_on_initial_state, history_told
-from coordinator.swarm.audit import (
-    audited,
-    decide_alarm,
-    decide_audits,
-    next_audit_end,
-    sound_convictions,
-)
+from coordinator.swarm.audit import audited, decide_audits, next_audit_end
+from coordinator.swarm.conviction import decide_alarm, left_out, sound_convictions
 from coordinator.swarm.ending import end_run
 from coordinator.swarm.evaluation import (
     ask_if_due,
@@ -30,6 +25,7 @@ from coordinator.swarm.events import (
     Event,
     HeartbeatSeen,
     HistoryTold,
+    LeftOutProven,
     Reported,
     ReportedTogether,
     Ruled,
@@ -195,6 +191,8 @@ def _take_in(turn: Turn, event: Event) -> None:
         case ReportedTogether(reports=reports):
             for _, in_a_row in groupby(reports, key=lambda r: (r.node_id, type(r.report))):
                 _take_in_row(turn, tuple(in_a_row))
+        case LeftOutProven():
+            left_out(turn, event)
         case BaseLearned():
             learn_base(turn, event)
         case CommitLearned():

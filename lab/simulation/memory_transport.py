@@ -159,7 +159,7 @@ class MemoryTransport:
         """See Transport.round_trip_seconds. Only payloads take time here."""
         return self._network.latency_seconds
 
-    async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
+    async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> bytes:
         """See Transport.push."""
         header = payload.header
         async with _deadline(peer, timeout_seconds):
@@ -172,7 +172,7 @@ class MemoryTransport:
                     arrived = Payload.verified(header, payload.body)
                 except PayloadError as error:
                     raise TransferRefusedError(str(error)) from error
-                await self._handled_by(callee, admission.take(arrived))
+                return await self._handled_by(callee, admission.take(arrived))
             finally:
                 admission.end()
 

@@ -138,7 +138,8 @@ class Audits:
 
     async def _audit(self, asked: AuditAsked, inputs: Inputs) -> None:
         try:
-            self._report(asked.round, await self._auditor(asked, inputs).audited())
+            finding = await self._auditor(asked, inputs).audited()
+            self._report(asked.round, self._outer.signed_finding(finding, asked.round))
         except Exception:  # nobody waits for this task
             log.exception("audit failed", round=asked.round, slice=asked.reduced.slice_index)
 

@@ -90,6 +90,7 @@ class Exchange:
             peers=self._peers,
             silences=Silences(transport.round_trip_seconds, rules.waits),
             forgery=forgery,
+            process_of=lambda node_id: self._processes.get(node_id, 0),
         )
         self._audits = Audits(
             rules,

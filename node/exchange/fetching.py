@@ -314,6 +314,8 @@ class Donors:
     peers: Callable[[], tuple[NodeId, ...]]  # all members, those first that can be reached
     silences: Silences
     forgery: Callable[[PayloadHeader], str] = PayloadHeader.forgery
+    process_of: Callable[[NodeId], int] = lambda node_id: 0
+    """Of a member, as it announced; what another process of it signs is not believed."""
 
     @property
     def waits(self) -> Waits:

@@ -100,6 +100,10 @@ class _Lot:
         return {"what": self.what, "round": self.round, "to": self.peer, "slices": num_slices}
 
 
+def _do_nothing(receipt: bytes) -> None:
+    """Where a receipt is not needed."""
+
+
 class Pushes:
     """Transfers that go on in the background."""
 
@@ -116,14 +120,22 @@ class Pushes:
         return not self._tasks
 
     def start(
-        self, peer: NodeId, payload: Payload, *, deadline: float, is_wanted: Callable[[], bool]
+        self,
+        peer: NodeId,
+        payload: Payload,
+        *,
+        deadline: float,
+        is_wanted: Callable[[], bool],
+        on_received: Callable[[bytes], None] = _do_nothing,
     ) -> None:
         """Begins a push that may last until the deadline, by the loop's clock.
+
+        `on_received` hears of the receipt.
 
         A refusal is tried again too: the peer may not have heard of the round yet. A push under way
         is not broken off when it is no longer wanted; it is only not repeated.
         """
-        push = self._push_of_lot(peer, payload, deadline, is_wanted)
+        push = self._push_of_lot(peer, payload, deadline, is_wanted, on_received)
         task = asyncio.get_running_loop().create_task(push)
         self._tasks[task] = payload.header
         task.add_done_callback(self._tasks.pop)
@@ -140,14 +152,19 @@ class Pushes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _push_of_lot(
-        self, peer: NodeId, payload: Payload, deadline: float, is_wanted: Callable[[], bool]
+        self,
+        peer: NodeId,
+        payload: Payload,
+        deadline: float,
+        is_wanted: Callable[[], bool],
+        on_received: Callable[[bytes], None],
     ) -> None:
         what, round = payload.header.kind_name, payload.header.round
         place = (what, round, peer)
         lot = self._lots.setdefault(place, _Lot(what=what, round=round, peer=peer))
         lot.num_slices += 1
         try:
-            await self._push(lot, payload, deadline, is_wanted)
+            await self._push(lot, payload, deadline, is_wanted, on_received)
         finally:
             lot.num_slices -= 1
             if not lot.num_slices:
@@ -155,7 +172,12 @@ class Pushes:
                 lot.tell_late()
 
     async def _push(
-        self, lot: _Lot, payload: Payload, deadline: float, is_wanted: Callable[[], bool]
+        self,
+        lot: _Lot,
+        payload: Payload,
+        deadline: float,
+        is_wanted: Callable[[], bool],
+        on_received: Callable[[bytes], None],
     ) -> None:
         retry_seconds = self._waits.first_retry_seconds
         while is_wanted():
@@ -164,7 +186,8 @@ class Pushes:
                 lot.num_late += 1
                 return
             try:
-                await self._transport.push(lot.peer, payload, timeout_seconds=left)
+                receipt = await self._transport.push(lot.peer, payload, timeout_seconds=left)
+                on_received(receipt)
                 return
             except (PeerUnreachableError, TransferRefusedError) as error:
                 why = str(error)

@@ -35,7 +35,8 @@ from node.outer_state import OuterDigest, Vector
 from protocol.run.layout import Layout
 from protocol.run.run_spec import WANTS_FEEDBACK, RunSpec
 from protocol.trust.identity import Identity
-from protocol.wire.payload import Payload
+from protocol.wire.messages import Audited
+from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import (
     BLOCK,
     WHOLE,
@@ -206,6 +207,27 @@ class Outer:
         """Has what leaves here signed for this process of the node, as it is announced."""
         if self._sender.signer is not None:
             self._sender.signer.process_id = process_id
+
+    def receipt_for(self, contribution: PayloadHeader, *, attempt: int) -> bytes:
+        """A receipt of this node for a contribution that it has taken as the reducer of its slice.
+
+        Empty where nobody audits: a result's header does not name the report that a receipt is held against.
+        """
+        signer = self._sender.signer
+        if signer is None or not self.are_receipts_due(contribution.round):
+            return b""
+        return signer.receipt(contribution, attempt=attempt).encode()
+
+    def are_receipts_due(self, round: int) -> bool:
+        """Whether reducers give receipts in a round."""
+        return self.merging_in(round).is_audited
+
+    def signed_finding(self, finding: Audited, round: int) -> Audited:
+        """What this node's audit has found, with its signature where it has one."""
+        signer, run_digest = self._sender.signer, self._sender.run_digest
+        if signer is None:
+            return finding
+        return signer.signed_finding(finding, run_digest=run_digest, round=round)
 
     def compile_kernels(self) -> None:
         """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""

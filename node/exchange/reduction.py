@@ -104,6 +104,14 @@ class Sender(NamedTuple):
         """The payload as it leaves here; raises AlreadySignedError."""
         return payload if self.signer is None else self.signer.signed(payload)
 
+    def signed_result(
+        self, payload: Payload, contributions: Mapping[NodeId, ContributionDigest]
+    ) -> Payload:
+        """A result likewise, that is made of these."""
+        if self.signer is None:
+            return payload
+        return self.signer.signed_result(payload, contributions)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Merging:
@@ -204,14 +212,15 @@ class Reduction:
         encoded.each_tile(leave_rounded_away)
         error = values if wants_error else None
         inputs, factors = self._inputs(by, before, error), merged.factors
+        named = {
+            node_id: contribution_digest(self.contributions[node_id].header.body_digest)
+            for node_id in merged.verdicts
+        }
         reduced = Reduced(
             slice_index=self.slice.index,
             digest=None,
             contributors=tuple(map(self._contributor, merged.verdicts)),
-            contributions=tuple(
-                contribution_digest(self.contributions[node_id].header.body_digest)
-                for node_id in merged.verdicts
-            ),
+            contributions=tuple(named.values()),
             factors=() if set(factors) == {WHOLE} else factors,
             late=inputs.late,
             missed=inputs.missed,
@@ -236,7 +245,7 @@ class Reduction:
             report_digest=reduced.statement_digest if by.is_audited else b"",
         )
         return SliceResult(
-            payload=sender.signed(payload),
+            payload=sender.signed_result(payload, named),
             encoded=encoded,
             contributors=reduced.contributors,
             contributions=reduced.contributions,

@@ -31,6 +31,7 @@ from node.exchange.round.state import (
     PayloadCame,
     PushBegan,
     PushEnded,
+    ReceiptCame,
     Reduce,
     ResultFetched,
     RoundNews,
@@ -50,6 +51,7 @@ from node.exchange.signing import AlreadySignedError
 from node.exchange.state.sources import StateHere
 from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult
 from protocol.errors import BadDataError
+from protocol.trust.receipts import Receipt
 from protocol.wire.messages import EquivocationSeen, Report, SliceTakenOver
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
 from protocol.wire.rounds import Commit, NodeId, Plan
@@ -112,6 +114,7 @@ class RoundRunner:
                     action.payload,
                     deadline=action.until,
                     is_wanted=lambda: is_wanted(self.state, action),
+                    on_received=partial(self._note_receipt, action),
                 )
             case Reduce():
                 self._start(self._reduce(action))
@@ -260,7 +263,30 @@ class RoundRunner:
             self.feed(PushBegan(index=index))
         return Admission(take=partial(self._take, sender, attempt), is_wanted=is_wanted, end=end)
 
-    async def _take(self, sender: NodeId, attempt: int, payload: Payload) -> None:
+    def _note_receipt(self, sent: Send, encoded: bytes) -> None:
+        """Keeps what a reducer has signed for our contribution; one that is none is as good as none."""
+        header = sent.payload.header
+        if header.kind != CONTRIBUTION or not self._outer.are_receipts_due(header.round):
+            return
+        if not encoded:
+            log.warning("a reducer gives no receipt", round=header.round, reducer=sent.peer)
+            return
+        try:
+            receipt = Receipt.decode(encoded)
+            process_id = self._donors.process_of(sent.peer)
+            due = Receipt.of(header, attempt=receipt.attempt, process_id=process_id)
+            why = receipt.forgery()
+            if receipt.reducer_id != sent.peer or receipt.unsigned != due:
+                why = "it is for something else than was sent"
+        except BadDataError as error:
+            why = error.what
+        if why:
+            log.warning("a receipt is none", round=header.round, reducer=sent.peer, why=why)
+            return
+        index = header.slice_index
+        self.feed(ReceiptCame(index=index, attempt=receipt.attempt, receipt=encoded))
+
+    async def _take(self, sender: NodeId, attempt: int, payload: Payload) -> bytes:
         if payload.header.kind == RESULT:
             try:
                 await self._heavy(partial(self._outer.check_result, payload))
@@ -271,6 +297,10 @@ class RoundRunner:
         came = PayloadCame(sender=sender, payload=payload, admitted_in=attempt)
         if why := self.feed(came):
             raise TransferRefusedError(why)
+        known = self.state.slices.get(payload.header.slice_index)
+        if payload.header.kind != CONTRIBUTION or known is None:
+            return b""
+        return self._outer.receipt_for(payload.header, attempt=known.attempt)
 
     # What takes time
 

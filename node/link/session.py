@@ -24,7 +24,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.terminal.console import seconds_in_words
-from protocol.trust.rulings import SignedRuling
+from protocol.trust.rulings import SignedRuling, num_in_a_message
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.messages import Message, Report, RulingsTold
 from protocol.wire.rounds import Commit
@@ -36,9 +36,6 @@ FIRST_PAUSE_SECONDS = 0.5
 
 MOST_REPORTS = 64
 """Sent in one call: what has gathered while the call before was answered."""
-
-MOST_RULINGS = 4096
-"""Brought back in one call; the next session brings the rest."""
 
 RENEW_AGAIN_SECONDS = 300.0
 """After a renewal that did not work; half of a day is left for it."""
@@ -204,8 +201,9 @@ class Session:
         """Brings back the rulings that the coordinator lacks: it goes on from an older copy."""
         if self._to_bring:
             log.warning("the coordinator lacks rulings", rulings=len(self._to_bring))
-            await self._link.submit_rulings(attachment.session_id, self._to_bring[:MOST_RULINGS])
-            self._to_bring = self._to_bring[MOST_RULINGS:]
+            some = num_in_a_message(one.ruling for one in self._to_bring)
+            await self._link.submit_rulings(attachment.session_id, self._to_bring[:some])
+            self._to_bring = self._to_bring[some:]
 
     async def bring_back(
         self, commits_after: Callable[[int], tuple[Commit, ...]], round: int

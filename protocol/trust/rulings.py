@@ -65,7 +65,9 @@ ABOUT_NODES = frozenset(
 """The latest of these on a node says how it stands."""
 
 
-_OF_SOME_KINDS = frozenset({"last_round", "incarnation", "outer_digest", "contributors"})
+_OF_SOME_KINDS = frozenset(
+    {"last_round", "incarnation", "outer_digest", "contributors", "evidence"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ class Ruling:
     incarnation: int = 0  # of commits from then on: what is undone has a lower one
     outer_digest: str = ""  # of the state that the run goes on from, in hexadecimal digits
     contributors: tuple[str, ...] = ()  # to what is undone, by their names
+    evidence: tuple[str, ...] = ()  # what it rests on: protocol.trust.evidence
 
     def canonical_json(self) -> str:
         """What is signed, told and kept. Fields that only some kinds have are left out of all others."""
@@ -140,6 +143,22 @@ def follows(ruling: Ruling, before: Ruling | None) -> bool:
     """Whether a ruling is the next one of its chain."""
     number, digest = (0, NO_DIGEST) if before is None else (before.number, before.digest())
     return ruling.number == number + 1 and ruling.before == digest.hex()
+
+
+MOST_RULINGS = 4096
+MOST_CHARACTERS = 2 << 20
+"""In a message, which has 4 MiB at most: a ruling has hundreds of characters, thousands with evidence."""
+
+
+def num_in_a_message(rulings: Iterable[Ruling]) -> int:
+    """How many of these, from the first on, have room in one message; at least one where there is any."""
+    num_rulings = num_characters = 0
+    for ruling in rulings:
+        num_characters += len(ruling.canonical_json())
+        if num_rulings and (num_rulings == MOST_RULINGS or num_characters > MOST_CHARACTERS):
+            break
+        num_rulings += 1
+    return num_rulings
 
 
 def undoes(rulings: Iterable[Ruling], round: int, incarnation: int) -> bool:

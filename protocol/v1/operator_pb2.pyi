@@ -647,6 +647,9 @@ class ListRulingsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RULINGS_FIELD_NUMBER: _builtins.int
+    RUN_DIGEST_FIELD_NUMBER: _builtins.int
+    run_digest: _builtins.bytes
+    """Digest of the run file, 32 bytes: evidence is of this run."""
     @_builtins.property
     def rulings(self) -> _containers.RepeatedCompositeFieldContainer[_ruling_pb2.Ruling]:
         """In the order of their numbers; ask again after the last one, until there are none."""
@@ -655,10 +658,11 @@ class ListRulingsResponse(_message.Message):
         self,
         *,
         rulings: _abc.Iterable[_ruling_pb2.Ruling] | None = ...,
+        run_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rulings", b"rulings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rulings", b"rulings", "run_digest", b"run_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

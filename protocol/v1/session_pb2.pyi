@@ -1323,6 +1323,10 @@ class AuditedReport(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     FOUND_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    RUN_DIGEST_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    AUDITOR_KEY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     slice_index: _builtins.int
     """The slice."""
     digest: _builtins.bytes
@@ -1333,6 +1337,14 @@ class AuditedReport(_message.Message):
     """
     why: _builtins.str
     """What was wrong, in words."""
+    run_digest: _builtins.bytes
+    """Digest of the run file, 32 bytes."""
+    round: _builtins.int
+    """The round."""
+    auditor_key: _builtins.bytes
+    """Ed25519 public key of the auditor, 32 bytes; its digest is the auditor's id."""
+    signature: _builtins.bytes
+    """The key's signature over protocol.wire.messages.Audited.statement, 64 bytes."""
     def __init__(
         self,
         *,
@@ -1340,10 +1352,14 @@ class AuditedReport(_message.Message):
         digest: _builtins.bytes = ...,
         found: _builtins.bytes = ...,
         why: _builtins.str = ...,
+        run_digest: _builtins.bytes = ...,
+        round: _builtins.int = ...,
+        auditor_key: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "found", b"found", "slice_index", b"slice_index", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auditor_key", b"auditor_key", "digest", b"digest", "found", b"found", "round", b"round", "run_digest", b"run_digest", "signature", b"signature", "slice_index", b"slice_index", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1511,6 +1527,28 @@ class EquivocationReport(_message.Message):
 Global___EquivocationReport: _TypeAlias = EquivocationReport  # noqa: Y015
 
 @_typing.final
+class LeftOutReport(_message.Message):
+    """A reducer has left out a contribution of the node's that it had taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    receipt: _builtins.bytes
+    """Its receipt, exactly as it is signed (protocol.trust.receipts)."""
+    def __init__(
+        self,
+        *,
+        receipt: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeftOutReport: _TypeAlias = LeftOutReport  # noqa: Y015
+
+@_typing.final
 class ReportRequest(_message.Message):
     """Reports steps of rounds, in their order."""
 
@@ -1554,6 +1592,7 @@ class Report(_message.Message):
     WROTE_FIELD_NUMBER: _builtins.int
     EQUIVOCATION_FIELD_NUMBER: _builtins.int
     AUDITED_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     @_builtins.property
@@ -1592,6 +1631,10 @@ class Report(_message.Message):
     def audited(self) -> Global___AuditedReport:
         """A slice was audited."""
 
+    @_builtins.property
+    def left_out(self) -> Global___LeftOutReport:
+        """The node was left out of a result."""
+
     def __init__(
         self,
         *,
@@ -1605,12 +1648,13 @@ class Report(_message.Message):
         wrote: Global___WroteReport | None = ...,
         equivocation: Global___EquivocationReport | None = ...,
         audited: Global___AuditedReport | None = ...,
+        left_out: Global___LeftOutReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "reduced", b"reduced", "report", b"report", "round", b"round", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "round", b"round", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited", "left_out"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 

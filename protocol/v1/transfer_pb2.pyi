@@ -526,6 +526,7 @@ class TransferResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     HELD_PARTS_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
     status: Global___TransferStatus.ValueType
     """How it stands."""
     reason: _builtins.str
@@ -539,6 +540,10 @@ class TransferResponse(_message.Message):
     """
     part: _builtins.int
     """The part that this is about."""
+    receipt: _builtins.bytes
+    """A reducer's signed Receipt for the contribution that was received, exactly as it is signed
+    (protocol.trust.receipts); empty for all else, and where nobody audits.
+    """
     def __init__(
         self,
         *,
@@ -547,11 +552,74 @@ class TransferResponse(_message.Message):
         header: _builtins.bytes = ...,
         held_parts: _builtins.bytes = ...,
         part: _builtins.int = ...,
+        receipt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "held_parts", b"held_parts", "part", b"part", "reason", b"reason", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "held_parts", b"held_parts", "part", b"part", "reason", b"reason", "receipt", b"receipt", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferResponse: _TypeAlias = TransferResponse  # noqa: Y015
+
+@_typing.final
+class Receipt(_message.Message):
+    """A reducer has taken a contribution: its report on the slice names it, or the reducer lies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_DIGEST_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    PLAN_OPENED_AT_FIELD_NUMBER: _builtins.int
+    BASE_DIGEST_FIELD_NUMBER: _builtins.int
+    SLICE_INDEX_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CONTRIBUTOR_ID_FIELD_NUMBER: _builtins.int
+    BODY_DIGEST_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
+    REDUCER_KEY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    run_digest: _builtins.bytes
+    """Digest of the run file, 32 bytes."""
+    round: _builtins.int
+    """Round."""
+    plan_opened_at: _builtins.float
+    """Plan.opened_at of the plan that the contribution goes by."""
+    base_digest: _builtins.bytes
+    """Digest of the outer state that it was trained from, 32 bytes."""
+    slice_index: _builtins.int
+    """Slice."""
+    attempt: _builtins.int
+    """Takeovers of the slice when it was taken: a later one begins with nothing."""
+    contributor_id: _builtins.str
+    """Whose contribution it is."""
+    body_digest: _builtins.bytes
+    """BLAKE3 of its body, 32 bytes."""
+    process_id: _builtins.int
+    """Process of the reducer, as it was announced in AttachRequest: another one has not taken it."""
+    reducer_key: _builtins.bytes
+    """Ed25519 public key of the reducer, 32 bytes; its digest is the reducer's id."""
+    signature: _builtins.bytes
+    """The key's signature over protocol.trust.receipts.Receipt.statement, 64 bytes."""
+    def __init__(
+        self,
+        *,
+        run_digest: _builtins.bytes = ...,
+        round: _builtins.int = ...,
+        plan_opened_at: _builtins.float = ...,
+        base_digest: _builtins.bytes = ...,
+        slice_index: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+        contributor_id: _builtins.str = ...,
+        body_digest: _builtins.bytes = ...,
+        process_id: _builtins.int = ...,
+        reducer_key: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_digest", b"base_digest", "body_digest", b"body_digest", "contributor_id", b"contributor_id", "plan_opened_at", b"plan_opened_at", "process_id", b"process_id", "reducer_key", b"reducer_key", "round", b"round", "run_digest", b"run_digest", "signature", b"signature", "slice_index", b"slice_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Receipt: _TypeAlias = Receipt  # noqa: Y015

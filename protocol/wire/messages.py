@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from blake3 import blake3
+from google.protobuf.message import Message as WireMessage
 
 from protocol.errors import BadDataError, ProtocolMismatchError
+from protocol.trust.identity import Identity, is_signed_by, node_id_of
 from protocol.trust.rulings import Ruling, SignedRuling, ruling_from_json
 from protocol.v1 import ruling_pb2
 from protocol.v1 import session_pb2 as pb
@@ -29,6 +31,7 @@ from protocol.wire.rounds import (
 from protocol.wire.wire_count import WireTotals
 
 T = TypeVar("T")
+WireT = TypeVar("WireT", bound=WireMessage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,10 +302,60 @@ class Audited:
     digest: Digest
     found: bytes
     why: str = ""
+    run_digest: bytes = b""  # this and what follows come with the auditor's signature
+    round: int = 0
+    auditor_key: bytes = b""
+    signature: bytes = b""
+
+    @property
+    def statement(self) -> bytes:
+        """What its auditor signs: all but the signature."""
+        wire = pb.AuditedReport()
+        _audited_to_wire(replace(self, signature=b""), wire)
+        return _FINDING_TAG + wire.SerializeToString(deterministic=True)
+
+    def signed(self, by: Identity, *, run_digest: bytes, round: int) -> "Audited":
+        """What an auditor has found in a round of a run, with its signature."""
+        told = replace(self, run_digest=run_digest, round=round, auditor_key=by.public_key)
+        return replace(told, signature=by.sign(told.statement))
+
+    @property
+    def auditor_id(self) -> NodeId:
+        """Who has signed it, if the signature holds."""
+        return node_id_of(self.auditor_key)
+
+    def forgery(self, auditor_id: NodeId) -> str:
+        """Why a node has not found this, in a sentence; empty where it has signed that it did."""
+        what = f"the finding on slice {self.slice_index} of round {self.round}"
+        if self.auditor_id != auditor_id:
+            return f"{what} is signed with another key than that of {auditor_id}"
+        if not is_signed_by(self.auditor_key, self.statement, self.signature):
+            return f"{what} has a signature that is not {auditor_id}'s"
+        return ""
+
+
+_FINDING_TAG = b"atoll finding 1\n"
+"""What an auditor signs begins with this, so that no signature can be taken for one of another kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOutSeen:
+    """A result lacks the node's contribution, which its reducer has given a receipt for."""
+
+    receipt: bytes  # as protocol.trust.receipts reads it
 
 
 Report = (
-    Trained | Reduced | Held | Applied | Evaluated | Wrote | Draining | EquivocationSeen | Audited
+    Trained
+    | Reduced
+    | Held
+    | Applied
+    | Evaluated
+    | Wrote
+    | Draining
+    | EquivocationSeen
+    | Audited
+    | LeftOutSeen
 )
 """What a node tells the coordinator about its part in a round."""
 
@@ -482,10 +535,9 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
         case EquivocationSeen(one=one, other=other):
             wire.equivocation.CopyFrom(pb.EquivocationReport(one=one, other=other))
         case Audited():
-            wire.audited.slice_index = report.slice_index
-            wire.audited.digest = report.digest
-            wire.audited.found = report.found
-            wire.audited.why = report.why
+            _audited_to_wire(report, wire.audited)
+        case LeftOutSeen(receipt=receipt):
+            wire.left_out.receipt = receipt
     return wire
 
 
@@ -529,17 +581,71 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
         case "equivocation":
             return EquivocationSeen(one=wire.equivocation.one, other=wire.equivocation.other)
         case "audited":
-            return Audited(
-                slice_index=wire.audited.slice_index,
-                digest=convert.digest_from_wire(wire.audited.digest, of="a result"),
-                found=convert.optional_digest_from_wire(wire.audited.found, of="a result") or b"",
-                why=wire.audited.why,
-            )
+            return _audited_from_wire(wire.audited)
+        case "left_out":
+            return LeftOutSeen(receipt=wire.left_out.receipt)
         case _:
             raise BadDataError(
                 "the report is of no kind that this coordinator knows",
                 next_step="use the same version of Atoll on both sides",
             )
+
+
+def reduced_to_bytes(report: Reduced) -> bytes:
+    """A reducer's report as it is kept for evidence."""
+    wire = pb.ReducedReport()
+    _reduced_to_wire(report, wire)
+    return wire.SerializeToString(deterministic=True)
+
+
+def reduced_from_bytes(kept: bytes) -> Reduced:
+    """A report that was kept; raises BadDataError for what is none."""
+    wire = _read(pb.ReducedReport, kept, of="a reducer's report")
+    most = len(wire.contributors) + len(wire.late_ids) + len(wire.missed)
+    return _reduced_from_wire(wire, most_contributors=most)
+
+
+def audited_to_bytes(report: Audited) -> bytes:
+    """An auditor's finding as it is kept for evidence."""
+    wire = pb.AuditedReport()
+    _audited_to_wire(report, wire)
+    return wire.SerializeToString(deterministic=True)
+
+
+def audited_from_bytes(kept: bytes) -> Audited:
+    """A finding that was kept; raises BadDataError for what is none."""
+    return _audited_from_wire(_read(pb.AuditedReport, kept, of="an auditor's finding"))
+
+
+def _read(kind: type[WireT], kept: bytes, *, of: str) -> WireT:
+    try:
+        return kind.FromString(kept)
+    except Exception as error:  # protobuf's DecodeError has no public base across versions
+        raise BadDataError(f"{of} cannot be read: {error}") from error
+
+
+def _audited_to_wire(report: Audited, wire: pb.AuditedReport) -> None:
+    wire.slice_index = report.slice_index
+    wire.digest = report.digest
+    wire.found = report.found
+    wire.why = report.why
+    wire.run_digest = report.run_digest
+    wire.round = report.round
+    wire.auditor_key = report.auditor_key
+    wire.signature = report.signature
+
+
+def _audited_from_wire(wire: pb.AuditedReport) -> Audited:
+    return Audited(
+        slice_index=wire.slice_index,
+        digest=convert.digest_from_wire(wire.digest, of="a result"),
+        found=convert.optional_digest_from_wire(wire.found, of="a result") or b"",
+        why=wire.why,
+        run_digest=wire.run_digest,
+        round=wire.round,
+        auditor_key=wire.auditor_key,
+        signature=wire.signature,
+    )
 
 
 def _reduced_to_wire(report: Reduced, wire: pb.ReducedReport) -> None:

@@ -16,6 +16,7 @@ from node.exchange.exchange import Exchange
 from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.transport.transport import Want, WantInput
 from node.island.data.corpus import Corpus
+from protocol.trust.evidence import proven_by
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Audited
 from protocol.wire.payload import Payload
@@ -114,6 +115,9 @@ def assert_undone(attacked: SimulatedRun, clean: SimulatedRun, *, before_round: 
     assert out.by == "the coordinator" and "found another result" in out.reason
     assert (back.kind, back.from_round) == (RulingKind.ROLLED_BACK, before_round)
     assert back.by == "the coordinator" and "is convicted" in back.reason
+    run_digest = attacked.final.run_digest
+    for ruling in (out, back):
+        assert "signed findings of" in proven_by(ruling, run_digest=run_digest)
     assert back.last_round < before_round + AUDIT_ROUNDS
     assert attacked.final.members[LIAR].state is MemberState.QUARANTINED
     assert len(attacked.digests) == NUM_NODES - 1
@@ -178,6 +182,8 @@ def test_a_reducer_that_gives_no_inputs_has_its_rounds_undone_and_reduces_less_a
     assert 1 < record.num_disputed < 4, "it reduces in few rounds of eight"
     assert {r.kind for r in attacked.final.rulings} == {RulingKind.ROLLED_BACK}
     assert all("could not make it again" in ruling.reason for ruling in attacked.final.rulings)
+    for ruling in attacked.final.rulings:
+        assert "signed findings of" in proven_by(ruling, run_digest=attacked.final.run_digest)
     assert len(attacked.digests) == NUM_NODES, "nobody is put out for it"
 
 

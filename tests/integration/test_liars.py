@@ -137,6 +137,7 @@ def test_who_reduces_backwards_is_audited_and_put_out_and_what_it_made_is_undone
     audit = scene.owner("audit")
     assert "liar was quarantined" in audit and "found another result than it has signed" in audit
     assert "the coordinator" in audit and "liar is convicted" in audit, audit
+    assert audit.count("(proven by signed findings of") == 2, audit
     rounds = scene.rounds()
     assert ": agreed" in " ".join(closed["reason"] for closed in rounds)
     assert {closed["incarnation"] for closed in rounds if closed["round"] >= 3} == {1}

@@ -1,6 +1,9 @@
 """Liars in a whole swarm, by production's code: the run learns on, and who shouts is left out."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,18 +12,26 @@ from blake3 import blake3
 from structlog.testing import capture_logs
 
 from coordinator.swarm.bounds import MOST_TIMES_USUAL
+from coordinator.swarm.standing import LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from coordinator.swarm.state import MemberState
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
+from node.disk.round_folder import Retention
 from node.exchange.giving import Pushes
 from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
+from node.exchange.round import transition
+from node.exchange.round.state import Tell
+from node.exchange.signing import PayloadSigner
 from node.island.data.corpus import Corpus
 from node.outer_state import Vector
+from protocol.trust.evidence import proven_by
+from protocol.trust.receipts import Receipt
 from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
-from protocol.wire.payload import RESULT, Payload, PayloadHeader
-from protocol.wire.rounds import WHOLE, Digest, NodeId
+from protocol.wire.messages import LeftOutSeen
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
+from protocol.wire.rounds import WHOLE, ContributionDigest, Digest, NodeId
 from tests.tiny_runs import tiny
 
 NUM_NODES = 5
@@ -151,9 +162,154 @@ def test_who_hands_different_results_to_different_members_is_expelled_by_its_own
     (expelled,) = [r for r in attacked.final.rulings if r.kind is RulingKind.EXPELLED]
     assert expelled.node_id == LIAR and expelled.by == "the coordinator"
     assert "it signed two different results to slice" in expelled.reason
+    proof = proven_by(expelled, run_digest=attacked.final.run_digest)
+    assert proof == "its two signatures"
     assert attacked.final.members[LIAR].state is MemberState.EXPELLED
     assert len(attacked.digests) == NUM_NODES - 1
     assert set(attacked.digests.values()) == {attacked.final.outer_digest}
+
+
+def leaving_out_of_its_slices(victim: NodeId, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second round on the liar gives a receipt to everybody, and reduces without one of them."""
+    made = Reduction.result
+
+    def lying(self: Reduction, *, sender: Sender, **rest: Any) -> SliceResult | None:
+        is_its_own = sender.signer is not None and sender.node_id == LIAR
+        if is_its_own and self.plan.round > 1:
+            taken = {n: each for n, each in self.contributions.items() if n != victim}
+            self = replace(self, contributions=taken)
+        return made(self, sender=sender, **rest)
+
+    honest = PayloadSigner.signed_result
+
+    def unguarded(
+        self: PayloadSigner, result: Payload, contributions: Mapping[NodeId, ContributionDigest]
+    ) -> Payload:
+        if result.header.sender_id == LIAR:
+            return self.signed(result)
+        return honest(self, result, contributions)
+
+    monkeypatch.setattr(Reduction, "result", lying)
+    monkeypatch.setattr(PayloadSigner, "signed_result", unguarded)
+
+
+def run_with_receipts(corpus: Corpus, disks: Path, *, min_nodes: int) -> SimulatedRun:
+    """Hardly a slice is audited: receipts convict without."""
+    spec = tiny(outer={"audit": 1e-9}, run={"min_nodes": min_nodes})
+    honest = Life(retention=Retention(keep=100, every=1))
+    liar = replace(honest, is_liar=True, absences=((500.0, None),))
+    lives = [liar if place == 1 else honest for place in range(NUM_NODES)]
+    return simulate(spec, lives=lives, corpus=corpus, disks=disks, within_seconds=1000)
+
+
+def test_a_reducer_that_leaves_out_what_it_took_is_convicted_by_its_own_receipt(
+    clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    victim = identity_of(3).node_id
+    leaving_out_of_its_slices(victim, monkeypatch)
+    attacked = run_with_receipts(corpus, tmp_path, min_nodes=NUM_NODES - 1)
+    assert attacked.final.is_finished
+    out, back = attacked.final.rulings
+    assert (out.kind, out.node_id, out.by) == (RulingKind.QUARANTINED, LIAR, "the coordinator")
+    assert "left node-4 out of slice" in out.reason
+    assert (back.kind, back.from_round) == (RulingKind.ROLLED_BACK, 2)
+    run_digest = attacked.final.run_digest
+    for ruling in (out, back):
+        assert proven_by(ruling, run_digest=run_digest) == "its receipt and its report"
+    assert attacked.final.members[LIAR].state is MemberState.QUARANTINED
+    assert len(attacked.digests) == NUM_NODES - 1
+    assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
+    for commit in attacked.commits[1:]:
+        for outcome in commit.slices:
+            assert victim in {c.node_id for c in outcome.contributors}, "what it did counts"
+
+
+def test_honest_reducers_give_receipts_that_convict_nobody(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = []
+    receipt = PayloadSigner.receipt
+
+    def counted(self: PayloadSigner, contribution: PayloadHeader, *, attempt: int) -> Receipt:
+        given.append(contribution)
+        return receipt(self, contribution, attempt=attempt)
+
+    monkeypatch.setattr(PayloadSigner, "receipt", counted)
+    honest = run_with_receipts(corpus, tmp_path, min_nodes=NUM_NODES)
+    assert honest.final.is_finished and not honest.final.rulings
+    slices = sum(len(commit.slices) for commit in honest.commits)
+    assert len(given) == slices * (NUM_NODES - 1), "its own one nobody signs for"
+
+
+def test_a_receipt_for_what_is_in_the_result_convicts_nobody_and_is_logged(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One shows all receipts that it gets, whatever the commit says."""
+    tell = transition._tell_if_left_out
+
+    def accusing(turn: Any, index: int) -> None:
+        known = turn.state.slices[index]
+        if turn.state.rules.node_id == LIAR and known.receipt:
+            turn.actions.append(Tell(report=LeftOutSeen(receipt=known.receipt)))
+        else:
+            tell(turn, index)
+
+    monkeypatch.setattr(transition, "_tell_if_left_out", accusing)
+    with capture_logs() as logs:
+        accused = run_with_receipts(corpus, tmp_path, min_nodes=NUM_NODES)
+    assert accused.final.is_finished and not accused.final.rulings
+    false = [each for each in logs if each["event"] == "an accusation proves nothing"]
+    assert len(false) > NUM_NODES and {each["by"] for each in false} == {LIAR}
+    whys = {each["why"].split(" of round")[0].split(" on slice")[0] for each in false}
+    assert whys <= {"the report", "no report"}
+
+
+SHORT = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
+"""Deadlines; a round takes five virtual seconds where nobody is waited for."""
+
+
+def seconds_with_an_idler(corpus: Corpus, idler: Life) -> list[float]:
+    """How long each round but the last takes; all rounds but the first have the idler's lease."""
+    spec = tiny(run={"rounds": 8, "min_nodes": NUM_NODES - 1}, deadlines=SHORT)
+    honest = Life(seconds_per_inner_step=1.0)
+    lives = [idler if place == 1 else honest for place in range(NUM_NODES)]
+    attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    assert attacked.final.is_finished
+    assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)
+    assert any(LIAR in {a.node_id for a in c.assignments} for c in attacked.commits), "it idles"
+    return [after - before for before, after in pairwise(attacked.begins)]
+
+
+IDLER = Life(seconds_per_inner_step=1.0, is_liar=True, absences=((500.0, None),))
+
+
+def test_who_keeps_its_lease_and_reports_nothing_lengthens_a_first_round_by_a_bounded_factor(
+    corpus: Corpus,
+) -> None:
+    def silent(message: Any) -> Any:
+        if isinstance(message, session_pb2.ReportRequest):
+            del message.reports[:]
+        return message
+
+    seconds = seconds_with_an_idler(corpus, replace(IDLER, says=silent))
+    most = max(TRIAL_MARGIN * 5.0, 5.0 + LEAST_TRIAL_SECONDS)
+    assert max(seconds) <= most + 0.01 < SHORT["train"]
+    assert sorted(seconds)[-3] <= 5.01, "and then nobody waits for it"
+
+
+def test_who_says_that_it_has_trained_and_contributes_nothing_lengthens_two_rounds_and_is_left_out(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes its own work into its own slices, so all results do not lack it."""
+    start = Pushes.start
+
+    def keeping(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
+        if (payload.header.sender_id, payload.header.kind) != (LIAR, CONTRIBUTION):
+            start(self, peer, payload, **how)
+
+    monkeypatch.setattr(Pushes, "start", keeping)
+    seconds = sorted(seconds_with_an_idler(corpus, IDLER))
+    assert seconds[-3] <= 5.01 and seconds[-1] <= SHORT["contribute"] + 0.01
 
 
 def test_a_false_accusation_expels_nobody_and_is_logged(corpus: Corpus) -> None:

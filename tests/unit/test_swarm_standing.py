@@ -158,6 +158,47 @@ def test_a_late_contribution_is_a_fault_the_second_time(num_late: int) -> None:
     assert scene.member(IDLER).standing.is_on_trial == (num_late == 2)
 
 
+def test_who_contributes_to_slices_of_its_own_alone_is_late_however_it_says_that_it_has_trained() -> (
+    None
+):
+    scene = swarm()
+    for _ in range(2):
+        assert IDLER in participants(scene)
+        close_round_with(scene, {name: [*HONEST] for name in HONEST} | {IDLER: [*HONEST, IDLER]})
+    assert scene.member(IDLER).standing.is_on_trial
+    assert not any(scene.member(name).standing.num_faults for name in HONEST)
+
+
+def test_one_reducer_that_leaves_others_out_makes_nobody_late() -> None:
+    """It may be the one that lies."""
+    scene = swarm()
+    everybody = [*HONEST, IDLER]
+    for _ in range(3):
+        named = dict.fromkeys(everybody, everybody) | {"node-b": ["node-b"]}
+        close_round_with(scene, named)
+    assert {m.standing for m in scene.state.members.values()} == {Standing()}
+
+
+def close_round_with(scene: Scene, named: dict[str, list[str]]) -> None:
+    """A round in which all have trained; each reducer names these in its slices."""
+    number = scene.round.number
+    for name in named:
+        asked = next(a for a in scene.round.assignments if a.node_id == name)
+        scene.train(name, inner_steps=asked.inner_steps, tokens=asked.num_samples * 8)
+    tokens = {str(a.node_id): a.num_samples * 8 for a in scene.round.assignments}
+    for progress in scene.round.slices:
+        reducer, digest = str(progress.slice.reducer_id), digest_of(f"{number}/{progress.slice}")
+        of = {name: tokens[name] for name in named[reducer]}
+        scene.reduce(reducer, progress.slice.index, digest, of)
+        for name in named:
+            if scene.state.committed_round < number:
+                scene.hold(name, progress.slice.index, digest)
+    assert scene.state.committed_round == number
+    for name in named:
+        if scene.state.open_round is not None and scene.round.number == number:
+            scene.apply(digest_of(f"after {number}"), name)
+
+
 NEWCOMERS = tuple(f"node-{place}" for place in range(8))
 IDLE = ("node-0", "node-7")
 BUSY = tuple(name for name in NEWCOMERS if name not in IDLE)

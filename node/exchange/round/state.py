@@ -53,6 +53,7 @@ class SliceState:
     phase: Phase = Phase.ELSEWHERE
     deadline: float  # until when its reducer collects
     own: Payload | None = None  # our contribution, once it is encoded
+    receipt: bytes = b""  # its reducer's, for that
     # By sender; empty where another node reduces.
     contributions: Mapping[NodeId, Payload] = field(default_factory=dict)
     held: Payload | None = None  # its result; only one that its present reducer made
@@ -145,6 +146,15 @@ class ContributionEncoded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiptCame:
+    """A slice's reducer says, with its signature, that it has taken our contribution."""
+
+    index: int
+    attempt: int  # of the slice when it was taken
+    receipt: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadCame:
     """A peer has brought a contribution or a result, which is whole; a result decodes."""
 
@@ -218,6 +228,7 @@ RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOff
 Event = (
     RoundNews
     | ContributionEncoded
+    | ReceiptCame
     | PayloadCame
     | PushBegan
     | PushEnded

@@ -27,6 +27,7 @@ from node.exchange.round.state import (
     Phase,
     PushBegan,
     PushEnded,
+    ReceiptCame,
     Reduce,
     ResultFetched,
     RoundState,
@@ -37,6 +38,7 @@ from node.exchange.round.state import (
 )
 from protocol.wire.messages import (
     Held,
+    LeftOutSeen,
     ParticipantsDeparted,
     ParticipantsIdle,
     Reduced,
@@ -44,7 +46,7 @@ from protocol.wire.messages import (
     SliceTakenOver,
 )
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
-from protocol.wire.rounds import NodeId, SliceOutcome
+from protocol.wire.rounds import NodeId, SliceOutcome, contribution_digest
 
 GRACE_ROUND_TRIPS = 8
 """So long, and Waits.grace_seconds, nothing may come from a reducer that should push a result, until we
@@ -149,6 +151,10 @@ def _take_in(turn: _Turn, event: Event) -> None:
             if turn.state.slices[payload.header.slice_index].own is None:
                 turn.put(payload.header.slice_index, own=payload)
                 _contribute(turn, payload.header.slice_index)
+        case ReceiptCame(index=index, attempt=attempt, receipt=receipt):
+            if turn.state.slices[index].attempt == attempt:
+                turn.put(index, receipt=receipt)
+                _tell_if_left_out(turn, index)
         case PayloadCame(payload=payload) if payload.header.kind == CONTRIBUTION:
             _keep(turn, payload)
         case PayloadCame(payload=payload) if payload.header.kind == RESULT:
@@ -334,6 +340,18 @@ def _commit(turn: _Turn, event: Committed) -> None:
     for outcome in event.commit.slices:
         if outcome.index in turn.state.slices:
             turn.put(outcome.index, wanted=outcome, is_fetched=False)
+            _tell_if_left_out(turn, outcome.index)
+
+
+def _tell_if_left_out(turn: _Turn, index: int) -> None:
+    """Shows a reducer's receipt for a contribution that its committed result does not name."""
+    known, commit = turn.state.slices[index], turn.state.commit
+    if commit is None or known.own is None or not known.receipt or known.wanted is None:
+        return
+    sent = contribution_digest(known.own.header.body_digest)
+    named = known.wanted.contribution_of(turn.state.rules.node_id)
+    if known.wanted.digest is not None and named != sent:
+        turn.actions.append(Tell(report=LeftOutSeen(receipt=known.receipt)))
 
 
 def _fetch_what_is_due(turn: _Turn) -> None:

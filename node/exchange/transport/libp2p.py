@@ -218,13 +218,13 @@ class Libp2pTransport:
             return self._limits.first_round_trip_seconds
         return sending.round_trip_seconds
 
-    async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
+    async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> bytes:
         """See Transport.push."""
         entry = self._member(peer)
         if (sending := self._sendings.get(peer)) is None:
             sending = self._sendings[peer] = self._sending_to(peer)
         async with self._in_time(entry, timeout_seconds), self._traffic.place():
-            await sending.push(payload)
+            return await sending.push(payload)
 
     def _sending_to(self, peer: NodeId) -> Sending:
         return Sending(

@@ -97,8 +97,8 @@ class Sending:
         """Of offers, the shortest lately; a guess before the first."""
         return self._sender.round_trip_seconds
 
-    async def push(self, payload: Payload) -> None:
-        """Returns once the peer holds the payload. Raises as everything on its streams does."""
+    async def push(self, payload: Payload) -> bytes:
+        """Returns its receipt once the peer holds the payload. Raises as everything on its streams does."""
         push = _Push(payload)
         async with self._in_line(push), self._open_stream() as stream:
             with stream.traffic.sending():
@@ -111,33 +111,33 @@ class Sending:
                 self._do(self._sender.offered(push, num_streams=num_streams, now=now))
                 verdict = self._verdict(stream, push, offered_at)
                 if push.part_bytes:
-                    await _unless_failed(verdict, push.failed)
-                else:
-                    await self._push_whole(stream, push, verdict, since=offered_at)
+                    return await _unless_failed(verdict, push.failed)
+                return await self._push_whole(stream, push, verdict, since=offered_at)
 
-    async def _verdict(self, stream: TransferStream, push: _Push, offered_at: float) -> None:
+    async def _verdict(self, stream: TransferStream, push: _Push, offered_at: float) -> bytes:
         response = await expect(stream, wire.TRANSFER_STATUS_GO_ON)
         now = self._traffic.clock()
         self._sender.went_round_in(now - offered_at)
         self._do(self._sender.accepted(push, response.held_parts, now=now))
-        await expect(stream, wire.TRANSFER_STATUS_RECEIVED)
+        return (await expect(stream, wire.TRANSFER_STATUS_RECEIVED)).receipt
 
     async def _push_whole(
         self,
         stream: TransferStream,
         push: _Push,
-        verdict: Coroutine[Any, Any, None],
+        verdict: Coroutine[Any, Any, bytes],
         *,
         since: float,
-    ) -> None:
+    ) -> bytes:
         num_bytes, clock = push.num_bytes, self._traffic.clock
         uplink = self._traffic.uplink
         under_way = uplink.begin(self._sender, num_bytes, now=clock(), is_whole=True)
         sending = asyncio.ensure_future(self._send_whole(stream, push, under_way))
         try:
-            await _unless_failed(verdict, sending)
+            receipt = await _unless_failed(verdict, sending)
             stream.moved(sent_bytes=num_bytes, since=since)
             under_way.answered(clock())
+            return receipt
         finally:
             under_way.lost(clock())
 
@@ -274,14 +274,16 @@ class Sending:
             self._do(actions)
 
 
-async def _unless_failed(verdict: Coroutine[Any, Any, None], sending: asyncio.Future[None]) -> None:
+async def _unless_failed(
+    verdict: Coroutine[Any, Any, bytes], sending: asyncio.Future[None]
+) -> bytes:
     """What the peer says of a body, which it can say before all is sent; or what keeps us from it."""
     hearing = asyncio.ensure_future(verdict)
     try:
         await asyncio.wait((hearing, sending), return_when=asyncio.FIRST_COMPLETED)
         if not hearing.done():
             await sending
-        await hearing
+        return await hearing
     finally:
         for task in (hearing, sending):
             task.cancel()

@@ -120,10 +120,11 @@ class Server:
                         body = await _receive_body(stream, header)
             payload = await self._verify(header, body)
             with refusing_on_fault(sender):
-                await admission.take(payload)
+                receipt = await admission.take(payload)
         finally:
             admission.end()
-        await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_RECEIVED))
+        received = wire.TRANSFER_STATUS_RECEIVED
+        await stream.send(wire.TransferResponse(status=received, receipt=receipt))
 
     async def _take_parts(
         self,

@@ -123,8 +123,9 @@ def _always() -> bool:
 class Admission:
     """One payload that may come: made by who will take it, held by the transport until it is here."""
 
-    take: Callable[[Payload], Awaitable[None]]
-    """Takes the payload, which is whole and has the right digest. Raises TransferRefusedError."""
+    take: Callable[[Payload], Awaitable[bytes]]
+    """Takes the payload, which is whole and has the right digest; returns the receipt that its sender gets,
+    or nothing. Raises TransferRefusedError."""
     is_wanted: Callable[[], bool] = _always
     """Whether it will still be taken. A transport may look while the body comes, and refuse the rest."""
     end: Callable[[], None] = do_nothing
@@ -185,8 +186,8 @@ class Transport(Protocol):
     def round_trip_seconds(self, peer: NodeId) -> float:
         """How long a peer lately took to answer an offer of ours, or a guess where that is not known."""
 
-    async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> None:
-        """Returns once the peer holds the payload and has checked its digest.
+    async def push(self, peer: NodeId, payload: Payload, *, timeout_seconds: float) -> bytes:
+        """Returns once the peer holds the payload and has checked its digest; its receipt, if it gives one.
 
         Raises PeerUnreachableError, also at the timeout, or TransferRefusedError.
         """

@@ -1,0 +1,120 @@
+"""What follows from a proven lie, or from a result that nobody can make again. Pure.
+
+Who is convicted is put in quarantine by a ruling, with the evidence. The run goes back to before the round,
+by the ruling that the run owner would make, or as near as nodes reach. A reducer whose results are in doubt
+stays away from slices for 1, 2, 4, … rounds.
+"""
+
+from dataclasses import replace
+
+from coordinator.swarm.actions import QuarantineAsked
+from coordinator.swarm.evaluation import sound_alarm
+from coordinator.swarm.events import LeftOutProven
+from coordinator.swarm.reach_back import latest_in_reach
+from coordinator.swarm.state import BARRED, Alarm, Conviction, Member, SwarmState
+from coordinator.swarm.turn import Turn, name_of
+from protocol.wire.rounds import NodeId
+
+MOST_ROUNDS_OUT = 64
+
+
+def convict(turn: Turn, node_id: NodeId, reason: str, evidence: tuple[str, ...]) -> None:
+    """Has a member put in quarantine, once, unless it is barred already."""
+    strike(turn, node_id)
+    state, member = turn.state, turn.state.members.get(node_id)
+    is_asked = any(conviction.node_id == node_id for conviction in state.convicted)
+    if member is None or member.state in BARRED or is_asked:
+        return
+    conviction = Conviction(
+        node_id=node_id, node_name=name_of(state, node_id), reason=reason, evidence=evidence
+    )
+    turn.state = replace(state, convicted=(*state.convicted, conviction))
+    turn.act(QuarantineAsked(conviction=conviction))
+
+
+def left_out(turn: Turn, event: LeftOutProven) -> None:
+    """A reducer has left out a contribution that it gave a receipt for; heard until its round is settled."""
+    omission, current = event.omission, turn.state.open_round
+    if current is None or current.number != omission.round:
+        return
+    progress = current.slices[omission.slice_index]
+    place = progress.slice.reducer_id, progress.digest
+    is_known = any(c.node_id == omission.reducer_id for c in turn.state.convicted)
+    if place != (omission.reducer_id, omission.result) or progress.refused or is_known:
+        return
+    name, left = (name_of(turn.state, n) for n in (omission.reducer_id, omission.contributor_id))
+    reason = (
+        f"it left {left} out of slice {omission.slice_index} of round {omission.round}, whose "
+        f"contribution it had signed a receipt for"
+    )
+    convict(turn, omission.reducer_id, reason, event.evidence)
+    commit, index = current.commit, omission.slice_index
+    if commit is not None and commit.slices[index].digest is not None:
+        go_back_before(turn, omission.round, f"{name} is convicted: {reason}", event.evidence)
+    elif commit is None:
+        refused = replace(progress, refused=f"{name} is convicted: {reason}")
+        slices = (*current.slices[:index], refused, *current.slices[index + 1 :])
+        turn.put_round(replace(current, slices=slices))
+
+
+def sound_convictions(turn: Turn) -> None:
+    """Has the edge rule what follows from convictions that a coordinator before this one came to."""
+    for conviction in turn.state.convicted if turn.state.awaited is None else ():
+        turn.act(QuarantineAsked(conviction=conviction))
+
+
+def go_back_before(turn: Turn, round: int, reason: str, evidence: tuple[str, ...]) -> None:
+    """Wants the run to go back to before the round, once it shows how near to that nodes can get."""
+    state, round = turn.state, round - 1
+    if state.stopped is not None or state.is_finished:
+        return
+    if (pending := state.alarm) is not None:  # the earlier of both undoes what the other one would
+        round = round if pending.round is None else min(round, pending.round)
+        reason = f"{pending.reason}; {reason}"
+        evidence = pending.evidence or evidence
+    until = turn.now + state.rules.lease_seconds
+    alarm = Alarm(round=round, reason=reason, until=until, evidence=evidence)
+    turn.state = replace(state, alarm=alarm, end_waits_until=None)
+
+
+def decide_alarm(turn: Turn) -> None:
+    """Has the run go back to before a false result, or as near as nodes reach; to nowhere, it pauses.
+
+    What they reach they say with heartbeats, which come more seldom than quick rounds. Convicted members are
+    put out first: what they say of themselves counts for nothing.
+    """
+    alarm = turn.state.alarm
+    if alarm is None or alarm.until is None or alarm.round is None or turn.state.convicted:
+        return
+    reached = latest_in_reach(turn.state, alarm.round)
+    if 0 < alarm.round != reached and turn.now < alarm.until:
+        return
+    reason = alarm.reason
+    if reached is None:
+        reason = f"{reason}, and no node that is here can go back to before that round"
+    sounded = Alarm(round=reached, reason=reason, evidence=alarm.evidence)
+    turn.state = replace(turn.state, alarm=sounded)
+    sound_alarm(turn)
+
+
+def strike(turn: Turn, node_id: NodeId) -> None:
+    """Keeps a member from slices and audits for a while, twice as long each time."""
+    member = turn.state.members.get(node_id)
+    if member is None:
+        return
+    num_disputed = member.audits.num_disputed + 1
+    out = min(MOST_ROUNDS_OUT, 1 << (num_disputed - 1))
+    back_at = next_round(turn.state) + out
+    record = replace(member.audits, num_disputed=num_disputed, back_at_round=back_at)
+    turn.put_member(replace(member, audits=record))
+
+
+def may_reduce(member: Member, number: int) -> bool:
+    """Whether a plan of this round may have the member reduce."""
+    return member.audits.back_at_round <= number
+
+
+def next_round(state: SwarmState) -> int:
+    """The first round that has no plan yet."""
+    current = state.open_round
+    return 1 + (state.committed_round if current is None else current.number)

@@ -1,0 +1,115 @@
+"""What a ruling rests on: signed bytes of those whom it is about, which anybody checks who has the log.
+
+A coordinator that makes a member out to be a liar has no such bytes: a proof of equivocation and one of an
+omission are signed by the liar itself, and what audits found is signed by the auditors. Each piece is a word
+for its kind and its bytes in hexadecimal digits.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from protocol.errors import BadDataError
+from protocol.trust.equivocation import equivocation_in
+from protocol.trust.receipts import omission_in
+from protocol.trust.rulings import Ruling
+from protocol.wire.messages import (
+    Audited,
+    Reduced,
+    audited_from_bytes,
+    audited_to_bytes,
+    reduced_from_bytes,
+    reduced_to_bytes,
+)
+from protocol.wire.payload import PayloadError, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId
+
+Evidence = tuple[str, ...]
+
+MOST_CHARACTERS = 1 << 16
+"""Of one ruling's evidence, which all members keep; what is longer is left out of it."""
+
+_HEADER, _RECEIPT, _REPORT, _FINDING = "header", "receipt", "report", "finding"
+
+
+def of_equivocation(one: bytes, other: bytes) -> Evidence:
+    """Two signed headers of one process for one slot."""
+    return _kept([(_HEADER, one), (_HEADER, other)])
+
+
+def of_omission(receipt: bytes, told: Reduced) -> Evidence:
+    """A reducer's receipt, and its signed report that does not name what it is for."""
+    return _kept([(_RECEIPT, receipt), (_REPORT, reduced_to_bytes(told))])
+
+
+def of_findings(told: Reduced, findings: Iterable[Audited]) -> Evidence:
+    """The signed header of a reducer's result, and what auditors of it have found and signed."""
+    signed = [(_FINDING, audited_to_bytes(finding)) for finding in findings if finding.signature]
+    return _kept([(_HEADER, told.header), *signed]) if signed else ()
+
+
+def proven_by(ruling: Ruling, *, run_digest: Digest) -> str:
+    """What a ruling's evidence proves, in words; empty for one without.
+
+    Raises BadDataError where it proves nothing, or something about another member than the ruling.
+    """
+    if not ruling.evidence:
+        return ""
+    about, words = _proven(ruling.evidence, run_digest)
+    if ruling.node_id and about != ruling.node_id:
+        raise BadDataError(
+            f"ruling {ruling.number} is about {ruling.node_id}, and its evidence about {about}"
+        )
+    return words
+
+
+def _kept(pieces: Sequence[tuple[str, bytes]]) -> Evidence:
+    kept = tuple(f"{kind} {content.hex()}" for kind, content in pieces)
+    return kept if sum(map(len, kept)) <= MOST_CHARACTERS else ()
+
+
+def _proven(evidence: Evidence, run_digest: Digest) -> tuple[NodeId, str]:
+    """Whom it is about, and what it proves."""
+    kinds, contents = zip(*map(_read, evidence), strict=True)
+    if kinds == (_HEADER, _HEADER):
+        lie = equivocation_in(*contents, run_digest=run_digest)
+        return lie.node_id, "its two signatures"
+    if kinds == (_RECEIPT, _REPORT):
+        told = reduced_from_bytes(contents[1])
+        omission = omission_in(contents[0], told, run_digest=run_digest)
+        return omission.reducer_id, "its receipt and its report"
+    if len(kinds) > 1 and kinds == (_HEADER, *[_FINDING] * (len(kinds) - 1)):
+        return _proven_by_findings(contents[0], contents[1:], run_digest)
+    raise BadDataError(f"evidence of {', '.join(kinds)} is of no kind that this version knows")
+
+
+def _proven_by_findings(
+    header: bytes, findings: Sequence[bytes], run_digest: Digest
+) -> tuple[NodeId, str]:
+    try:
+        result = PayloadHeader.decode(header)
+    except PayloadError as error:
+        raise BadDataError(f"the evidence has no header of a result: {error}") from error
+    if why := result.forgery():
+        raise BadDataError(f"the evidence is no proof: {why}")
+    place = run_digest, result.round, result.slice_index, result.digest
+    auditors = set()
+    for finding in map(audited_from_bytes, findings):
+        told = finding.run_digest, finding.round, finding.slice_index, finding.digest
+        if (result.run_digest, *place[1:]) != place or told != place:
+            raise BadDataError("the evidence has a finding on another result")
+        auditor_id = finding.auditor_id
+        if why := finding.forgery(auditor_id):
+            raise BadDataError(f"the evidence is no proof: {why}")
+        auditors.add((auditor_id, finding.found == finding.digest))
+    differing = sum(not is_same for _, is_same in auditors)
+    agreeing = len(auditors) - differing
+    beside = f", and of {agreeing} that it is right" if agreeing else ""
+    who = "one auditor" if differing == 1 else f"{differing} auditors"
+    return result.sender_id, f"signed findings of {who}{beside}"
+
+
+def _read(piece: str) -> tuple[str, bytes]:
+    kind, _, content = piece.partition(" ")
+    try:
+        return kind, bytes.fromhex(content)
+    except ValueError as error:
+        raise BadDataError(f"evidence of the kind {kind!r} cannot be read") from error

@@ -1,0 +1,190 @@
+"""Receipts: a reducer's signature for each contribution that it has taken, and what one proves.
+
+A reducer's report on a slice names all contributions that it took, those too that screening left out. The
+report is signed with the result, by its digest in the result's header. So who holds a receipt, and is not
+named, has both signatures of the reducer: one of them is a lie. A receipt holds for one process of the
+reducer, one plan and one takeover of the slice, for whatever begins anew there may honestly have lost what
+it took.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from protocol.errors import BadDataError
+from protocol.trust.identity import Identity, is_signed_by, node_id_of
+from protocol.v1 import transfer_pb2
+from protocol.wire.messages import Reduced
+from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
+from protocol.wire.rounds import Digest, NodeId, contribution_digest
+
+MAX_RECEIPT_BYTES = 1024
+"""No receipt is larger; a longer one is refused unread."""
+
+_TAG = b"atoll receipt 1\n"
+"""What is signed begins with this, so that no signature can be taken for one of another kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """A reducer has taken a contribution; see transfer.proto for each field."""
+
+    run_digest: Digest
+    round: int
+    plan_opened_at: float
+    base_digest: bytes
+    slice_index: int
+    attempt: int
+    contributor_id: NodeId
+    body_digest: Digest
+    process_id: int
+    reducer_key: bytes = b""
+    signature: bytes = b""
+
+    @classmethod
+    def of(cls, contribution: PayloadHeader, *, attempt: int, process_id: int) -> Self:
+        """For a contribution, not signed yet. `attempt` counts the slice's takeovers until now."""
+        return cls(
+            run_digest=contribution.run_digest,
+            round=contribution.round,
+            plan_opened_at=contribution.plan_opened_at,
+            base_digest=contribution.base_digest,
+            slice_index=contribution.slice_index,
+            attempt=attempt,
+            contributor_id=contribution.sender_id,
+            body_digest=contribution.body_digest,
+            process_id=process_id,
+        )
+
+    @property
+    def reducer_id(self) -> NodeId:
+        """Who has signed it, if the signature holds."""
+        return node_id_of(self.reducer_key)
+
+    @property
+    def unsigned(self) -> Self:
+        """What it says, whoever says it."""
+        return replace(self, reducer_key=b"", signature=b"")
+
+    @property
+    def statement(self) -> bytes:
+        """What is signed: all but the signature."""
+        return _TAG + replace(self, signature=b"").encode()
+
+    def signed(self, by: Identity) -> Self:
+        """With its reducer's signature. Signing again gives the same bytes."""
+        receipt = replace(self, reducer_key=by.public_key)
+        return replace(receipt, signature=by.sign(receipt.statement))
+
+    def forgery(self) -> str:
+        """Why nobody has signed it, in a sentence; empty where `reducer_id` has."""
+        if not is_signed_by(self.reducer_key, self.statement, self.signature):
+            return f"a receipt for slice {self.slice_index} of round {self.round} has no right signature"
+        return ""
+
+    def encode(self) -> bytes:
+        """Its bytes, as they are signed and sent."""
+        return transfer_pb2.Receipt(
+            run_digest=self.run_digest,
+            round=self.round,
+            plan_opened_at=self.plan_opened_at,
+            base_digest=self.base_digest,
+            slice_index=self.slice_index,
+            attempt=self.attempt,
+            contributor_id=self.contributor_id,
+            body_digest=self.body_digest,
+            process_id=self.process_id,
+            reducer_key=self.reducer_key,
+            signature=self.signature,
+        ).SerializeToString(deterministic=True)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Self:
+        """Reads a receipt; raises BadDataError for what is none, or is not canonical."""
+        if len(encoded) > MAX_RECEIPT_BYTES:
+            raise BadDataError(
+                f"a receipt of {len(encoded)} bytes is longer than {MAX_RECEIPT_BYTES}"
+            )
+        try:
+            wire = transfer_pb2.Receipt.FromString(encoded)
+        except Exception as error:  # protobuf's DecodeError has no public base across versions
+            raise BadDataError(f"not a receipt: {error}") from error
+        receipt = cls(
+            run_digest=Digest(wire.run_digest),
+            round=wire.round,
+            plan_opened_at=wire.plan_opened_at,
+            base_digest=wire.base_digest,
+            slice_index=wire.slice_index,
+            attempt=wire.attempt,
+            contributor_id=NodeId(wire.contributor_id),
+            body_digest=Digest(wire.body_digest),
+            process_id=wire.process_id,
+            reducer_key=wire.reducer_key,
+            signature=wire.signature,
+        )
+        if receipt.encode() != encoded:
+            raise BadDataError("a receipt must be encoded canonically, without unknown fields")
+        return receipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Omission:
+    """Whom a reducer has left out of its result, against its own receipt."""
+
+    round: int
+    slice_index: int
+    reducer_id: NodeId
+    contributor_id: NodeId
+    result: Digest  # that the contribution is not in
+
+    @property
+    def reason(self) -> str:
+        """The same words whoever shows it."""
+        return (
+            f"it signed a receipt for the contribution of {self.contributor_id} to slice "
+            f"{self.slice_index} of round {self.round}, and left it out of the report that it signed"
+        )
+
+
+def omission_in(receipt: bytes, told: Reduced, *, run_digest: Digest) -> Omission:
+    """What a receipt and a reducer's report prove. Raises BadDataError where they prove nothing."""
+    shown = Receipt.decode(receipt)
+    place = f"slice {shown.slice_index} of round {shown.round}"
+    if shown.run_digest != run_digest:
+        raise BadDataError("the receipt is of another run")
+    if why := shown.forgery():
+        raise BadDataError(f"what is shown is no receipt: {why}")
+    try:
+        header = PayloadHeader.decode(told.header)
+    except PayloadError as error:
+        raise BadDataError(f"the report on {place} has no header of a result: {error}") from error
+    if why := header.forgery():
+        raise BadDataError(f"the report on {place} proves nothing: {why}")
+    of_receipt = (RESULT, shown.reducer_id, shown.process_id, shown.attempt, *_plan_of(shown))
+    of_result = (
+        header.kind,
+        header.sender_id,
+        header.process_id,
+        header.attempt,
+        *_plan_of(header),
+    )
+    if of_receipt != of_result:
+        raise BadDataError(
+            f"the receipt for {place} is not of the process, the plan or the takeover of its result"
+        )
+    if not header.report_digest or header.report_digest != told.statement_digest:
+        raise BadDataError(f"the report on {place} is not the one that is signed with its result")
+    named = zip(told.contributors, told.contributions, strict=True)
+    taken = shown.contributor_id, contribution_digest(shown.body_digest)
+    if any((contributor.node_id, digest) == taken for contributor, digest in named):
+        raise BadDataError(f"the report on {place} names the contribution of the receipt")
+    return Omission(
+        round=shown.round,
+        slice_index=shown.slice_index,
+        reducer_id=shown.reducer_id,
+        contributor_id=shown.contributor_id,
+        result=header.digest,
+    )
+
+
+def _plan_of(told: Receipt | PayloadHeader) -> tuple[object, ...]:
+    return told.run_digest, told.round, told.plan_opened_at, told.base_digest, told.slice_index
