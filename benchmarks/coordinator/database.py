@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -93,7 +93,16 @@ def fill(folder: Path, *, num_rounds: int, num_nodes: int) -> int:
     return (folder / "atoll.db").stat().st_size
 
 
-def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
+def state_of(number: int) -> Digest:
+    """The digest of the outer state after a round."""
+    return digest_of(number, -1)
+
+
+def events_of(
+    state: SwarmState,
+    node_ids: Sequence[NodeId],
+    state_after: Callable[[int], Digest] = state_of,
+) -> list[Event]:
     """All that nodes tell of the round in flight, and of the evaluation that was asked for."""
     current = state.open_round
     assert current is not None
@@ -152,7 +161,7 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
             node_id=node_id,
             round=number,
             report=Applied(
-                outer_digest=digest_of(number, -1),
+                outer_digest=state_after(number),
                 wire={"contribution": (number * 1000, number * 1000)},
             ),
         )

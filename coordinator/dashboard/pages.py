@@ -13,7 +13,13 @@ from importlib import metadata, resources
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import board_of
-from coordinator.dashboard.run_view import NUM_ROUNDS, history_of, view_of, written_view
+from coordinator.dashboard.run_view import (
+    NUM_ROUNDS,
+    curves_stamp,
+    history_of,
+    view_of,
+    written_view,
+)
 from coordinator.dashboard.timeline import Timeline, shown
 from coordinator.services.status import MAX_ROUNDS, StatusDesk
 from protocol.v1 import status_pb2 as pb
@@ -73,7 +79,9 @@ class Pages:
         self._picture = b""
         self._made_at = float("-inf")
         self._rest = EVERY_SECONDS
-        self._history: tuple[tuple[int, int, int], bytes] = ((-1, -1, -1), b"")
+        self._stamp: tuple[int, ...] = ()  # of the curves that readers are told to have
+        self._curves: tuple[tuple[int, ...], bytes] = ((), b"")
+        self._curves_at, self._curves_rest = float("-inf"), EVERY_SECONDS
 
     def by_path(self) -> Mapping[str, Page]:
         """All pages."""
@@ -107,12 +115,14 @@ class Pages:
         async with self._writing:
             if self._now() - self._made_at >= self._rest:
                 began = self._now()
-                status = self._desk.get_status(pb.GetStatusRequest())
+                status = self._status()
+                self._look_at_curves(status.run)
                 request = pb.ListRoundsRequest(limit=NUM_ROUNDS)
                 rounds = (await self._desk.list_rounds(request)).rounds
                 seen = {
                     "times": shown(self._timeline.rounds, now=began),
                     "news": self._news.latest[:NEWS_AT_ONCE],
+                    "curves": " ".join(map(str, self._stamp)),
                 }
                 self._picture = await asyncio.to_thread(
                     lambda: _as_json({**view_of(status, rounds), **seen})
@@ -121,16 +131,29 @@ class Pages:
                 self._rest = max(EVERY_SECONDS, LEAST_REST * (self._made_at - began))
             return self._picture
 
+    def _status(self) -> pb.GetStatusResponse:
+        """Of all held-out losses the page and the metrics show the first and the latest."""
+        return self._desk.get_status(pb.GetStatusRequest(), most_losses=2)
+
+    def _look_at_curves(self, run: pb.RunStatus) -> None:
+        """Whether readers are told to ask for them: when they would look different, and not too often."""
+        stamp = curves_stamp(run)
+        if stamp != self._stamp and self._now() - self._curves_at >= self._curves_rest:
+            self._stamp, self._curves_at = stamp, self._now()
+
     async def history(self) -> Answer:
-        """Columns for the curves; made anew when there is more to draw."""
-        run = self._desk.get_status(pb.GetStatusRequest()).run
-        state = (run.committed_round, len(run.held_out_losses), run.outer_digest_round)
+        """Columns for the curves; made once for all who are told to ask."""
         async with self._writing:
-            if self._history[0] != state:
+            if not self._stamp:
+                self._look_at_curves(self._status().run)
+            if self._curves[0] != self._stamp:
+                stamp, began = self._stamp, self._now()
+                run = self._desk.run_status()
                 listed = await self._desk.list_rounds(pb.ListRoundsRequest(limit=MAX_ROUNDS))
                 body = await asyncio.to_thread(lambda: _as_json(history_of(run, listed.rounds)))
-                self._history = (state, body)
-        return Answer(body=self._history[1], content_type=JSON)
+                self._curves = (stamp, body)
+                self._curves_rest = max(EVERY_SECONDS, LEAST_REST * (self._now() - began))
+        return Answer(body=self._curves[1], content_type=JSON)
 
     async def news(self) -> Answer:
         """All that is kept of what has happened, newest first."""
@@ -142,7 +165,7 @@ class Pages:
 
     async def metrics(self) -> Answer:
         """For Prometheus."""
-        status = self._desk.get_status(pb.GetStatusRequest())
+        status = self._status()
         closed = (await self._desk.list_rounds(pb.ListRoundsRequest(limit=1))).rounds
         newest = closed[0] if closed else None
         counts = self._tally.counts(self._now())
@@ -158,7 +181,7 @@ class Pages:
     async def healthz(self) -> Answer:
         """For who restarts it: 200 while rounds can go on."""
         is_serving = self._is_serving()
-        run = self._desk.get_status(pb.GetStatusRequest()).run
+        run = self._status().run
         said = {
             "status": "ok" if is_serving else "the clock of rounds has stopped",
             "committed_round": run.committed_round,

@@ -242,6 +242,14 @@ def _round(closed: pb.RoundSummary) -> View:
     }
 
 
+def curves_stamp(run: pb.RunStatus) -> tuple[int, ...]:
+    """Another one when the curves would look different: of a long run a point is many rounds."""
+    a_point = max(1, run.committed_round // MOST_POINTS)
+    evaluated = run.held_out_losses[-1].round + 1 if run.held_out_losses else 0
+    drawn_to = (number - number % a_point for number in (run.committed_round, evaluated))
+    return len(run.went_back), *drawn_to
+
+
 def history_of(run: pb.RunStatus, rounds: Sequence[pb.RoundSummary]) -> View:
     """Columns for curves, oldest first, of at most MOST_POINTS rounds; `rounds` come newest first.
 

@@ -91,9 +91,16 @@ class StatusDesk:
         self._wall_clock = wall_clock
 
     def get_status(
-        self, request: pb.GetStatusRequest, role: Role = Role.OPERATOR
+        self,
+        request: pb.GetStatusRequest,
+        role: Role = Role.OPERATOR,
+        *,
+        most_losses: int = MOST_LOSSES,
     ) -> pb.GetStatusResponse:
-        """The run, the round in flight and all nodes; for viewers without their addresses."""
+        """The run, the round in flight and all nodes; for viewers without their addresses.
+
+        Of more than `most_losses` held-out losses it has so many, the first and the latest among them.
+        """
         state, now = self._driver.state, self._driver.clock.now()
         shares = confirmed_shares(state)
         nodes = [self._node_status(state, m, now, shares) for m in state.members.values()]
@@ -102,7 +109,7 @@ class StatusDesk:
             for node in nodes:
                 node.ClearField("address")
         return pb.GetStatusResponse(
-            run=self._run_status(state, now),
+            run=self._run_status(state, now, most_losses),
             nodes=sorted(nodes, key=lambda node: node.node_id),
             unix_seconds=self._wall_clock(),
         )
@@ -172,7 +179,12 @@ class StatusDesk:
             told.written.CopyFrom(written_to_wire(state, written, self._prompts))
         return told
 
-    def _run_status(self, state: SwarmState, now: float) -> pb.RunStatus:
+    def run_status(self) -> pb.RunStatus:
+        """The run alone, with all held-out losses that an answer has room for."""
+        return self._run_status(self._driver.state, self._driver.clock.now(), MOST_LOSSES)
+
+    def _run_status(self, state: SwarmState, now: float, most_losses: int) -> pb.RunStatus:
+        names = {node_id: member.node_name for node_id, member in state.members.items()}
         agreed_round, agreed = agreed_state(state)
         layout = state.layout
         return pb.RunStatus(
@@ -194,7 +206,9 @@ class StatusDesk:
             ),
             num_parameters=0 if layout is None else sum(layout.fragment_elements),
             inner_steps=state.rules.inner_steps,
-            held_out_losses=[_held_out_loss(state, h) for h in _spread(state.held_out)],
+            held_out_losses=[
+                _held_out_loss(names, one) for one in _spread(state.held_out, most_losses)
+            ],
             held_out_bytes_per_token=_held_out_bytes_per_token(state),
             written=written_to_wire(state, state.written[-1], self._prompts)
             if state.written
@@ -296,8 +310,7 @@ def written_to_wire(state: SwarmState, written: Written, prompts: Sequence[str])
     )
 
 
-def _held_out_loss(state: SwarmState, held_out: HeldOut) -> pb.HeldOutLoss:
-    names = {node_id: member.node_name for node_id, member in state.members.items()}
+def _held_out_loss(names: Mapping[NodeId, str], held_out: HeldOut) -> pb.HeldOutLoss:
     return pb.HeldOutLoss(
         round=held_out.round,
         loss=held_out.loss,
@@ -333,10 +346,10 @@ def _held_out_bytes_per_token(state: SwarmState) -> float:
     return num_bytes / sum(corpus.num_held_out_tokens for corpus in corpora)
 
 
-def _spread(losses: Sequence[HeldOut]) -> Sequence[HeldOut]:
-    """All of them, or so many that an answer has room for them; the first is among them."""
-    half = MOST_LOSSES // 2
-    if len(losses) <= MOST_LOSSES:
+def _spread(losses: Sequence[HeldOut], most: int) -> Sequence[HeldOut]:
+    """All of them, or `most`; the first is among them."""
+    half = most // 2
+    if len(losses) <= most:
         return losses
     old, new = losses[:-half], losses[-half:]
     return [*(old[len(old) * place // half] for place in range(half)), *new]
