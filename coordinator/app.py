@@ -152,7 +152,7 @@ class Coordinator:
             times = TimesFile(home.directory / TIMES_FILE)
             watched = Watched(
                 tally=RoundTally(driver.state, now=driver.clock.now()),
-                timeline=Timeline(times.latest(), keep=times.add),
+                timeline=Timeline(times.latest(), keep=times.add, wall_clock=time.time),
                 news=NewsFile(home.directory / NEWS_FILE),
                 given=GivenFile(
                     home.directory / GIVEN_FILE,

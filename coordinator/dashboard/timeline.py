@@ -42,6 +42,7 @@ class RoundTimes:
     committed: float | None = None
     ended: float | None = None
     reason: str = ""
+    ended_unix: float | None = None  # by the machine's clock, in seconds since 1970
     nodes: dict[NodeId, Stages] = field(default_factory=dict)
 
 
@@ -56,9 +57,11 @@ class Timeline:
         known: Iterable[RoundTimes] = (),
         *,
         keep: Callable[[RoundTimes], None] = lambda times: None,
+        wall_clock: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._rounds: deque[RoundTimes] = deque(known, maxlen=KEPT_ROUNDS)
         self._keep = keep
+        self._wall_clock = wall_clock
 
     @property
     def rounds(self) -> list[RoundTimes]:
@@ -110,7 +113,7 @@ class Timeline:
             member, stages = transition.state.members[node_id], times.nodes.get(node_id)
             if stages is not None and stages.applied is None and member.outer_round >= was.number:
                 stages.applied = at
-        times.ended = at
+        times.ended, times.ended_unix = at, self._wall_clock()
         self._keep(_latest_nodes(times))
 
     def _note(self, times: RoundTimes, current: Round, at: float) -> None:
