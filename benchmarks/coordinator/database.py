@@ -104,11 +104,11 @@ def events_of(
     state_after: Callable[[int], Digest] = state_of,
 ) -> list[Event]:
     """All that nodes tell of the round in flight, and of the evaluation that was asked for."""
-    current = state.open_round
+    current, context = state.open_round, state.rules.context
     assert current is not None
     number = current.number
     contributors = tuple(
-        Contributor(node_id=a.node_id, samples=a.num_samples, tokens=a.num_samples * CONTEXT)
+        Contributor(node_id=a.node_id, samples=a.num_samples, tokens=a.num_samples * context)
         for a in current.assignments
     )
     results = {p.slice.index: digest_of(number, p.slice.index) for p in current.slices}
@@ -149,13 +149,15 @@ def events_of(
     ]
     asked = state.evaluating
     if asked is not None:
-        (evaluator,) = asked.node_ids
-        loss = Reported(
-            node_id=evaluator,
-            round=asked.round,
-            report=Evaluated(held_out_loss=2.5, tokens=4096),
-        )
-        trained.insert(0, loss)
+        losses: list[Event] = [
+            Reported(
+                node_id=evaluator,
+                round=asked.round,
+                report=Evaluated(held_out_loss=2.5, tokens=4096),
+            )
+            for evaluator in asked.node_ids
+        ]
+        trained = [*losses, *trained]
     applied = [
         Reported(
             node_id=node_id,
