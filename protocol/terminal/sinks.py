@@ -25,8 +25,20 @@ if TYPE_CHECKING:
 MODULES = {"opentelemetry": "opentelemetry.proto.collector.trace.v1.trace_service_pb2"}
 """What a tool's package has to have in it, where it is not the tool's own name."""
 
-OF_THE_RUN_ALONE = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-"""trackio would also watch this machine, which need not have to do with the run."""
+OF_THE_RUN_ALONE: Mapping[str, Mapping[str, object]] = {
+    "trackio": {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False},
+    "wandb": {
+        "settings": {
+            "console": "off",
+            "disable_code": True,
+            "disable_git": True,
+            "x_disable_meta": True,
+            "x_disable_stats": True,
+            "x_save_requirements": False,
+        }
+    },
+}
+"""Both would also tell of this machine, which need not have to do with the run."""
 
 EVENTS_PREFIX = "events.out.tfevents.atoll."
 """TensorBoard finds files that have its first words in their names."""
@@ -228,7 +240,9 @@ def open_sink(note: Note, out: Path, run_name: str, *, at: float, endpoint: str 
             warn=lambda words: click.echo(words, err=True),
         )
     if note.tool == "trackio":
-        run = module.init(project=run_name, name=name, resume="allow", **OF_THE_RUN_ALONE)
+        run = module.init(
+            project=run_name, name=name, resume="allow", **OF_THE_RUN_ALONE["trackio"]
+        )
         return Logger(
             lambda values, step: run.log(values, step=step),
             module.finish,
@@ -237,7 +251,13 @@ def open_sink(note: Note, out: Path, run_name: str, *, at: float, endpoint: str 
     # Without this it would ask for a login, which a command that runs for weeks cannot wait for.
     mode = os.environ.get("WANDB_MODE", "offline")
     run = module.init(
-        project=run_name, name=name, id=note.swarm_id, dir=out, mode=mode, resume="allow"
+        **OF_THE_RUN_ALONE["wandb"],
+        project=run_name,
+        name=name,
+        id=note.swarm_id,
+        dir=out,
+        mode=mode,
+        resume="allow",
     )
     run.define_metric("round")
     run.define_metric("*", step_metric="round")  # held-out losses come later than their rounds

@@ -2,13 +2,12 @@
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from otlp_receiver import Receiver, service, value_of
 
 from protocol.errors import BadDataError, ExitCode, UsageError
 from protocol.terminal import console
@@ -18,10 +17,6 @@ from protocol.terminal.sinks import HEADERS_VARIABLE, ReceiverAwayError, Row, Tr
 from protocol.terminal.spans import spans_of
 from protocol.terminal.track import NOTE_FILE, RETRY_SECONDS, Away
 from protocol.v1 import status_pb2 as pb
-
-service = pytest.importorskip(
-    "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="the extra opentelemetry"
-)
 
 SWARM = "5d41402abc4b2a76b9719d911017c592"
 
@@ -59,61 +54,6 @@ def a_round(number: int = 41, **changes: object) -> pb.GetRoundResponse:
     )
     told.MergeFrom(pb.GetRoundResponse(**changes))  # type: ignore[arg-type]
     return told
-
-
-class Receiver:
-    """What receives OTLP over HTTP on this machine; `answers` are statuses and bodies yet to be given."""
-
-    def __init__(self) -> None:
-        self.requests: list[Any] = []
-        self.headers: dict[str, str] = {}
-        self.answers: list[tuple[int, bytes]] = []
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                status, answer = receiver.answers.pop(0) if receiver.answers else (200, b"")
-                receiver.headers = {name.lower(): value for name, value in self.headers.items()}
-                if status == 200 and self.path == "/v1/traces":
-                    receiver.requests.append(service.ExportTraceServiceRequest.FromString(body))
-                self.send_response(status if self.path == "/v1/traces" else 404)
-                self.send_header("Location", "/elsewhere")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    @property
-    def spans(self) -> list[Any]:
-        return [
-            span
-            for request in self.requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
-
-    @property
-    def rounds(self) -> list[int]:
-        return [value_of(span, "atoll.round") for span in self.spans if not span.parent_span_id]
-
-
-def value_of(span: Any, key: str) -> Any:
-    (value,) = (one.value for one in span.attributes if one.key == key)
-    return getattr(value, value.WhichOneof("value"))
 
 
 @pytest.fixture
