@@ -63,6 +63,7 @@ class Measured:
     start_seconds: float  # of the coordinator, with all that the run has left
     database_bytes: int
     first_open_seconds: float  # of the page, by the first who looks after a start
+    first_open_cpu_seconds: float  # of the coordinator meanwhile, all else that it did included
     open_seconds: float  # median of the later ones
     chromium_seconds: float | None  # median until the curve is drawn; None: no chromium here
     open_bytes: int  # all that comes until the curve can be drawn
@@ -224,7 +225,9 @@ async def measured(folder: Path, asked: Asked) -> Measured:
 
     try:
         await asyncio.gather(*map(attach, nodes))
+        cpu_before = coordinator.cpu_seconds()
         first_open_seconds, open_bytes = await opened(port)
+        first_open_cpu_seconds = coordinator.cpu_seconds() - cpu_before
         openings = [(await opened(port))[0] for _ in range(asked.openings)]
         chromium_seconds = await opened_in_chromium(port, asked.openings)
         shares: dict[int, list[float]] = {0: [], WATCHERS: []}
@@ -240,6 +243,7 @@ async def measured(folder: Path, asked: Asked) -> Measured:
             start_seconds=start_seconds,
             database_bytes=coordinator.database_bytes(),
             first_open_seconds=first_open_seconds,
+            first_open_cpu_seconds=first_open_cpu_seconds,
             open_seconds=statistics.median(openings),
             chromium_seconds=chromium_seconds,
             open_bytes=open_bytes,
@@ -287,6 +291,7 @@ def table(results: list[Measured]) -> str:
     rows = [
         ("the page opens in, s", [f"{m.open_seconds:.2f}" for m in results]),
         ("for the first who looks, s", [f"{m.first_open_seconds:.2f}" for m in results]),
+        ("of it processor time, s", [f"{m.first_open_cpu_seconds:.2f}" for m in results]),
         (
             "in chromium, s",
             ["-" if m.chromium_seconds is None else f"{m.chromium_seconds:.2f}" for m in results],
