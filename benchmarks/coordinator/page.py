@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from benchmarks.coordinator.long_run import write_long_run
 from benchmarks.coordinator.nodes import SimulatedNode, Timings
 from benchmarks.measurement import Rows, add_results, machine, markdown, parser_of
 from coordinator.config import Home
+from protocol.errors import TemporaryError, UnavailableError
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
@@ -220,7 +221,9 @@ async def measured(folder: Path, asked: Asked) -> Measured:
 
     async def attach(node: SimulatedNode) -> None:
         async with places:
-            await node.attach()
+            while not node.attached.is_set():  # as nodes do whose coordinator is busy
+                with suppress(UnavailableError, TemporaryError):
+                    await node.attach()
         running.append(asyncio.create_task(node.run()))
 
     try:
