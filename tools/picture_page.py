@@ -39,11 +39,12 @@ prompts = ["Once ", "The sea "]
 NAMES = ["attic", "campus", "cellar", "hut", "office", "shed"]
 TRAIN_SECONDS = 0.8
 LEFT_OUT = """
-main > * { display: none } main > #nodes, main > :has(#timeline), main > :has(#news) { display: block }
-.round:nth-child(n+3), #news li:nth-child(n+9) { display: none }
+main > :not(#nodes, :has(#timeline), :has(#news)), .round:nth-child(n+3), #news li:nth-child(n+9) {
+  display: none !important
+}
 """
 """Of the page, in the recording: what needs no explanation in it."""
-WIDTH, HEIGHT, SHOWN_WIDTH = 1100, 1250, 760
+WIDTH, HEIGHT, SHOWN_WIDTH = 1300, 1240, 820
 FRAME_SECONDS, FRAMES_AFTER = 0.4, 3
 SHOWN_SECONDS = 0.7
 PICTURES = (
