@@ -32,6 +32,8 @@ rounds = 100
 min_nodes = 2
 [deadlines]
 lease = 4
+[outer]
+audit = 0
 [evaluation]
 every_rounds = 2
 prompts = ["Once ", "The sea "]
@@ -44,7 +46,7 @@ main > :not(#nodes, :has(#timeline), :has(#news)), .round:nth-child(n+3), #news 
 }
 """
 """Of the page, in the recording: what needs no explanation in it."""
-WIDTH, HEIGHT, SHOWN_WIDTH = 1300, 1240, 820
+WIDTH, HEIGHT, SHOWN_WIDTH = 1300, 1320, 820
 FRAME_SECONDS, FRAMES_AFTER = 0.4, 3
 SHOWN_SECONDS = 0.7
 PICTURES = (

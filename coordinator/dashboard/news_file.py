@@ -99,9 +99,14 @@ SENTENCES = {
     "contributions left out": "{node}: {slices} contributions to round {round} are left out, as {why}",
     "contributions clipped": "{node}: {slices} contributions to round {round} are clipped, as {why}",
     "went on without contributions of": "Round {round} went on without {nodes}: {next_step}",
+    "slice audited": "Slice {slice} of round {round}, which {reducer} reduced, was audited: {verdict}",
     "slice taken over": "{reducer} reduces slice {slice} of round {round} instead of a node that is gone",
     "two nodes do not reach each other": "{nodes} do not reach each other",
     "two nodes reach each other through": "{nodes} reach each other through {helper}",
+    "waiting for nodes to come back": "The coordinator has started, and waits for {nodes}",
+    "going on without nodes that have not come back": "{nodes} have not come back; the run goes on",
+    "node told to refetch": "{node} is told to fetch the state anew: {reason}",
+    "node is ahead of us": "{node} knows rounds after {our_round}, and is asked for them",
     "evaluated": "The held-out loss after round {round} is {held_out_loss}",
     "run finished": "The run is finished after round {round}",
 }
@@ -118,9 +123,12 @@ def is_routine(news: News) -> bool:
 
 def sentence_of(news: News) -> str:
     """For people."""
-    facts = {key: _said(value) for key, value in news.facts.items() if value != ""}
-    if news.what in SENTENCES and set(_fields(SENTENCES[news.what])) <= facts.keys():
-        return SENTENCES[news.what].format_map(facts)
+    facts = {key: said for key, value in news.facts.items() if (said := _said(value))}
+    sentence = SENTENCES.get(news.what, "")
+    fields = set(_fields(sentence))
+    if sentence and fields <= facts.keys():
+        why = f"; {facts['why']}" if "why" in facts.keys() - fields else ""
+        return sentence.format_map(facts) + why
     words = "; ".join(f"{key.replace('_', ' ')} {said}" for key, said in facts.items())
     return news.what + (f" ({words})" if words else "")
 

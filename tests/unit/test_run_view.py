@@ -149,6 +149,15 @@ def test_news_come_back_after_a_start_and_a_torn_or_foreign_line_costs_only_itse
     assert all("untold" not in str(line["text"]) for line in again)
 
 
+def test_an_audit_is_told_with_its_reason_and_without_what_nobody_found() -> None:
+    facts = {"slice": 2, "round": 10, "reducer": "campus", "verdict": "unanswered"}
+    told = News(level="warning", what="slice audited", facts={**facts, "why": "", "differing": []})
+    sentence = "Slice 2 of round 10, which campus reduced, was audited: unanswered"
+    assert sentence_of(told) == sentence
+    told = News(level="warning", what="slice audited", facts={**facts, "why": "no inputs"})
+    assert sentence_of(told) == f"{sentence}; no inputs"
+
+
 def committed(number: int, slices: str = "4 of 4") -> News:
     facts = {"round": number, "slices": slices, "tokens": 1, "seconds": 1.0, "reason": "well"}
     return News(level="info", what="round committed", facts=facts)
