@@ -120,13 +120,14 @@ class CoordinatorProcess:
         self.home = Home.load(folder)
 
     def page_port(self) -> int:
-        """Where its page is."""
-        link = re.search(
-            r"^page: http://127\.0\.0\.1:(\d+)/", (self.folder / "log").read_text(), re.M
-        )
-        if link is None:
-            raise RuntimeError(f"the coordinator has no page: {(self.folder / 'log').read_text()}")
-        return int(link[1])
+        """Where its page is, which the log says a moment after the coordinator is ready."""
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            said = (self.folder / "log").read_text()
+            if (link := re.search(r"^page: http://127\.0\.0\.1:(\d+)/", said, re.M)) is not None:
+                return int(link[1])
+            time.sleep(0.05)
+        raise RuntimeError(f"the coordinator has no page: {said}")
 
     def cpu_seconds(self) -> float:
         """User and system time so far."""

@@ -56,7 +56,9 @@ def write_long_run(
         store.keep_or_compare(home.run, home.directory / "run.toml")
         empty = store.load(rules, home.run.digest())
         old = replace(
-            initial_state(replace(rules, lease_seconds=1e9), home.run.digest()),  # nobody beats here
+            initial_state(
+                replace(rules, lease_seconds=1e9), home.run.digest()
+            ),  # nobody beats here
             layout=layout_of(home.run).summary(),
             committed_round=first_played,
             outer_digest=state_at(first_played),

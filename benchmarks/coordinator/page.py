@@ -3,7 +3,7 @@
     python -m benchmarks.coordinator.page --run 100000x8 --run 20000x1000 --results docs/results/page.jsonl
 
 For each run `benchmarks.coordinator.long_run` writes the folder; a coordinator is started in it as people
-start it, and as many simulated nodes attach over TLS and go on with its rounds. The page is opened as a
+start it, and simulated nodes attach over TLS and go on with its rounds. The page is opened as a
 browser does, each file, the first picture and the curves, over HTTP on a connection each; and in chromium
 where it is installed, until the curve is drawn. Then the coordinator's processor time is compared while
 nobody watches and while ten do, in turns, each of them a reader of the server-sent events that asks for
@@ -47,9 +47,11 @@ class Asked:
 
     num_rounds: int
     num_nodes: int
+    num_attached: int  # of them, which send heartbeats; the others are members that are not heard
     num_played: int  # through the core; of the rounds before rows are written
     round_seconds: float
     openings: int
+    chromium: str | None  # the browser, where there is one
     turns: int  # of watching, and of not watching
     turn_seconds: float
 
@@ -60,6 +62,7 @@ class Measured:
 
     num_rounds: int
     num_nodes: int
+    num_attached: int
     round_seconds: float
     start_seconds: float  # of the coordinator, with all that the run has left
     database_bytes: int
@@ -141,11 +144,8 @@ async def watch(port: int, seen: Seen) -> None:
                 seen.history_bytes.append(len(await fetched(port, "history")))
 
 
-async def opened_in_chromium(port: int, times: int) -> float | None:
-    """Median seconds until chromium has drawn the curve and a row of a node; None where there is none."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        return None
+async def opened_in_chromium(port: int, chromium: str, times: int) -> float:
+    """Median seconds until the browser has drawn the curve and a row of a node."""
     from playwright.async_api import async_playwright
 
     seconds = []
@@ -170,14 +170,16 @@ async def enrolled(folder: Path, asked: Asked) -> list[SimulatedNode]:
     coordinator = await asyncio.to_thread(CoordinatorProcess, folder)
     places, timings = asyncio.Semaphore(AT_ONCE), Timings()
     try:
-        invite = await asyncio.to_thread(coordinator.invite, asked.num_nodes)
+        invite = await asyncio.to_thread(coordinator.invite, asked.num_attached)
 
         async def made(number: int) -> tuple[Identity, Credentials, str]:
             async with places:
                 identity, name = Identity.generate(), f"node-{number}"
-                return identity, await enrol(invite, identity, name), name
+                while True:  # as people do whose coordinator is busy
+                    with suppress(UnavailableError, TemporaryError):
+                        return identity, await enrol(invite, identity, name), name
 
-        parts = await asyncio.gather(*map(made, range(asked.num_nodes)))
+        parts = await asyncio.gather(*map(made, range(asked.num_attached)))
     finally:
         await asyncio.to_thread(coordinator.stop)
     return [
@@ -207,7 +209,13 @@ async def measured(folder: Path, asked: Asked) -> Measured:
     await asyncio.to_thread(
         write_long_run,
         home,
-        [(node.node_id, node.name) for node in nodes],
+        [
+            *((node.node_id, node.name) for node in nodes),
+            *(
+                (Identity.generate().node_id, f"node-{number}")
+                for number in range(asked.num_attached, asked.num_nodes)
+            ),
+        ],
         num_rounds=asked.num_rounds,
         num_played=asked.num_played,
         round_seconds=asked.round_seconds,
@@ -215,7 +223,7 @@ async def measured(folder: Path, asked: Asked) -> Measured:
     began = time.monotonic()
     coordinator = await asyncio.to_thread(CoordinatorProcess, folder)
     start_seconds = time.monotonic() - began
-    port = coordinator.page_port()
+    port = await asyncio.to_thread(coordinator.page_port)
     running: list[asyncio.Task[None]] = []
     places = asyncio.Semaphore(AT_ONCE)
 
@@ -232,7 +240,9 @@ async def measured(folder: Path, asked: Asked) -> Measured:
         first_open_seconds, open_bytes = await opened(port)
         first_open_cpu_seconds = coordinator.cpu_seconds() - cpu_before
         openings = [(await opened(port))[0] for _ in range(asked.openings)]
-        chromium_seconds = await opened_in_chromium(port, asked.openings)
+        chromium_seconds = None
+        if asked.chromium is not None:
+            chromium_seconds = await opened_in_chromium(port, asked.chromium, asked.openings)
         shares: dict[int, list[float]] = {0: [], WATCHERS: []}
         seen = [Seen() for _ in range(WATCHERS)]
         for _ in range(asked.turns):
@@ -242,6 +252,7 @@ async def measured(folder: Path, asked: Asked) -> Measured:
         return Measured(
             num_rounds=asked.num_rounds,
             num_nodes=asked.num_nodes,
+            num_attached=asked.num_attached,
             round_seconds=asked.round_seconds,
             start_seconds=start_seconds,
             database_bytes=coordinator.database_bytes(),
@@ -319,6 +330,7 @@ def main() -> None:
     parser.add_argument(
         "--played", type=int, help="of them through the core; default: as many as 8000 / nodes"
     )
+    parser.add_argument("--attached", type=int, help="nodes that really attach (default: all)")
     parser.add_argument("--round-seconds", type=float, default=10.0)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--turn-seconds", type=float, default=20.0)
@@ -332,9 +344,11 @@ def main() -> None:
         asked = Asked(
             num_rounds=num_rounds,
             num_nodes=num_nodes,
+            num_attached=min(num_nodes, options.attached or num_nodes),
             num_played=options.played or max(2, 8000 // num_nodes),
             round_seconds=options.round_seconds,
             openings=5,
+            chromium=shutil.which("chromium"),
             turns=options.turns,
             turn_seconds=options.turn_seconds,
         )
