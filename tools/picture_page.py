@@ -31,7 +31,7 @@ name = "six-islands"
 rounds = 100
 min_nodes = 2
 [deadlines]
-lease = 4
+lease = 8
 [outer]
 audit = 0
 [evaluation]
