@@ -9,6 +9,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from importlib import metadata, resources
+from time import thread_time
 
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
@@ -34,7 +35,8 @@ EVERY_SECONDS = 1.0
 """Between two pictures for who watches, while making one takes less than a LEAST_REST-th of it."""
 
 LEAST_REST = 40
-"""Times as long as making a picture took nobody makes the next."""
+"""Times as long as making a picture took of a core nobody makes the next. On a busy machine it takes longer,
+and costs others no more."""
 
 NEWS_AT_ONCE = 30
 """Lines with each picture; who looks for older ones asks for all."""
@@ -114,21 +116,22 @@ class Pages:
         """Made at most once in a while, however many watch."""
         async with self._writing:
             if self._now() - self._made_at >= self._rest:
-                began = self._now()
+                now, began = self._now(), thread_time()
                 status = self._status()
                 self._look_at_curves(status.run)
-                request = pb.ListRoundsRequest(limit=NUM_ROUNDS)
-                rounds = (await self._desk.list_rounds(request)).rounds
                 seen = {
-                    "times": shown(self._timeline.rounds, now=began),
+                    "times": shown(self._timeline.rounds, now=now),
                     "news": self._news.latest[:NEWS_AT_ONCE],
                     "curves": " ".join(map(str, self._stamp)),
                 }
-                self._picture = await asyncio.to_thread(
-                    lambda: _as_json({**view_of(status, rounds), **seen})
+                spent = thread_time() - began
+                request = pb.ListRoundsRequest(limit=NUM_ROUNDS)
+                rounds = (await self._desk.list_rounds(request)).rounds
+                self._picture, written = await asyncio.to_thread(
+                    _as_json, lambda: {**view_of(status, rounds), **seen}
                 )
                 self._made_at = self._now()
-                self._rest = max(EVERY_SECONDS, LEAST_REST * (self._made_at - began))
+                self._rest = max(EVERY_SECONDS, LEAST_REST * (spent + written))
             return self._picture
 
     def _status(self) -> pb.GetStatusResponse:
@@ -147,21 +150,25 @@ class Pages:
             if not self._stamp:
                 self._look_at_curves(self._status().run)
             if self._curves[0] != self._stamp:
-                stamp, began = self._stamp, self._now()
+                stamp, began = self._stamp, thread_time()
                 run = self._desk.run_status()
+                spent = thread_time() - began
                 listed = await self._desk.list_rounds(pb.ListRoundsRequest(limit=MAX_ROUNDS))
-                body = await asyncio.to_thread(lambda: _as_json(history_of(run, listed.rounds)))
+                body, written = await asyncio.to_thread(
+                    _as_json, lambda: history_of(run, listed.rounds)
+                )
                 self._curves = (stamp, body)
-                self._curves_rest = max(EVERY_SECONDS, LEAST_REST * (self._now() - began))
+                self._curves_rest = max(EVERY_SECONDS, LEAST_REST * (spent + written))
         return Answer(body=self._curves[1], content_type=JSON)
 
     async def news(self) -> Answer:
         """All that is kept of what has happened, newest first."""
-        return Answer(body=_as_json(self._news.latest), content_type=JSON)
+        return Answer(body=_as_json(lambda: self._news.latest)[0], content_type=JSON)
 
     async def written(self) -> Answer:
         """All that is kept of what models wrote, newest first."""
-        return Answer(body=_as_json([*map(written_view, self._desk.written())]), content_type=JSON)
+        written = [*map(written_view, self._desk.written())]
+        return Answer(body=_as_json(lambda: written)[0], content_type=JSON)
 
     async def metrics(self) -> Answer:
         """For Prometheus."""
@@ -198,6 +205,8 @@ async def _ready(answer: Answer) -> Answer:
     return answer
 
 
-def _as_json(value: object) -> bytes:
-    """On one line, as an event has to be; no NaN, which no browser reads."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+def _as_json(make: Callable[[], object]) -> tuple[bytes, float]:
+    """On one line, as an event has to be, no NaN, which no browser reads; and seconds of a core for it."""
+    began = thread_time()
+    text = json.dumps(make(), separators=(",", ":"), allow_nan=False).encode()
+    return text, thread_time() - began

@@ -64,11 +64,11 @@ View = Mapping[str, object]
 def view_of(status: pb.GetStatusResponse, rounds: Sequence[pb.RoundSummary]) -> View:
     """All that the page shows of this instant, beside its curves, timeline and news."""
     run = status.run
-    nodes = [_node(node, run) for node in by_name(status.nodes)]
-    nodes.sort(key=lambda node: (_BAD, _BUSY, _GOOD, _GONE).index(str(node["tone"])))
+    urgency = (_BAD, _BUSY, _GOOD, _GONE).index
+    nodes = sorted(by_name(status.nodes), key=lambda node: urgency(_tone(node)))
     return {
         "run": _run(status),
-        "nodes": nodes[:MOST_NODES],
+        "nodes": [_node(node, run) for node in nodes[:MOST_NODES]],
         "moreNodes": max(0, len(nodes) - MOST_NODES),
         "cutPairs": sorted(cut_pairs(status.nodes)),
         "rounds": [_round(closed) for closed in rounds],

@@ -103,7 +103,11 @@ class StatusDesk:
         """
         state, now = self._driver.state, self._driver.clock.now()
         shares = confirmed_shares(state)
-        nodes = [self._node_status(state, m, now, shares) for m in state.members.values()]
+        steps = _steps_asked(state)
+        nodes = [
+            self._node_status(state, member, now, shares.get(node_id), steps.get(node_id, 0))
+            for node_id, member in state.members.items()
+        ]
         nodes += self._never_attached(state)
         if role is Role.VIEWER:
             for node in nodes:
@@ -229,7 +233,7 @@ class StatusDesk:
         )
 
     def _node_status(
-        self, state: SwarmState, member: Member, now: float, shares: Mapping[NodeId, float]
+        self, state: SwarmState, member: Member, now: float, share: float | None, inner_steps: int
     ) -> pb.NodeStatus:
         standing = state.latest_rulings.get(member.node_id)
         is_barred = standing is not None and member.state in BARRED
@@ -250,7 +254,7 @@ class StatusDesk:
             or member.is_helper
             or member.corpus.digest == state.corpus.digest,
             version=member.version,
-            inner_steps=_steps_asked_of(state, member.node_id),
+            inner_steps=inner_steps,
             inner_steps_per_second=member.inner_steps_per_second,
             is_draining=member.is_draining,
             link_rates=_rates_to_wire(member.rates),
@@ -258,7 +262,7 @@ class StatusDesk:
             screening=screening_to_wire(state, member.node_id, screened)
             if screened.round
             else None,
-            confirmed_work_share=shares.get(member.node_id),
+            confirmed_work_share=share,
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
             is_helper=member.is_helper,
             given=None if self._given is None else given_to_wire(self._given.of(member.node_id)),
@@ -387,10 +391,10 @@ def agreed_state(state: SwarmState) -> tuple[int, Digest | None]:
     return state.committed_round, state.outer_digest
 
 
-def _steps_asked_of(state: SwarmState, node_id: NodeId) -> int:
-    """Inner steps of the round in flight; 0 for who does not take part."""
+def _steps_asked(state: SwarmState) -> Mapping[NodeId, int]:
+    """Inner steps of the round in flight, of those who take part."""
     assignments = () if state.open_round is None else state.open_round.assignments
-    return next((a.inner_steps for a in assignments if a.node_id == node_id), 0)
+    return {assignment.node_id: assignment.inner_steps for assignment in assignments}
 
 
 def _phase_of(state: SwarmState) -> pb.RunPhase.ValueType:

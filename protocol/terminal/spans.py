@@ -133,10 +133,19 @@ def request_of(spans: Iterable[Span], *, run_name: str, version: str) -> bytes:
     from opentelemetry.proto.resource.v1 import resource_pb2
     from opentelemetry.proto.trace.v1 import trace_pb2
 
+    def any_value(value: Value) -> common_pb2.AnyValue:
+        match value:
+            case bool():  # before int, which it is too
+                return common_pb2.AnyValue(bool_value=value)
+            case int():
+                return common_pb2.AnyValue(int_value=value)
+            case float():
+                return common_pb2.AnyValue(double_value=value)
+        return common_pb2.AnyValue(string_value=value)
+
     def listed(attributes: Mapping[str, Value]) -> list[common_pb2.KeyValue]:
-        kinds = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
         return [
-            common_pb2.KeyValue(key=key, value=common_pb2.AnyValue(**{kinds[type(value)]: value}))
+            common_pb2.KeyValue(key=key, value=any_value(value))
             for key, value in attributes.items()
         ]
 
