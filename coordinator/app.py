@@ -166,7 +166,11 @@ class Coordinator:
             times = TimesFile(home.directory / TIMES_FILE)
             watched = Watched(
                 tally=RoundTally(driver.state, now=driver.clock.now()),
-                timeline=Timeline(times.latest(), keep=times.add),
+                timeline=Timeline(
+                    times.latest(),
+                    keep=times.add,
+                    unix_of=lambda at: time.time() - (driver.clock.now() - at),
+                ),
                 news=NewsFile(home.directory / NEWS_FILE),
                 given=GivenFile(
                     home.directory / GIVEN_FILE,

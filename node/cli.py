@@ -376,6 +376,29 @@ def resume(folder: Path | None) -> None:
 
 
 @node.command()
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+@DIRECTORY
+def snapshots(folder: Path | None, is_json: bool) -> None:
+    """List the committed models that this node keeps, with the figures of their rounds.
+
+    'atoll export --round', 'atoll node fork' and going back take one of these rounds. The figures are the
+    coordinator's; the held-out loss is of exactly that model, where one was measured.
+
+    \b
+    Example:
+      atoll node snapshots
+
+    \b
+    JSON is a list, the newest first; null is what nobody knows:
+      [{"round": 40, "num_bytes": 9437312, "digest": "8f3a…", "damage": "", "loss": 2.1,
+        "held_out": 2.2, "tokens": 184320}, …]
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from node.snapshots_list import list_snapshots
+
+    list_snapshots(find_home(folder), is_json=is_json)
+
+
+@node.command()
 @click.argument("round", metavar="ROUND", type=click.IntRange(min=1))
 @click.option(
     "--to",

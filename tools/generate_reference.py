@@ -82,8 +82,8 @@ def markdown_left(columns: Row, rows: Iterator[Row]) -> str:
 def _requirements() -> Iterator[str]:
     rate = f"{LINK_BITS_PER_SECOND / 1e6:g} Mbit/s"
     yield textwrap.fill(
-        "By `atoll init --model SIZE`: what a node takes beside the activations of its batch, where its "
-        "ranks hold one copy of the model and it is one of four that reduce, by int4 both ways and in one "
+        "By `atoll init --model SIZE`: what a node takes beside the activations of its batch. Its ranks "
+        "hold one copy of the model, and it is one of four that reduce, by int4 both ways and in one "
         f"fragment. A round's bytes are sent and received; at {rate} they take the time beside them at "
         "least. `atoll init --link 100mbit` chooses coarser codecs, fragments and overlap where that is "
         "much. `atoll node doctor` says what a run takes on a machine.",

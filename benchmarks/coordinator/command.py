@@ -10,6 +10,7 @@ take processor time too: what the coordinator itself takes is in rows of its own
 """
 
 import asyncio
+import re
 import resource
 import statistics
 import subprocess
@@ -82,16 +83,29 @@ class Measured:
     database_bytes_per_round: float
 
 
-class CoordinatorProcess:
-    """A coordinator as people start it, in a folder."""
+def make_home(
+    folder: Path,
+    *,
+    num_nodes: int,
+    num_rounds: int,
+    config: CoordinatorConfig = LOCAL,
+    more: str = "",
+) -> Home:
+    """A folder for a run of so many rounds that waits for so many nodes; `more` goes into its run file."""
+    run = f'[run]\nname = "load"\nrounds = {num_rounds}\nmin_nodes = {num_nodes}\n'
+    deadlines = (
+        "[deadlines]\ntrain = 3000\ncontribute = 3600\ncommit = 4000\napply = 1000\nlease = 300\n"
+    )
+    return create_home(
+        folder, config=config, text=lambda building: described(building, run + deadlines + more)
+    )
 
-    def __init__(self, folder: Path, *, num_nodes: int, num_rounds: int) -> None:
-        run = f'[run]\nname = "load"\nrounds = {num_rounds}\nmin_nodes = {num_nodes}\n'
-        deadlines = "[deadlines]\ntrain = 3000\ncontribute = 3600\ncommit = 4000\napply = 1000\nlease = 300\n"
+
+class CoordinatorProcess:
+    """A coordinator as people start it, in a folder that is made."""
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        create_home(
-            folder, config=LOCAL, text=lambda building: described(building, run + deadlines)
-        )
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 atoll_command("coordinator", "start", folder),
@@ -104,6 +118,16 @@ class CoordinatorProcess:
         if not line.startswith("coordinator ready"):
             raise RuntimeError(f"the coordinator does not start: {(folder / 'log').read_text()}")
         self.home = Home.load(folder)
+
+    def page_port(self) -> int:
+        """Where its page is, which the log says a moment after the coordinator is ready."""
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            said = (self.folder / "log").read_text()
+            if (link := re.search(r"^page: http://127\.0\.0\.1:(\d+)/", said, re.M)) is not None:
+                return int(link[1])
+            time.sleep(0.05)
+        raise RuntimeError(f"the coordinator has no page: {said}")
 
     def cpu_seconds(self) -> float:
         """User and system time so far."""
@@ -136,9 +160,8 @@ async def measured(
     folder: Path, *, num_nodes: int, num_rounds: int, beat_seconds: float
 ) -> Measured:
     """Loads a fresh coordinator with so many nodes."""
-    coordinator = await asyncio.to_thread(
-        CoordinatorProcess, folder, num_nodes=num_nodes, num_rounds=num_rounds
-    )
+    make_home(folder, num_nodes=num_nodes, num_rounds=num_rounds)
+    coordinator = await asyncio.to_thread(CoordinatorProcess, folder)
     nodes: list[SimulatedNode] = []
     timings = Timings()
     places = asyncio.Semaphore(AT_ONCE)

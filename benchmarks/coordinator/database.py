@@ -11,7 +11,7 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -93,13 +93,22 @@ def fill(folder: Path, *, num_rounds: int, num_nodes: int) -> int:
     return (folder / "atoll.db").stat().st_size
 
 
-def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
+def state_of(number: int) -> Digest:
+    """The digest of the outer state after a round."""
+    return digest_of(number, -1)
+
+
+def events_of(
+    state: SwarmState,
+    node_ids: Sequence[NodeId],
+    state_after: Callable[[int], Digest] = state_of,
+) -> list[Event]:
     """All that nodes tell of the round in flight, and of the evaluation that was asked for."""
-    current = state.open_round
+    current, context = state.open_round, state.rules.context
     assert current is not None
     number = current.number
     contributors = tuple(
-        Contributor(node_id=a.node_id, samples=a.num_samples, tokens=a.num_samples * CONTEXT)
+        Contributor(node_id=a.node_id, samples=a.num_samples, tokens=a.num_samples * context)
         for a in current.assignments
     )
     results = {p.slice.index: digest_of(number, p.slice.index) for p in current.slices}
@@ -140,19 +149,21 @@ def events_of(state: SwarmState, node_ids: Sequence[NodeId]) -> list[Event]:
     ]
     asked = state.evaluating
     if asked is not None:
-        (evaluator,) = asked.node_ids
-        loss = Reported(
-            node_id=evaluator,
-            round=asked.round,
-            report=Evaluated(held_out_loss=2.5, tokens=4096),
-        )
-        trained.insert(0, loss)
+        losses: list[Event] = [
+            Reported(
+                node_id=evaluator,
+                round=asked.round,
+                report=Evaluated(held_out_loss=2.5, tokens=4096),
+            )
+            for evaluator in asked.node_ids
+        ]
+        trained = [*losses, *trained]
     applied = [
         Reported(
             node_id=node_id,
             round=number,
             report=Applied(
-                outer_digest=digest_of(number, -1),
+                outer_digest=state_after(number),
                 wire={"contribution": (number * 1000, number * 1000)},
             ),
         )

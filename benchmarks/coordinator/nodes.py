@@ -75,15 +75,19 @@ class SimulatedNode:
         credentials: Credentials,
         name: str,
         timings: Timings,
+        outer_round: int = 0,
+        train_seconds: float = 0.0,
     ) -> None:
+        """`outer_round` is of the state that it holds; a round's training takes `train_seconds`."""
         self.node_id = identity.node_id
         self._identity = _IDENTITIES[identity.node_id] = identity
-        self._name = name
+        self.name = name
         self._timings = timings
         self._channel = open_channel(credentials)
         self._session = SessionServiceStub(self._channel)
         self._session_id = 0
-        self._round = 0  # that it has applied
+        self._round = outer_round  # that it has applied
+        self._train_seconds = train_seconds
         self._heartbeat_seconds = 5.0
         self._plan: round_pb2.Plan | None = None
         self.attached = asyncio.Event()
@@ -94,16 +98,17 @@ class SimulatedNode:
         run = await self._session.GetRun(session_pb2.GetRunRequest())
         response = await self._session.Attach(
             session_pb2.AttachRequest(
-                node_name=self._name,
+                node_name=self.name,
                 address=session_pb2.PeerAddress(
                     public_key=self._identity.public_key, multiaddrs=["/ip4/127.0.0.1/tcp/1"]
                 ),
                 run_digest=run.run_digest,
                 layout=layout_to_wire(layout_of(run_from_json(run.run_json)).summary()),
                 corpus=session_pb2.CorpusSummary(
-                    digest=_digest("corpus"), num_samples=10**9, num_bytes=10**12
+                    digest=CORPUS, num_samples=10**9, num_bytes=10**12
                 ),
-                outer_digest=_state_at(0),
+                outer_round=self._round,
+                outer_digest=state_at(self._round),
                 device="simulated",
                 num_ranks=1,
                 version="0",
@@ -138,7 +143,7 @@ class SimulatedNode:
             session_pb2.HeartbeatRequest(
                 session_id=self._session_id,
                 outer_round=self._round,
-                outer_digest=_state_at(self._round),
+                outer_digest=state_at(self._round),
                 activity="training",
                 inner_step=7,
                 loss=2.5,
@@ -165,12 +170,14 @@ class SimulatedNode:
                 plan = event.plan
                 self._timings.plans.setdefault(plan.round, []).append(time.monotonic())
                 self._timings.plan_bytes = event.ByteSize()
+                if self._train_seconds:
+                    await asyncio.sleep(self._train_seconds)
                 await self._report(plan.round, *self._reports(plan))
             case "commit":
                 commit = event.commit
                 self._timings.commits.setdefault(commit.round, []).append(time.monotonic())
                 self._round = commit.round
-                applied = session_pb2.AppliedReport(outer_digest=_state_at(commit.round))
+                applied = session_pb2.AppliedReport(outer_digest=state_at(commit.round))
                 await self._report(commit.round, session_pb2.Report(applied=applied))
             case "evaluate":
                 evaluated = session_pb2.EvaluatedReport(held_out_loss=2.5, tokens=1)
@@ -242,5 +249,9 @@ def _digest(text: str) -> bytes:
     return blake3.blake3(text.encode()).digest()
 
 
-def _state_at(number: int) -> bytes:
-    return _digest(f"state {number}")
+def state_at(number: int) -> Digest:
+    """The digest of the outer state after a round."""
+    return Digest(_digest(f"state {number}"))
+
+
+CORPUS = Digest(_digest("corpus"))

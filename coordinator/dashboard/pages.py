@@ -9,11 +9,18 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from importlib import metadata, resources
+from time import thread_time
 
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import board_of
-from coordinator.dashboard.run_view import NUM_ROUNDS, history_of, view_of, written_view
+from coordinator.dashboard.run_view import (
+    NUM_ROUNDS,
+    curves_stamp,
+    history_of,
+    view_of,
+    written_view,
+)
 from coordinator.dashboard.timeline import Timeline, shown
 from coordinator.services.status import MAX_ROUNDS, StatusDesk
 from protocol.v1 import status_pb2 as pb
@@ -28,7 +35,8 @@ EVERY_SECONDS = 1.0
 """Between two pictures for who watches, while making one takes less than a LEAST_REST-th of it."""
 
 LEAST_REST = 40
-"""Times as long as making a picture took nobody makes the next."""
+"""Times as long as making a picture took of a core nobody makes the next. On a busy machine it takes longer,
+and costs others no more."""
 
 NEWS_AT_ONCE = 30
 """Lines with each picture; who looks for older ones asks for all."""
@@ -73,7 +81,9 @@ class Pages:
         self._picture = b""
         self._made_at = float("-inf")
         self._rest = EVERY_SECONDS
-        self._history: tuple[tuple[int, int, int], bytes] = ((-1, -1, -1), b"")
+        self._stamp: tuple[int, ...] = ()  # of the curves that readers are told to have
+        self._curves: tuple[tuple[int, ...], bytes] = ((), b"")
+        self._curves_at, self._curves_rest = float("-inf"), EVERY_SECONDS
 
     def by_path(self) -> Mapping[str, Page]:
         """All pages."""
@@ -106,43 +116,63 @@ class Pages:
         """Made at most once in a while, however many watch."""
         async with self._writing:
             if self._now() - self._made_at >= self._rest:
-                began = self._now()
-                status = self._desk.get_status(pb.GetStatusRequest())
+                now, began = self._now(), thread_time()
+                status = self._status()
+                self._look_at_curves(status.run)
+                seen = {
+                    "times": shown(self._timeline.rounds, now=now),
+                    "news": self._news.latest[:NEWS_AT_ONCE],
+                    "curves": " ".join(map(str, self._stamp)),
+                }
+                spent = thread_time() - began
                 request = pb.ListRoundsRequest(limit=NUM_ROUNDS)
                 rounds = (await self._desk.list_rounds(request)).rounds
-                seen = {
-                    "times": shown(self._timeline.rounds, now=began),
-                    "news": self._news.latest[:NEWS_AT_ONCE],
-                }
-                self._picture = await asyncio.to_thread(
-                    lambda: _as_json({**view_of(status, rounds), **seen})
+                self._picture, written = await asyncio.to_thread(
+                    _as_json, lambda: {**view_of(status, rounds), **seen}
                 )
                 self._made_at = self._now()
-                self._rest = max(EVERY_SECONDS, LEAST_REST * (self._made_at - began))
+                self._rest = max(EVERY_SECONDS, LEAST_REST * (spent + written))
             return self._picture
 
+    def _status(self) -> pb.GetStatusResponse:
+        """Of all held-out losses the page and the metrics show the first and the latest."""
+        return self._desk.get_status(pb.GetStatusRequest(), most_losses=2)
+
+    def _look_at_curves(self, run: pb.RunStatus) -> None:
+        """Whether readers are told to ask for them: when they would look different, and not too often."""
+        stamp = curves_stamp(run)
+        if stamp != self._stamp and self._now() - self._curves_at >= self._curves_rest:
+            self._stamp, self._curves_at = stamp, self._now()
+
     async def history(self) -> Answer:
-        """Columns for the curves; made anew when there is more to draw."""
-        run = self._desk.get_status(pb.GetStatusRequest()).run
-        state = (run.committed_round, len(run.held_out_losses), run.outer_digest_round)
+        """Columns for the curves; made once for all who are told to ask."""
         async with self._writing:
-            if self._history[0] != state:
+            if not self._stamp:
+                self._look_at_curves(self._status().run)
+            if self._curves[0] != self._stamp:
+                stamp, began = self._stamp, thread_time()
+                run = self._desk.run_status()
+                spent = thread_time() - began
                 listed = await self._desk.list_rounds(pb.ListRoundsRequest(limit=MAX_ROUNDS))
-                body = await asyncio.to_thread(lambda: _as_json(history_of(run, listed.rounds)))
-                self._history = (state, body)
-        return Answer(body=self._history[1], content_type=JSON)
+                body, written = await asyncio.to_thread(
+                    _as_json, lambda: history_of(run, listed.rounds)
+                )
+                self._curves = (stamp, body)
+                self._curves_rest = max(EVERY_SECONDS, LEAST_REST * (spent + written))
+        return Answer(body=self._curves[1], content_type=JSON)
 
     async def news(self) -> Answer:
         """All that is kept of what has happened, newest first."""
-        return Answer(body=_as_json(self._news.latest), content_type=JSON)
+        return Answer(body=_as_json(lambda: self._news.latest)[0], content_type=JSON)
 
     async def written(self) -> Answer:
         """All that is kept of what models wrote, newest first."""
-        return Answer(body=_as_json([*map(written_view, self._desk.written())]), content_type=JSON)
+        written = [*map(written_view, self._desk.written())]
+        return Answer(body=_as_json(lambda: written)[0], content_type=JSON)
 
     async def metrics(self) -> Answer:
         """For Prometheus."""
-        status = self._desk.get_status(pb.GetStatusRequest())
+        status = self._status()
         closed = (await self._desk.list_rounds(pb.ListRoundsRequest(limit=1))).rounds
         newest = closed[0] if closed else None
         counts = self._tally.counts(self._now())
@@ -158,7 +188,7 @@ class Pages:
     async def healthz(self) -> Answer:
         """For who restarts it: 200 while rounds can go on."""
         is_serving = self._is_serving()
-        run = self._desk.get_status(pb.GetStatusRequest()).run
+        run = self._status().run
         said = {
             "status": "ok" if is_serving else "the clock of rounds has stopped",
             "committed_round": run.committed_round,
@@ -175,6 +205,8 @@ async def _ready(answer: Answer) -> Answer:
     return answer
 
 
-def _as_json(value: object) -> bytes:
-    """On one line, as an event has to be; no NaN, which no browser reads."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+def _as_json(make: Callable[[], object]) -> tuple[bytes, float]:
+    """On one line, as an event has to be, no NaN, which no browser reads; and seconds of a core for it."""
+    began = thread_time()
+    text = json.dumps(make(), separators=(",", ":"), allow_nan=False).encode()
+    return text, thread_time() - began

@@ -64,11 +64,11 @@ View = Mapping[str, object]
 def view_of(status: pb.GetStatusResponse, rounds: Sequence[pb.RoundSummary]) -> View:
     """All that the page shows of this instant, beside its curves, timeline and news."""
     run = status.run
-    nodes = [_node(node, run) for node in by_name(status.nodes)]
-    nodes.sort(key=lambda node: (_BAD, _BUSY, _GOOD, _GONE).index(str(node["tone"])))
+    urgency = (_BAD, _BUSY, _GOOD, _GONE).index
+    nodes = sorted(by_name(status.nodes), key=lambda node: urgency(_tone(node)))
     return {
         "run": _run(status),
-        "nodes": nodes[:MOST_NODES],
+        "nodes": [_node(node, run) for node in nodes[:MOST_NODES]],
         "moreNodes": max(0, len(nodes) - MOST_NODES),
         "cutPairs": sorted(cut_pairs(status.nodes)),
         "rounds": [_round(closed) for closed in rounds],
@@ -240,6 +240,14 @@ def _round(closed: pb.RoundSummary) -> View:
         "reason": closed.reason,
         "tone": _GOOD if closed.num_committed_slices == closed.num_slices else _BAD,
     }
+
+
+def curves_stamp(run: pb.RunStatus) -> tuple[int, ...]:
+    """Another one when the curves would look different: of a long run a point is many rounds."""
+    a_point = max(1, run.committed_round // MOST_POINTS)
+    evaluated = run.held_out_losses[-1].round + 1 if run.held_out_losses else 0
+    drawn_to = (number - number % a_point for number in (run.committed_round, evaluated))
+    return len(run.went_back), *drawn_to
 
 
 def history_of(run: pb.RunStatus, rounds: Sequence[pb.RoundSummary]) -> View:

@@ -42,13 +42,15 @@ class RoundTimes:
     committed: float | None = None
     ended: float | None = None
     reason: str = ""
+    ended_unix: float | None = None  # by the machine's clock, in seconds since 1970
     nodes: dict[NodeId, Stages] = field(default_factory=dict)
 
 
 class Timeline:
     """Hears every transition; keeps the latest rounds in memory.
 
-    It begins with what is known of rounds that are over, and gives each that ends to `keep`.
+    It begins with what is known of rounds that are over, and gives each that ends to `keep`. `unix_of` tells
+    what the machine's clock shows at a time of the coordinator's.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class Timeline:
         known: Iterable[RoundTimes] = (),
         *,
         keep: Callable[[RoundTimes], None] = lambda times: None,
+        unix_of: Callable[[float], float | None] = lambda at: None,
     ) -> None:
         self._rounds: deque[RoundTimes] = deque(known, maxlen=KEPT_ROUNDS)
         self._keep = keep
+        self._unix_of = unix_of
 
     @property
     def rounds(self) -> list[RoundTimes]:
@@ -110,7 +114,7 @@ class Timeline:
             member, stages = transition.state.members[node_id], times.nodes.get(node_id)
             if stages is not None and stages.applied is None and member.outer_round >= was.number:
                 stages.applied = at
-        times.ended = at
+        times.ended, times.ended_unix = at, self._unix_of(at)
         self._keep(_latest_nodes(times))
 
     def _note(self, times: RoundTimes, current: Round, at: float) -> None:

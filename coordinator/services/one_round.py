@@ -87,6 +87,8 @@ def _add_times(told: pb.GetRoundResponse, times: RoundTimes | None) -> None:
         told.waited_for = waited_for(times)
         if times.ended is not None:
             told.seconds = max(0.0, times.ended - times.opened)
+            if times.ended_unix is not None:
+                told.opened_unix_seconds = times.ended_unix - told.seconds
         if times.committed is not None:
             told.committed_seconds = max(0.0, times.committed - times.opened)
         late = times.heard - times.opened

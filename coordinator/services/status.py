@@ -93,18 +93,29 @@ class StatusDesk:
         self._wall_clock = wall_clock
 
     def get_status(
-        self, request: pb.GetStatusRequest, role: Role = Role.OPERATOR
+        self,
+        request: pb.GetStatusRequest,
+        role: Role = Role.OPERATOR,
+        *,
+        most_losses: int = MOST_LOSSES,
     ) -> pb.GetStatusResponse:
-        """The run, the round in flight and all nodes; for viewers without their addresses."""
+        """The run, the round in flight and all nodes; for viewers without their addresses.
+
+        Of more than `most_losses` held-out losses it has so many, the first and the latest among them.
+        """
         state, now = self._driver.state, self._driver.clock.now()
         shares = confirmed_shares(state)
-        nodes = [self._node_status(state, m, now, shares) for m in state.members.values()]
+        steps = _steps_asked(state)
+        nodes = [
+            self._node_status(state, member, now, shares.get(node_id), steps.get(node_id, 0))
+            for node_id, member in state.members.items()
+        ]
         nodes += self._never_attached(state)
         if role is Role.VIEWER:
             for node in nodes:
                 node.ClearField("address")
         return pb.GetStatusResponse(
-            run=self._run_status(state, now),
+            run=self._run_status(state, now, most_losses),
             nodes=sorted(nodes, key=lambda node: node.node_id),
             unix_seconds=self._wall_clock(),
         )
@@ -174,7 +185,12 @@ class StatusDesk:
             told.written.CopyFrom(written_to_wire(state, written, self._prompts))
         return told
 
-    def _run_status(self, state: SwarmState, now: float) -> pb.RunStatus:
+    def run_status(self) -> pb.RunStatus:
+        """The run alone, with all held-out losses that an answer has room for."""
+        return self._run_status(self._driver.state, self._driver.clock.now(), MOST_LOSSES)
+
+    def _run_status(self, state: SwarmState, now: float, most_losses: int) -> pb.RunStatus:
+        names = {node_id: member.node_name for node_id, member in state.members.items()}
         agreed_round, agreed = agreed_state(state)
         layout = state.layout
         return pb.RunStatus(
@@ -196,7 +212,9 @@ class StatusDesk:
             ),
             num_parameters=0 if layout is None else sum(layout.fragment_elements),
             inner_steps=state.rules.inner_steps,
-            held_out_losses=[_held_out_loss(state, h) for h in _spread(state.held_out)],
+            held_out_losses=[
+                _held_out_loss(names, one) for one in _spread(state.held_out, most_losses)
+            ],
             held_out_bytes_per_token=_held_out_bytes_per_token(state),
             written=written_to_wire(state, state.written[-1], self._prompts)
             if state.written
@@ -218,7 +236,7 @@ class StatusDesk:
         )
 
     def _node_status(
-        self, state: SwarmState, member: Member, now: float, shares: Mapping[NodeId, float]
+        self, state: SwarmState, member: Member, now: float, share: float | None, inner_steps: int
     ) -> pb.NodeStatus:
         standing = state.latest_rulings.get(member.node_id)
         is_barred = standing is not None and member.state in BARRED
@@ -239,7 +257,7 @@ class StatusDesk:
             or member.is_helper
             or member.corpus.digest == state.corpus.digest,
             version=member.version,
-            inner_steps=_steps_asked_of(state, member.node_id),
+            inner_steps=inner_steps,
             inner_steps_per_second=member.inner_steps_per_second,
             is_draining=member.is_draining,
             link_rates=_rates_to_wire(member.rates),
@@ -247,7 +265,7 @@ class StatusDesk:
             screening=screening_to_wire(state, member.node_id, screened)
             if screened.round
             else None,
-            confirmed_work_share=shares.get(member.node_id),
+            confirmed_work_share=share,
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
             is_helper=member.is_helper,
             given=None if self._given is None else given_to_wire(self._given.of(member.node_id)),
@@ -299,8 +317,7 @@ def written_to_wire(state: SwarmState, written: Written, prompts: Sequence[str])
     )
 
 
-def _held_out_loss(state: SwarmState, held_out: HeldOut) -> pb.HeldOutLoss:
-    names = {node_id: member.node_name for node_id, member in state.members.items()}
+def _held_out_loss(names: Mapping[NodeId, str], held_out: HeldOut) -> pb.HeldOutLoss:
     return pb.HeldOutLoss(
         round=held_out.round,
         loss=held_out.loss,
@@ -336,10 +353,10 @@ def _held_out_bytes_per_token(state: SwarmState) -> float:
     return num_bytes / sum(corpus.num_held_out_tokens for corpus in corpora)
 
 
-def _spread(losses: Sequence[HeldOut]) -> Sequence[HeldOut]:
-    """All of them, or so many that an answer has room for them; the first is among them."""
-    half = MOST_LOSSES // 2
-    if len(losses) <= MOST_LOSSES:
+def _spread(losses: Sequence[HeldOut], most: int) -> Sequence[HeldOut]:
+    """All of them, or `most`; the first is among them."""
+    half = most // 2
+    if len(losses) <= most:
         return losses
     old, new = losses[:-half], losses[-half:]
     return [*(old[len(old) * place // half] for place in range(half)), *new]
@@ -377,10 +394,10 @@ def agreed_state(state: SwarmState) -> tuple[int, Digest | None]:
     return state.committed_round, state.outer_digest
 
 
-def _steps_asked_of(state: SwarmState, node_id: NodeId) -> int:
-    """Inner steps of the round in flight; 0 for who does not take part."""
+def _steps_asked(state: SwarmState) -> Mapping[NodeId, int]:
+    """Inner steps of the round in flight, of those who take part."""
     assignments = () if state.open_round is None else state.open_round.assignments
-    return next((a.inner_steps for a in assignments if a.node_id == node_id), 0)
+    return {assignment.node_id: assignment.inner_steps for assignment in assignments}
 
 
 def _phase_of(state: SwarmState) -> pb.RunPhase.ValueType:

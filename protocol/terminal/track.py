@@ -1,4 +1,4 @@
-"""`atoll track`: the run's figures for TensorBoard, Weights & Biases, or trackio, each round once.
+"""`atoll track`: the run's figures for the tools that researchers look at, each round once.
 
 It asks the coordinator for its history, as `atoll rounds` does, and follows. What it has written stands in
 a note beside the files, so that it goes on there after it ended or was killed.
@@ -6,159 +6,44 @@ a note beside the files, so that it goes on there after it ended or was killed.
 
 import json
 import math
-import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import click
 
 from protocol.errors import BadDataError, UsageError
 from protocol.files.durable import refusing, write_atomically
 from protocol.terminal.console import printable
-from protocol.terminal.event_file import EventFile, rewind_event, scalars_event, texts_event
 from protocol.terminal.query import StatusLink, dir_option, watch_until_finished
+from protocol.terminal.sinks import (
+    DEFAULT_ENDPOINT,
+    Note,
+    ReceiverAwayError,
+    Row,
+    Sink,
+    open_sink,
+    required,
+)
 
 if TYPE_CHECKING:
     from protocol.v1 import status_pb2 as pb
 
 NOTE_FILE = "atoll-track.json"
 
-TOOLS = ("tensorboard", "wandb", "trackio")
+TOOLS = ("tensorboard", "wandb", "trackio", "opentelemetry")
 
-OF_THE_RUN_ALONE = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-"""trackio would also watch this machine, which need not have to do with the run."""
+TIMED_ROUNDS = 1000
+"""Of rounds so far back at most, when each node did what is asked for: of older ones it is not kept."""
+
+RETRY_SECONDS = 10.0
+"""Until a tool that has not answered is asked again."""
 
 MOST_CHARACTERS = 4000
 """Of a text that a model wrote."""
-
-EVENTS_PREFIX = "events.out.tfevents.atoll."
-"""TensorBoard finds files that have its first words in their names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """Numbers of one round, by their tags."""
-
-    round: int
-    at: float  # seconds since 1970 when it closed; of rounds before the command looked, about
-    values: Mapping[str, float]
-    texts: Mapping[str, str] = field(default_factory=dict)  # what its model wrote, by prompts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """What was written so far, of which run and for which tool."""
-
-    swarm_id: str
-    tool: str
-    round: int = 0
-    held_out_round: int = -1
-    text_round: int = 0
-    incarnation: int = 0  # of that round: how often history had been taken back
-    size: int = 0  # of the event file
-
-
-class Sink(Protocol):
-    """A tool that takes rows."""
-
-    def put(self, rows: Sequence[Row], save: Callable[[int], None]) -> None:
-        """Takes rows, and calls `save` once: with the size of its file, or 0."""
-
-    def rewind(self, round_number: int, at: float) -> None:
-        """Later rounds than this one are made again."""
-
-    def close(self) -> None:
-        """Writes what waits."""
-
-
-class TensorBoard:
-    """An event file. A row is in it when the note says so: what is beyond is cut off at the next start."""
-
-    def __init__(self, out: Path, note: Note, *, at: float) -> None:
-        path = out / f"{EVENTS_PREFIX}{note.swarm_id[:12]}"
-        self._file = EventFile(path, size=note.size, at=at)
-
-    def put(self, rows: Sequence[Row], save: Callable[[int], None]) -> None:
-        """Writes them to the disk, and then the note."""
-        self._file.append(
-            [
-                *(scalars_event(row.at, row.round, row.values) for row in rows if row.values),
-                *(texts_event(row.at, row.round, row.texts) for row in rows if row.texts),
-            ]
-        )
-        save(self._file.size)
-
-    def rewind(self, round_number: int, at: float) -> None:
-        """Lets TensorBoard drop what is later."""
-        self._file.append([rewind_event(at, round_number + 1)])
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-class Logger:
-    """Weights & Biases or trackio: what `log` was given they write by themselves, a moment later.
-
-    So the note comes first: one that is killed in between lacks a row, and has none twice.
-    """
-
-    def __init__(
-        self, log: Callable[[dict[str, float], int], object], finish: Callable[[], object]
-    ) -> None:
-        self._log = log
-        self._finish = finish
-
-    def put(self, rows: Sequence[Row], save: Callable[[int], None]) -> None:
-        """Writes the note, and hands them over."""
-        save(0)
-        for row in rows:
-            if not row.values:
-                continue  # texts are for TensorBoard
-            self._log({**row.values, "round": row.round}, row.round)
-
-    def rewind(self, round_number: int, at: float) -> None:
-        """Both keep what was logged before, and show it with what is made again."""
-
-    def close(self) -> None:
-        """Waits until all is written."""
-        self._finish()
-
-
-def open_sink(note: Note, out: Path, run_name: str, *, at: float) -> Sink:
-    """The tool that the note names; raises UsageError when it is not installed."""
-    if note.tool == "tensorboard":
-        return TensorBoard(out, note, at=at)
-    module = required(note.tool, out)
-    name = f"{run_name}-{note.swarm_id[:12]}"
-    if note.tool == "trackio":
-        run = module.init(project=run_name, name=name, resume="allow", **OF_THE_RUN_ALONE)
-        return Logger(lambda values, step: run.log(values, step=step), module.finish)
-    # Without this it would ask for a login, which a command that runs for weeks cannot wait for.
-    mode = os.environ.get("WANDB_MODE", "offline")
-    run = module.init(
-        project=run_name, name=name, id=note.swarm_id, dir=out, mode=mode, resume="allow"
-    )
-    run.define_metric("round")
-    run.define_metric("*", step_metric="round")  # held-out losses come later than their rounds
-    return Logger(lambda values, step: run.log(values), run.finish)
-
-
-def required(tool: str, out: Path) -> Any:
-    """The tool's module; raises UsageError when it is not installed."""
-    os.environ.setdefault("TRACKIO_DIR", str(out.absolute()))  # it is read at the import
-    try:
-        return import_module(tool)
-    except ModuleNotFoundError as error:
-        if error.name != tool:
-            raise
-        raise UsageError(
-            f"--to {tool} needs the package {tool}, which is not installed",
-            next_step=f"pip install 'atoll[{tool}]'",
-        ) from error
 
 
 def values_of(closed: "pb.RoundSummary") -> dict[str, float]:
@@ -192,10 +77,12 @@ def rows_of(
     status: "pb.GetStatusResponse",
     note: Note,
     written: Sequence["pb.Written"] = (),
+    times: Mapping[int, "pb.GetRoundResponse"] = MappingProxyType({}),
 ) -> tuple[list[Row], Note]:
     """What is new, oldest first, and the note when that is written.
 
-    `rounds` and `written` are new ones, oldest first. When each closed is counted back from the latest.
+    `rounds` and `written` are new ones, oldest first, and `times` what each round's nodes did, where it is
+    wanted. When each closed is counted back from the latest.
     """
     at: dict[int, float] = {}
     values: dict[int, dict[str, float]] = {}
@@ -221,6 +108,7 @@ def rows_of(
             at=at.get(number, status.unix_seconds),
             values=values.get(number, {}),
             texts=texts.get(number, {}),
+            told=times.get(number),
         )
         for number in sorted(values.keys() | texts.keys())
     ]
@@ -254,11 +142,11 @@ class Tracker:
         self,
         status: "pb.GetStatusResponse",
         ask: Callable[[int], Sequence["pb.RoundSummary"]],
-        ask_text: Callable[[int], "pb.Written"],
+        ask_one: Callable[[int], "pb.GetRoundResponse"],
     ) -> None:
         """Writes what is new.
 
-        `ask` gives the latest so many rounds, newest first, and `ask_text` what a round's model wrote.
+        `ask` gives the latest so many rounds, newest first, and `ask_one` all of one of them.
         """
         from protocol.terminal.watch import MOST_ROUNDS
         from protocol.v1 import status_pb2 as pb
@@ -286,7 +174,14 @@ class Tracker:
             and (is_over or closed.outer_digest or closed.round < run.committed_round)
         ]
         numbers = [n for n in run.written_rounds if n > self._note.text_round]
-        rows, note = rows_of(new, status, self._note, [ask_text(n) for n in numbers])
+        times = {
+            closed.round: ask_one(closed.round)
+            if closed.round > run.committed_round - TIMED_ROUNDS
+            else pb.GetRoundResponse(summary=closed)
+            for closed in (new if self._sink.wants_times else ())
+        }
+        written = [ask_one(number).written for number in numbers]
+        rows, note = rows_of(new, status, self._note, written, times)
         if rows:
             self._sink.put(rows, lambda size: self._save(replace(note, size=size)))
             count = f"{len(new)} round{'s' * (len(new) != 1)}" if new else "a held-out loss or text"
@@ -301,6 +196,28 @@ class Tracker:
         with refusing(self._path):
             write_atomically(self._path, json.dumps(asdict(note)).encode())
         self._note = note
+
+
+class Away:
+    """A tool that does not answer: it is said once, and asked again after a while."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = float("-inf")
+        self.error: ReceiverAwayError | None = None  # since it has not answered
+
+    def trying(self, look: Callable[[], None], say: Callable[[str], None]) -> None:
+        """Looks, unless it is too early to try again."""
+        if self._clock() < self._next:
+            return
+        try:
+            look()
+        except ReceiverAwayError as error:
+            if self.error is None:
+                say(f"{error.what}; what is new waits")
+            self.error, self._next = error, self._clock() + RETRY_SECONDS
+        else:
+            self.error = None
 
 
 def note_of(out: Path, *, swarm_id: str, tool: str) -> Note:
@@ -329,19 +246,28 @@ def note_of(out: Path, *, swarm_id: str, tool: str) -> Note:
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for its files. Default: the tool's name.",
 )
+@click.option(
+    "--endpoint",
+    metavar="URL",
+    envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+    help="Where OpenTelemetry's receiver takes OTLP by HTTP. Default: http://localhost:4318.",
+)
 @click.option("--once", "is_once", is_flag=True, help="Write what there is, and end.")
 @dir_option
-def track(tool: str, out: Path | None, is_once: bool, directory: Path | None) -> None:
-    """Write the run's figures for TensorBoard, Weights & Biases or trackio, and follow it.
+def track(
+    tool: str, out: Path | None, endpoint: str | None, is_once: bool, directory: Path | None
+) -> None:
+    """Write the run's figures for TensorBoard, Weights & Biases, trackio or OpenTelemetry, and follow it.
 
-    Each round is written once, also when the command is ended and started again. TensorBoard also gets
-    what models write on from the prompts of the run file. Nothing leaves this machine: Weights & Biases is
-    offline unless $WANDB_MODE says otherwise.
+    Each round is written once, also when the command is ended and started again. The first three also get
+    what models write on from the prompts of the run file, and OpenTelemetry gets when each node did what.
+    Weights & Biases is offline unless $WANDB_MODE says otherwise.
 
     \b
     Examples:
       atoll track --to tensorboard --out curves
       atoll track --to wandb --once
+      atoll track --to opentelemetry --endpoint http://localhost:4318
     """  # noqa: D301 - click reads the character \b, not its two letters
     folder = out or Path(tool)
     if tool != "tensorboard":
@@ -351,16 +277,19 @@ def track(tool: str, out: Path | None, is_once: bool, directory: Path | None) ->
         note = note_of(folder, swarm_id=first.run.swarm_id, tool=tool)
         with refusing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            sink = open_sink(note, folder, first.run.run_name, at=first.unix_seconds)
+            sink = open_sink(
+                note,
+                folder,
+                first.run.run_name,
+                at=first.unix_seconds,
+                endpoint=endpoint or DEFAULT_ENDPOINT,
+            )
         tracker = Tracker(note, sink, note_path=folder / NOTE_FILE)
+        away = Away()
 
         def look(status: "pb.GetStatusResponse") -> None:
             with refusing(folder):
-                tracker.look(
-                    status,
-                    lambda limit: link.rounds(limit).rounds,
-                    lambda number: link.round(number).written,
-                )
+                tracker.look(status, lambda limit: link.rounds(limit).rounds, link.round)
 
         try:
             if is_once:
@@ -369,6 +298,11 @@ def track(tool: str, out: Path | None, is_once: bool, directory: Path | None) ->
             else:
                 from protocol.terminal.watch import StreamScreen
 
-                watch_until_finished(link, StreamScreen(lambda _: tracker.said()), look=look)
+                screen = StreamScreen(lambda _: tracker.said())
+                watch_until_finished(
+                    link, screen, look=lambda status: away.trying(lambda: look(status), screen.say)
+                )
+                if away.error is not None:
+                    raise away.error
         finally:
             sink.close()

@@ -1003,6 +1003,7 @@ class GetRoundResponse(_message.Message):
     VOID_SLICES_FIELD_NUMBER: _builtins.int
     NOT_KEPT_FIELD_NUMBER: _builtins.int
     WRITTEN_FIELD_NUMBER: _builtins.int
+    OPENED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     is_open: _builtins.bool
     """Whether it is in flight."""
     seconds: _builtins.float
@@ -1013,6 +1014,10 @@ class GetRoundResponse(_message.Message):
     """Whom the others waited for and at what, in words; empty where nobody was last by much."""
     not_kept: _builtins.str
     """What of all this is not kept, and why, in words; empty where all is."""
+    opened_unix_seconds: _builtins.float
+    """When it was opened, by the clock of the coordinator's machine, in seconds since 1970 (UTC); absent where nobody
+    knows, as of a round in flight.
+    """
     @_builtins.property
     def summary(self) -> Global___RoundSummary:
         """Its figures; of a round in flight its number and how many take part."""
@@ -1041,17 +1046,22 @@ class GetRoundResponse(_message.Message):
         void_slices: _abc.Iterable[Global___VoidSlice] | None = ...,
         not_kept: _builtins.str = ...,
         written: Global___Written | None = ...,
+        opened_unix_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "seconds", b"seconds", "summary", b"summary", "written", b"written"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_opened_unix_seconds", b"_opened_unix_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "opened_unix_seconds", b"opened_unix_seconds", "seconds", b"seconds", "summary", b"summary", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "is_open", b"is_open", "nodes", b"nodes", "not_kept", b"not_kept", "seconds", b"seconds", "summary", b"summary", "void_slices", b"void_slices", "waited_for", b"waited_for", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_opened_unix_seconds", b"_opened_unix_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "is_open", b"is_open", "nodes", b"nodes", "not_kept", b"not_kept", "opened_unix_seconds", b"opened_unix_seconds", "seconds", b"seconds", "summary", b"summary", "void_slices", b"void_slices", "waited_for", b"waited_for", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__committed_seconds: _TypeAlias = _typing.Literal["committed_seconds"]  # noqa: Y015
     _WhichOneofArgType__committed_seconds: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__opened_unix_seconds: _TypeAlias = _typing.Literal["opened_unix_seconds"]  # noqa: Y015
+    _WhichOneofArgType__opened_unix_seconds: _TypeAlias = _typing.Literal["_opened_unix_seconds", b"_opened_unix_seconds"]  # noqa: Y015
     _WhichOneofReturnType__seconds: _TypeAlias = _typing.Literal["seconds"]  # noqa: Y015
     _WhichOneofArgType__seconds: _TypeAlias = _typing.Literal["_seconds", b"_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__committed_seconds) -> _WhichOneofReturnType__committed_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__opened_unix_seconds) -> _WhichOneofReturnType__opened_unix_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seconds) -> _WhichOneofReturnType__seconds | None: ...
 

@@ -6,8 +6,11 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from coordinator_scene import (
@@ -25,7 +28,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.app import Coordinator
 from coordinator.config import Home, create_home
+from coordinator.dashboard.pages import EVERY_SECONDS
 from coordinator.dashboard.run_metrics import RUN_METRICS
+from coordinator.swarm.state import HeldOut
 from protocol.errors import SystemRefusedError
 from protocol.v1 import session_pb2
 from protocol.web.node_metrics import NODE_METRICS, PARTS
@@ -227,6 +232,48 @@ async def test_a_browser_is_told_the_run_and_its_nodes(tmp_path: Path) -> None:
     assert history["rounds"] == [1]
 
 
+async def test_what_happens_is_told_in_words_by_the_first_picture_after_it(tmp_path: Path) -> None:
+    """And a picture is a second old at most while making one is quick."""
+    assert EVERY_SECONDS <= 1
+    home = home_with_pages(tmp_path / "home")
+    async with serving(home) as coordinator, two_nodes(home) as (_, b):
+        port = coordinator.dashboard_port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+        writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            before = await _event(reader)
+            await b.session.Detach(session_pb2.DetachRequest(session_id=b.session_id, reason="bye"))
+            left_at = time.time()
+            while (after := await _event(reader))["at"] < left_at:
+                pass
+        writer.close()
+    assert "node-b has left" not in json.dumps(before)
+    assert "node-b has left" in json.dumps(after)
+    assert [node["state"] for node in after["nodes"]] == ["ready", "left"]
+
+
+async def test_a_picture_has_two_held_out_losses_and_no_more_however_long_the_run_is(
+    tmp_path: Path,
+) -> None:
+    home = home_with_pages(tmp_path / "home")
+    async with serving(home) as coordinator, two_nodes(home):
+        state = coordinator.driver.state
+        losses = tuple(HeldOut(round=n, loss=9.0 - n / 1000, tokens=64) for n in range(3000))
+        coordinator.driver._state = replace(state, held_out=losses)
+        sizes = []
+        for path in ("/now", "/history"):
+            status, text = await ask(coordinator, path)
+            assert status == 200
+            sizes.append(len(text))
+        view = json.loads((await ask(coordinator, "/now"))[1])
+        metrics = await scraped(coordinator)
+        coordinator.driver._state = state
+    run = view["run"]
+    assert (run["heldOutFirst"], run["heldOutNow"]) == (9.0, 6.001)
+    assert sizes[0] < 10_000 < sizes[1]
+    assert metrics["atoll_held_out_loss_round"][frozenset()] == 2999
+
+
 async def test_who_watches_gets_the_next_picture_and_all_get_the_same(tmp_path: Path) -> None:
     home = home_with_pages(tmp_path / "home")
     async with serving(home) as coordinator:
@@ -243,10 +290,10 @@ async def test_who_watches_gets_the_next_picture_and_all_get_the_same(tmp_path: 
     assert all(first["at"] < second["at"] for first, second in told)
 
 
-async def _event(reader: asyncio.StreamReader) -> dict[str, float]:
+async def _event(reader: asyncio.StreamReader) -> dict[str, Any]:
     while not (line := await reader.readline()).startswith(b"data: "):
         assert line, "the stream ended"
-    told: dict[str, float] = json.loads(line.removeprefix(b"data: "))
+    told: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
     return told
 
 

@@ -115,5 +115,9 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
     assert spec == model.spec.model
     assert np.array_equal(parameters, model.parameters)
     assert json.loads((out / "atoll.json").read_text())["outer_digest"] == digest
+    listed = done(atoll("node", "snapshots", "--json", "--dir", homes["joins"]))
+    newest = json.loads(listed)[0]
+    assert (newest["round"], newest["digest"]) == (4, digest)
+    assert newest["held_out"] == run["held_out_losses"][-1]["loss"]
     refused(atoll("export", out, "--dir", homes["stays"]), 73, f"{out} exists already")
     swarm.coordinator.stop(signal.SIGTERM)

@@ -178,6 +178,50 @@ def test_the_pages_build_as_a_site_in_which_every_page_has_a_place(tmp_path: Pat
     )
 
 
+MOST_WORDS = 30
+"""Of a sentence: a longer one holds two thoughts."""
+
+
+def paragraphs_of(text: str) -> Iterator[str]:
+    """Prose alone: no code, table, heading or picture. An item of a list is a paragraph of its own."""
+    lines: list[str] = []
+    for line in [*re.sub(r"^```.*?^```", "\n", text, flags=re.M | re.S).splitlines(), ""]:
+        is_code = line.startswith(" " * BLOCK_INDENT) and not lines
+        is_item = re.match(r"\s*([-*]|\d+\.) ", line) is not None
+        is_other = is_code or not line.strip() or line.startswith(("|", "#", "![", "<"))
+        if lines and (is_other or is_item):
+            yield " ".join(lines)
+            lines = []
+        if not is_other:
+            lines.append(re.sub(r"^\s*([-*]|\d+\.) ", "", line).strip())
+
+
+def long_sentences(text: str) -> list[str]:
+    found = []
+    for paragraph in paragraphs_of(text):
+        words = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", paragraph))
+        for sentence in re.split(r"(?<=[.!?])[\"*)]*\s+", words):
+            if sum(re.search(r"\w", word) is not None for word in sentence.split()) > MOST_WORDS:
+                found.append(sentence)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_no_sentence_of_a_page_has_more_than_thirty_words(page: Path) -> None:
+    if page.name != "CHANGELOG.md":  # a log
+        assert long_sentences(page.read_text()) == []
+
+
+def test_a_sentence_that_is_too_long_would_be_found() -> None:
+    long = " ".join(["word"] * (MOST_WORDS + 1))
+    assert long_sentences(f"# A page\n\nShort. {long}.\n") == [f"{long}."]
+    assert long_sentences(f"- one\n- {long}\n  more\n") == [f"{long} more"]
+    assert long_sentences(f"    {long}\n\n| {long} |\n\n```\n{long}\n```\n## {long}\n") == []
+    assert long_sentences(" ".join(["word"] * MOST_WORDS) + f" `{long}` [x](y z).") == [
+        " ".join(["word"] * MOST_WORDS) + " code [x]."
+    ]
+
+
 def test_the_table_of_exit_codes_is_the_codes() -> None:
     rows = re.findall(r"^\| (\d+) \| (\w+) \|", (ROOT / "docs" / "exit-codes.md").read_text(), re.M)
     assert [(int(code), name) for code, name in rows] == [(c.value, c.name) for c in ExitCode]

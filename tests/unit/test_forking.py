@@ -1,5 +1,6 @@
 """A run is forked from a snapshot, and exported at any round of which one is kept."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,13 @@ from node.kept import keep_run, kept_model
 from node.models.forking import RUN_FILE, fork
 from node.models.reading import read_first
 from node.outer_state import Vector
-from protocol.errors import CannotCreateError, NoInputError
+from protocol.errors import CannotCreateError, ExitCode, NoInputError
 from protocol.run.layout import layout_of
 from protocol.run.models import FIRST_WEIGHTS
 from protocol.run.run_spec import RunSpec, load_run_folder
 from protocol.terminal import cli, console
+from protocol.terminal.query import StatusLink
+from protocol.v1 import status_pb2 as pb
 from tests.tiny_runs import tiny
 
 
@@ -74,6 +77,58 @@ def test_a_fork_begins_with_the_weights_of_its_round(home: Path, tmp_path: Path)
     assert (weights == 2.0).all()
     with pytest.raises(CannotCreateError, match="is not empty"):
         fork(model, home, tmp_path / "fork")
+
+
+def test_snapshots_are_listed_with_the_figures_of_their_rounds(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = [pb.HeldOutLoss(round=16, loss=2.5), pb.HeldOutLoss(round=20, loss=2.0)]
+    status = pb.GetStatusResponse(run=pb.RunStatus(held_out_losses=losses))
+
+    def one(link: StatusLink, number: int) -> pb.GetRoundResponse:
+        if number == 16:
+            raise NoInputError("round 16 is too old to be kept")
+        return pb.GetRoundResponse(summary=pb.RoundSummary(round=number, loss=3.0, tokens=1000))
+
+    monkeypatch.setattr(StatusLink, "status", lambda link: status)
+    monkeypatch.setattr(StatusLink, "round", one)
+    damaged = home / SNAPSHOTS_FOLDER / "round-00000024.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-4])
+    assert console.run(cli.root, ["node", "snapshots", "--json", "--dir", str(home)]) == 0
+    newest, cut, old = json.loads(capsys.readouterr().out)
+    assert (newest["round"], newest["loss"], newest["held_out"]) == (25, 3.0, None)
+    assert newest["digest"] == kept_model(home).outer_digest.hex()
+    assert (
+        newest["num_bytes"]
+        == (home / SNAPSHOTS_FOLDER / "round-00000025.safetensors").stat().st_size
+    )
+    assert (cut["round"], cut["digest"]) == (24, "")
+    assert cut["damage"].startswith("it is no snapshot")
+    assert (old["round"], old["loss"], old["held_out"]) == (16, None, 2.5)
+    assert console.run(cli.root, ["node", "snapshots", "--dir", str(home)]) == 0
+    header, first, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["round", "loss", "held-out", "tokens", "size", "digest"]
+    assert first.split()[:4] == ["25", "3.000", "-", "1.0k"]
+
+
+def test_snapshots_are_listed_without_figures_when_no_coordinator_answers(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert console.run(cli.root, ["node", "snapshots", "--dir", str(home)]) == 0
+    told = capsys.readouterr()
+    assert [line.split()[:2] for line in told.out.splitlines()[1:]] == [
+        *(["25", "-"], ["24", "-"], ["16", "-"])
+    ]
+    assert told.err.startswith("without figures: ")
+
+
+def test_a_folder_without_snapshots_is_told_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "node").mkdir()
+    words = ["node", "snapshots", "--dir", str(tmp_path / "node")]
+    assert console.run(cli.root, words) == ExitCode.NO_INPUT
+    assert "atoll join" in capsys.readouterr().err
 
 
 def replace_name(spec: RunSpec, name: str) -> RunSpec:

@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swarm_scene import Scene, digest_of
 
-from coordinator.dashboard.news_file import KEPT, SENTENCES, NewsFile, sentence_of
-from coordinator.dashboard.run_view import MOST_NODES, MOST_POINTS, history_of, view_of
+from coordinator.dashboard.news_file import KEPT, KEPT_ROUTINE, SENTENCES, NewsFile, sentence_of
+from coordinator.dashboard.run_view import (
+    MOST_NODES,
+    MOST_POINTS,
+    curves_stamp,
+    history_of,
+    view_of,
+)
 from coordinator.dashboard.timeline import Timeline, shown
 from coordinator.journal import News
 from coordinator.swarm.events import Event
@@ -141,6 +147,53 @@ def test_news_come_back_after_a_start_and_a_torn_or_foreign_line_costs_only_itse
         f"went on (round {KEPT + 1})",
     ]
     assert all("untold" not in str(line["text"]) for line in again)
+
+
+def test_an_audit_is_told_with_its_reason_and_without_what_nobody_found() -> None:
+    facts = {"slice": 2, "round": 10, "reducer": "campus", "verdict": "unanswered"}
+    told = News(level="warning", what="slice audited", facts={**facts, "why": "", "differing": []})
+    sentence = "Slice 2 of round 10, which campus reduced, was audited: unanswered"
+    assert sentence_of(told) == sentence
+    told = News(level="warning", what="slice audited", facts={**facts, "why": "no inputs"})
+    assert sentence_of(told) == f"{sentence}; no inputs"
+
+
+def committed(number: int, slices: str = "4 of 4") -> News:
+    facts = {"round": number, "slices": slices, "tokens": 1, "seconds": 1.0, "reason": "well"}
+    return News(level="info", what="round committed", facts=facts)
+
+
+def test_what_is_wrong_is_found_after_any_number_of_rounds_in_which_nothing_was(
+    tmp_path: Path,
+) -> None:
+    news = NewsFile(tmp_path / "news.jsonl")
+    news.add([News(level="warning", what="node lost", facts={"node": "hut"})], unix_seconds=1)
+    news.add([committed(1, slices="3 of 4")], unix_seconds=2)
+    for number in range(2, 4000):
+        evaluated = News(level="info", what="evaluated", facts={"round": number})
+        news.add([committed(number), evaluated], unix_seconds=number)
+    for each in (news, NewsFile(tmp_path / "news.jsonl")):
+        lines = [line["text"] for line in each.latest]
+        assert len(lines) == KEPT_ROUTINE + 2
+        assert lines[0] == "evaluated (round 3999)"
+        assert str(lines[-2]).startswith("Round 1 is committed: 3 of 4 slices")
+        assert lines[-1] == "hut has not been heard for longer than its lease"
+
+
+def test_readers_ask_for_curves_when_a_point_is_new_and_not_at_each_of_very_many_rounds() -> None:
+    def stamps(first: int, last: int) -> int:
+        runs = (pb.RunStatus(committed_round=number) for number in range(first, last))
+        return len({curves_stamp(run) for run in runs})
+
+    assert stamps(0, MOST_POINTS) == MOST_POINTS
+    assert stamps(100_000, 101_000) <= 1000 * MOST_POINTS / 100_000 + 2
+    run = pb.RunStatus(committed_round=10)
+    before = curves_stamp(run)
+    run.held_out_losses.add(round=10, loss=1.0)
+    assert curves_stamp(run) != before, "a held-out loss is a point too"
+    before = curves_stamp(run)
+    run.went_back.append("to round 10")
+    assert curves_stamp(run) != before, "and so are rounds that are made again"
 
 
 def test_a_news_file_that_grows_too_large_begins_anew_with_what_is_kept(

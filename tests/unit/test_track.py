@@ -14,20 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import BadDataError, ExitCode, UsageError
-from protocol.terminal import console, track
+from protocol.terminal import console, sinks, track
 from protocol.terminal.cli import root
 from protocol.terminal.event_file import EventFile, crc32c, rewind_event, scalars_event
 from protocol.terminal.query import StatusLink
-from protocol.terminal.track import (
-    EVENTS_PREFIX,
-    NOTE_FILE,
-    Logger,
-    Note,
-    TensorBoard,
-    Tracker,
-    note_of,
-    rows_of,
-)
+from protocol.terminal.sinks import EVENTS_PREFIX, Logger, Note, TensorBoard
+from protocol.terminal.track import NOTE_FILE, Tracker, note_of, rows_of
 from protocol.v1 import status_pb2 as pb
 
 SWARM = "5d41402abc4b2a76b9719d911017c592"
@@ -180,9 +172,9 @@ class Run:
         self.asked.append(limit)
         return self.rounds[::-1][:limit]
 
-    def wrote(self, number: int) -> pb.Written:
+    def one(self, number: int) -> pb.GetRoundResponse:
         text = pb.PromptedText(prompt="Once ", text=self.texts[number])
-        return pb.Written(round=number, texts=[text])
+        return pb.GetRoundResponse(written=pb.Written(round=number, texts=[text]))
 
 
 class CrashError(Exception):
@@ -225,11 +217,11 @@ def test_every_round_is_in_the_event_file_once_whenever_the_machine_stops(
             case "go back":
                 run.go_back(max(0, len(run.rounds) - 3))
             case "look":
-                tracker.look(run.status(), run.listed, run.wrote)
+                tracker.look(run.status(), run.listed, run.one)
             case _:
                 tracker.dies = step
                 with contextlib.suppress(CrashError):
-                    tracker.look(run.status(), run.listed, run.wrote)
+                    tracker.look(run.status(), run.listed, run.one)
                 sink.close()
                 tracker, sink = begun(folder)
     sink.close()
@@ -242,10 +234,10 @@ def test_nothing_is_asked_for_while_nothing_is_new(tmp_path: Path) -> None:
     run.grow(3)
     tracker, sink = begun(tmp_path)
     for _ in range(3):
-        tracker.look(run.status(), run.listed, run.wrote)
+        tracker.look(run.status(), run.listed, run.one)
     assert run.asked == [4000]
     run.grow()
-    tracker.look(run.status(), run.listed, run.wrote)
+    tracker.look(run.status(), run.listed, run.one)
     assert run.asked == [4000, 2]
     assert tracker.said() == [
         "wrote 3 rounds, up to round 3 of 100",
@@ -254,22 +246,40 @@ def test_nothing_is_asked_for_while_nothing_is_new(tmp_path: Path) -> None:
     sink.close()
 
 
+def as_table(columns: list[str], rows: list[list[object]]) -> object:
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def test_loggers_get_what_models_write_as_a_table_at_its_round(tmp_path: Path) -> None:
+    run, logged = Run(), dict[int, object]()
+    run.grow(3)
+    run.texts = {2: "upon\x1b a time"}
+    sink = Logger(
+        lambda told, step: logged.update({step: told.get("texts")}), lambda: None, as_table
+    )
+    tracker = Tracker(Note(swarm_id=SWARM, tool="wandb"), sink, note_path=tmp_path / NOTE_FILE)
+    tracker.look(run.status(), run.listed, run.one)
+    text = {"round": 2, "prompt": "text/1", "text": "Once upon\ufffd a time"}
+    assert logged == {1: None, 2: [text], 3: None}
+
+
 def test_a_logger_that_is_killed_has_no_row_twice(tmp_path: Path) -> None:
     run, logged = Run(), list[int]()
     run.grow(2)
 
-    def log(values: dict[str, float], step: int) -> None:
+    def log(values: dict[str, object], step: int) -> None:
         assert values["round"] == step
         logged.append(step)
 
-    def kill(values: dict[str, float], step: int) -> None:
+    def kill(values: dict[str, object], step: int) -> None:
         raise CrashError
 
     for each in (kill, log, log):
         note = note_of(tmp_path, swarm_id=SWARM, tool="trackio")
-        tracker = Tracker(note, Logger(each, lambda: None), note_path=tmp_path / NOTE_FILE)
+        sink = Logger(each, lambda: None, as_table)
+        tracker = Tracker(note, sink, note_path=tmp_path / NOTE_FILE)
         try:
-            tracker.look(run.status(), run.listed, run.wrote)
+            tracker.look(run.status(), run.listed, run.one)
         except CrashError:
             run.grow()
     assert logged == [3], "rounds 1 and 2 were on their way when it was killed"
@@ -299,11 +309,11 @@ def test_when_rounds_closed_is_counted_back_and_no_number_is_written_that_is_non
 
 
 def test_rounds_that_nodes_still_apply_wait(tmp_path: Path) -> None:
-    run, sink = Run(), Logger(lambda values, step: None, lambda: None)
+    run, sink = Run(), Logger(lambda values, step: None, lambda: None, as_table)
     run.grow(2)
     run.rounds[-1].outer_digest = b""
     tracker = Tracker(Note(swarm_id=SWARM, tool="wandb"), sink, note_path=tmp_path / NOTE_FILE)
-    tracker.look(run.status(), run.listed, run.wrote)
+    tracker.look(run.status(), run.listed, run.one)
     assert tracker.said() == ["wrote 1 round, up to round 1 of 100"]
 
 
@@ -315,7 +325,7 @@ def test_what_models_write_is_in_the_event_file_once_as_text_that_is_no_markup(
     run.texts = {2: "<b>upon</b>\n```\n\x1b# a time", 4: "more"}
     for _ in range(2):
         tracker, sink = begun(tmp_path)
-        tracker.look(run.status(), run.listed, run.wrote)
+        tracker.look(run.status(), run.listed, run.one)
         sink.close()
     events = events_in(tmp_path / f"{EVENTS_PREFIX}{SWARM[:12]}")
     texts = [
@@ -332,10 +342,10 @@ def test_what_models_write_is_in_the_event_file_once_as_text_that_is_no_markup(
     run.go_back(3)
     tracker, sink = begun(tmp_path)
     run.texts = {2: run.texts[2]}
-    tracker.look(run.status(), run.listed, run.wrote)
+    tracker.look(run.status(), run.listed, run.one)
     run.grow()
     run.texts[4] = "again"
-    tracker.look(run.status(), run.listed, run.wrote)
+    tracker.look(run.status(), run.listed, run.one)
     sink.close()
     last = events_in(tmp_path / f"{EVENTS_PREFIX}{SWARM[:12]}")[-1]
     assert (last.step, list(last.summary.value[0].tensor.string_val)) == (4, ["    Once again"])
@@ -376,7 +386,7 @@ def test_a_tool_that_is_not_installed_is_told_with_the_line_that_installs_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = ModuleNotFoundError("No module named 'wandb'", name="wandb")
-    with patch.object(track, "import_module", side_effect=missing):
+    with patch.object(sinks, "import_module", side_effect=missing):
         words = ["track", "--to", "wandb", "--out", str(tmp_path / "curves")]
         assert console.run(root, words) == ExitCode.USAGE
     assert "pip install 'atoll[wandb]'" in capsys.readouterr().err

@@ -217,7 +217,7 @@ function showRounds(rounds) {
 
 // ---- the curves ----
 
-let history = null, plot = null, axis = "rounds", drawnTo = -1;
+let history = null, plot = null, axis = "rounds", drawnTo = null;
 
 function curveData() {
   const at = new Map(history.rounds.map((round, place) => [round, history[axis][place]]));
@@ -271,13 +271,13 @@ function drawCurve() {
   }, data, place);
 }
 
-async function fetchHistory(committed) {
-  if (committed === drawnTo) return;
-  drawnTo = committed;
+async function fetchHistory(stamp) {
+  if (stamp === drawnTo) return;
+  drawnTo = stamp;
   try {
     history = await (await fetch("history")).json();
     drawCurve();
-  } catch { drawnTo = -1; }  // the next picture asks again
+  } catch { drawnTo = null; }  // the next picture asks again
 }
 
 // ---- what people do ----
@@ -338,7 +338,7 @@ function show(view) {
   if (!showsAllTexts && view.run.written?.round !== textsOf) showWritten(view.run.written ? [view.run.written] : []);
   textsOf = view.run.written?.round ?? null;
   showRounds(view.rounds);
-  fetchHistory(`${view.run.committed} ${view.run.heldOutNow}`);
+  fetchHistory(view.curves);
 }
 
 function sayLive(text, isAway) {
