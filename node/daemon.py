@@ -31,7 +31,7 @@ from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
-from node.machine.addresses import address_changes
+from node.machine.addresses import address_changes, most_useful
 from node.pausing import LOOK_SECONDS
 from node.rulings import KeptRulings
 from protocol.errors import AtollError, SystemRefusedError
@@ -56,7 +56,7 @@ from protocol.wire.messages import (
     RunFinished,
     SliceTakenOver,
 )
-from protocol.wire.rounds import Commit, CorpusSummary, NodeId, PeerAddress
+from protocol.wire.rounds import MOST_MULTIADDRS, Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.wire.vitals import ExchangeSpeed, Vitals
 
 log = structlog.get_logger()
@@ -371,7 +371,8 @@ class Daemon:
         return Announcement(
             node_name=self._facts.node_name,
             address=PeerAddress(
-                public_key=self._facts.public_key, multiaddrs=self._transport.multiaddrs
+                public_key=self._facts.public_key,
+                multiaddrs=most_useful(self._transport.multiaddrs, MOST_MULTIADDRS),
             ),
             run_digest=self._run_digest,
             layout=self._outer.layout.summary(),

@@ -49,12 +49,15 @@ class Doors:
     def open(
         self,
         listener: socket.socket,
-        places: Places,
+        places_of: Callable[[str], Places],
         serve: Serve,
         tls: Mapping[str, Any] | None = None,
     ) -> asyncio.Task[None]:
-        """Lets people in by a socket until its task is cancelled; `tls` is as asyncio takes it."""
-        return self._start(self._accept(listener, places, serve, tls or {}))
+        """Lets people in by a socket until its task is cancelled; `tls` is as asyncio takes it.
+
+        `places_of` says whose places an address takes.
+        """
+        return self._start(self._accept(listener, places_of, serve, tls or {}))
 
     async def close(self) -> None:
         """Ends all connections, and listens no more."""
@@ -70,7 +73,11 @@ class Doors:
         return task
 
     async def _accept(
-        self, listener: socket.socket, places: Places, serve: Serve, tls: Mapping[str, Any]
+        self,
+        listener: socket.socket,
+        places_of: Callable[[str], Places],
+        serve: Serve,
+        tls: Mapping[str, Any],
     ) -> None:
         loop = asyncio.get_running_loop()
         with listener:
@@ -82,6 +89,7 @@ class Doors:
                     await asyncio.sleep(FULL_SECONDS)
                     continue
                 source = source_of(str(address[0]))
+                places = places_of(source)
                 if places.enter(source, loop.time()):
                     plain.close()
                 else:

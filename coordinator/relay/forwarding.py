@@ -79,7 +79,7 @@ class Forwarding:
             }
             opened.pop_all()
         for here, listener in listeners.items():
-            self._doors.open(listener, self._places, partial(self._carry, ports[here]))
+            self._doors.open(listener, lambda _: self._places, partial(self._carry, ports[here]))
 
     async def stop(self) -> None:
         """Ends all connections."""

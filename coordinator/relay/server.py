@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import structlog
 
 from coordinator.relay.doors import Doors, listening_socket
-from coordinator.relay.limits import Limits, Pace, Place, Places
+from coordinator.relay.limits import Limits, Pace, Place, Places, source_of
 from coordinator.relay.line import PORTS_FILE, KeptPorts, RelayKey
 from coordinator.relay.stream import (
     CHUNK_BYTES,
@@ -169,7 +169,14 @@ class Relay:
         listener = listening_socket(host, port)
         self.port = int(listener.getsockname()[1])
         tls = {"ssl": server_context(key), "ssl_handshake_timeout": HELLO_SECONDS}
-        self._doors.open(listener, Places(STRANGERS), self._coordinator, tls)
+        strangers, known = Places(STRANGERS), Places(STRANGERS)
+
+        def places_of(source: str) -> Places:
+            """Strangers who take all their places keep none of those out who are here."""
+            is_known = any(source == source_of(one.address) for one in self._carried.values())
+            return known if is_known else strangers
+
+        self._doors.open(listener, places_of, self._coordinator, tls)
 
     async def stop(self) -> None:
         """Ends all connections."""
@@ -273,7 +280,7 @@ class Relay:
         carried = self._carried[hello.owner] = _Carried(hello, address)
         for port, listener in zip(hello.ports, sockets, strict=True):
             serve = partial(self._client, carried, port)
-            carried.listening[port] = self._doors.open(listener, self._places, serve)
+            carried.listening[port] = self._doors.open(listener, lambda _: self._places, serve)
         _log.info("a coordinator is here", run=carried.name, address=address, ports=hello.ports)
         return None
 

@@ -12,12 +12,18 @@ from protocol.v1.session_pb2 import RoundSpan as RoundSpanWire
 from protocol.v1.session_pb2 import Utilisation
 from protocol.wire.messages import Applied, Audited, Evaluated, Reduced, Report, Trained, Wrote
 from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
-from protocol.wire.rounds import Digest, LayoutSummary, NodeId, PeerAddress, RoundSpan
+from protocol.wire.rounds import (
+    MOST_MULTIADDRS,
+    Digest,
+    LayoutSummary,
+    NodeId,
+    PeerAddress,
+    RoundSpan,
+)
 from protocol.wire.wire_count import WIRE_KINDS, WireTotals
 
 MAX_NAME_LENGTH = 64
 MAX_WORDS_LENGTH = 256
-MAX_MULTIADDRS = 16
 MAX_MULTIADDR_LENGTH = 256
 MAX_FRAGMENTS = 1024
 MAX_RANKS = 1 << 16
@@ -88,7 +94,7 @@ def address_of(node_id: NodeId, address: PeerAddress) -> PeerAddress:
             f"the address of node {node_id} has the key of node {node_id_of(address.public_key)}",
             next_step="join again with 'atoll join INVITE'",
         )
-    at_most(address.multiaddrs, MAX_MULTIADDRS, of="multiaddresses")
+    at_most(address.multiaddrs, MOST_MULTIADDRS, of="multiaddresses")
     for multiaddr in address.multiaddrs:
         words(multiaddr, of="a multiaddress", max_length=MAX_MULTIADDR_LENGTH)
     return address

@@ -47,6 +47,8 @@ class Link:
     jitter_seconds: float = 0.0
     loss: float = 0.0
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    largest_packet_bytes: int = 1 << 16
+    """Larger ones vanish, and nobody is told: a tunnel behind a firewall that drops ICMP."""
 
     def __post_init__(self) -> None:
         for name in ("up_bits_per_second", "down_bits_per_second", "buffer_bytes"):
@@ -238,6 +240,7 @@ class Network:
         self._pipes = (*self._up.values(), *self._down.values())
         self._cuts: set[tuple[str, str]] = set()
         self._firewalled: set[str] = set()
+        self._largest: dict[str, int] = {}
         self._known: dict[
             str, set[bytes]
         ] = {}  # conversations, of hosts whose router forgot others
@@ -248,6 +251,7 @@ class Network:
 
     def set_link(self, host: str, link: Link, now: float) -> None:
         """Gives a host another access link, from now on."""
+        self._largest[host] = link.largest_packet_bytes
         self._up[host].set(link, bits_per_second=link.up_bits_per_second, now=now)
         self._down[host].set(link, bits_per_second=link.down_bits_per_second, now=now)
 
@@ -305,6 +309,8 @@ class Network:
         target = None if address is None else self._hosts.get(address)
         if target is None or target == source:
             self.num_strays += 1
+        elif len(content) > min(self._largest[source], self._largest[target]):
+            self.traffic[source, target].lost_packets += 1
         elif not self._up[source].offer(Packet(source, target, content), now):
             self.traffic[source, target].overflowed_packets += 1
 

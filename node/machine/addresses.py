@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import NamedTuple
 
 import structlog
@@ -63,6 +64,16 @@ def own_addresses() -> tuple[str, ...]:
                     return tuple(dict.fromkeys(found))
                 if told.kind == _ADDED and (address := address_in(told.content)) is not None:
                     found.append(address)
+
+
+def most_useful(multiaddrs: Sequence[str], most: int) -> tuple[str, ...]:
+    """No more of the addresses than a coordinator takes, of IPv4 and IPv6 in turns; all of few."""
+    if len(multiaddrs) <= most:
+        return tuple(multiaddrs)
+    sixes = [address for address in multiaddrs if address.startswith("/ip6/")]
+    others = [address for address in multiaddrs if not address.startswith("/ip6/")]
+    in_turns = (one for pair in zip_longest(others, sixes) for one in pair if one is not None)
+    return tuple(in_turns)[:most]
 
 
 def has_ipv6() -> bool:

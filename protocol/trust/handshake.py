@@ -4,6 +4,7 @@ gRPC reports "nothing listens", "not our coordinator" and "it refuses our certif
 UNAVAILABLE with some text; the ssl module tells them apart.
 """
 
+import errno
 import socket
 import ssl
 import tempfile
@@ -23,6 +24,11 @@ from protocol.trust.pki import pin_of, server_name
 TIMEOUT_SECONDS = 5.0
 """For connecting and for each answer within a handshake."""
 
+_NO_WAY = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+_PROTOCOLS = ["h2", *("x" * 250 for _ in range(5))]
+"""gRPC's, and what makes a first message as large as gRPC's is, which fills a packet: it may be lost."""
+
 _CUT_OFF = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 _CLOCK_ERRORS = {9, 10}  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
@@ -33,9 +39,25 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
     reason = (
         "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
     )
+    next_step = "start it with 'atoll coordinator start', or check host and port"
+    if error.errno in _NO_WAY:
+        family = "IPv6" if ":" in host else "IPv4"
+        next_step = (
+            f"if this machine is in a network, it is one without {family}: ask the run owner for an invite "
+            "to another address of the coordinator ('atoll invite create --host HOST')"
+        )
     return UnavailableError(
-        f"no coordinator answers at {endpoint_of(host, port)} ({reason})",
-        next_step="start it with 'atoll coordinator start', or check host and port",
+        f"no coordinator answers at {endpoint_of(host, port)} ({reason})", next_step=next_step
+    )
+
+
+def answer_lost(endpoint: str) -> UnavailableError:
+    """The sentence for a coordinator that accepts a connection, and is not heard after that."""
+    return UnavailableError(
+        f"{endpoint} accepts connections, and its certificate does not arrive: either it is stopped, or "
+        "larger packets get lost on the way",
+        next_step="lower this machine's MTU and try again: 'sudo ip link set dev NAME mtu 1280', with the "
+        "NAME that 'ip route get' shows",
     )
 
 
@@ -44,8 +66,18 @@ def fetch_certificate(host: str, port: int) -> bytes:
 
     Raises UnavailableError when nothing is there and ProtocolMismatchError when it speaks no TLS.
     """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(_PROTOCOLS)
     try:
-        return ssl.get_server_certificate((host, port), timeout=TIMEOUT_SECONDS).encode()
+        connection = socket.create_connection((host, port), timeout=TIMEOUT_SECONDS)
+    except OSError as error:
+        raise nothing_answers(host, port, error) from error
+    try:
+        with connection, context.wrap_socket(connection, server_hostname=host) as tls:
+            return ssl.DER_cert_to_PEM_cert(tls.getpeercert(True) or b"").encode()
+    except TimeoutError as error:
+        raise answer_lost(endpoint_of(host, port)) from error
     except ssl.SSLError as error:
         raise ProtocolMismatchError(
             f"what answers at {endpoint_of(host, port)} is not a coordinator ({error.reason})",
@@ -113,6 +145,8 @@ class Diagnosis:
                 f"the coordinator at {endpoint} is not of swarm {swarm_id}",
                 next_step="check host and port, or join its swarm with 'atoll join INVITE'",
             )
+        except TimeoutError:
+            return answer_lost(endpoint)
         except OSError as error:
             if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
                 return ProtocolMismatchError(
@@ -141,7 +175,7 @@ class Diagnosis:
                     cadata=self._credentials.server_root_pem.decode()
                 )
                 context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC
-                context.set_alpn_protocols(["h2"])
+                context.set_alpn_protocols(_PROTOCOLS)
                 with tempfile.TemporaryDirectory() as folder:
                     certificate, key = Path(folder) / "client.pem", Path(folder) / "client.key"
                     certificate.write_bytes(self._credentials.leaf_pem)

@@ -225,6 +225,10 @@ class RoundSpan:
         return self.first <= round <= self.last
 
 
+MOST_MULTIADDRS = 16
+"""Of one node, as a coordinator takes them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
     """Where peers find a node: its Ed25519 public key (32 bytes) and libp2p multiaddresses."""

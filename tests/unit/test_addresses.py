@@ -11,7 +11,7 @@ from lab.network.namespace import inside, new_namespace
 from lab.network.switch import _ip as ip
 from node.exchange.transport.libp2p import forwarded_among, visible_now
 from node.machine import addresses
-from node.machine.addresses import address_changes, address_in, own_addresses
+from node.machine.addresses import address_changes, address_in, most_useful, own_addresses
 
 ADDRESS, LOCAL, LABEL = 1, 2, 3
 DEPRECATED, TENTATIVE, PERMANENT = 0x20, 0x40, 0x80
@@ -120,3 +120,11 @@ def may_make_namespaces() -> None:
         new_namespace()
     except OSError as error:
         pytest.skip(f"no network namespace can be made here: {error}")
+
+
+def test_of_many_addresses_some_of_each_kind_are_told() -> None:
+    fours = tuple(f"/ip4/10.0.0.{number}/tcp/1" for number in range(20))
+    sixes = ("/ip6/fd00::1/tcp/2", "/ip6/fd00::2/tcp/2")
+    assert most_useful(fours[:3] + sixes, 16) == fours[:3] + sixes
+    told = most_useful(fours + sixes, 16)
+    assert len(told) == 16 and set(sixes) < set(told) and told[0] == fours[0]

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.relay.doors import listening_socket
 from coordinator.relay.limits import Limits, Pace, Places, source_of
 from coordinator.relay.line import PORTS_FILE, THROUGH_FILE, Carriage, KeptPorts, RelayKey
-from coordinator.relay.server import listening_socket
+from coordinator.relay.server import STRANGERS
 from coordinator.relay.through import SPARES, Through
 from protocol.errors import (
     AtollError,
@@ -267,6 +268,26 @@ async def test_one_address_cannot_take_all_places(world: World) -> None:
         await until(lambda: "1 connections" in relay.in_words())
         assert await said(port) == b"hello"
         kept.pop()[1].close()
+
+
+async def test_strangers_who_take_all_their_places_keep_no_coordinator_out_that_is_here(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = replace(STRANGERS, most=3, most_per_address=3)
+    monkeypatch.setattr("coordinator.relay.server.STRANGERS", few)
+    port = free_port()
+
+    async def silent() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(HOST, world.port, local_addr=("127.0.0.9", 0))
+
+    async with world.relay(), world.coordinator(port):
+        held = [await silent() for _ in range(3)]
+        reader, writer = await silent()
+        assert await reader.read() == b"", "there is no place for a fourth"
+        words = [bytes([number]) for number in range(5 * SPARES)]
+        assert await asyncio.gather(*(said(port, word) for word in words)) == words
+        for _, each in (*held, (reader, writer)):
+            each.close()
 
 
 async def test_a_connection_that_has_died_unseen_is_passed_over(world: World) -> None:

@@ -388,3 +388,9 @@ def test_a_node_is_found_by_its_name_or_the_beginning_of_its_id_and_else_all_are
     assert "no node is 'node-9'" in unknown.what and "node-1" in unknown.next_step
     several = show(status, "node-").exception
     assert isinstance(several, UsageError) and "may be 3 nodes" in several.what
+
+
+def test_a_coordinator_that_a_relay_carries_says_by_which() -> None:
+    carried = drawn(a_status(relay="through relay relay.example.org:7720"))
+    assert "coordinator through relay relay.example.org:7720" in carried
+    assert "relay" not in drawn(a_status())
