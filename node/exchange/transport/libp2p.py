@@ -174,7 +174,7 @@ class Libp2pTransport:
             if self._asks_router:
                 found = await self._daemon.multiaddrs()
                 forwarded = forwarded_among(found, before=self._visible, own=self._own_addresses)
-                self._multiaddrs += forwarded
+                self._multiaddrs = (*forwarded, *self._multiaddrs)
         gone = set(before) - set(self._own_addresses)
         if gone:
             self._connections.begin_anew()
