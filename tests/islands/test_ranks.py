@@ -364,14 +364,15 @@ async def test_stop_ends_ranks_in_the_middle_of_training_and_may_be_repeated(
 DAEMON = """
 import asyncio, sys
 from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from test_ranks import ENDLESS, DataPlaces, ProcessIsland, RanksHere, SharedVectors
+sys.path[:0] = sys.argv[3:]
+from test_ranks import ENDLESS, DataPlaces, LocalTraining, ProcessIsland, RanksHere, SharedVectors
 from test_ranks import layout_of, small_spec, work_of
 
 async def main():
     vectors = SharedVectors.create(layout_of(small_spec()).num_elements)
     island = ProcessIsland(spec=small_spec(), names=vectors.names,
                            ranks=RanksHere(devices=("cpu",) * 2, num_threads=1),
+                           local=LocalTraining(load=float(sys.argv[2])),
                            data=DataPlaces(folder=Path(sys.argv[1])))
     await island.start()
     await island.adopt()
@@ -390,13 +391,14 @@ def has_ended(process: int) -> bool:
     return bool(ended)
 
 
-def test_ranks_in_training_end_at_once_when_the_daemon_is_killed(folder: Path) -> None:
+@pytest.mark.parametrize("load", [1.0, 0.1])
+def test_ranks_in_training_end_at_once_when_the_daemon_is_killed(folder: Path, load: float) -> None:
     script = folder / "daemon.py"
     script.write_text(DAEMON)
     log = folder / "daemon.log"
     here = Path(__file__).parent
     daemon = subprocess.Popen(
-        [sys.executable, str(script), str(folder), str(here), str(here.parents[1])],
+        [sys.executable, *map(str, (script, folder, load, here, here.parents[1]))],
         stdout=subprocess.PIPE,
         stderr=log.open("w"),
         text=True,
