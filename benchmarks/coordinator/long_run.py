@@ -5,6 +5,7 @@ the store would have kept: figures thinned out by its own rule, a commit for eac
 texts, times of rounds and news. What is in them is made up.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -98,7 +99,7 @@ def write_long_run(
 
 
 def _loss(number: int) -> float:
-    return 1.8 + float(6 * (number + 1) ** -0.25)
+    return 1.8 + 6 / math.sqrt(math.sqrt(number + 1))
 
 
 def _write_rows(home: Home, *, num_rounds: int, num_nodes: int, chance: random.Random) -> None:
@@ -157,7 +158,7 @@ def _play(
     states, now = [state], state.committed_round * round_seconds
     assert state.layout is not None
     for node_id, name in names:
-        event = replace(
+        comes = replace(
             attached(node_id),
             node_name=name,
             run_digest=home.run.digest(),
@@ -167,7 +168,7 @@ def _play(
             outer_digest=state_at(state.committed_round),
             process_id=1,
         )
-        states.append(step(states[-1], event, now).state)
+        states.append(step(states[-1], comes, now).state)
     node_ids = [node_id for node_id, _ in names]
     while states[-1].committed_round < num_rounds:
         number, now = states[-1].committed_round + 1, now + round_seconds
