@@ -13,7 +13,7 @@ from lab.network.links import Link
 from tests.tiny_runs import tiny_text
 
 FORWARDS, STRICT = "forwards", "strict"
-ROUNDS = 6
+ROUNDS = 5
 RUN = tiny_text(
     run={"name": "at-home", "rounds": ROUNDS, "min_nodes": 2},
     inner={"steps": 1_000_000},  # rounds end at their deadline

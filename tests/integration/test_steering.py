@@ -48,9 +48,10 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
 
     done(atoll("node", "pause", "--dir", swarm.folder / "c"))
     c.says("paused by its owner")
+    resting = "waiting for its owner: 'atoll node resume'"
+    until(lambda: swarm.nodes()["c"].heartbeat.activity == resting, "c to rest")
+    until(lambda: swarm.nodes()["c"].inner_steps == 0, "c to be in no plan")
     committed(swarm, 2)
-    assert swarm.nodes()["c"].heartbeat.activity == "waiting for its owner: 'atoll node resume'"
-    assert swarm.nodes()["c"].inner_steps == 0
     # It is not where others are for as long as it applies a commit that they have applied.
     until(lambda: swarm.nodes()["c"].state == status_pb2.NODE_STATE_READY, "c to be up to date")
     newest = json.loads(owner(swarm, "rounds", "--json"))[0]

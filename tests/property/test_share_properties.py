@@ -16,7 +16,7 @@ from coordinator.swarm.shares import (
     reducer_shares,
 )
 from protocol.wire.rounds import BLOCK, NodeId, cut_into_slices
-from tests.unit.test_swarm_shares import all_may, both, seconds
+from tests.unit.shares_scene import all_may, both, seconds
 
 rates = st.builds(
     Rates,
