@@ -77,6 +77,8 @@ class Measured:
     histories_per_minute: float  # that one of ten readers asks for
     core_share_unwatched: float  # of a core: the nodes' heartbeats and rounds
     core_share_watched: float  # the same with ten readers
+    core_shares_unwatched: tuple[float, ...]  # of each turn
+    core_shares_watched: tuple[float, ...]
     memory_bytes: int
 
 
@@ -267,6 +269,8 @@ async def measured(folder: Path, asked: Asked) -> Measured:
             histories_per_minute=60 * len(seen[0].history_bytes) / watched_seconds,
             core_share_unwatched=statistics.mean(shares[0]),
             core_share_watched=statistics.mean(shares[WATCHERS]),
+            core_shares_unwatched=tuple(shares[0]),
+            core_shares_watched=tuple(shares[WATCHERS]),
             memory_bytes=coordinator.most_memory_bytes(),
         )
     finally:
