@@ -401,7 +401,7 @@ def known_in(file: Path) -> dict[Try, dict[str, Any]]:
 def compete_alone(
     case: tuple[int, str], *, num_nodes: int, seeds: Sequence[int], results: Path, is_quick: bool
 ) -> None:
-    """One case and optimizer, on one thread; several have a process each."""
+    """One case and optimizer in a process of its own, on one thread."""
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     ratio, optimizer = case
@@ -439,11 +439,8 @@ def main() -> None:
             is_quick=options.quick,
         )
         cases = [(ratio, optimizer) for ratio in options.ratios for optimizer in options.optimizers]
-        if len(cases) == 1:
-            one(cases[0])
-        else:
-            with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-                list(pool.map(one, cases))
+        with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+            list(pool.map(one, cases))
     print("\n\n".join(report(known_in(options.results))))
 
 

@@ -9,10 +9,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from node.island.data.corpus import Corpus
 
 settings.register_profile("untimed", deadline=None)
@@ -53,6 +56,15 @@ class TwoSwarmsAtATime(LoadScopeScheduling):
         if nodeid.startswith("tests/islands/"):
             return "islands"
         return file if file.endswith(AS_A_WHOLE) else nodeid
+
+
+@pytest.fixture(autouse=True)
+def logging_is_left_as_it_was() -> "Iterator[None]":
+    """Benchmarks make the log quiet for their whole process, and tests after theirs read it."""
+    before = structlog.get_config()
+    yield
+    if structlog.get_config() != before:
+        structlog.configure(**before)
 
 
 @pytest.hookimpl(optionalhook=True)

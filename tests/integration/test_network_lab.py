@@ -311,10 +311,14 @@ def test_the_end_of_a_lab_gives_back_the_shared_memory_of_its_processes(
 
 
 _LOOKS_IN = """
+import time
+from pathlib import Path
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 lab = NetworkLab({"one": Link()}).__enter__()
 stays = lab.popen("one", ["sleep", "1000"])
+while Path(f"/proc/{stays.pid}/comm").read_text() != "sleep\\n":  # it is not there yet
+    time.sleep(0.01)
 with lab.inside("one"):  # as its main thread is, so is the process, for who looks for processes
     lab.__exit__()
 print("alive, and that ended with", stays.returncode)
