@@ -296,7 +296,7 @@ def _checked_log(directory: Path | None) -> "tuple[list[SignedRuling], list[str]
     from protocol.trust.rulings import RulingVerifier, checked_chain
     from protocol.v1 import operator_pb2 as pb
     from protocol.v1.ruling_pb2 import Rulings
-    from protocol.wire.messages import rulings_from_wire
+    from protocol.wire.convert_messages import rulings_from_wire
     from protocol.wire.rounds import Digest
 
     found: list[SignedRuling] = []

@@ -30,7 +30,7 @@ from protocol.trust.rulings import (
     undoes,
 )
 from protocol.v1 import ruling_pb2
-from protocol.wire.messages import rulings_from_wire, rulings_to_wire
+from protocol.wire.convert_messages import rulings_from_wire, rulings_to_wire
 from protocol.wire.rounds import Commit, Digest, Plan
 
 log = structlog.get_logger()

@@ -25,7 +25,7 @@ from protocol.trust.rulings import (
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
-from protocol.wire.messages import rulings_to_wire
+from protocol.wire.convert_messages import rulings_to_wire
 
 MAX_USES = 100_000
 MOST_PLACES = 1 << 63

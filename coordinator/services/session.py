@@ -48,6 +48,7 @@ from protocol.v1 import session_pb2 as pb
 from protocol.v1.enrolment_pb2 import RenewRequest, RenewResponse
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 from protocol.wire import convert
+from protocol.wire.convert_messages import message_to_wire, report_from_wire, rulings_from_wire
 from protocol.wire.messages import (
     Audited,
     EquivocationSeen,
@@ -56,9 +57,6 @@ from protocol.wire.messages import (
     Reduced,
     RoundCommitted,
     RulingsTold,
-    message_to_wire,
-    report_from_wire,
-    rulings_from_wire,
 )
 from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId

@@ -42,16 +42,13 @@ from protocol.v1 import session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire import convert
 from protocol.wire.channel import DEADLINE_SECONDS, open_channel, retried
-from protocol.wire.messages import (
-    Message,
-    Report,
-    RosterChanged,
-    RosterTold,
+from protocol.wire.convert_messages import (
     message_from_wire,
     report_to_wire,
     rulings_from_wire,
     rulings_to_wire,
 )
+from protocol.wire.messages import Message, Report, RosterChanged, RosterTold
 from protocol.wire.rounds import (
     Commit,
     CorpusSummary,

@@ -6,23 +6,28 @@ for its kind and its bytes in hexadecimal digits.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from google.protobuf.message import Message as WireMessage
 
 from protocol.errors import BadDataError
 from protocol.trust.equivocation import equivocation_in
 from protocol.trust.receipts import omission_in
 from protocol.trust.rulings import Ruling
+from protocol.v1 import session_pb2 as pb
 from protocol.wire.messages import (
     Audited,
     Reduced,
-    audited_from_bytes,
-    audited_to_bytes,
-    reduced_from_bytes,
-    reduced_to_bytes,
+    audited_from_wire,
+    audited_to_wire,
+    reduced_from_wire,
+    reduced_to_wire,
 )
 from protocol.wire.payload import PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 
 Evidence = tuple[str, ...]
+WireT = TypeVar("WireT", bound=WireMessage)
 
 MOST_CHARACTERS = 1 << 16
 """Of one ruling's evidence, which all members keep; what is longer is left out of it."""
@@ -37,12 +42,12 @@ def of_equivocation(one: bytes, other: bytes) -> Evidence:
 
 def of_omission(receipt: bytes, told: Reduced) -> Evidence:
     """A reducer's receipt, and its signed report that does not name what it is for."""
-    return _kept([(_RECEIPT, receipt), (_REPORT, reduced_to_bytes(told))])
+    return _kept([(_RECEIPT, receipt), (_REPORT, _reduced_to_bytes(told))])
 
 
 def of_findings(told: Reduced, findings: Iterable[Audited]) -> Evidence:
     """The signed header of a reducer's result, and what auditors of it have found and signed."""
-    signed = [(_FINDING, audited_to_bytes(finding)) for finding in findings if finding.signature]
+    signed = [(_FINDING, _audited_to_bytes(finding)) for finding in findings if finding.signature]
     return _kept([(_HEADER, told.header), *signed]) if signed else ()
 
 
@@ -73,7 +78,7 @@ def _proven(evidence: Evidence, run_digest: Digest) -> tuple[NodeId, str]:
         lie = equivocation_in(*contents, run_digest=run_digest)
         return lie.node_id, "its two signatures"
     if kinds == (_RECEIPT, _REPORT):
-        told = reduced_from_bytes(contents[1])
+        told = _reduced_from_bytes(contents[1])
         omission = omission_in(contents[0], told, run_digest=run_digest)
         return omission.reducer_id, "its receipt and its report"
     if len(kinds) > 1 and kinds == (_HEADER, *[_FINDING] * (len(kinds) - 1)):
@@ -92,7 +97,7 @@ def _proven_by_findings(
         raise BadDataError(f"the evidence is no proof: {why}")
     place = run_digest, result.round, result.slice_index, result.digest
     auditors = set()
-    for finding in map(audited_from_bytes, findings):
+    for finding in map(_audited_from_bytes, findings):
         told = finding.run_digest, finding.round, finding.slice_index, finding.digest
         if (result.run_digest, *place[1:]) != place or told != place:
             raise BadDataError("the evidence has a finding on another result")
@@ -113,3 +118,32 @@ def _read(piece: str) -> tuple[str, bytes]:
         return kind, bytes.fromhex(content)
     except ValueError as error:
         raise BadDataError(f"evidence of the kind {kind!r} cannot be read") from error
+
+
+def _reduced_to_bytes(report: Reduced) -> bytes:
+    wire = pb.ReducedReport()
+    reduced_to_wire(report, wire)
+    return wire.SerializeToString(deterministic=True)
+
+
+def _reduced_from_bytes(kept: bytes) -> Reduced:
+    wire = _parsed(pb.ReducedReport, kept, of="a reducer's report")
+    most = len(wire.contributors) + len(wire.late_ids) + len(wire.missed)
+    return reduced_from_wire(wire, most_contributors=most)
+
+
+def _audited_to_bytes(report: Audited) -> bytes:
+    wire = pb.AuditedReport()
+    audited_to_wire(report, wire)
+    return wire.SerializeToString(deterministic=True)
+
+
+def _audited_from_bytes(kept: bytes) -> Audited:
+    return audited_from_wire(_parsed(pb.AuditedReport, kept, of="an auditor's finding"))
+
+
+def _parsed(kind: type[WireT], kept: bytes, *, of: str) -> WireT:
+    try:
+        return kind.FromString(kept)
+    except Exception as error:  # protobuf's DecodeError has no public base across versions
+        raise BadDataError(f"{of} cannot be read: {error}") from error

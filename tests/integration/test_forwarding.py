@@ -19,7 +19,7 @@ from protocol.trust.rulings import Address, moved_to
 from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
-from protocol.wire.messages import rulings_from_wire
+from protocol.wire.convert_messages import rulings_from_wire
 from tests.relay_scene import free_port
 
 OLD, NEW = "127.0.0.2", "127.0.0.3"

@@ -42,7 +42,7 @@ from protocol.trust.signing import CommitSigner
 from protocol.v1 import operator_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
-from protocol.wire.messages import rulings_from_wire
+from protocol.wire.convert_messages import rulings_from_wire
 from protocol.wire.wire_count import WireCounts
 
 LONG_AGO = 1e9  # September 2001, as a clock without a battery shows

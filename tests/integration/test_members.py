@@ -34,7 +34,7 @@ from protocol.v1 import (
 )
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_channel
-from protocol.wire.messages import rulings_from_wire, rulings_to_wire
+from protocol.wire.convert_messages import rulings_from_wire, rulings_to_wire
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from protocol.run.run_spec import RunSpec
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
 from protocol.wire import convert
+from protocol.wire.convert_messages import message_to_wire, report_from_wire
 from protocol.wire.messages import (
     Applied,
     CommitsWanted,
@@ -36,8 +37,6 @@ from protocol.wire.messages import (
     RunFinished,
     SliceTakenOver,
     Trained,
-    message_to_wire,
-    report_from_wire,
 )
 from protocol.wire.rounds import (
     Commit,
