@@ -21,7 +21,7 @@ from protocol.trust.invite import (
     endpoint_of,
     hash_of_secret,
 )
-from protocol.trust.pki import Authority, new_swarm_id, pin_of
+from protocol.trust.pinned import PinnedKey
 
 RELAY_FILE = "relay.json"
 LINE_FILE = "relay.line"
@@ -78,42 +78,22 @@ class RelayLine:
             ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelayKey:
+class RelayKey(PinnedKey):
     """What a relay keeps: its certificate with the key, and the secret that lets coordinators in."""
 
-    certificate_pem: bytes
-    key_pem: bytes = field(repr=False)
-    secret: bytes = field(repr=False)
+    __slots__ = ()
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self:
-        """Made at the first use, and readable to its owner only. Raises BadDataError."""
-        path = folder / RELAY_FILE
-        if not path.exists():
-            server = Authority.create(new_swarm_id()).issue_server()
-            made = {
-                "certificate": server.certificate_pem.decode(),
-                "key": server.key_pem.decode(),
-                "secret": secrets.token_hex(SECRET_BYTES),
-            }
-            write_atomically(path, json.dumps(made).encode(), mode=0o600)
-        try:
-            values = json.loads(read_secret(path))
-            return cls(
-                certificate_pem=values["certificate"].encode(),
-                key_pem=values["key"].encode(),
-                secret=bytes.fromhex(values["secret"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadDataError(
-                f"{path} is damaged",
-                next_step="remove it; coordinators then need the new line of the next start",
-            ) from error
+        """Made at the first use. Raises BadDataError."""
+        return cls.of_file(
+            folder / RELAY_FILE,
+            when_damaged="remove it; coordinators then need the new line of the next start",
+        )
 
     def line(self, host: str, port: int) -> RelayLine:
         """For the coordinators that it may carry."""
-        return RelayLine(host=host, port=port, pin=pin_of(self.certificate_pem), secret=self.secret)
+        return RelayLine(host=host, port=port, pin=self.pin, secret=self.secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

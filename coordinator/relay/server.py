@@ -7,12 +7,9 @@ long as it is here. It reads nothing of what it carries, has no key of any run, 
 import asyncio
 import contextlib
 import hmac
-import ssl
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Self
 
 import structlog
@@ -168,7 +165,7 @@ class Relay:
         self._doors = Doors()
         listener = listening_socket(host, port)
         self.port = int(listener.getsockname()[1])
-        tls = {"ssl": server_context(key), "ssl_handshake_timeout": HELLO_SECONDS}
+        tls = {"ssl": key.server_context(), "ssl_handshake_timeout": HELLO_SECONDS}
         strangers, known = Places(STRANGERS), Places(STRANGERS)
 
         def places_of(source: str) -> Places:
@@ -341,13 +338,3 @@ class _Refusal:
 
 def _one_line(text: str) -> str:
     return " ".join(printable(text, most=MOST_NAME).split())
-
-
-def server_context(key: RelayKey) -> ssl.SSLContext:
-    """The relay's side of TLS."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    with NamedTemporaryFile(prefix="atoll-relay-") as file:  # Python takes keys from files only
-        Path(file.name).write_bytes(key.certificate_pem + key.key_pem)
-        context.load_cert_chain(file.name)
-    return context

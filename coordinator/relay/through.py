@@ -4,7 +4,6 @@ The relay sees who connects, when and how much; what goes through is TLS between
 """
 
 import asyncio
-import hmac
 import secrets
 import ssl
 from random import Random
@@ -22,7 +21,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.terminal.console import printable
-from protocol.trust.pki import pin_of
+from protocol.trust.pinned import client_context, has_pin
 from protocol.wire.channel import RETRY_CAP_SECONDS, retried
 
 SPARES = 4
@@ -202,13 +201,9 @@ class Through:
 
 
 async def _connected(line: RelayLine) -> Connection:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the pin says who it is, by whatever name it is dialled
-    context.verify_mode = ssl.CERT_NONE
     try:
         reader, writer = await asyncio.open_connection(
-            line.host, line.port, ssl=context, limit=CHUNK_BYTES
+            line.host, line.port, ssl=client_context(), limit=CHUNK_BYTES
         )
     except ssl.SSLError as error:
         raise ProtocolMismatchError(
@@ -216,18 +211,13 @@ async def _connected(line: RelayLine) -> Connection:
             next_step="check host and port, and that 'atoll relay start' runs there",
         ) from error
     connection = Connection(reader, writer)
-    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    if not hmac.compare_digest(_pin(certificate), line.pin):
+    if not has_pin(writer, line.pin):
         connection.abort()
         raise ProtocolMismatchError(
             f"what answers at {line.endpoint} is not the relay that the line is of",
             next_step="copy the line again from relay.line in the relay's folder",
         )
     return connection
-
-
-def _pin(certificate: bytes) -> bytes:
-    return pin_of(ssl.DER_cert_to_PEM_cert(certificate).encode())
 
 
 def _nobody(line: RelayLine, why: str) -> UnavailableError:

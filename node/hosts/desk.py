@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import structlog
 
 from node.hosts.orders import End, Order, answer_from_wire, to_wire
-from node.hosts.wire import LeaderKey, Message, Wire, is_invited, server_context, zeros
+from node.hosts.wire import LeaderKey, Message, Wire, is_invited, zeros
 from node.island.island import Progress
 from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.outer_state import Vector
@@ -140,7 +140,7 @@ class HostDesk:
                 self._meet,
                 host,
                 port,
-                ssl=server_context(self._key),
+                ssl=self._key.server_context(),
                 ssl_handshake_timeout=STOP_SECONDS,
             )
         except OSError as error:
@@ -187,7 +187,7 @@ class HostDesk:
         self._welcoming.add(task)
         try:
             wire = Wire(reader, writer)  # which fails when the other side is gone already
-            if await is_invited(wire, self._key.secret):
+            if await is_invited(wire, self._key.secret.hex()):
                 await self._welcome(wire)
             else:
                 log.warning("turned away who does not know the island's secret", peer=wire.peer)

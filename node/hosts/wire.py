@@ -14,17 +14,13 @@ nothing is encrypted or authenticated, neither that nor what ranks send each oth
 import asyncio
 import base64
 import fcntl
-import hashlib
 import hmac
 import json
-import secrets
 import socket
-import ssl
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -38,8 +34,8 @@ from protocol.errors import (
     ProtocolMismatchError,
     UnavailableError,
 )
-from protocol.files.durable import read_secret, refusing, write_atomically
-from protocol.trust.pki import Authority, new_swarm_id, pin_of
+from protocol.files.durable import refusing, write_atomically
+from protocol.trust.pinned import PinnedKey, client_context, has_pin
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -97,41 +93,21 @@ class HostToken:
             ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaderKey:
+class LeaderKey(PinnedKey):
     """What the leader keeps."""
 
-    certificate_pem: bytes
-    key_pem: bytes
-    secret: str
+    __slots__ = ()
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self:
-        """Made at the first use, and readable to its owner only."""
-        path = folder / _KEY_FILE
-        if not path.exists():
-            issued = Authority.create(new_swarm_id()).issue_server()
-            values = {
-                "certificate": issued.certificate_pem.decode(),
-                "key": issued.key_pem.decode(),
-                "secret": secrets.token_hex(32),
-            }
-            write_atomically(path, json.dumps(values).encode(), mode=0o600)
-        try:
-            values = json.loads(read_secret(path))
-            return cls(
-                certificate_pem=values["certificate"].encode(),
-                key_pem=values["key"].encode(),
-                secret=values["secret"],
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadDataError(
-                f"{path} is damaged", next_step="remove it; hosts then need the new token"
-            ) from error
+        """Made at the first use. Raises BadDataError."""
+        return cls.of_file(
+            folder / _KEY_FILE, when_damaged="remove it; hosts then need the new token"
+        )
 
     def token(self, host: str, port: int) -> HostToken:
         """For the hosts that may follow."""
-        return HostToken(host=host, port=port, pin=pin_of(self.certificate_pem), secret=self.secret)
+        return HostToken(host=host, port=port, pin=self.pin, secret=self.secret.hex())
 
     def write_token(self, folder: Path, host: str, port: int) -> Path:
         """The file to copy to the other hosts."""
@@ -222,19 +198,15 @@ async def connect(token: HostToken) -> Wire:
 
     Raises UnavailableError, and ProtocolMismatchError when somebody else answers.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # the pin says who it is, wherever it listens
-    context.verify_mode = ssl.CERT_NONE
     try:
-        reader, writer = await asyncio.open_connection(token.host, token.port, ssl=context)
+        reader, writer = await asyncio.open_connection(token.host, token.port, ssl=client_context())
     except OSError as error:
         raise UnavailableError(
             f"no leader answers at {token.host}:{token.port}: {error.strerror or error}",
             next_step="start it there with --hosts and --island-listen",
         ) from error
     wire = Wire(reader, writer)
-    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    if not hmac.compare_digest(hashlib.sha256(certificate).digest(), token.pin):
+    if not has_pin(writer, token.pin):
         wire.close()
         raise ProtocolMismatchError(
             f"who answers at {token.host}:{token.port} is not the token's leader",
@@ -256,16 +228,6 @@ async def is_invited(wire: Wire, secret: str) -> bool:
         return False
     # JSON may hold half a character, which strict encoding would refuse with an error.
     return hmac.compare_digest(told.encode(errors="replace"), secret.encode())
-
-
-def server_context(key: LeaderKey) -> ssl.SSLContext:
-    """The leader's side of TLS."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    with NamedTemporaryFile(prefix="atoll-island-") as file:  # Python takes keys from files only
-        Path(file.name).write_bytes(key.certificate_pem + key.key_pem)
-        context.load_cert_chain(file.name)
-    return context
 
 
 def zeros(num_elements: int) -> Vector:

@@ -7,7 +7,6 @@ import pytest
 from coordinator_scene import invite_from, joined, new_home, serving
 
 from coordinator.relay.line import RelayKey
-from coordinator.relay.server import server_context
 from coordinator.swarm.state import MemberState
 from protocol.errors import AtollError, CertificateRefusedError, ProtocolMismatchError
 from protocol.trust.enrolment import enrol
@@ -69,7 +68,7 @@ async def test_a_relay_that_answers_in_its_coordinators_place_is_found_out(tmp_p
     forged = RelayKey(
         certificate_pem=server.certificate_pem, key_pem=server.key_pem, secret=bytes(32)
     )
-    context = server_context(forged)
+    context = forged.server_context()
     heard = []
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -13,7 +13,7 @@ def test_a_token_is_read_back_and_the_leaders_key_lasts(tmp_path: Path) -> None:
     key = LeaderKey.of_folder(tmp_path)
     path = key.write_token(tmp_path, "10.0.0.1", 7720)
     token = HostToken.read(path)
-    assert (token.host, token.port, token.secret) == ("10.0.0.1", 7720, key.secret)
+    assert (token.host, token.port, token.secret) == ("10.0.0.1", 7720, key.secret.hex())
     assert len(token.pin) == 32
     assert LeaderKey.of_folder(tmp_path) == key
     assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
