@@ -429,7 +429,7 @@ def revoke(invite_id: str, directory: Path | None) -> None:
 )
 @DIR_OPTION
 def skip(ranges: tuple[str, ...], round_number: int | None, directory: Path | None) -> None:
-    """Take samples out of a run, after a spike of the loss: they are not trained any more.
+    """Take samples out of a run, after a spike of the loss: from then on nobody trains them.
 
     FIRST-END are places in the run's sample order, from FIRST to the one before END, as 'atoll data'
     counts them; whole inner steps are taken out. What is leased now is trained to its end.

@@ -7,7 +7,7 @@ reducer, one plan and one takeover of the slice, for whatever begins anew there 
 it took.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from protocol.errors import BadDataError
@@ -83,19 +83,8 @@ class Receipt:
 
     def encode(self) -> bytes:
         """Its bytes, as they are signed and sent."""
-        return transfer_pb2.Receipt(
-            run_digest=self.run_digest,
-            round=self.round,
-            plan_opened_at=self.plan_opened_at,
-            base_digest=self.base_digest,
-            slice_index=self.slice_index,
-            attempt=self.attempt,
-            contributor_id=self.contributor_id,
-            body_digest=self.body_digest,
-            process_id=self.process_id,
-            reducer_key=self.reducer_key,
-            signature=self.signature,
-        ).SerializeToString(deterministic=True)
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        return transfer_pb2.Receipt(**told).SerializeToString(deterministic=True)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Self:
@@ -108,19 +97,7 @@ class Receipt:
             wire = transfer_pb2.Receipt.FromString(encoded)
         except Exception as error:  # protobuf's DecodeError has no public base across versions
             raise BadDataError(f"not a receipt: {error}") from error
-        receipt = cls(
-            run_digest=Digest(wire.run_digest),
-            round=wire.round,
-            plan_opened_at=wire.plan_opened_at,
-            base_digest=wire.base_digest,
-            slice_index=wire.slice_index,
-            attempt=wire.attempt,
-            contributor_id=NodeId(wire.contributor_id),
-            body_digest=Digest(wire.body_digest),
-            process_id=wire.process_id,
-            reducer_key=wire.reducer_key,
-            signature=wire.signature,
-        )
+        receipt = cls(**{each.name: getattr(wire, each.name) for each in fields(cls)})
         if receipt.encode() != encoded:
             raise BadDataError("a receipt must be encoded canonically, without unknown fields")
         return receipt
