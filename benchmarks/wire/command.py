@@ -27,7 +27,7 @@ from node.demo.children import Child, Children
 from node.exchange.transport.rates.traffic import CONNECTION_BYTES
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink
-from protocol.terminal.status_view import by_name
+from protocol.terminal.status_words import by_name
 from protocol.v1 import status_pb2 as pb
 
 TOLERANCE = 0.1

@@ -1,6 +1,6 @@
 """The run as its page shows it: the facts of `atoll status` as plain values for JSON. Pure.
 
-What a figure means and how it is said stands here and in protocol.terminal.status_view; the page's script
+What a figure means and how it is said stands here and in protocol.terminal.status_words; the page's script
 puts text into places, and draws.
 """
 
@@ -14,7 +14,7 @@ from protocol.terminal.console import (
     digest_in_words,
     seconds_in_words,
 )
-from protocol.terminal.status_view import (
+from protocol.terminal.status_words import (
     GONE,
     SILENT_SECONDS,
     activity_in_words,

@@ -33,7 +33,7 @@ from protocol.run.run_spec import run_from_json
 from protocol.terminal import console
 from protocol.terminal.console import printable
 from protocol.terminal.query import StatusLink
-from protocol.terminal.status_view import is_present, name_of
+from protocol.terminal.status_words import is_present, name_of
 from protocol.trust.credentials import LINK_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role

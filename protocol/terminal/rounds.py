@@ -86,7 +86,7 @@ def rounds(
     if is_json:
         console.print_json([as_json(closed) for closed in answer.rounds])
         return
-    from protocol.terminal.status_view import ledger_bytes, screened_in_words
+    from protocol.terminal.status_words import ledger_bytes, screened_in_words
 
     rows = [
         (
@@ -125,7 +125,7 @@ def _watch(link: StatusLink, limit: int, *, is_json: bool) -> None:
 
 def line_of(closed: "pb.RoundSummary") -> str:
     """A closed round in one line."""
-    from protocol.terminal.status_view import ledger_bytes, screened_in_words
+    from protocol.terminal.status_words import ledger_bytes, screened_in_words
 
     parts = [
         f"round {closed.round}: {closed.num_contributors} of {closed.num_participants} nodes",
@@ -192,7 +192,7 @@ def written_in_full(written: "pb.Written") -> str:
 
 
 def _facts(answer: "pb.GetRoundResponse") -> list[str]:
-    from protocol.terminal.status_view import screened_in_words
+    from protocol.terminal.status_words import screened_in_words
 
     told = answer.summary
     is_committed = answer.HasField("committed_seconds") or not answer.is_open
@@ -260,7 +260,7 @@ def bar(node: "pb.NodeInRound", *, whole: float, is_open: bool) -> str:
 
 
 def _row(node: "pb.NodeInRound") -> dict[str, str]:
-    from protocol.terminal.status_view import screening_in_words
+    from protocol.terminal.status_words import screening_in_words
 
     def at(field: str) -> str:
         return f"{getattr(node, field):.1f} s" if node.HasField(field) else "-"  # type: ignore[arg-type]
@@ -292,6 +292,6 @@ def _by_name(answer: "pb.GetRoundResponse") -> Sequence["pb.NodeInRound"]:
 
 
 def _short(node: "pb.NodeInRound") -> str:
-    from protocol.terminal.status_view import short_name
+    from protocol.terminal.status_words import short_name
 
     return short_name(node.node_name or node.node_id[:8])

@@ -48,7 +48,7 @@ MOST_CHARACTERS = 4000
 
 def values_of(closed: "pb.RoundSummary") -> dict[str, float]:
     """The figures of a closed round."""
-    from protocol.terminal.status_view import ledger_bytes
+    from protocol.terminal.status_words import ledger_bytes
 
     told = {
         "loss/training": closed.loss or math.nan,

@@ -11,7 +11,8 @@ from rich.live import Live
 
 from protocol.errors import TemporaryError, UnavailableError
 from protocol.terminal import console
-from protocol.terminal.status_view import render, summary_line, what_people_wait_for
+from protocol.terminal.status_view import render
+from protocol.terminal.status_words import summary_line, what_people_wait_for
 from protocol.v1 import status_pb2 as pb
 
 REFRESH_SECONDS = 1.0

@@ -20,7 +20,7 @@ from protocol.run.layout import layout_of
 from protocol.run.run_spec import OuterSection, RunSpec, validated, validated_file
 from protocol.terminal.console import printable
 from protocol.terminal.rounds import written_in_full
-from protocol.terminal.status_view import written_in_words
+from protocol.terminal.status_words import written_in_words
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.messages import Wrote
 from tests.tiny_runs import tiny

@@ -11,14 +11,14 @@ from rich.console import Console
 from protocol.errors import NotPermittedError, UnavailableError, UsageError
 from protocol.terminal import query
 from protocol.terminal.query import StatusLink
-from protocol.terminal.status_view import (
+from protocol.terminal.status_view import render
+from protocol.terminal.status_words import (
     clock_in_words,
     copies_in_words,
     device_in_words,
     memory_in_words,
     mfu_in_words,
     node_details,
-    render,
     sparkline,
     summary_line,
     time_in_words,

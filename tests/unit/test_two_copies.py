@@ -16,7 +16,7 @@ from node.rulings import KeptRulings
 from protocol.errors import UnavailableError
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.query import as_json
-from protocol.terminal.status_view import copies_in_words, summary_line
+from protocol.terminal.status_words import copies_in_words, summary_line
 from protocol.v1 import status_pb2
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.rounds import CorpusSummary, Digest, LayoutSummary, PeerAddress

@@ -12,7 +12,7 @@ from coordinator.store import Store
 from coordinator.swarm.events import Ruled
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import ProtocolMismatchError
-from protocol.terminal.status_view import releases_in_words
+from protocol.terminal.status_words import releases_in_words
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2
 from protocol.wire.rounds import Digest, NodeId

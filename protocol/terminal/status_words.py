@@ -1,0 +1,518 @@
+"""What a status says, in words and figures: for the terminal, the page and whoever asks. Pure."""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+from protocol.terminal.console import (
+    age_in_words,
+    bytes_in_words,
+    count_in_words,
+    digest_in_words,
+    printable,
+    seconds_in_words,
+)
+from protocol.v1 import status_pb2 as pb
+from protocol.wire.vitals import upload_in_words
+
+SILENT_SECONDS = 6.0
+"""A node not heard for this long is shown as silent: two heartbeats at the default lease."""
+
+_NAME_WIDTH = 16
+
+_STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
+    pb.NODE_STATE_JOINING: ("joining", "cyan"),
+    pb.NODE_STATE_READY: ("ready", "green"),
+    pb.NODE_STATE_DIVERGED: ("diverged", "bold red"),
+    pb.NODE_STATE_LOST: ("lost", "red"),
+    pb.NODE_STATE_LEFT: ("left", "dim"),
+    pb.NODE_STATE_UNAPPROVED: ("unapproved", "yellow"),
+    pb.NODE_STATE_QUARANTINED: ("quarantined", "yellow"),
+    pb.NODE_STATE_EXPELLED: ("expelled", "red"),
+}
+
+PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
+    pb.RUN_PHASE_WAITING: ("waiting", "yellow"),
+    pb.RUN_PHASE_TRAINING: ("training", "green"),
+    pb.RUN_PHASE_EXCHANGING: ("exchanging", "blue"),
+    pb.RUN_PHASE_APPLYING: ("applying", "blue"),
+    pb.RUN_PHASE_FINISHED: ("finished", "bold green"),
+}
+
+GONE = frozenset(
+    {
+        *(pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT, pb.NODE_STATE_UNAPPROVED),
+        *(pb.NODE_STATE_QUARANTINED, pb.NODE_STATE_EXPELLED),
+    }
+)
+"""States of a node that takes no part now."""
+
+
+def is_present(node: pb.NodeStatus) -> bool:
+    """Whether the node is a member with a live session."""
+    return node.state not in GONE
+
+
+def phase_in_words(run: pb.RunStatus) -> str:
+    """What the run does, in one word."""
+    return PHASES.get(run.phase, ("unknown", ""))[0]
+
+
+def state_in_words(node: pb.NodeStatus) -> str:
+    """How the node stands with the swarm, in one word."""
+    return styled_state(node)[0]
+
+
+def styled_state(node: pb.NodeStatus) -> tuple[str, str]:
+    """In one word, and its colour."""
+    if node.is_draining and node.state not in GONE:
+        return "leaving", "yellow"
+    return _STATES.get(node.state, ("unknown", ""))
+
+
+def name_of(node: pb.NodeStatus) -> str:
+    """What people call the node; the beginning of its id when it has no name."""
+    return node.node_name or node.node_id[:8]
+
+
+def by_name(nodes: Iterable[pb.NodeStatus]) -> list[pb.NodeStatus]:
+    """The nodes as people look for them; their ids, by which they come, say nothing to people."""
+    return sorted(nodes, key=lambda node: (name_of(node), node.node_id))
+
+
+def device_in_words(node: pb.NodeStatus) -> str:
+    """What it trains on, and how its ranks share the work; of a helper, that it is one."""
+    if node.is_helper:
+        return "helper"
+    ranks = f"{node.device} ×{node.num_ranks}"
+    mesh = node.heartbeat.mesh
+    return f"{ranks}, {mesh}" if mesh and node.num_ranks > 1 else ranks
+
+
+def sent_bytes(node: pb.NodeStatus) -> int:
+    """Bytes that the node has sent since it started, of all kinds."""
+    return sum(count.sent_bytes for count in node.heartbeat.wire)
+
+
+def wire_in_words(node: pb.NodeStatus) -> tuple[str, str]:
+    """Bytes that the node has sent and received since it started; before it has said so, nothing."""
+    counts = node.heartbeat.wire
+    if not counts:
+        return "-", "-"
+    received = sum(count.received_bytes for count in counts)
+    return bytes_in_words(sent_bytes(node)), bytes_in_words(received)
+
+
+MOST_NAMED = 4
+"""Nodes in a line; of the others the number."""
+
+MOST_PAIRS = 20
+"""Of nodes that do not reach each other, in one sentence."""
+
+
+def cut_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
+    """The ids of each two present nodes of which one says that it does not reach the other."""
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    return {
+        (min(node.node_id, other), max(node.node_id, other))
+        for node in present.values()
+        for other in node.heartbeat.unreachable_ids
+        if other in present
+    }
+
+
+def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which nodes do not reach each other, and which do through a helper, in words; empty when all do."""
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    pairs = cut_pairs(present.values())
+    helpers = [node.node_id for node in by_name(present.values()) if node.is_helper]
+    apart: list[str] = []
+    through: dict[str, set[str]] = {}  # names, by their helper's
+    for pair in pairs:
+        names = sorted(name_of(present[node_id]) for node_id in pair)
+        if helper := _helper_of(pair, helpers, pairs):
+            through.setdefault(name_of(present[helper]), set()).update(names)
+        else:
+            apart.append(f"{names[0]} and {names[1]} do not reach each other")
+    told = sorted(apart)
+    if len(told) > MOST_PAIRS:
+        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more pairs"]
+    for helper, behind in sorted(through.items()):
+        names = sorted(behind)
+        who = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} nodes"
+        told.append(f"{who} reach each other through {helper}")
+    return "; ".join(told)
+
+
+def _helper_of(
+    pair: tuple[str, str], helpers: Sequence[str], pairs: Collection[tuple[str, str]]
+) -> str:
+    """The first helper that both of a pair reach, by node id; empty when there is none."""
+    if not {*pair}.isdisjoint(helpers):
+        return ""
+    for helper in helpers:
+        if not any((min(node, helper), max(node, helper)) in pairs for node in pair):
+            return helper
+    return ""
+
+
+def copies_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which nodes run twice, in words; empty when none does."""
+    twice = [name_of(node) for node in by_name(nodes) if node.has_waiting_copy]
+    if not twice:
+        return ""
+    verb, whose = ("has", "its") if len(twice) == 1 else ("have", "their")
+    return (
+        f"{', '.join(twice)} {verb} a second process with {whose} key waiting: stop one of the two"
+    )
+
+
+def rates_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """What the links of nodes carry; empty before anything was measured."""
+    return "; ".join(
+        f"{name_of(node)} {link_in_words(node)}"
+        for node in by_name(nodes)
+        if node.HasField("link_rates") and node.state not in GONE
+    )
+
+
+def link_in_words(node: pb.NodeStatus) -> str:
+    """What the node's link carries, as plans count on it."""
+    if not node.HasField("link_rates"):
+        return "-"
+    rates = node.link_rates
+    return f"{_rate(rates.up_bytes_per_second)} up, {_rate(rates.down_bytes_per_second)} down"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_in_words(bytes_per_second)}/s" if bytes_per_second else "?"
+
+
+def ledger_bytes(ledger: pb.WireLedger) -> int:
+    """Bytes that all nodes sent."""
+    return sum(count.sent_bytes for count in ledger.counts)
+
+
+def saving_in_words(ledger: pb.WireLedger) -> str:
+    """What rounds have cost against averaging gradients; empty when there is nothing to compare."""
+    sent = ledger_bytes(ledger)
+    if not sent or not ledger.all_reduce_bytes:
+        return ""
+    return (
+        f"{bytes_in_words(sent)} sent by all, {ledger.all_reduce_bytes / sent:.0f} times less than "
+        "a ring all-reduce in fp32 at every inner step"
+    )
+
+
+def training_loss(nodes: Iterable[pb.NodeStatus]) -> float | None:
+    """The mean of the latest training losses of the nodes that are there; None before the first."""
+    losses = [n.heartbeat.loss for n in nodes if n.state not in GONE and n.heartbeat.loss > 0]
+    return sum(losses) / len(losses) if losses else None
+
+
+def compute_share(nodes: Iterable[pb.NodeStatus]) -> float | None:
+    """The mean share of their latest round that nodes which are there spent in inner steps."""
+    shares = [
+        node.heartbeat.utilisation.compute_share
+        for node in nodes
+        if node.state not in GONE and node.heartbeat.HasField("utilisation")
+    ]
+    return sum(shares) / len(shares) if shares else None
+
+
+def time_in_words(node: pb.NodeStatus) -> str:
+    """Where the time of its latest round went; what was not measured is said to be so."""
+    if node.state in GONE or not node.heartbeat.HasField("utilisation"):
+        return "-"
+    made = node.heartbeat.utilisation
+    local = (
+        f"{made.local_communication_share:.0%} local"
+        if made.HasField("local_communication_share")
+        else "local not measured"
+    )
+    exchange = made.exchange_share + made.publish_share + made.adopt_share
+    return (
+        f"{made.compute_share:.0%} compute, {local}, {exchange:.0%} exchange, "
+        f"{made.waiting_share:.0%} waiting"
+    )
+
+
+def mfu_in_words(node: pb.NodeStatus) -> str:
+    """Of the peak of its devices, and whether that peak is the vendor's."""
+    made = node.heartbeat.utilisation
+    if node.state in GONE or not made.HasField("mfu"):
+        return "-"
+    return f"{made.mfu:.1%} of {'a measured' if made.is_peak_measured else 'the'} peak"
+
+
+def memory_in_words(node: pb.NodeStatus) -> str:
+    """Most memory of one of its ranks."""
+    made = node.heartbeat.utilisation
+    return bytes_in_words(made.peak_memory_bytes) if made.peak_memory_bytes else "-"
+
+
+def mean_time_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Where the time of all nodes' latest rounds went, on average; empty before the first."""
+    present = [n for n in nodes if n.state not in GONE and n.heartbeat.HasField("utilisation")]
+    if not present:
+        return ""
+    made = [node.heartbeat.utilisation for node in present]
+    local = [m.local_communication_share for m in made if m.HasField("local_communication_share")]
+    exchange = [m.exchange_share + m.publish_share + m.adopt_share for m in made]
+    unmeasured = len(made) - len(local)
+    return (
+        f"{_mean([m.compute_share for m in made]):.0%} compute, "
+        + (f"{sum(local) / len(made):.0%} local, " if local else "")
+        + f"{_mean(exchange):.0%} exchange, {_mean([m.waiting_share for m in made]):.0%} waiting"
+        + (f"; local not measured on {unmeasured} of {len(made)} nodes" if unmeasured else "")
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def written_in_words(run: pb.RunStatus) -> str:
+    """What the latest model that was asked to wrote on from the first prompt; empty before any was."""
+    if not run.HasField("written"):
+        return ""
+    written = run.written
+    after = f"after round {written.round}"
+    if written.why_not or not written.texts:
+        return f"none {after}: {printable(written.why_not, most=200)}"
+    one = written.texts[0]
+    text = " ".join(printable(one.prompt + one.text, most=160).split())
+    more = len(written.texts) - 1
+    rest = f"; all of it and {more} more:" if more else "; all of it:"
+    return f"{after} “{text}”" + (
+        f"{rest} 'atoll rounds show {written.round}'" if written.round else ""
+    )
+
+
+def relay_in_words(run: pb.RunStatus) -> str:
+    """How nodes reach the coordinator; empty where they dial it."""
+    return run.relay and f"coordinator {printable(run.relay, most=200)}"
+
+
+def releases_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Who runs which release of Atoll; nothing where all of those here run one."""
+    by_release: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.state in (pb.NODE_STATE_JOINING, pb.NODE_STATE_READY, pb.NODE_STATE_DIVERGED):
+            by_release.setdefault(node.version, []).append(node.node_name)
+    if len(by_release) < 2:
+        return ""
+    return "; ".join(
+        f"{release}: {', '.join(names[:MOST_NAMED])}"
+        + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+        for release, names in sorted(by_release.items())
+    )
+
+
+def summary_line(status: pb.GetStatusResponse) -> str:
+    """The status in one line, for logs and pipes."""
+    run = status.run
+    parts = [f"round {round_shown(run)} of {run.total_rounds}, {phase_in_words(run)}"]
+    if (loss := training_loss(status.nodes)) is not None:
+        parts.append(f"loss {loss:.3f}")
+    if (share := compute_share(status.nodes)) is not None:
+        parts.append(f"computing {share:.0%} of the time")
+    if held_out := held_out_in_words(run):
+        parts.append(f"held-out {held_out}")
+    num_ready = sum(node.state == pb.NODE_STATE_READY for node in status.nodes)
+    parts.append(f"{num_ready} of {len(status.nodes)} nodes ready")
+    parts.append(agreement_in_words(run))
+    if run.reason:
+        parts.append(run.reason)
+    if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
+        parts.append(f"the run has about {seconds_in_words(run.estimated_seconds_left)} left")
+    parts += filter(None, (cut_off(status.nodes), copies_in_words(status.nodes)))
+    return "; ".join(parts)
+
+
+def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
+    """What has to differ before a status is worth a new line: not losses, nor seconds left."""
+    run = status.run
+    return (
+        run.phase,
+        run.open_round,
+        run.committed_round,
+        run.digests_agree,
+        len(run.held_out_losses),
+        tuple((node.node_id, node.state) for node in status.nodes),
+        cut_off(status.nodes),
+        copies_in_words(status.nodes),
+    )
+
+
+def clock_in_words(run: pb.RunStatus) -> str:
+    """How long the run has taken, and how long it will at the pace of recent rounds."""
+    taken = f"{seconds_in_words(run.elapsed_seconds)} so far"
+    if run.phase == pb.RUN_PHASE_FINISHED:
+        return f"{seconds_in_words(run.elapsed_seconds)} in all"
+    if not run.HasField("estimated_seconds_left"):
+        return f"{taken}; the time left is known after some rounds"
+    return f"{taken}, about {seconds_in_words(run.estimated_seconds_left)} left"
+
+
+def round_shown(run: pb.RunStatus) -> int:
+    """The open round, or the last one."""
+    return run.open_round or run.committed_round
+
+
+def held_out_in_words(run: pb.RunStatus) -> str:
+    """The first and the latest held-out loss, nats per token; with bits a byte, metric and data holders."""
+    losses = [held_out.loss for held_out in run.held_out_losses]
+    if not losses:
+        return ""
+    words = f"{losses[0]:.3f}" if len(losses) == 1 else f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    bits = bits_per_byte(losses[-1], run)
+    words += "" if bits is None else f", {bits:.3f} bits a byte"
+    latest = run.held_out_losses[-1]
+    words += f", metric {latest.metric:.4g}" if latest.HasField("metric") else ""
+    return words + holders_in_words(latest.holders)
+
+
+def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
+    """What the latest held-out loss is of each holder of private data; empty where there are none."""
+    if not holders:
+        return ""
+    losses = sorted(holder.loss for holder in holders)
+    if len(losses) > MOST_NAMED:
+        return f" ({len(losses)} data holders, {losses[0]:.3f} to {losses[-1]:.3f})"
+    named = (f"{one.node_name or one.node_id[:12]} {one.loss:.3f}" for one in holders)
+    return f" ({', '.join(named)})"
+
+
+def bits_per_byte(loss: float, run: pb.RunStatus) -> float | None:
+    """A held-out loss in nats per token as what tokenizers are compared by; None where nobody knows."""
+    if not run.held_out_bytes_per_token:
+        return None
+    return loss / math.log(2) / run.held_out_bytes_per_token
+
+
+def agreement_in_words(run: pb.RunStatus) -> str:
+    """Whether all nodes hold the same outer state, and which."""
+    if not run.outer_digest:
+        return "no digest yet"
+    verdict = "the same on all nodes" if run.digests_agree else "NOT the same on all nodes"
+    return f"{digest_in_words(run.outer_digest)} at round {run.outer_digest_round}, {verdict}"
+
+
+def screening_in_words(told: pb.Screening) -> str:
+    """How many of a node's contributions screening left out or clipped; "-" where it has had none."""
+    if not told.num_contributions:
+        return "-"
+    counts = ((told.num_left_out, "left out"), (told.num_clipped, "clipped"))
+    cut = ", ".join(f"{count} {word}" for count, word in counts if count)
+    return f"{cut} of {told.num_contributions}" if cut else f"none of {told.num_contributions}"
+
+
+def screened_in_words(closed: pb.RoundSummary) -> str:
+    """Of whom a round took not all, and what became of it."""
+    told = (f"{s.node_name or s.node_id[:12]}: {screening_in_words(s)}" for s in closed.screened)
+    return "; ".join(told) or "-"
+
+
+def work_in_words(node: pb.NodeStatus) -> str:
+    """A node's part of the confirmed work of those present."""
+    if not node.HasField("confirmed_work_share"):
+        return "-"
+    return f"{100 * node.confirmed_work_share:.0f}%"
+
+
+def given_in_words(given: pb.Given) -> str:
+    """The bytes that a node has moved for the run."""
+    return (
+        f"{bytes_in_words(given.sent_bytes)} sent, {bytes_in_words(given.received_bytes)} received"
+    )
+
+
+def node_facts(node: pb.NodeStatus) -> dict[str, str]:
+    """All columns of `atoll nodes`, in words."""
+    return {
+        "node": name_of(node),
+        "id": node.node_id[:12],
+        "state": state_in_words(node),
+        "device": device_in_words(node),
+        "heard": age_in_words(node.silent_seconds),
+        "tokens": count_in_words(node.committed_tokens),
+        "work": work_in_words(node),
+        "screened": screening_in_words(node.screening),
+        "link": link_in_words(node),
+        "upload": upload_in_words(node.heartbeat.upload_pace) or "-",
+        "tcp": node.heartbeat.congestion_control or "-",
+        "time of a round": time_in_words(node),
+        "mfu": mfu_in_words(node),
+        "peak memory": memory_in_words(node),
+        "text": "same" if node.same_corpus else "other",
+        "version": node.version,
+        "addresses": " ".join(node.address.multiaddrs),
+    }
+
+
+def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str, str]:
+    """All that is known of one node, in words; what is not known is left out."""
+    beat = node.heartbeat
+    sent, received = wire_in_words(node)
+    names = {each.node_id: name_of(each) for each in status.nodes}
+    pairs = cut_pairs(status.nodes)
+    cut = sorted(names[other] for pair in pairs if node.node_id in pair for other in pair)
+    others = ", ".join(name for name in cut if name != name_of(node))
+    told = node_facts(node) | {
+        "id": node.node_id,
+        "standing": node.standing,
+        "does": activity_in_words(node, status.run),
+        "waits for": beat.waiting_for,
+        "loss": f"{beat.loss:.3f}" if beat.loss > 0 else "",
+        "speed": f"{count_in_words(beat.tokens_per_second)} tokens a second"
+        if beat.tokens_per_second > 0
+        else "",
+        "steps asked": str(node.inner_steps or ""),
+        "state held": f"round {beat.outer_round}" if node.HasField("heartbeat") else "",
+        "sent": sent,
+        "received": received,
+        "let go": f"{beat.let_go_rounds:.1f} rounds of late work" if beat.let_go_rounds else "",
+        "gave": f"{node.given.num_rounds} rounds, {given_in_words(node.given)}, "
+        f"{seconds_in_words(node.given.present_seconds)} present"
+        if node.HasField("given")
+        else "",
+        "does not reach": others,
+        "second process": "waits with the same key: stop one of the two"
+        if node.has_waiting_copy
+        else "",
+    }
+    return {label: words for label, words in told.items() if words not in ("", "-")}
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+MOST_BLOCKS = 40
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Their course in one line: the latest 40, the least as the lowest block. Empty for fewer than three."""
+    latest = [value for value in values if math.isfinite(value)][-MOST_BLOCKS:]
+    if len(latest) < 3:
+        return ""
+    least, most = min(latest), max(latest)
+    span = most - least or 1.0
+    return "".join(BLOCKS[round((value - least) / span * (len(BLOCKS) - 1))] for value in latest)
+
+
+def short_name(name: str) -> str:
+    """A name that fits its column, with its end: nodes of one name differ there."""
+    if len(name) <= _NAME_WIDTH:
+        return name
+    tail = _NAME_WIDTH // 3
+    return f"{name[: _NAME_WIDTH - tail - 1]}…{name[-tail:]}"
+
+
+def activity_in_words(node: pb.NodeStatus, run: pb.RunStatus) -> str:
+    """What the node does now, or for how long it has been silent."""
+    if node.silent_seconds > SILENT_SECONDS:
+        return f"silent {seconds_in_words(node.silent_seconds)}"
+    beat = node.heartbeat
+    if beat.activity.startswith("training"):
+        # Nothing is asked of a node that trains on after its round has ended without it.
+        return f"{beat.activity} {beat.inner_step}/{node.inner_steps or run.inner_steps}"
+    return beat.activity or "-"
