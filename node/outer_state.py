@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import shared_memory
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import blake3
@@ -122,10 +122,9 @@ def _allocated(
         if sum(sizes) > free_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for num_bytes in sizes:
-            name = f"{PREFIX}{secrets.token_hex(8)}"
-            block = shared_memory.SharedMemory(name=name, create=True, size=num_bytes)
+            block, mark = _marked_block(num_bytes)
             blocks.append(block)
-            held.append(Held(SHARED_MEMORY / block.name))
+            held.append(mark)
             with (SHARED_MEMORY / block.name).open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
     except OSError as error:
@@ -144,6 +143,19 @@ def _allocated(
             next_step="enlarge it (docker run --shm-size …) or choose a smaller model",
         ) from error
     return tuple(blocks), tuple(held)
+
+
+def _marked_block(num_bytes: int) -> tuple[shared_memory.SharedMemory, Held]:
+    """A new block; anew where another start on this machine takes it for left over before it is marked."""
+    while True:
+        name = f"{PREFIX}{secrets.token_hex(8)}"
+        block = shared_memory.SharedMemory(name=name, create=True, size=num_bytes)
+        try:
+            return block, Held(SHARED_MEMORY / block.name)
+        except FileNotFoundError:
+            block.close()
+            # Python's tracker would take it for forgotten: it knows it by the name that shm_open has.
+            resource_tracker.unregister(f"/{block.name}", "shared_memory")
 
 
 def tell_leftovers() -> None:

@@ -117,3 +117,24 @@ def test_an_orderly_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert all((SHARED_MEMORY / name).exists() for name in names)
     vectors.close()
     assert not any((SHARED_MEMORY / name).exists() for name in names)
+
+
+def test_a_start_that_sweeps_beside_ours_takes_a_block_before_it_is_marked_and_we_make_another() -> (
+    None
+):
+    program = (
+        "from node import outer_state\n"
+        "from protocol.files.leftovers import Held, remove_leftovers\n"
+        "swept = []\n"
+        "def swept_first(path):\n"
+        "    if not swept:\n"
+        "        path.unlink()\n"
+        "        swept.append(path)\n"
+        "    return Held(path)\n"
+        "outer_state.Held = swept_first\n"
+        "vectors = outer_state.SharedVectors.create(10)\n"
+        "assert swept and vectors.parameters.size == 10\n"
+        "vectors.close()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stderr  # nor does Python tell of a leak
