@@ -253,9 +253,9 @@ def times_when_applied(
 def _training(state: SwarmState, current: Round, nodes: Sequence[NodeId]) -> Measured:
     """From the plan to the report of who took all its steps; who took fewer ran out of time."""
     budgets = {a.node_id: a.inner_steps for a in current.assignments}
-    done = [
+    done = {
         n for n in nodes if n in current.trained and current.trained[n].inner_steps >= budgets[n]
-    ]
+    }
     return Measured(
         given_seconds=current.train_deadline - current.opened_at,
         seconds=max((current.trained_at[n] - current.opened_at for n in done), default=None),

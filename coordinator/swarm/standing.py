@@ -14,8 +14,9 @@ A helper trains nothing, and one whom no plan asks to reduce does its part by be
 round in which a slice of its own is overdue.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import (
@@ -29,6 +30,7 @@ from coordinator.swarm.state import (
     is_void,
 )
 from coordinator.swarm.turn import (
+    Same,
     Turn,
     assignments_of,
     awaited_participants,
@@ -37,8 +39,8 @@ from coordinator.swarm.turn import (
     training_among,
 )
 from coordinator.swarm.weighing import is_enough, say_in, say_of, weight_of
-from protocol.wire.messages import ParticipantsIdle
-from protocol.wire.rounds import Commit, NodeId
+from protocol.wire.messages import ParticipantsIdle, Trained
+from protocol.wire.rounds import Assignment, Commit, NodeId
 
 MOST_ROUNDS_OUT = 64
 """A member that was at fault as often as may be is tried again after so many rounds."""
@@ -179,15 +181,12 @@ def excuses_at(state: SwarmState) -> float | None:
     current = state.open_round
     if current is None or current.phase is RoundPhase.APPLYING or current.is_excused:
         return None
-    late = _overdue(state, current)
-    awaited = training_among(current, awaited_participants(state, current))
-    others = [n for n in awaited if n not in late]
-    if not late or not others or any(n not in current.trained_at for n in others):
+    told = _overdue(state, current)
+    if not told.late or not told.others or any(n not in current.trained_at for n in told.others):
         return None
-    are_new = any(n in awaited for n in late)
-    hurry, trial = are_new * LEAST_HURRY_SECONDS, are_new * LEAST_TRIAL_SECONDS
+    hurry, trial = told.are_new * LEAST_HURRY_SECONDS, told.are_new * LEAST_TRIAL_SECONDS
     if (hurried_at := current.hurried_at) is None:
-        took = max(current.trained_at[n] for n in others) - current.opened_at
+        took = max(current.trained_at[n] for n in told.others) - current.opened_at
         return current.opened_at + max(HURRY_MARGIN * took, took + hurry)
     waited = hurried_at - current.opened_at  # not who trained last: it may be one of them
     took = min(waited / HURRY_MARGIN, waited - hurry)
@@ -203,7 +202,7 @@ def excuse(turn: Turn) -> None:
     at, current = excuses_at(turn.state), turn.state.open_round
     if at is None or current is None or turn.now < at:
         return
-    late = _overdue(turn.state, current)
+    late = _overdue(turn.state, current).late
     idle = ParticipantsIdle(round=current.number, node_ids=late)
     if current.hurried_at is None:
         turn.put_round(replace(current, hurried_at=turn.now))
@@ -215,16 +214,52 @@ def excuse(turn: Turn) -> None:
     turn.act(Tell(message=idle, to=others_in(current, late)))
 
 
-def _overdue(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
-    """Who has not trained, of those on trial; and of those without work, where those that have decide."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Overdue:
+    """Of a round's participants that are here and train."""
+
+    late: tuple[NodeId, ...]  # those on trial; and those without work, where those that have decide
+    others: tuple[NodeId, ...]  # whom the round waits for all the same
+    are_new: bool  # whether it waits for some of the late ones too: for those without work
+
+
+def _overdue(state: SwarmState, current: Round) -> _Overdue:
+    """The same for many decisions in a row: a thousand nodes send hundreds of heartbeats a second."""
     awaited = awaited_participants(state, current)
-    here = training_among(current, present_participants(state, current))
-    late = [n for n in here if n not in current.trained]
-    say = say_in(state, current, awaited)
-    weights = say.weights if say.is_confirmed else {}
-    in_time = [n for n in awaited if n in current.trained]
-    are_enough = is_enough(say, in_time, awaited)
-    return tuple(n for n in late if n not in awaited or (are_enough and not weights.get(n, 0)))
+    return _late_among(
+        Same(current.assignments),
+        Same(present_participants(state, current)),
+        Same(awaited),
+        Same(current.trained),
+        Same(say_in(state, current, awaited)),
+    )
+
+
+@lru_cache(maxsize=4)
+def _late_among(
+    assignments: Same[tuple[Assignment, ...]],
+    present: Same[tuple[NodeId, ...]],
+    awaited: Same[tuple[NodeId, ...]],
+    trained: Same[Mapping[NodeId, Trained]],
+    say: Same[Say],
+) -> _Overdue:
+    trains = {a.node_id for a in assignments.value if a.trains}
+    waited_for, done = frozenset(awaited.value), trained.value
+    untrained = trains - done.keys()
+    in_time = [n for n in awaited.value if n in done]
+    weights = say.value.weights if say.value.is_confirmed else {}
+    are_enough = is_enough(say.value, in_time, awaited.value)
+    late = tuple(
+        n
+        for n in present.value
+        if n in untrained and (n not in waited_for or (are_enough and not weights.get(n, 0)))
+    )
+    others = trains.difference(late)
+    return _Overdue(
+        late=late,
+        others=tuple(n for n in awaited.value if n in others),
+        are_new=not waited_for.isdisjoint(late),
+    )
 
 
 def _late(turn: Turn, node_id: NodeId, number: int) -> None:

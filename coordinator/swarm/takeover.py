@@ -5,6 +5,7 @@ others still hold their contributions. A reducer that has not reported a while a
 reduced counts as gone as well: it may be dead and its lease not over yet, or stalled, or cut off.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -21,7 +22,14 @@ from coordinator.swarm.state import (
     SliceProgress,
     SwarmState,
 )
-from coordinator.swarm.turn import Turn, is_present, others_in, present_participants
+from coordinator.swarm.turn import (
+    Same,
+    Turn,
+    as_set,
+    is_present,
+    others_in,
+    present_participants,
+)
 from coordinator.swarm.weighing import say_in
 from protocol.wire.messages import ResultOffered, SliceTakenOver
 from protocol.wire.rounds import NodeId
@@ -178,16 +186,18 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
         return None
     members = [state.members[node_id] for node_id in here]
     reaching = {m.node_id for m in best_reducers(members, say_in(state, current, here))}
-    load = [p.slice.reducer_id for p in current.slices if p.slice.index != progress.slice.index]
+    others = (p for p in current.slices if p.slice.index != progress.slice.index)
+    load = Counter(other.slice.reducer_id for other in others)
+    on_trial = as_set(Same(current.on_trial))
 
     def preference(member: Member) -> tuple[bool, bool, bool, bool, bool, int, NodeId]:
         return (
-            member.node_id in current.on_trial,
+            member.node_id in on_trial,
             member.state is not MemberState.READY,
             member.session_id >= current.later_session_id,
             member.node_id not in reaching,
             member.node_id == progress.slice.reducer_id,
-            load.count(member.node_id),
+            load[member.node_id],
             member.node_id,
         )
 

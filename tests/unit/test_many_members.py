@@ -4,7 +4,8 @@ Work is counted in lines of Python that the core runs, so that no machine's spee
 """
 
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm_scene import LAYOUT, RUN, TOKENS, Scene, digest_of
+from swarm_scene import INITIAL, LAYOUT, RUN, TOKENS, Scene, digest_of
 
 import coordinator.swarm
 from coordinator.clock import LoopClock
@@ -25,18 +26,19 @@ from coordinator.services.status import (
     StatusDesk,
 )
 from coordinator.store import Store
-from coordinator.swarm.events import HeartbeatSeen
+from coordinator.swarm.events import Event, HeartbeatSeen, Reported, ReportedTogether
 from coordinator.swarm.ledger import Ledger, Places, lease, reopen, settle
 from coordinator.swarm.opening import MOST_REDUCERS
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.state import HeldOut, Member
-from coordinator.swarm.transition import step
+from coordinator.swarm.transition import next_deadline, step
 from coordinator.swarm.weighing import say_of
 from coordinator.telemetry import Telemetry
 from protocol.errors import BadDataError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2, status_pb2
+from protocol.wire.messages import Held
 from protocol.wire.payload import RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Assignment, NodeId
 
@@ -183,6 +185,89 @@ def test_a_heartbeat_that_tells_whom_it_does_not_reach_is_logged_without_all_pai
         return lambda: log_transition(before, transition)
 
     assert_linear(work_of, 100)
+
+
+class CountedId(str):
+    """A node's id that counts how often ids are compared: looking one up among others in a tuple does."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedId.num_compared += 1
+        return str.__eq__(self, other)
+
+
+class CountingScene(Scene):
+    """Knows of each kind of event the most comparisons that one of them took."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__(min_nodes=num_nodes, layout=LARGE, slice_elements=1 << 20)
+        self.most: Counter[str] = Counter()
+
+    def do(self, event: Event) -> None:
+        before = CountedId.num_compared
+        super().do(event)
+        next_deadline(self.state)
+        kind = type(event.report if isinstance(event, Reported) else event).__name__
+        self.most[kind] = max(self.most[kind], CountedId.num_compared - before)
+
+    def commit_at_once(self, holders: Sequence[NodeId]) -> None:
+        """Each slice is reduced, and each holder tells in one call that it has all of them."""
+        number = self.round.number
+        tokens: dict[str, int] = dict.fromkeys(self.round.trained, TOKENS)
+        results = [
+            (p.slice, digest_of(f"result {number}/{p.slice.index}")) for p in self.round.slices
+        ]
+        for part, digest in results:
+            self.reduce(part.reducer_id, part.index, digest, tokens)
+        held = [Held(slice_index=part.index, digest=digest) for part, digest in results]
+        for node_id in holders:
+            told = (Reported(node_id=node_id, round=number, report=one) for one in held)
+            self.do(ReportedTogether(reports=tuple(told)))
+        assert self.state.committed_round == number, self.reason
+
+
+def most_compared(num_nodes: int) -> Mapping[str, int]:
+    """In three rounds: all in time, some late and then in time, and some and a reducer gone for good."""
+    scene = CountingScene(num_nodes)
+    names = [NodeId(CountedId(name)) for name in names_of(num_nodes)]
+    late = names[-num_nodes // 10 :]
+    scene.attach(*names)
+    digest = INITIAL
+    for number in (1, 2, 3):
+        for name in names[: -len(late)]:
+            scene.train(name)
+            scene.now += 0.01
+        for name in names:
+            scene.beat(name, at=number - 1, digest=digest)
+        if number == 3:
+            break
+        for name in late:
+            scene.wait(0.1 * number)
+            scene.train(name)
+        scene.commit_at_once(names[: 2 * num_nodes // 3 + 1])
+        digest = digest_of(f"after {number}")
+        scene.apply(digest, *names)
+    scene.leave(scene.round.slices[0].slice.reducer_id)
+    scene.wait(200)  # the others are taken over one by one, and the round ends at its deadline
+    assert scene.state.committed_round >= 3
+    return scene.most
+
+
+def test_no_step_of_a_round_compares_every_member_with_every_other() -> None:
+    num_nodes = MOST_REDUCERS + 6
+    once, twice = most_compared(num_nodes), most_compared(2 * num_nodes)
+    assert {"Trained", "HeartbeatSeen", "Reduced", "ReportedTogether", "Ticked", "Detached"} <= set(
+        twice
+    )
+    grown = {
+        kind: (once[kind], most)
+        for kind, most in twice.items()
+        if most > 3 * once[kind] + num_nodes
+    }
+    assert not grown
 
 
 def driver_of(scene: Scene) -> Driver:
