@@ -28,6 +28,9 @@ NEXT_STEP_KEY = "atoll-next-step-bin"  # gRPC lets only "-bin" values hold more 
 MAX_TEXT_BYTES = 3000
 """Of a sentence, percent-encoded: beyond 8 KiB of metadata gRPC drops a status, now and then."""
 
+CROWDED = "Concurrent RPC limit exceeded"
+"""With what gRPC itself refuses a call beyond `maximum_concurrent_rpcs`."""
+
 _CLASSES: dict[str, type[AtollError]] = {
     name: value
     for name, value in vars(errors).items()
@@ -90,6 +93,11 @@ def translated(error: grpc.RpcError, *, endpoint: str) -> AtollError:
             return UnavailableError(
                 f"the coordinator at {endpoint} did not answer in time",
                 next_step="try again; if it stays so, look at the coordinator's log",
+            )
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if details.startswith(CROWDED):
+            return TemporaryError(
+                f"the coordinator at {endpoint} answers as many others at once as it can",
+                next_step="try again in a few seconds",
             )
         case grpc.StatusCode.CANCELLED:
             return TemporaryError(

@@ -29,6 +29,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.trust import pki
+from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.handshake import Diagnosis
 from protocol.trust.identity import Identity
@@ -221,3 +222,18 @@ async def test_a_bug_of_the_coordinator_is_not_blamed_on_the_network(
     with pytest.raises(AtollError, match="coordinator's log") as caught:
         await get_run(coordinator.credentials())
     assert type(caught.value) is AtollError
+
+
+async def test_who_joins_with_too_many_others_at_once_is_told_to_try_again() -> None:
+    async with Coordinator(most_enrolments=1) as coordinator:
+        coordinator.may_enrol.clear()
+
+        async def enrolled() -> Credentials:
+            return await enrol(coordinator.invite(), Identity.generate(), "node")
+
+        both = [asyncio.create_task(enrolled()) for _ in range(2)]
+        (refused,), (first,) = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(TemporaryError, match="as many others at once as it can"):
+            refused.result()
+        coordinator.may_enrol.set()
+        assert (await first).run_name == (await enrolled()).run_name == "a run"

@@ -35,11 +35,15 @@ class Coordinator(
 ):
     """Two real servers with one authority. `answer` is what GetRun does, and Subscribe ends with."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_enrolments: int | None = None) -> None:
         self.authority = pki.Authority.create(pki.new_swarm_id())
         self.certificate = self.authority.issue_server()
         self.control = grpc.aio.server(options=CONTROL_OPTIONS)
-        self.enrolment = grpc.aio.server(options=ENROLMENT_OPTIONS)
+        self.enrolment = grpc.aio.server(
+            options=ENROLMENT_OPTIONS, maximum_concurrent_rpcs=most_enrolments
+        )
+        self.may_enrol = asyncio.Event()
+        self.may_enrol.set()
         self.control_port = self.bind(0)
         self.enrolment_port = bind_enrolment(
             self.enrolment,
@@ -94,6 +98,7 @@ class Coordinator(
             self.subscriptions_ended.release()
 
     async def Enrol(self, request: Any, context: Any) -> enrolment_pb2.EnrolResponse:  # noqa: N802
+        await self.may_enrol.wait()
         statement = pki.enrolment_statement(request.invite_id, request.certificate_request)
         assert is_signed_by(request.public_key, statement, request.proof)
         node_id = node_id_of(request.public_key)
