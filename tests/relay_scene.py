@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from coordinator.relay.limits import Limits
+from coordinator.relay.doors import Limits
 from coordinator.relay.line import PORTS_FILE, Carriage, KeptPorts, RelayKey
 from coordinator.relay.server import Relay
 from coordinator.relay.through import Through

@@ -74,7 +74,7 @@ def start(
       atoll coordinator start my-run --through LINE
     """  # noqa: D301 - click reads the character \b, not its two letters
     from coordinator.config import advertised_host
-    from coordinator.relay.limits import Limits
+    from coordinator.relay.doors import Limits
     from coordinator.relay.serving import Settings, run_relay
     from protocol.trust.invite import check_endpoint
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
-from coordinator.relay.doors import Doors, listening_socket
-from coordinator.relay.limits import Limits, Pace, Place, Places, source_of
+from coordinator.relay.doors import Doors, Limits, Pace, Place, Places, listening_socket, source_of
 from coordinator.relay.line import PORTS_FILE, KeptPorts, RelayKey
 from coordinator.relay.stream import (
     CHUNK_BYTES,

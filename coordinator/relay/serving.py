@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from coordinator.relay.limits import Limits
+from coordinator.relay.doors import Limits
 from coordinator.relay.line import LINE_FILE, PORTS_FILE, KeptPorts, RelayKey
 from coordinator.relay.server import Relay
 from protocol.files.descriptors import require_open_files

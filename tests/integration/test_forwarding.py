@@ -9,8 +9,8 @@ import pytest
 from coordinator_scene import FakeNode, invite_from, joined, new_home, serving
 
 from coordinator.config import CoordinatorConfig, Home
+from coordinator.relay.doors import Limits
 from coordinator.relay.forwarding import Forwarding, is_here, moved, ways
-from coordinator.relay.limits import Limits
 from coordinator.store import Store
 from protocol.errors import AtollError, NoInputError, SystemRefusedError, UsageError
 from protocol.terminal import cli, console

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.relay.doors import listening_socket
-from coordinator.relay.limits import Limits, Pace, Places, source_of
+from coordinator.relay.doors import Limits, Pace, Places, listening_socket, source_of
 from coordinator.relay.line import PORTS_FILE, THROUGH_FILE, Carriage, KeptPorts, RelayKey
 from coordinator.relay.server import STRANGERS
 from coordinator.relay.through import SPARES, Through
