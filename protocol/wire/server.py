@@ -48,7 +48,11 @@ def server_options(
     )
 
 
-CONTROL_OPTIONS = server_options(idle_seconds=600, streams=64)
+CONTROL_OPTIONS: Options = (
+    *server_options(idle_seconds=600, streams=64),
+    # A machine that stalls reads a node's pings of a minute at once, and gRPC would end it as a flood.
+    ("grpc.http2.max_ping_strikes", 0),
+)
 """Of the port for members; a node's connection is never idle, for it reads its events."""
 
 ENROLMENT_OPTIONS = server_options(idle_seconds=20, streams=8)

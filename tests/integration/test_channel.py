@@ -33,10 +33,9 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.handshake import Diagnosis
 from protocol.trust.identity import Identity
+from protocol.trust.pki import server_name
 from protocol.v1 import session_pb2_grpc
-from protocol.wire.channel import (
-    open_channel,
-)
+from protocol.wire.channel import channel_options, open_channel
 from protocol.wire.status_codes import abort
 
 
@@ -237,3 +236,21 @@ async def test_who_joins_with_too_many_others_at_once_is_told_to_try_again() -> 
             refused.result()
         coordinator.may_enrol.set()
         assert (await first).run_name == (await enrolled()).run_name == "a run"
+
+
+async def test_pings_that_are_read_all_at_once_do_not_end_a_members_connection(
+    coordinator: Coordinator,
+) -> None:
+    member = coordinator.credentials()
+    options = dict(channel_options(server_name(member.swarm_id)))
+    each_second = {"grpc.keepalive_time_ms": 1000, "grpc.http2.max_pings_without_data": 0}
+    keys = grpc.ssl_channel_credentials(
+        member.authority_pem, member.key_pem, member.certificate_pem
+    )
+    async with grpc.aio.secure_channel(
+        member.endpoint, keys, options=list((options | each_second).items())
+    ) as channel:
+        await channel.channel_ready()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(6):  # after four of them gRPC would have had enough
+                await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
