@@ -34,7 +34,7 @@ JSON = "application/json"
 EVERY_SECONDS = 1.0
 """Between two pictures for who watches, while making one takes less than a LEAST_REST-th of it."""
 
-LEAST_REST = 40
+LEAST_REST = 100
 """Times as long as making a picture took of a core nobody makes the next. On a busy machine it takes longer,
 and costs others no more."""
 
