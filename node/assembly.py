@@ -54,7 +54,7 @@ from node.models.reading import read_first
 from node.models.writing import TextWriter
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
-from node.pausing import why_paused
+from node.owner import why_paused
 from node.records import Records
 from node.rulings import KeptRulings
 from node.stopping import StopSignals

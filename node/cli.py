@@ -343,7 +343,7 @@ def drain(folder: Path | None, within: float) -> None:
 
     Example: atoll node drain --within 20s
     """
-    from node.drain import drain_node
+    from node.owner import drain_node
 
     drain_node(find_home(folder), within_seconds=within, say=click.echo)
     click.echo("it has left")
@@ -358,7 +358,7 @@ def pause(folder: Path | None) -> None:
 
     Example: atoll node pause
     """
-    from node.pausing import pause_node
+    from node.owner import pause_node
 
     pause_node(find_home(folder), say=click.echo)
 
@@ -370,7 +370,7 @@ def resume(folder: Path | None) -> None:
 
     Example: atoll node resume
     """
-    from node.pausing import resume_node
+    from node.owner import resume_node
 
     resume_node(find_home(folder), say=click.echo)
 

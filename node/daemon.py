@@ -32,7 +32,7 @@ from node.island.island import Island
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
 from node.machine.addresses import address_changes, most_useful
-from node.pausing import LOOK_SECONDS
+from node.owner import LOOK_SECONDS
 from node.rulings import KeptRulings
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from node import drain
-from node.drain import drain_node
+from node.owner import drain_node
 from protocol.errors import NoInputError, SystemRefusedError
 from protocol.files.folder_lock import LOCK_NAME
 from protocol.trust.credentials import IDENTITY_FILE

@@ -1,6 +1,7 @@
-"""Makes the node of a folder leave with its work, from another process: the owner's or a script's.
+"""What the owner of a node asks of it from another process: to leave with its work, or to train nothing.
 
-The node's own limit holds as well (drain_within in node.toml), so `within_seconds` only shortens it.
+A paused node stays a member and applies commits. A file in its folder says so, so it stays paused over
+restarts; a running node looks for it.
 """
 
 import os
@@ -11,14 +12,21 @@ from pathlib import Path
 
 from node.config import SETTINGS_FILE, load_settings, require_node_folder
 from node.stopping import GOODBYE_SECONDS
-from protocol.errors import SystemRefusedError
+from protocol.errors import SystemRefusedError, UsageError
+from protocol.files.durable import remove_durably, write_atomically
 from protocol.files.folder_lock import FolderLock
+
+PAUSED_FILE = "paused"
+
+LOOK_SECONDS = 1.0
+"""How often a running node looks."""
 
 
 def drain_node(folder: Path, *, within_seconds: float, say: Callable[[str], None]) -> None:
     """Signals the folder's node and waits until it has ended. Raises AtollError.
 
-    When it has not ended within the limit it is signalled again, and leaves at once.
+    The node's own limit holds as well (drain_within in node.toml), so `within_seconds` only shortens it. When
+    it has not ended within the limit it is signalled again, and leaves at once.
     """
     require_node_folder(folder)
     process_id = FolderLock.holder_of(folder)
@@ -60,3 +68,38 @@ def _ends(process: int, number: signal.Signals, seconds: float) -> bool:
         return True
     ended, _, _ = select.select([process], [], [], seconds)
     return bool(ended)
+
+
+def is_paused(folder: Path) -> bool:
+    """Whether the owner of the folder's node has paused it."""
+    return (folder / PAUSED_FILE).exists()
+
+
+def why_paused(folder: Path) -> str:
+    """Why the owner lets it train nothing, with what ends that; empty where it may train."""
+    return "'atoll node resume'" if is_paused(folder) else ""
+
+
+def pause_node(folder: Path, *, say: Callable[[str], None]) -> None:
+    """Pauses it, now or when it starts. Raises UsageError when it is."""
+    require_node_folder(folder)
+    if is_paused(folder):
+        raise UsageError(
+            f"the node in {folder} is paused already", next_step="'atoll node resume' ends that"
+        )
+    write_atomically(folder / PAUSED_FILE, b"")
+    if FolderLock.holder_of(folder) is None:
+        say(f"no node runs in {folder} now: it is paused when it starts")
+    else:
+        say("it ends its inner step, contributes what it has, and trains nothing from then on")
+
+
+def resume_node(folder: Path, *, say: Callable[[str], None]) -> None:
+    """Lets it train again. Raises UsageError when it is not paused."""
+    require_node_folder(folder)
+    if not is_paused(folder):
+        raise UsageError(
+            f"the node in {folder} is not paused", next_step="'atoll status' shows what it does"
+        )
+    remove_durably(folder / PAUSED_FILE)
+    say("it trains again from the next round on")
