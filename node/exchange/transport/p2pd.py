@@ -141,7 +141,7 @@ class P2pd:
         async for multiaddr, why_not in knocked(multiaddrs, seconds=self._limits.knock_seconds):
             try:
                 if not why_not:
-                    await self._dial(peer_id, multiaddr)
+                    await self.dial(peer_id, multiaddr)
                     return
                 reasons.append(f"{multiaddr}: {why_not}")
             except DaemonError as error:
@@ -149,7 +149,8 @@ class P2pd:
         if peer_id not in await self.connected_peer_ids():  # else it has dialled us meanwhile
             raise DaemonError("; ".join(reasons) or "it has told no address")
 
-    async def _dial(self, peer_id: str, multiaddr: str) -> None:
+    async def dial(self, peer_id: str, multiaddr: str) -> None:
+        """Connects to an address, whether it answers or not; raises DaemonError."""
         from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
         from hivemind.utils.multiaddr import Multiaddr
 
