@@ -130,6 +130,7 @@ class FakeLink:
     """The coordinator: the test says its events, and it notes what the node reports."""
 
     renew = None  # it asks for no certificates
+    observers = ()  # nor does it see from where datagrams come
 
     def __init__(self) -> None:
         self.committed_round = 0
