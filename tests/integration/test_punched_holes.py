@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from lab_swarm import COORDINATOR, asked, started, swarm_in
-from typed_commands import Swarm
+from typed_commands import Running, Swarm, atoll, done
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from lab.network.router import NatKind
 from tests.tiny_runs import tiny_text
 
-ONE, OTHER = "one", "other"
+ONE, OTHER, HELPER = "one", "other", "helper"
 RUN = tiny_text(
     run={"name": "at-home", "rounds": 1000, "min_nodes": 2},
     inner={"steps": 1_000_000},  # rounds end at their deadline
@@ -30,17 +30,34 @@ pytestmark = pytest.mark.usefixtures("may_make_network_labs")
 
 
 @contextmanager
-def at_home(one: NatKind, other: NatKind, folder: Path) -> Iterator[tuple[NetworkLab, Swarm]]:
-    """Two nodes that train, each behind a router of its kind, and the coordinator outside."""
+def at_home(
+    one: NatKind, other: NatKind, folder: Path, *, has_helper: bool = False
+) -> Iterator[tuple[NetworkLab, Swarm, dict[str, Running]]]:
+    """Two nodes that train, each behind a router of its kind, and outside the coordinator, and a helper."""
     with (
         NetworkLab(
-            dict.fromkeys((COORDINATOR, ONE, OTHER), ACCESS),
+            dict.fromkeys((COORDINATOR, ONE, OTHER, HELPER), ACCESS),
             routers={ONE: [one], OTHER: [other]},
         ) as lab,
         swarm_in(lab, folder / "swarm", RUN) as swarm,
     ):
-        started(lab, swarm, (ONE, OTHER))
-        yield lab, swarm
+        if has_helper:
+            _start_helper(lab, swarm)
+        yield lab, swarm, started(lab, swarm, (ONE, OTHER))
+
+
+def _start_helper(lab: NetworkLab, swarm: Swarm) -> None:
+    with lab.inside(COORDINATOR):
+        invite = swarm.invite("--role", "helper")
+    with lab.inside(HELPER):
+        swarm.join(HELPER, invite)
+        swarm.start("helper", "start", "--dir", swarm.folder / HELPER).says("attached")
+
+
+def said(lab: NetworkLab, swarm: Swarm, *command: str) -> str:
+    """What a query tells people, on one line."""
+    with lab.inside(COORDINATOR):
+        return " ".join(done(atoll(*command, "--dir", swarm.home)).split())
 
 
 def until(is_so: Callable[[], Any]) -> Any:
@@ -76,9 +93,11 @@ def whole_rounds(lab: NetworkLab, swarm: Swarm, *, after: int) -> list[dict[str,
 def test_two_nodes_behind_port_restricted_routers_train_together_and_punch_again_what_is_forgotten(
     tmp_path: Path,
 ) -> None:
-    with at_home("port restricted", "port restricted", tmp_path) as (lab, swarm):
+    with at_home("port restricted", "port restricted", tmp_path) as (lab, swarm, _):
         both = {ONE: [OTHER], OTHER: [ONE]}
         until(lambda: punched(lab, swarm) == both)
+        assert "one and other reach each other, punched" in said(lab, swarm, "nodes")
+        assert "other punched" in said(lab, swarm, "nodes", "show", ONE)
         last = until(lambda: whole_rounds(lab, swarm, after=0))[-1]["round"]
         before = lab.traffic(ONE, OTHER).delivered_bytes
         until(lambda: len(whole_rounds(lab, swarm, after=last)) > 1)
@@ -91,3 +110,18 @@ def test_two_nodes_behind_port_restricted_routers_train_together_and_punch_again
         last = asked(lab, swarm, "status")["run"]["committed_round"]
         until(lambda: whole_rounds(lab, swarm, after=last))
         assert asked(lab, swarm, "status")["run"]["digests_agree"]
+
+
+def test_what_no_hole_can_be_punched_in_goes_through_a_helper_and_is_told(tmp_path: Path) -> None:
+    with at_home("symmetric", "port restricted", tmp_path, has_helper=True) as (lab, swarm, nodes):
+        through = "one, other reach each other through helper"
+        until(lambda: through in said(lab, swarm, "nodes"))
+        nodes[ONE].says("no hole was punched", times=2)  # after a while it is tried once more
+        assert "other through helper" in said(lab, swarm, "nodes", "show", ONE)
+        symmetric = {n["node_name"]: n["has_symmetric_router"] for n in asked(lab, swarm, "nodes")}
+        assert symmetric == {ONE: True, OTHER: False, HELPER: False}
+        last = asked(lab, swarm, "status")["run"]["committed_round"]
+        until(lambda: whole_rounds(lab, swarm, after=last))  # the failed tries cost none
+        assert punched(lab, swarm) == {ONE: [], OTHER: [], HELPER: []}
+        assert lab.traffic(ONE, OTHER).delivered_packets == 0
+        assert lab.traffic(ONE, HELPER).delivered_bytes > 10_000
