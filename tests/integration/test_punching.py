@@ -1,11 +1,14 @@
 """Transports with real p2pds behind the laboratory's routers, and what they punch through these."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+from structlog.testing import capture_logs
 from transport_peers import BIG, Peer, make_payload
 
 from coordinator.services.outside import Lookout, listen
@@ -13,6 +16,7 @@ from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from lab.network.router import NatKind
 from node.exchange.limits import Limits
+from node.exchange.transport import punching
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import PeerUnreachableError
 from protocol.trust.identity import Identity
@@ -171,6 +175,47 @@ async def test_whoever_is_no_member_any_more_is_refused_through_its_hole() -> No
         assert home.other.desk.admitted == []
         home.other.transport.punch(NodeId("nobody"), "/ip4/10.99.0.1/udp/1/quic-v1")
         assert not home.other.transport._punching._dials  # type: ignore[attr-defined]
+
+
+async def test_a_hole_to_a_member_that_has_moved_or_by_a_p2pd_that_died_is_punched_again() -> None:
+    async with at_home("port restricted", "port restricted") as home:
+        await home.dial_each_other()
+        await until(home.is_punched)
+        entry = home.other.entry
+        moved = replace(entry, address=replace(entry.address, multiaddrs=("/ip4/10.1.1.1/tcp/1",)))
+        home.one.transport.set_roster((home.one.entry, moved))
+        await until(lambda: not (home.one.transport.punched or home.other.transport.punched))
+        await until(lambda: home.other.transport.unreachable)
+        await home.dial_each_other()
+        await until(home.is_punched)
+
+        os.kill(home.one.transport._punching._daemon.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        await until(lambda: not (home.one.transport.punched or home.other.transport.punched))
+        await until(lambda: home.one.transport.unreachable and home.other.transport.unreachable)
+        await home.dial_each_other()
+        await until(home.is_punched)
+        payload = make_payload(sender_id=home.one.node_id)
+        await home.one.transport.push(home.other.node_id, payload, timeout_seconds=30)
+        assert home.other.desk.received == [(home.one.node_id, payload)]
+
+
+async def test_a_machine_that_lends_no_socket_says_once_why_no_hole_is_punched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "pidfd_getfd: Operation not permitted")
+
+    async with at_home("port restricted", "port restricted") as home:
+        transport = home.one.transport
+        await until(lambda: transport.unreachable)
+        monkeypatch.setattr(punching, "send_from", refuse)
+        with capture_logs() as logs:
+            for _ in range(3):
+                await transport.show_outside(home.observers)
+        assert transport.outside_token == b""  # then nobody waits to see it
+        (told,) = (line for line in logs if line["log_level"] == "warning")
+        assert "no holes are punched in routers" in told["event"]
+        assert "pidfd_getfd" in told["why"]
 
 
 async def test_a_member_that_all_reach_starts_no_second_p2pd_and_sends_no_datagrams() -> None:

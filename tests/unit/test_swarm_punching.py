@@ -1,5 +1,7 @@
 """When the core has two members dial each other, which only their routers keep apart."""
 
+from collections.abc import Sequence
+
 from swarm_scene import INITIAL, Scene
 
 from coordinator.swarm.actions import Tell
@@ -33,7 +35,7 @@ def beat(scene: Scene, name: str, *unreachable: str, outside: tuple[str, ...] = 
     scene.beat(name, at=0, digest=INITIAL, unreachable=unreachable, outside=outside)
 
 
-def told(scene: Scene) -> list[tuple[str, str, str]]:
+def told(scene: Scene) -> Sequence[tuple[str, str, str]]:
     """Who was told to dial whom and where, since it was asked last."""
     found = [
         (action.to[0], action.message.node_id, action.message.multiaddr)

@@ -200,7 +200,9 @@ class Libp2pTransport:
         self._members = {entry.node_id: entry for entry in others}
         self._peer_ids = {entry.node_id: peer_id_of(entry.address.public_key) for entry in others}
         self._node_ids = {peer_id: node_id for node_id, peer_id in self._peer_ids.items()}
-        self._punching.set_roster(self._node_ids)
+        self._punching.set_roster(
+            {self._peer_ids[entry.node_id]: entry.address.multiaddrs for entry in others}
+        )
         if self._connections is not None:
             self._connections.set_roster(others)
 

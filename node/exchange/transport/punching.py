@@ -13,7 +13,7 @@ a while, since most nodes never need it.
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -57,14 +57,20 @@ class Punching:
         self._on_connection = on_connection
         self._daemon: P2pd | None = None
         self._starting = asyncio.Lock()
-        self._members: frozenset[str] = frozenset()
+        self._members: Mapping[str, tuple[str, ...]] = {}  # what they tell of where they are
         self._dials: dict[str, asyncio.Task[None]] = {}  # by peer id
         self._watch: asyncio.Task[None] | None = None
 
-    def set_roster(self, peer_ids: Collection[str]) -> None:
-        """Says who is a member now: no other is dialled, or counts as connected."""
-        self._members = frozenset(peer_ids)
-        self.connected &= self._members
+    def set_roster(self, multiaddrs: Mapping[str, tuple[str, ...]]) -> None:
+        """Says who is a member now, by peer id: no other is dialled, or counts as connected.
+
+        The connection with one that has moved goes nowhere.
+        """
+        before, self._members = self._members, dict(multiaddrs)
+        self.connected &= frozenset(self._members)
+        for peer_id in self.connected:
+            if not set(before[peer_id]) <= set(multiaddrs[peer_id]):
+                self.give_up(peer_id)
         for peer_id in self._dials.keys() - self._members:
             self._dials[peer_id].cancel()
 
@@ -174,7 +180,7 @@ class Punching:
         self.connected = frozenset()
 
     async def _heed(self, daemon: P2pd) -> None:
-        connected = await daemon.connected_peer_ids() & self._members
+        connected = await daemon.connected_peer_ids() & frozenset(self._members)
         for peer_id in connected - self.connected:
             _log.info("a hole is punched: connected through routers", peer_id=peer_id)
             self._on_connection()
