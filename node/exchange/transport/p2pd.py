@@ -10,8 +10,7 @@ persistent control connection, and, before there is one, its idle timeout.
 
 Connections keeps it connected with every member, so that nodes behind NAT can be reached. libp2p sends both
 ways over a connection, whoever dialled it: a node that cannot be dialled is reachable as long as it keeps its
-own connections up. Two nodes that both cannot be dialled do not reach each other; their transfers fail with
-the reason.
+own connections up. Two nodes that both cannot be dialled do not reach each other this way: see punching.py.
 
 A connection from an address that is gone goes nowhere, and libp2p finds out after 40 s at best; until then it
 would prefer it to a new one, for the streams that hang on it. So both ends give it up as soon as they know:
