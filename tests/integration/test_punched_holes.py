@@ -74,7 +74,7 @@ def punched(lab: NetworkLab, swarm: Swarm) -> dict[str, list[str]]:
     nodes = asked(lab, swarm, "nodes")
     names = {node["node_id"]: node["node_name"] for node in nodes}
     return {
-        node["node_name"]: [names[o] for o in node.get("heartbeat", {}).get("punched_ids", ())]
+        node["node_name"]: [names[o] for o in (node["heartbeat"] or {}).get("punched_ids", ())]
         for node in nodes
     }
 
