@@ -367,8 +367,9 @@ class Daemon:
         await asyncio.Event().wait()  # there are none where nobody tells of them
 
     async def _show_outside(self) -> None:
-        """Has the coordinator see where this machine's router puts it, while a member is out of reach."""
+        """Has the coordinator see where this machine's router puts it, where that matters."""
         while True:
+            self._transport.heed_outside(self._link.outside)
             if await self._transport.show_outside(self._link.observers):
                 await asyncio.sleep(SEEN_SECONDS)
                 await self._session.tell_vitals()  # what was seen counts with a heartbeat

@@ -249,6 +249,7 @@ class SessionDesk:
             lease_seconds=state.rules.lease_seconds,
             has_waiting_copy=self._telemetry.has_waiting_copy(node_id, now=now),
             outside_ports=self._lookout.ports,
+            outside=event.outside,
         )
 
     async def report(self, node_id: NodeId, request: pb.ReportRequest) -> pb.ReportResponse:

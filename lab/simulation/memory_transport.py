@@ -156,6 +156,9 @@ class MemoryTransport:
         """There is no outside."""
         return False
 
+    def heed_outside(self, seen: Sequence[str]) -> None:
+        """There is none."""
+
     def punch(self, peer: NodeId, multiaddr: str) -> None:
         """Nobody is to be dialled here."""
 

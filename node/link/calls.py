@@ -144,6 +144,8 @@ class CoordinatorLink:
         self._stub = stub
         self._host = host
         self._outside_ports: tuple[int, ...] = ()
+        self.outside: tuple[str, ...] = ()
+        """What the coordinator has seen of us lately, by multiaddresses: where routers put us."""
         self.moves_to = moves_to
         self.renew = renew
         self.reconnect = reconnect
@@ -205,6 +207,7 @@ class CoordinatorLink:
         """
         answer = await self._stub.Heartbeat(heartbeat_of(session_id, vitals))
         self._outside_ports = tuple(answer.outside_ports)
+        self.outside = tuple(answer.outside)
         return bool(answer.has_waiting_copy)
 
     @property

@@ -684,6 +684,7 @@ class HeartbeatResponse(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     HAS_WAITING_COPY_FIELD_NUMBER: _builtins.int
     OUTSIDE_PORTS_FIELD_NUMBER: _builtins.int
+    OUTSIDE_FIELD_NUMBER: _builtins.int
     lease_seconds: _builtins.float
     """The node is given up when it is silent for this long."""
     has_waiting_copy: _builtins.bool
@@ -692,16 +693,21 @@ class HeartbeatResponse(_message.Message):
     def outside_ports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """UDP ports of the coordinator that see from where a node's datagrams come. Empty: none does."""
 
+    @_builtins.property
+    def outside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The node's multiaddresses as each of them has seen it lately."""
+
     def __init__(
         self,
         *,
         lease_seconds: _builtins.float = ...,
         has_waiting_copy: _builtins.bool = ...,
         outside_ports: _abc.Iterable[_builtins.int] | None = ...,
+        outside: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_waiting_copy", b"has_waiting_copy", "lease_seconds", b"lease_seconds", "outside_ports", b"outside_ports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_waiting_copy", b"has_waiting_copy", "lease_seconds", b"lease_seconds", "outside", b"outside", "outside_ports", b"outside_ports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,7 +93,7 @@ def whole_rounds(lab: NetworkLab, swarm: Swarm, *, after: int) -> list[dict[str,
 def test_two_nodes_behind_port_restricted_routers_train_together_and_punch_again_what_is_forgotten(
     tmp_path: Path,
 ) -> None:
-    with at_home("port restricted", "port restricted", tmp_path) as (lab, swarm, _):
+    with at_home("port restricted", "port restricted", tmp_path) as (lab, swarm, nodes):
         both = {ONE: [OTHER], OTHER: [ONE]}
         until(lambda: punched(lab, swarm) == both)
         assert "one and other reach each other, punched" in said(lab, swarm, "nodes")
@@ -105,7 +105,9 @@ def test_two_nodes_behind_port_restricted_routers_train_together_and_punch_again
         assert lab.traffic(OTHER, ONE).delivered_bytes > 10_000
 
         lab.forget_conversations(ONE)  # its router starts anew: packets come from another port
-        until(lambda: punched(lab, swarm) != both)
+        nodes[ONE].says("puts it elsewhere: holes are punched anew")
+        for node in nodes.values():
+            node.says("a hole is punched", times=2)
         until(lambda: punched(lab, swarm) == both)
         last = asked(lab, swarm, "status")["run"]["committed_round"]
         until(lambda: whole_rounds(lab, swarm, after=last))

@@ -25,7 +25,9 @@ from protocol.wire.wire_count import WireCounts
 
 ONE, OTHER, OUTSIDE = "one", "other", "outside"
 PORTS = (7700, 7701)
-QUICK = Limits(unreachable_seconds=0.5, knock_seconds=0.5, punched_look_seconds=0.2)
+QUICK = Limits(
+    punch_seconds=6.0, unreachable_seconds=0.5, knock_seconds=0.5, punched_look_seconds=0.2
+)
 PATIENCE_SECONDS = 90.0
 
 pytestmark = pytest.mark.usefixtures("may_make_network_labs")
@@ -197,6 +199,37 @@ async def test_a_hole_to_a_member_that_has_moved_or_by_a_p2pd_that_died_is_punch
         payload = make_payload(sender_id=home.one.node_id)
         await home.one.transport.push(home.other.node_id, payload, timeout_seconds=30)
         assert home.other.desk.received == [(home.one.node_id, payload)]
+
+
+async def test_a_hole_that_a_router_has_forgotten_is_given_up_and_punched_again() -> None:
+    async with at_home("port restricted", "port restricted") as home:
+        before = await home.seen(home.one)
+        home.one.transport.heed_outside(before)
+        await home.dial_each_other()
+        await until(home.is_punched)
+        home.one.transport.heed_outside(before)
+        home.one.transport.heed_outside(before[:1])  # a datagram was lost
+        home.one.transport.heed_outside(())
+        assert home.is_punched()
+
+        home.lab.forget_conversations(ONE)
+        await home.one.transport.show_outside(home.observers)
+        await until(lambda: not set(before) & set(home.lookout.of(home.one.node_id, _token(home))))
+        await asyncio.sleep(
+            QUICK.punch_seconds
+        )  # it is no fresh hole any more, whose dial came first
+        home.one.transport.heed_outside(await home.seen(home.one))
+        assert home.one.transport.unreachable == (home.other.node_id,)
+        assert home.other.transport.punched  # nobody could tell it
+        await home.dial_each_other()
+        await until(home.is_punched)
+        payload = make_payload(sender_id=home.other.node_id)
+        await home.other.transport.push(home.one.node_id, payload, timeout_seconds=30)
+        assert home.one.desk.received == [(home.other.node_id, payload)]
+
+
+def _token(home: AtHome) -> bytes:
+    return home.one.transport.outside_token
 
 
 async def test_a_machine_that_lends_no_socket_says_once_why_no_hole_is_punched(

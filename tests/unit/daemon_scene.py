@@ -131,6 +131,7 @@ class FakeLink:
 
     renew = None  # it asks for no certificates
     observers = ()  # nor does it see from where datagrams come
+    outside = ()
 
     def __init__(self) -> None:
         self.committed_round = 0

@@ -237,18 +237,23 @@ class Libp2pTransport:
         if self._connections is None or not self._punching.token:
             return False
         self._punching.leave_to_tcp(self._connections.connected)
-        did, self._shows_outside = self._shows_outside, bool(self.unreachable and observers)
+        is_needed = bool(self.unreachable or self._punching.connected)
+        did, self._shows_outside = self._shows_outside, is_needed and bool(observers)
         if self._shows_outside:
             await self._punching.show([Observer(*observer) for observer in observers])
         return self._shows_outside and not did
 
+    def heed_outside(self, seen: Sequence[str]) -> None:
+        """See Transport.heed_outside."""
+        self._punching.heed_outside(tuple(seen))
+
     def punch(self, peer: NodeId, multiaddr: str) -> None:
-        """See Transport.punch. Whoever is connected meanwhile is not dialled."""
+        """See Transport.punch. Whoever is connected by TCP meanwhile is not dialled."""
         peer_id = self._peer_ids.get(peer)
         if (
             peer_id is not None
             and self._connections is not None
-            and peer_id not in self._connections.connected | self._punching.connected
+            and peer_id not in self._connections.connected
         ):
             self._punching.punch(peer_id, multiaddr)
 

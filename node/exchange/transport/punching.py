@@ -6,12 +6,13 @@ where that is, from datagrams that come from p2pd's own socket, and says when to
 (coordinator.swarm.punching). p2pd does not send these itself; we do, through a copy of its socket.
 
 It is another p2pd than the one that speaks TCP, with the same key, so that libp2p never takes QUIC where TCP
-would do: the kernel paces TCP, and finds dead connections within seconds. QUIC paces itself; a connection
-that a router has forgotten ends after 30 s without a word. It is started when a member was out of reach for
-a while, since most nodes never need it.
+would do: the kernel paces TCP, and finds dead connections within seconds. QUIC paces itself, and ends a
+connection after 30 s without a word; what a router has forgotten is mostly seen before (`heed_outside`). It is
+started when a member was out of reach for a while, since most nodes never need it.
 """
 
 import asyncio
+import errno
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,10 @@ from protocol.errors import AtollError
 from protocol.trust.identity import Identity
 
 _log = structlog.get_logger(__name__)
+
+
+_FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)
+"""A machine that does not lend us p2pd's socket."""
 
 
 class Observer(NamedTuple):
@@ -59,7 +64,12 @@ class Punching:
         self._starting = asyncio.Lock()
         self._members: Mapping[str, tuple[str, ...]] = {}  # what they tell of where they are
         self._dials: dict[str, asyncio.Task[None]] = {}  # by peer id
+        self._ends: dict[str, asyncio.Task[None]] = {}
+        self._since: dict[
+            str, float
+        ] = {}  # when those that are connected came to be, by the loop's clock
         self._watch: asyncio.Task[None] | None = None
+        self._outside: tuple[str, ...] = ()  # where our router put us last
 
     def set_roster(self, multiaddrs: Mapping[str, tuple[str, ...]]) -> None:
         """Says who is a member now, by peer id: no other is dialled, or counts as connected.
@@ -87,6 +97,9 @@ class Punching:
             for place in filter(None, places):
                 send_from(daemon.pid, descriptor, self.token, place)
         except (AtollError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _FORBIDDEN:
+                _log.debug("not shown where this machine's router puts it", why=str(error))
+                return  # p2pd has just died, or something is short for a while
             self.why_not = str(error)
             _log.warning(
                 "no holes are punched in routers: members that cannot be dialled need a helper",
@@ -94,17 +107,41 @@ class Punching:
             )
 
     def punch(self, peer_id: str, multiaddr: str) -> None:
-        """Dials a member that dials us now. Nobody waits for it."""
+        """Dials a member that dials us now. Nobody waits for it.
+
+        Where we have reached it for a while, as we think, it knows better: then the hole is gone.
+        """
         if self._daemon is None or peer_id not in self._members or peer_id in self._dials:
             return
+        fresh = asyncio.get_running_loop().time() - self._limits.punch_seconds
+        if peer_id in self.connected:
+            if self._since[peer_id] > fresh:
+                return  # its dial was the quicker one
+            self.give_up(peer_id)
         dial = asyncio.create_task(self._dial(self._daemon, peer_id, multiaddr), name="punch")
         self._dials[peer_id] = dial
-        dial.add_done_callback(lambda _: self._dials.pop(peer_id, None))
+
+        def end(_: asyncio.Task[None]) -> None:
+            if self._dials.get(peer_id) is dial:
+                del self._dials[peer_id]
+
+        dial.add_done_callback(end)
 
     def leave_to_tcp(self, peer_ids: Collection[str]) -> None:
         """Ends the connections with members that are connected by TCP now, and with it what is paced."""
         for peer_id in self.connected & frozenset(peer_ids):
             self.give_up(peer_id)
+
+    def heed_outside(self, seen: tuple[str, ...]) -> None:
+        """Gives all holes up when our router puts us elsewhere than before: it has forgotten them.
+
+        Where only some lookers have seen us lately that says nothing.
+        """
+        if seen and len(seen) == len(self._outside) and seen != self._outside and self.connected:
+            _log.info("this machine's router puts it elsewhere: holes are punched anew")
+            self.begin_anew()
+        if len(seen) >= len(self._outside):
+            self._outside = seen
 
     def begin_anew(self) -> None:
         """Ends all connections: this machine has moved, and they go nowhere."""
@@ -112,19 +149,15 @@ class Punching:
             self.give_up(peer_id)
 
     def give_up(self, peer_id: str) -> None:
-        """Ends a connection, and its streams."""
+        """Ends a connection, and its streams; a dial that may have made it too."""
         self.connected -= {peer_id}
-        daemon = self._daemon
-
-        async def end() -> None:
-            with suppress(DaemonError):  # it is gone already
-                if daemon is not None:
-                    await daemon.disconnect(peer_id)
-
-        if daemon is not None and peer_id not in self._dials:
-            ending = asyncio.create_task(end(), name="end of a punched connection")
-            self._dials[peer_id] = ending
-            ending.add_done_callback(lambda _: self._dials.pop(peer_id, None))
+        if self._daemon is None or peer_id in self._ends:
+            return
+        if (dial := self._dials.get(peer_id)) is not None:
+            dial.cancel()
+        end = asyncio.create_task(_end(self._daemon, peer_id), name="end of a punched connection")
+        self._ends[peer_id] = end
+        end.add_done_callback(lambda _: self._ends.pop(peer_id, None))
 
     async def open_stream(
         self, peer_id: str, protocol: str
@@ -137,7 +170,11 @@ class Punching:
     async def stop(self) -> None:
         """Ends all connections, and p2pd."""
         self.why_not = self.why_not or "this node's transport is stopped"
-        tasks = [*self._dials.values(), *([self._watch] if self._watch else [])]
+        tasks = [
+            *self._dials.values(),
+            *self._ends.values(),
+            *([self._watch] if self._watch else []),
+        ]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -166,6 +203,8 @@ class Punching:
     async def _dial(self, daemon: P2pd, peer_id: str, multiaddr: str) -> None:
         try:
             async with asyncio.timeout(self._limits.punch_seconds):
+                if (end := self._ends.get(peer_id)) is not None:
+                    await asyncio.wait([end])
                 await daemon.dial(peer_id, multiaddr)
         except (DaemonError, TimeoutError) as error:
             _log.info("no hole was punched", to=multiaddr, why=str(error) or "no answer")
@@ -180,8 +219,9 @@ class Punching:
         self.connected = frozenset()
 
     async def _heed(self, daemon: P2pd) -> None:
-        connected = await daemon.connected_peer_ids() & frozenset(self._members)
+        connected = await daemon.connected_peer_ids() & frozenset(self._members) - self._ends.keys()
         for peer_id in connected - self.connected:
+            self._since[peer_id] = asyncio.get_running_loop().time()
             _log.info("a hole is punched: connected through routers", peer_id=peer_id)
             self._on_connection()
         for peer_id in self.connected - connected:
@@ -200,6 +240,11 @@ def punching_daemon(
         on_stream=on_stream,
         limits=limits,
     )
+
+
+async def _end(daemon: P2pd, peer_id: str) -> None:
+    with suppress(DaemonError):  # it is gone already
+        await daemon.disconnect(peer_id)
 
 
 async def _resolved(observer: Observer) -> tuple[str, int] | None:

@@ -184,10 +184,13 @@ class Transport(Protocol):
         """What our datagrams to those hold that see from where they come; empty: none is sent."""
 
     async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
-        """Sends them datagrams while a member is out of reach; hosts, and ports of UDP.
+        """Sends them datagrams while a member is out of reach, or punched; hosts, and ports of UDP.
 
-        Returns whether it did, for the first time since all were in reach.
+        Returns whether it did, for the first time since all were connected directly.
         """
+
+    def heed_outside(self, seen: Sequence[str]) -> None:
+        """Heeds where they see us: elsewhere than before, and holes lead nowhere any more."""
 
     def punch(self, peer: NodeId, multiaddr: str) -> None:
         """Dials a member that dials us at the same time."""
