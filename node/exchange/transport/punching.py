@@ -7,8 +7,8 @@ where that is, from datagrams that come from p2pd's own socket, and says when to
 
 It is another p2pd than the one that speaks TCP, with the same key, so that libp2p never takes QUIC where TCP
 would do: the kernel paces TCP, and finds dead connections within seconds. QUIC paces itself, and ends a
-connection after 30 s without a word; what a router has forgotten is mostly seen before (`heed_outside`). It is
-started when a member was out of reach for a while, since most nodes never need it.
+connection after 30 s without a word; what a router has forgotten is mostly seen before (`heed_outside`).
+It is started when a member was out of reach for a while, since most nodes never need it.
 """
 
 import asyncio
