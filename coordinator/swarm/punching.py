@@ -14,9 +14,8 @@ tried a few times, and then left to helpers.
 from dataclasses import replace
 
 from coordinator.swarm.actions import Tell
-from coordinator.swarm.reach import is_cut
-from coordinator.swarm.state import Member, PunchTries
-from coordinator.swarm.turn import Turn
+from coordinator.swarm.state import PRESENT, Member, PunchTries
+from coordinator.swarm.turn import Turn, is_present
 from protocol.wire.messages import PunchAsked
 from protocol.wire.rounds import NodeId
 
@@ -46,10 +45,11 @@ def punch(turn: Turn, node_id: NodeId) -> None:
     num_told = 0
     for other_id in member.unreachable:
         other = turn.state.members.get(other_id)
-        if num_told == MOST_PAIRS_AT_ONCE or other is None or not other.outside:
+        if other is None or other.state not in PRESENT or not other.outside or other_id == node_id:
             continue
-        if other_id != node_id and is_cut(turn.state, node_id, other_id):
-            num_told += _tell_if_due(turn, turn.state.members[node_id], other)
+        num_told += _tell_if_due(turn, turn.state.members[node_id], other)
+        if num_told == MOST_PAIRS_AT_ONCE:
+            break
 
 
 def _tell_if_due(turn: Turn, member: Member, other: Member) -> bool:
@@ -83,10 +83,12 @@ def _host_of(member: Member) -> str:
 def _forget_those_that_reach(turn: Turn, node_id: NodeId) -> None:
     """A pair that has come to reach each other is tried at once when it does not any more."""
     member = turn.state.members[node_id]
+    told = frozenset(member.unreachable)  # a thousand may be
     kept = {
         other: tries
         for other, tries in member.punches.items()
-        if is_cut(turn.state, node_id, other)
+        if is_present(turn.state, other)
+        and (other in told or node_id in turn.state.members[other].unreachable)
     }
     if len(kept) != len(member.punches):
         turn.put_member(replace(member, punches=kept))

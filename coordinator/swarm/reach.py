@@ -135,7 +135,7 @@ def newly_cut_pairs(
     return [
         (after.members[one], after.members[other])
         for one, other in sorted(pairs)
-        if is_cut(after, one, other) and not is_cut(before, one, other)
+        if _is_cut(after, one, other) and not _is_cut(before, one, other)
     ]
 
 
@@ -145,14 +145,14 @@ def helper_between(state: SwarmState, one: Member, other: Member) -> Member | No
         return None
     for helper in present_members(state):
         if helper.is_helper and not (
-            is_cut(state, one.node_id, helper.node_id)
-            or is_cut(state, other.node_id, helper.node_id)
+            _is_cut(state, one.node_id, helper.node_id)
+            or _is_cut(state, other.node_id, helper.node_id)
         ):
             return helper
     return None
 
 
-def is_cut(state: SwarmState, one: NodeId, other: NodeId) -> bool:
+def _is_cut(state: SwarmState, one: NodeId, other: NodeId) -> bool:
     """Whether both are present, and one of them says that it does not reach the other."""
     member, another = state.members.get(one), state.members.get(other)
     if member is None or another is None or not {member.state, another.state} <= PRESENT:
