@@ -115,7 +115,7 @@ class Punching:
             return
         fresh = asyncio.get_running_loop().time() - self._limits.punch_seconds
         if peer_id in self.connected:
-            if self._since[peer_id] > fresh:
+            if self._since.get(peer_id, 0.0) > fresh:
                 return  # its dial was the quicker one
             self.give_up(peer_id)
         dial = asyncio.create_task(self._dial(self._daemon, peer_id, multiaddr), name="punch")
@@ -225,6 +225,7 @@ class Punching:
             _log.info("a hole is punched: connected through routers", peer_id=peer_id)
             self._on_connection()
         for peer_id in self.connected - connected:
+            self._since.pop(peer_id, None)
             _log.info("a punched connection is lost", peer_id=peer_id)
         self.connected = connected
 
