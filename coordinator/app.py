@@ -35,6 +35,7 @@ from coordinator.services.answering import Gate
 from coordinator.services.certificates import Certificates
 from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
 from coordinator.services.operator import OperatorDesk, OperatorServicer
+from coordinator.services.outside import Listening, Lookout, listen
 from coordinator.services.ruling import Rulings, refuse_replaced_key
 from coordinator.services.session import SessionDesk, SessionServicer
 from coordinator.services.status import StatusDesk, StatusServicer
@@ -103,7 +104,9 @@ class Coordinator:
         enrolment_port: int,
         dashboard: "WebServer | None" = None,
         through: Through | None = None,
+        listening: Listening | None = None,
     ) -> None:
+        self._listening = listening
         self.driver = driver
         self.through = through
         self.dashboard_port = None if dashboard is None else dashboard.port
@@ -129,6 +132,7 @@ class Coordinator:
         store = Store.open(home.directory, sign=signer.signature_of)
         dashboard: WebServer | None = None
         through: Through | None = None
+        listening: Listening | None = None
         control = grpc.aio.server(options=CONTROL_OPTIONS)
         enrolment = grpc.aio.server(
             options=ENROLMENT_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS
@@ -211,6 +215,9 @@ class Coordinator:
                     ports=(control_port, enrolment_port),
                 )
                 driver.may_be_cut_off = lambda: through is not None and through.is_away
+            lookout = Lookout(driver.clock.now)
+            if through is None:  # a relay carries no datagrams
+                listening = await listen(lookout, config.host, (control_port, enrolment_port))
             status = _add_member_services(
                 control,
                 home,
@@ -219,6 +226,7 @@ class Coordinator:
                 signer,
                 rulings,
                 certificates,
+                lookout,
                 store=store,
                 driver=driver,
                 enrolment_port=enrolment_port,
@@ -246,6 +254,8 @@ class Coordinator:
             if through is not None:
                 await through.start()
         except BaseException:
+            if listening is not None:
+                listening.close()
             if through is not None:
                 await through.stop()
             await asyncio.gather(control.stop(None), enrolment.stop(None))
@@ -266,6 +276,7 @@ class Coordinator:
             enrolment_port=enrolment_port,
             dashboard=dashboard,
             through=through,
+            listening=listening,
         )
 
     async def serve_until(self, stopped: asyncio.Event) -> None:
@@ -282,6 +293,8 @@ class Coordinator:
     async def stop(self) -> None:
         """Ends event streams, lets calls in flight end, and closes the store."""
         self._clock_task.cancel()
+        if self._listening is not None:
+            self._listening.close()
         # If it failed, serve_until has raised that.
         await asyncio.gather(self._clock_task, return_exceptions=True)
         self.driver.end_all(
@@ -309,6 +322,7 @@ def _add_member_services(
     signer: CommitSigner,
     rulings: Rulings,
     certificates: Certificates,
+    lookout: Lookout,
     *,
     store: Store,
     driver: Driver,
@@ -326,7 +340,7 @@ def _add_member_services(
     gate = Gate(
         swarm_id=swarm_id, store=store, standing_of=rulings.standing_of, clock=driver.clock.now
     )
-    session = SessionDesk(driver, telemetry, home.run, signer, rulings)
+    session = SessionDesk(driver, telemetry, home.run, signer, rulings, lookout)
     status = StatusDesk(
         driver,
         telemetry,

@@ -111,7 +111,11 @@ async def _run(
         RenewingCalls(credentials, identity, counts) as calls,
     ):
         link = CoordinatorLink(
-            calls, renew=calls.renew, reconnect=calls.reconnect, moves_to=calls.moves_to
+            calls,
+            renew=calls.renew,
+            reconnect=calls.reconnect,
+            moves_to=calls.moves_to,
+            host=lambda: calls.credentials.host,
         )
         signals.manager.doing(f"looking for the coordinator at {credentials.endpoint}")
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())

@@ -6,6 +6,7 @@ before.
 
 import os
 import random
+import secrets
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -165,6 +166,7 @@ async def _run_in(
         listen_multiaddrs=_listen_multiaddrs(settings, start.credentials.host),
         announce_host=settings.announce or None,
         asks_router=asks_router,
+        punching_token=secrets.token_bytes(16) if settings.punches(start.credentials.host) else b"",
         max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
         while_moving=meters.exchange_time.exchanging,
     )

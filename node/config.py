@@ -433,8 +433,11 @@ class NodeSettings(Section):
 
     def asks_router(self, coordinator_host: str) -> bool:
         """Whether a router is asked to forward the port."""
-        is_everywhere = "0.0.0.0" in self.listen_addresses(coordinator_host, has_ipv6=False)
-        return self.ask_router and is_everywhere and not self.announce
+        return self.ask_router and self.punches(coordinator_host) and not self.announce
+
+    def punches(self, coordinator_host: str) -> bool:
+        """Whether it looks for ways through routers: where it listens on all interfaces of IPv4."""
+        return "0.0.0.0" in self.listen_addresses(coordinator_host, has_ipv6=False)
 
     @property
     def max_upload_bytes_per_second(self) -> float | None:

@@ -46,6 +46,7 @@ from protocol.wire.messages import (
     Message,
     ParticipantsDeparted,
     ParticipantsIdle,
+    PunchAsked,
     RefetchAsked,
     Report,
     ResultOffered,
@@ -63,6 +64,13 @@ log = structlog.get_logger()
 
 MAX_BROUGHT_BYTES = 1 << 20
 """Of commits in one message to a coordinator that lacks them."""
+
+
+SHOW_SECONDS = 5.0
+"""Between two times that the coordinator is shown where our router puts us; half a minute is too long."""
+
+SEEN_SECONDS = 1.0
+"""What a datagram takes at most, nearly always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +251,7 @@ class Daemon:
                 asyncio.ensure_future(self._bring_back()),
                 asyncio.ensure_future(self._heed_pauses()),
                 asyncio.ensure_future(self._heed_addresses()),
+                asyncio.ensure_future(self._show_outside()),
             ]
             if self._supplied is not None and self._peer_tokens is not None:
                 tasks.append(
@@ -357,6 +366,15 @@ class Daemon:
                 self._session.move()
         await asyncio.Event().wait()  # there are none where nobody tells of them
 
+    async def _show_outside(self) -> None:
+        """Has the coordinator see where this machine's router puts it, where that matters."""
+        while True:
+            self._transport.heed_outside(self._link.outside)
+            if await self._transport.show_outside(self._link.observers):
+                await asyncio.sleep(SEEN_SECONDS)
+                await self._session.tell_vitals()  # what was seen counts with a heartbeat
+            await asyncio.sleep(SHOW_SECONDS)
+
     async def _watch_transport(self) -> None:
         reason = await self._transport.wait_failed()
         raise SystemRefusedError(
@@ -415,6 +433,8 @@ class Daemon:
             reach_back=() if self._disk is None else self._disk.reach_back(outer_round),
             trains=self._island.ability.trains,
             evaluates=self._island.ability.evaluates,
+            outside_token=self._transport.outside_token,
+            punched=self._transport.punched,
         )
 
     def _waiting_for(self) -> str:
@@ -481,6 +501,8 @@ class Daemon:
             case RoundOpened(plan=plan):
                 now = asyncio.get_running_loop().time()
                 self._duties.put(PlanReceived(plan=plan, at=now))
+            case PunchAsked(node_id=peer, multiaddr=multiaddr):
+                self._transport.punch(peer, multiaddr)
             case EvaluationAsked() | RefetchAsked() | RunFinished():
                 self._duties.put(message)
 

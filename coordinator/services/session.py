@@ -20,6 +20,7 @@ from coordinator.journal import log_copy
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable, refuse
 from coordinator.services.certificates import Certificates
+from coordinator.services.outside import Lookout
 from coordinator.services.ruling import Rulings
 from coordinator.swarm.events import (
     Attached,
@@ -121,8 +122,10 @@ class SessionDesk:
         run: RunSpec,
         signer: CommitSigner,
         rulings: Rulings | None = None,
+        lookout: Lookout | None = None,
     ) -> None:
-        """Without `rulings` nobody else in this process makes any."""
+        """Without `rulings` nobody else in this process makes any; without `lookout` nobody looks out."""
+        self._lookout = lookout or Lookout(driver.clock.now)
         self._driver = driver
         self._telemetry = telemetry
         self._run = run
@@ -209,7 +212,10 @@ class SessionDesk:
             cannot_train=request.cannot_train,
             cannot_evaluate=request.cannot_evaluate,
             reach_back=checks.round_spans(request.reach_back),
+            outside=self._lookout.of(node_id, request.outside_token),
         )
+        checks.at_most(request.punched_ids, most, of="members behind holes in routers")
+        punched = self._members_among(request.punched_ids)
         checks.words(request.activity, of="the activity", max_length=checks.MAX_NAME_LENGTH)
         checks.words(request.waiting_for, of="what the node waits for")
         checks.words(request.mesh, of="the mesh", max_length=checks.MAX_NAME_LENGTH)
@@ -238,10 +244,12 @@ class SessionDesk:
         wire = checks.wire(convert.wire_counts_from_wire(request.wire))
         state = (await self._driver.apply(event)).state
         now = self._driver.clock.now()
-        self._telemetry.heartbeat(node_id, _kept_of(request, event, wire), now=now)
+        self._telemetry.heartbeat(node_id, _kept_of(request, event, punched, wire), now=now)
         return pb.HeartbeatResponse(
             lease_seconds=state.rules.lease_seconds,
             has_waiting_copy=self._telemetry.has_waiting_copy(node_id, now=now),
+            outside_ports=self._lookout.ports,
+            outside=event.outside,
         )
 
     async def report(self, node_id: NodeId, request: pb.ReportRequest) -> pb.ReportResponse:
@@ -392,6 +400,7 @@ class SessionDesk:
         reason = checks.words(request.reason, of="the reason")
         event = Detached(node_id=node_id, session_id=request.session_id, reason=reason)
         await self._driver.apply(event)
+        self._lookout.forget(node_id)
         return pb.DetachResponse()
 
     async def subscribe(
@@ -446,7 +455,10 @@ def _is_of_another_plan(told: Reduced, opened_at: float) -> bool:
 
 
 def _kept_of(
-    request: pb.HeartbeatRequest, event: HeartbeatSeen, wire: WireTotals
+    request: pb.HeartbeatRequest,
+    event: HeartbeatSeen,
+    punched: Sequence[NodeId],
+    wire: WireTotals,
 ) -> pb.HeartbeatRequest:
     """A heartbeat as `status` shows it to everybody: what was checked of it, and nothing else.
 
@@ -458,6 +470,9 @@ def _kept_of(
     kept.DiscardUnknownFields()
     del kept.unreachable_ids[:]
     kept.unreachable_ids.extend(event.unreachable[:MOST_OUT_OF_REACH])
+    del kept.punched_ids[:]
+    kept.punched_ids.extend(punched[:MOST_OUT_OF_REACH])
+    kept.outside_token = b""  # with it others could say where this node is
     del kept.wire[:]
     kept.wire.extend(convert.wire_counts_to_wire(wire))
     return kept

@@ -16,6 +16,7 @@ from coordinator.swarm.books import recent_screening
 from coordinator.swarm.estimates import run_seconds_left
 from coordinator.swarm.explain import explain, paused_in_words
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of
+from coordinator.swarm.punching import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import (
@@ -268,6 +269,7 @@ class StatusDesk:
             confirmed_work_share=share,
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
             is_helper=member.is_helper,
+            has_symmetric_router=is_symmetric(member),
             given=None if self._given is None else given_to_wire(self._given.of(member.node_id)),
         )
 

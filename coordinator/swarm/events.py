@@ -59,6 +59,9 @@ class HeartbeatSeen:
     cannot_train: bool = False
     cannot_evaluate: bool = False
     reach_back: tuple[RoundSpan, ...] = ()
+    outside: tuple[
+        str, ...
+    ] = ()  # multiaddresses that its router shows, to each that looks; lately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from coordinator.swarm.events import (
     StreamBroken,
     Woke,
 )
+from coordinator.swarm.punching import punch
 from coordinator.swarm.shares import UNKNOWN, steadied
 from coordinator.swarm.state import (
     BARRED,
@@ -149,8 +150,10 @@ def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
             cannot_train=event.cannot_train,
             cannot_evaluate=event.cannot_evaluate,
             reach_back=event.reach_back,
+            outside=event.outside,
         )
     )
+    punch(turn, event.node_id)
     note_outer_state(
         turn, event.node_id, event.outer_round, event.outer_digest, event.outer_incarnation
     )

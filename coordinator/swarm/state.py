@@ -104,6 +104,15 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PunchTries:
+    """How often two members were told to dial each other: coordinator.swarm.punching has the rules."""
+
+    between: tuple[str, str]  # the addresses of their routers
+    num: int
+    latest_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """One enrolled node that has attached at least once."""
 
@@ -141,6 +150,8 @@ class Member:
     screenings: tuple[Screening, ...] = ()  # of its rounds among the latest, oldest first
     reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
     audits: AuditRecord = field(default_factory=AuditRecord)
+    outside: tuple[str, ...] = ()  # as in its latest heartbeat
+    punches: Mapping[NodeId, PunchTries] = field(default_factory=dict)  # with members of higher ids
 
 
 class RoundPhase(StrEnum):

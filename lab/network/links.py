@@ -283,6 +283,8 @@ class Network:
     def forget_conversations(self, host: str) -> None:
         """What this host and others have begun to say to each other passes no more; nobody is told."""
         self._known[host] = set()
+        for router in self._routers.get(host, ()):
+            router.forget()
 
     def _is_forgotten(self, packet: Packet) -> bool:
         """Whether a router has forgotten the packet's conversation; notes one that begins."""

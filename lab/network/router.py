@@ -50,7 +50,7 @@ class _Mapping:
 
 @dataclass(slots=True, kw_only=True)
 class Router:
-    """Between one host and the rest. Forgets nothing; `maps_ports` says whether it obeys NAT-PMP."""
+    """Between one host and the rest. Forgets when it is told to; `maps_ports`: whether it obeys NAT-PMP."""
 
     kind: NatKind
     address: IPv4Address
@@ -82,6 +82,11 @@ class Router:
         if mapping is None or not self._lets_in(mapping, source):
             return None
         return rewritten(content, target=mapping.inside)
+
+    def forget(self) -> None:
+        """Starts anew, with no mapping; the ports that it gives go on."""
+        self._out.clear()
+        self._in.clear()
 
     def answer(self, content: bytes) -> bytes | None:
         """What the router itself says to a packet of the host that is for its address within."""

@@ -7,7 +7,7 @@ A network may have a pace for each node, or uplinks that carry one payload after
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -141,6 +141,26 @@ class MemoryTransport:
         return tuple(
             sorted(peer for peer in self._member_ids if self._network.is_cut(self.node_id, peer))
         )
+
+    @property
+    def punched(self) -> tuple[NodeId, ...]:
+        """Nobody: there are no routers here."""
+        return ()
+
+    @property
+    def outside_token(self) -> bytes:
+        """None: it sends no datagrams."""
+        return b""
+
+    async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
+        """There is no outside."""
+        return False
+
+    def heed_outside(self, seen: Sequence[str]) -> None:
+        """There is none."""
+
+    def punch(self, peer: NodeId, multiaddr: str) -> None:
+        """Nobody is to be dialled here."""
 
     @property
     def rates(self) -> LinkRates:

@@ -181,6 +181,8 @@ def reach_findings(nodes: Iterable[NodeStatus], node_id: str) -> list[Finding]:
         )
         return [Finding(about="reach", verdict="fine", what=what)]
     what = f"no connection with {', '.join(apart[:8])}" + (" and others" if apart[8:] else "")
+    if own.has_symmetric_router:
+        what += "; this machine's router is symmetric, so few others can punch a hole to it"
     helpers = [n.node_name for n in present.values() if n.is_helper and n.node_id not in told]
     if helpers:
         through = (

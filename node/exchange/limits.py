@@ -94,6 +94,12 @@ class Limits:
     """An address that does not answer within so long is not dialled."""
     dial_seconds: float = 20.0
 
+    # Connections through home routers.
+    punch_seconds: float = 10.0
+    """A dial by QUIC that meets the other's; p2pd gives it up after 5 s."""
+    punched_look_seconds: float = 2.0
+    """How often it is looked at who is connected that way."""
+
     # Rates: what the uplink carries.
     measured_seconds: float = 0.5
     """A busy time that is shorter, and of few bytes, says more of round trips than of the link."""

@@ -129,7 +129,7 @@ class CoordinatorLink:
 
     `renew` gets a new certificate, and returns in how many seconds to get the next. `reconnect` has later
     calls go over a new connection: the one that there is may be dead, and nobody has said so. `moves_to`
-    has them look at another address as well.
+    has them look at another address as well. `host` is where they go now.
     """
 
     def __init__(
@@ -139,8 +139,13 @@ class CoordinatorLink:
         renew: Callable[[], Awaitable[float]] | None = None,
         reconnect: Callable[[], None] = lambda: None,
         moves_to: Callable[[Address], None] = lambda _: None,
+        host: Callable[[], str] = lambda: "",
     ) -> None:
         self._stub = stub
+        self._host = host
+        self._outside_ports: tuple[int, ...] = ()
+        self.outside: tuple[str, ...] = ()
+        """What the coordinator has seen of us lately, by multiaddresses: where routers put us."""
         self.moves_to = moves_to
         self.renew = renew
         self.reconnect = reconnect
@@ -201,7 +206,15 @@ class CoordinatorLink:
         Returns whether another process with this node's key asks to attach, and is refused.
         """
         answer = await self._stub.Heartbeat(heartbeat_of(session_id, vitals))
+        self._outside_ports = tuple(answer.outside_ports)
+        self.outside = tuple(answer.outside)
         return bool(answer.has_waiting_copy)
+
+    @property
+    def observers(self) -> tuple[tuple[str, int], ...]:
+        """Where the coordinator sees from where our datagrams come: hosts, and ports of UDP."""
+        host = self._host()
+        return tuple((host, port) for port in self._outside_ports) if host else ()
 
     async def report(self, session_id: int, reports: Sequence[tuple[int, Report]]) -> None:
         """Makes reports, each with its round, durable at the coordinator, in their order."""

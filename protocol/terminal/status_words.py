@@ -120,8 +120,19 @@ def cut_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
     }
 
 
+def punched_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
+    """The ids of each two present nodes that reach each other through holes in their routers."""
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    return {
+        (min(node.node_id, other), max(node.node_id, other))
+        for node in present.values()
+        for other in node.heartbeat.punched_ids
+        if other in present
+    } - cut_pairs(present.values())
+
+
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
-    """Which nodes do not reach each other, and which do through a helper, in words; empty when all do."""
+    """Which nodes do not reach each other, and which do by other ways than directly; empty when all do."""
     present = {node.node_id: node for node in nodes if is_present(node)}
     pairs = cut_pairs(present.values())
     helpers = [node.node_id for node in by_name(present.values()) if node.is_helper]
@@ -132,15 +143,46 @@ def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
         if helper := _helper_of(pair, helpers, pairs):
             through.setdefault(name_of(present[helper]), set()).update(names)
         else:
-            apart.append(f"{names[0]} and {names[1]} do not reach each other")
-    told = sorted(apart)
-    if len(told) > MOST_PAIRS:
-        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more pairs"]
+            strict = [name_of(present[n]) for n in pair if present[n].has_symmetric_router]
+            why = f" (symmetric router: {', '.join(sorted(strict))})" if strict else ""
+            apart.append(f"{names[0]} and {names[1]} do not reach each other{why}")
+    told = _some_of(apart)
     for helper, behind in sorted(through.items()):
         names = sorted(behind)
         who = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} nodes"
         told.append(f"{who} reach each other through {helper}")
+    holes = (sorted(name_of(present[n]) for n in pair) for pair in punched_pairs(present.values()))
+    told += _some_of(f"{one} and {other} reach each other, punched" for one, other in holes)
     return "; ".join(told)
+
+
+def _some_of(pairs: Iterable[str]) -> list[str]:
+    told = sorted(pairs)
+    if len(told) > MOST_PAIRS:
+        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more pairs"]
+    return told
+
+
+def ways_to_others(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> str:
+    """How a present node reaches the others: direct, punched, through a helper, or not; by name."""
+    present = {each.node_id: each for each in nodes if is_present(each)}
+    if node.node_id not in present:
+        return ""
+    cut, punched = cut_pairs(present.values()), punched_pairs(present.values())
+    helpers = [each.node_id for each in by_name(present.values()) if each.is_helper]
+    told = []
+    for other in by_name(present.values()):
+        pair = (min(node.node_id, other.node_id), max(node.node_id, other.node_id))
+        if pair[0] == pair[1]:
+            continue
+        way = "punched" if pair in punched else "direct"
+        if pair in cut:
+            helper = _helper_of(pair, helpers, cut)
+            way = f"through {name_of(present[helper])}" if helper else "not reached"
+        told.append(f"{name_of(other)} {way}")
+    if len(told) > MOST_PAIRS:
+        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more"]
+    return ", ".join(told)
 
 
 def _helper_of(
@@ -454,10 +496,6 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
     """All that is known of one node, in words; what is not known is left out."""
     beat = node.heartbeat
     sent, received = wire_in_words(node)
-    names = {each.node_id: name_of(each) for each in status.nodes}
-    pairs = cut_pairs(status.nodes)
-    cut = sorted(names[other] for pair in pairs if node.node_id in pair for other in pair)
-    others = ", ".join(name for name in cut if name != name_of(node))
     told = node_facts(node) | {
         "id": node.node_id,
         "standing": node.standing,
@@ -476,7 +514,7 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
         f"{seconds_in_words(node.given.present_seconds)} present"
         if node.HasField("given")
         else "",
-        "does not reach": others,
+        "reaches": ways_to_others(node, status.nodes),
         "second process": "waits with the same key: stop one of the two"
         if node.has_waiting_copy
         else "",

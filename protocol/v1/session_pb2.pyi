@@ -465,6 +465,8 @@ class HeartbeatRequest(_message.Message):
     UPLOAD_PACE_FIELD_NUMBER: _builtins.int
     EXCHANGE_SPEED_FIELD_NUMBER: _builtins.int
     REACH_BACK_FIELD_NUMBER: _builtins.int
+    OUTSIDE_TOKEN_FIELD_NUMBER: _builtins.int
+    PUNCHED_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -493,6 +495,8 @@ class HeartbeatRequest(_message.Message):
     """As in AttachRequest, now."""
     cannot_evaluate: _builtins.bool
     """As in AttachRequest, now."""
+    outside_token: _builtins.bytes
+    """What its datagrams to outside_ports hold, 16 bytes; empty when it sends none."""
     @_builtins.property
     def wire(self) -> _containers.RepeatedCompositeFieldContainer[Global___WireCount]:
         """Bytes since the node started."""
@@ -521,6 +525,10 @@ class HeartbeatRequest(_message.Message):
     def reach_back(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundSpan]:
         """Rounds to whose states it can go back from its own disk, in order."""
 
+    @_builtins.property
+    def punched_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Members that it reaches through a hole that both have punched in their routers."""
+
     def __init__(
         self,
         *,
@@ -545,10 +553,12 @@ class HeartbeatRequest(_message.Message):
         upload_pace: Global___UploadPace | None = ...,
         exchange_speed: Global___ExchangeSpeed | None = ...,
         reach_back: _abc.Iterable[Global___RoundSpan] | None = ...,
+        outside_token: _builtins.bytes = ...,
+        punched_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exchange_speed", b"exchange_speed", "link_rates", b"link_rates", "upload_pace", b"upload_pace", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "reach_back", b"reach_back", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "outside_token", b"outside_token", "punched_ids", b"punched_ids", "reach_back", b"reach_back", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -673,19 +683,31 @@ class HeartbeatResponse(_message.Message):
 
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     HAS_WAITING_COPY_FIELD_NUMBER: _builtins.int
+    OUTSIDE_PORTS_FIELD_NUMBER: _builtins.int
+    OUTSIDE_FIELD_NUMBER: _builtins.int
     lease_seconds: _builtins.float
     """The node is given up when it is silent for this long."""
     has_waiting_copy: _builtins.bool
     """Whether another process with this node's key asks to attach, and is refused."""
+    @_builtins.property
+    def outside_ports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """UDP ports of the coordinator that see from where a node's datagrams come. Empty: none does."""
+
+    @_builtins.property
+    def outside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The node's multiaddresses as each of them has seen it lately."""
+
     def __init__(
         self,
         *,
         lease_seconds: _builtins.float = ...,
         has_waiting_copy: _builtins.bool = ...,
+        outside_ports: _abc.Iterable[_builtins.int] | None = ...,
+        outside: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_waiting_copy", b"has_waiting_copy", "lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_waiting_copy", b"has_waiting_copy", "lease_seconds", b"lease_seconds", "outside", b"outside", "outside_ports", b"outside_ports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,6 +778,32 @@ class RosterEntry(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RosterEntry: _TypeAlias = RosterEntry  # noqa: Y015
+
+@_typing.final
+class Punch(_message.Message):
+    """Dial a member now by QUIC: it dials this node at the same time, and each opens its router for the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    MULTIADDR_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """The member."""
+    multiaddr: _builtins.str
+    """Where its router lets it be reached, as a libp2p multiaddress."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        multiaddr: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["multiaddr", b"multiaddr", "node_id", b"node_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Punch: _TypeAlias = Punch  # noqa: Y015
 
 @_typing.final
 class Roster(_message.Message):
@@ -1075,6 +1123,7 @@ class SubscribeResponse(_message.Message):
     ROSTER_CHANGE_FIELD_NUMBER: _builtins.int
     RULINGS_FIELD_NUMBER: _builtins.int
     AUDIT_FIELD_NUMBER: _builtins.int
+    PUNCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def roster(self) -> Global___Roster:
         """The members changed."""
@@ -1131,6 +1180,10 @@ class SubscribeResponse(_message.Message):
     def audit(self) -> Global___Audit:
         """A slice is to be audited."""
 
+    @_builtins.property
+    def punch(self) -> Global___Punch:
+        """A member is to be dialled that dials at the same time."""
+
     def __init__(
         self,
         *,
@@ -1148,12 +1201,13 @@ class SubscribeResponse(_message.Message):
         roster_change: Global___RosterChange | None = ...,
         rulings: _ruling_pb2.Rulings | None = ...,
         audit: Global___Audit | None = ...,
+        punch: Global___Punch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings", "audit"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings", "audit", "punch"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -24,6 +24,7 @@ from protocol.wire.messages import (
     Message,
     ParticipantsDeparted,
     ParticipantsIdle,
+    PunchAsked,
     Reduced,
     RefetchAsked,
     Report,
@@ -92,6 +93,8 @@ def message_to_wire(message: Message) -> pb.SubscribeResponse:
         case RunFinished(round=number, outer_digest=digest, reason=reason):
             finished = pb.Finished(round=number, outer_digest=digest, reason=reason)
             wire.finished.CopyFrom(finished)
+        case PunchAsked(node_id=node_id, multiaddr=multiaddr):
+            wire.punch.CopyFrom(pb.Punch(node_id=node_id, multiaddr=multiaddr))
         case RulingsTold(rulings=rulings, signatures=signatures):
             signed = zip(rulings, signatures, strict=True)
             wire.rulings.CopyFrom(
@@ -161,6 +164,8 @@ def message_from_wire(wire: pb.SubscribeResponse) -> Message:
                 outer_digest=Digest(wire.finished.outer_digest),
                 reason=wire.finished.reason,
             )
+        case "punch":
+            return PunchAsked(node_id=NodeId(wire.punch.node_id), multiaddr=wire.punch.multiaddr)
         case "rulings":
             signed = rulings_from_wire(wire.rulings)
             return RulingsTold(

@@ -148,6 +148,17 @@ class RunFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PunchAsked:
+    """A member that does not reach this node dials it now by QUIC, and this node is to dial it.
+
+    Each of the two dials opens its own router for the other one.
+    """
+
+    node_id: NodeId
+    multiaddr: str  # of QUIC, as the coordinator sees the member's router
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RulingsTold:
     """Rulings that the node may lack, in the order of their numbers.
 
@@ -172,6 +183,7 @@ Message = (
     | EvaluationAsked
     | RefetchAsked
     | RunFinished
+    | PunchAsked
     | RulingsTold
 )
 """What the coordinator tells a node."""

@@ -138,6 +138,8 @@ class Vitals:
     reach_back: tuple[RoundSpan, ...] = ()  # rounds to whose states it can go back by itself
     trains: bool = True
     evaluates: bool = True
+    outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
+    punched: tuple[NodeId, ...] = ()  # members that it reaches through holes in routers
 
 
 def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
@@ -164,6 +166,8 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         reach_back=[pb.RoundSpan(first=s.first, last=s.last) for s in vitals.reach_back],
         cannot_train=not vitals.trains,
         cannot_evaluate=not vitals.evaluates,
+        outside_token=vitals.outside_token,
+        punched_ids=vitals.punched,
     )
 
 

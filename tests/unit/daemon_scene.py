@@ -130,6 +130,8 @@ class FakeLink:
     """The coordinator: the test says its events, and it notes what the node reports."""
 
     renew = None  # it asks for no certificates
+    observers = ()  # nor does it see from where datagrams come
+    outside = ()
 
     def __init__(self) -> None:
         self.committed_round = 0

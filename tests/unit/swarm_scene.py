@@ -187,6 +187,7 @@ class Scene:
         rates: Rates = UNKNOWN,
         cannot_train: bool = False,
         cannot_evaluate: bool = False,
+        outside: tuple[str, ...] = (),
     ) -> None:
         if session_id is None:
             session_id = self.member(name).session_id
@@ -201,6 +202,7 @@ class Scene:
                 rates=rates,
                 cannot_train=cannot_train,
                 cannot_evaluate=cannot_evaluate,
+                outside=outside,
             )
         )
 

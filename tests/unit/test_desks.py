@@ -13,6 +13,7 @@ from coordinator.config import rules_of
 from coordinator.driver import Driver
 from coordinator.services import checks, session
 from coordinator.services.answering import CALLS_A_SECOND, MOST_CALLS, CallRates
+from coordinator.services.outside import TOKEN_BYTES, Lookout
 from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
@@ -194,6 +195,39 @@ async def test_of_a_heartbeat_of_megabytes_the_status_shows_what_it_knows() -> N
     assert (node.heartbeat.mesh, node.heartbeat.utilisation.round) == ("2 ranks", 1)
     assert [(each.kind, each.sent_bytes) for each in node.heartbeat.wire] == [("control", 7)]
     assert answer.ByteSize() < 2_000
+
+
+async def test_where_a_router_puts_a_node_is_told_to_that_node_and_shown_to_nobody() -> None:
+    telemetry, lookout = Telemetry(), Lookout(lambda: 0.0)
+    lookout.ports = (7700,)
+    _, driver = new_desk()
+    desk = SessionDesk(driver, telemetry, RunSpec(), SIGNER, lookout=lookout)
+    status = StatusDesk(driver, telemetry, RunSpec(), swarm_id="swarm")
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
+    token = b"t" * TOKEN_BYTES
+    heartbeat = session_pb2.HeartbeatRequest(
+        session_id=session_id,
+        outer_digest=DIGEST,
+        outside_token=token,
+        punched_ids=[NODE.node_id, "a stranger"],
+    )
+    answer = await desk.heartbeat(NODE.node_id, heartbeat)
+    assert (list(answer.outside_ports), list(answer.outside)) == ([7700], [])
+    lookout.saw(token, host="203.0.113.1", port=20_000, on_port=7700)
+    answer = await desk.heartbeat(NODE.node_id, heartbeat)
+    assert list(answer.outside) == ["/ip4/203.0.113.1/udp/20000/quic-v1"]
+    shown = status.get_status(status_pb2.GetStatusRequest())
+    assert list(shown.nodes[0].heartbeat.punched_ids) == [NODE.node_id]
+    for secret in (b"203.0.113.1", token):
+        assert secret not in shown.SerializeToString()
+    heartbeat.outside_token = b"short"
+    with pytest.raises(BadDataError, match="a token of 5 bytes"):
+        await desk.heartbeat(NODE.node_id, heartbeat)
+    heartbeat.outside_token = token
+    del heartbeat.punched_ids[:]
+    heartbeat.punched_ids.extend(["x"] * 10_000)
+    with pytest.raises(BadDataError, match="members behind holes in routers"):
+        await desk.heartbeat(NODE.node_id, heartbeat)
 
 
 async def test_the_status_tells_of_samples_budgets_and_speeds() -> None:

@@ -250,6 +250,15 @@ def test_a_helper_that_reduces_for_it_is_named_and_one_that_it_does_not_reach_is
     assert found.verdict == "advice"
 
 
+def test_a_router_that_no_hole_can_be_punched_in_is_said() -> None:
+    nodes = members((0, 1))
+    (found,) = checks.reach_findings(nodes, "0")
+    assert "symmetric" not in found.what
+    nodes[0].has_symmetric_router = True
+    (found,) = checks.reach_findings(nodes, "0")
+    assert "this machine's router is symmetric" in found.what
+
+
 # How it ends
 
 

@@ -22,6 +22,7 @@ from protocol.terminal.status_words import (
     sparkline,
     summary_line,
     time_in_words,
+    ways_to_others,
 )
 from protocol.terminal.watch import LineScreen, watch
 from protocol.v1 import session_pb2, status_pb2
@@ -271,6 +272,39 @@ def test_nodes_that_reach_each_other_through_a_helper_are_told_together():
     assert "helper-1 and node-3 do not reach each other" in words
 
 
+def test_each_pair_is_told_by_the_way_it_has():
+    one, two, three, four, helper = nodes = [a_node(f"node-{n}") for n in range(1, 6)]
+    one.heartbeat.punched_ids.append(two.node_id)  # two has not said so yet
+    one.heartbeat.unreachable_ids.append(three.node_id)
+    one.heartbeat.unreachable_ids.append(helper.node_id)
+    status = a_status(*nodes)
+    assert ways_to_others(one, status.nodes) == (
+        "node-2 punched, node-3 not reached, node-4 direct, node-5 not reached"
+    )
+    assert ways_to_others(two, status.nodes).startswith("node-1 punched, node-3 direct")
+    assert "node-1 and node-2 reach each other, punched" in summary_line(status)
+    four.is_helper = True
+    words = ways_to_others(one, a_status(*nodes).nodes)
+    assert words == "node-2 punched, node-3 through node-4, node-4 direct, node-5 through node-4"
+
+
+def test_a_pair_that_says_both_is_not_reached():
+    one, two = a_node("node-1"), a_node("node-2")
+    one.heartbeat.punched_ids.append(two.node_id)
+    two.heartbeat.unreachable_ids.append(one.node_id)  # it knows of the hole's end first
+    words = summary_line(a_status(one, two))
+    assert "node-1 and node-2 do not reach each other" in words
+    assert "punched" not in words
+
+
+def test_a_router_that_no_hole_can_be_punched_in_is_named():
+    one, two = a_node("node-1"), a_node("node-2")
+    one.heartbeat.unreachable_ids.append(two.node_id)
+    two.has_symmetric_router = True
+    told = "node-1 and node-2 do not reach each other (symmetric router: node-2)"
+    assert told in summary_line(a_status(one, two))
+
+
 def test_a_node_that_is_draining_is_leaving():
     node = a_node("node-1", activity="contributing")
     node.is_draining = True
@@ -358,7 +392,7 @@ def test_of_one_node_all_that_is_known_is_told_and_nothing_that_is_not(three_nod
     told = node_details(training, a_status(*three_nodes))
     assert told["does"] == "training 17/20"
     assert told["speed"] == "9.1k tokens a second"
-    assert told["does not reach"] == waiting.node_name
+    assert f"{waiting.node_name} not reached" in told["reaches"].split(", ")
     assert "mfu" not in told and "let go" not in told
     assert all(words not in ("", "-") for words in told.values())
 

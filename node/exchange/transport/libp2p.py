@@ -5,7 +5,7 @@ libp2p itself lets anyone in who has a key. Membership is checked here, against 
 
 import asyncio
 import resource
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ import structlog
 
 from node.exchange.limits import Limits
 from node.exchange.transport.p2pd import Connections, DaemonError, P2pd
+from node.exchange.transport.punching import Observer, Punching, punching_daemon
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.sender import first_streams
@@ -54,6 +55,7 @@ class Libp2pTransport:
     `listen_multiaddrs` are libp2p's: "/ip4/0.0.0.0/tcp/7700". `announce_host` (a name or an IP
     address) replaces the host in what peers are told, for a node behind a forwarded port. With
     `asks_router` the router is asked to forward the port, and peers are told of its address too.
+    With a `punching_token`, 16 random bytes, it reaches members through their routers and its own.
     `max_upload_bytes_per_second` is on the wire, and for all transfers together; None is no limit.
     """
 
@@ -65,6 +67,7 @@ class Libp2pTransport:
         listen_multiaddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",),
         announce_host: str | None = None,
         asks_router: bool = False,
+        punching_token: bytes = b"",
         limits: Limits | None = None,
         max_upload_bytes_per_second: float | None = None,
         while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -90,6 +93,15 @@ class Libp2pTransport:
         self._peer_ids: dict[NodeId, str] = {}  # as libp2p has them
         self._node_ids: dict[str, NodeId] = {}
         self._connections: Connections | None = None
+        self._punching = Punching(
+            token=punching_token,
+            start_daemon=punching_daemon(
+                identity, protocol=PROTOCOL, on_stream=self._on_stream, limits=self._limits
+            ),
+            limits=self._limits,
+            on_connection=self._traffic.made_connection,
+        )
+        self._shows_outside = False
         self._sharing: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._sendings: dict[NodeId, Sending] = {}
@@ -103,7 +115,7 @@ class Libp2pTransport:
             self._identity,
             listen_multiaddrs=self._listen_multiaddrs,
             protocol=PROTOCOL,
-            on_stream=self._on_stream,
+            on_stream=self._on_tcp_stream,
             limits=self._limits,
             asks_router=self._asks_router,
         )
@@ -133,6 +145,7 @@ class Libp2pTransport:
         if self._connections is not None:
             await self._connections.stop()
             self._connections = None
+        await self._punching.stop()
         if self._sharing is not None:
             self._sharing.cancel()
             await asyncio.wait([self._sharing])
@@ -178,6 +191,7 @@ class Libp2pTransport:
         gone = set(before) - set(self._own_addresses)
         if gone:
             self._connections.begin_anew()
+            self._punching.begin_anew()
         return bool(gone) or self._multiaddrs != told
 
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
@@ -186,6 +200,9 @@ class Libp2pTransport:
         self._members = {entry.node_id: entry for entry in others}
         self._peer_ids = {entry.node_id: peer_id_of(entry.address.public_key) for entry in others}
         self._node_ids = {peer_id: node_id for node_id, peer_id in self._peer_ids.items()}
+        self._punching.set_roster(
+            {self._peer_ids[entry.node_id]: entry.address.multiaddrs for entry in others}
+        )
         if self._connections is not None:
             self._connections.set_roster(others)
 
@@ -198,9 +215,47 @@ class Libp2pTransport:
             sorted(
                 self._node_ids[peer_id]
                 for peer_id in self._connections.unreachable()
-                if peer_id in self._node_ids
+                if peer_id in self._node_ids and peer_id not in self._punching.connected
             )
         )
+
+    @property
+    def punched(self) -> tuple[NodeId, ...]:
+        """See Transport.punched."""
+        if self._connections is None:
+            return ()
+        peer_ids = self._punching.connected - self._connections.connected
+        return tuple(sorted(self._node_ids[p] for p in peer_ids if p in self._node_ids))
+
+    @property
+    def outside_token(self) -> bytes:
+        """See Transport.outside_token."""
+        return b"" if self._punching.why_not else self._punching.token
+
+    async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
+        """See Transport.show_outside."""
+        if self._connections is None or not self._punching.token:
+            return False
+        self._punching.leave_to_tcp(self._connections.connected)
+        is_needed = bool(self.unreachable or self._punching.connected)
+        did, self._shows_outside = self._shows_outside, is_needed and bool(observers)
+        if self._shows_outside:
+            await self._punching.show([Observer(*observer) for observer in observers])
+        return self._shows_outside and not did
+
+    def heed_outside(self, seen: Sequence[str]) -> None:
+        """See Transport.heed_outside."""
+        self._punching.heed_outside(tuple(seen))
+
+    def punch(self, peer: NodeId, multiaddr: str) -> None:
+        """See Transport.punch. Whoever is connected by TCP meanwhile is not dialled."""
+        peer_id = self._peer_ids.get(peer)
+        if (
+            peer_id is not None
+            and self._connections is not None
+            and peer_id not in self._connections.connected
+        ):
+            self._punching.punch(peer_id, multiaddr)
 
     @property
     def rates(self) -> LinkRates:
@@ -291,6 +346,16 @@ class Libp2pTransport:
         for is_last_try in (False, True):
             if self._daemon is None or self._connections is None:
                 raise DaemonError("this node's transport is stopped")
+            is_punched = peer_id in self._punching.connected - self._connections.connected
+            if is_punched:
+                try:
+                    reader, writer = await self._punching.open_stream(peer_id, PROTOCOL)
+                    break
+                except DaemonError:
+                    self._punching.give_up(peer_id)
+                    if is_last_try:
+                        raise
+                    continue
             await self._daemon.connect(peer_id, entry.address.multiaddrs)
             self._connections.saw(peer_id)
             try:
@@ -312,6 +377,13 @@ class Libp2pTransport:
             idle_seconds=limits.idle_seconds,
             traffic=self._traffic,
         )
+
+    async def _on_tcp_stream(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if self._connections is not None and peer_id in self._node_ids:
+            self._connections.saw(peer_id)
+        await self._on_stream(peer_id, reader, writer)
 
     async def _on_stream(
         self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -337,8 +409,6 @@ class Libp2pTransport:
             await self._turn_away(peer_id, "you are not on the roster", reader, writer)
             return
         assert self._server is not None
-        if self._connections is not None:
-            self._connections.saw(peer_id)
         try:
             await self._server.serve(self._stream(reader, writer, self._limits), sender)
         except TransferRefusedError as refusal:  # there is no place

@@ -10,8 +10,7 @@ persistent control connection, and, before there is one, its idle timeout.
 
 Connections keeps it connected with every member, so that nodes behind NAT can be reached. libp2p sends both
 ways over a connection, whoever dialled it: a node that cannot be dialled is reachable as long as it keeps its
-own connections up. Two nodes that both cannot be dialled do not reach each other; their transfers fail with
-the reason.
+own connections up. Two nodes that both cannot be dialled do not reach each other this way: see punching.py.
 
 A connection from an address that is gone goes nowhere, and libp2p finds out after 40 s at best; until then it
 would prefer it to a new one, for the streams that hang on it. So both ends give it up as soon as they know:
@@ -141,7 +140,7 @@ class P2pd:
         async for multiaddr, why_not in knocked(multiaddrs, seconds=self._limits.knock_seconds):
             try:
                 if not why_not:
-                    await self._dial(peer_id, multiaddr)
+                    await self.dial(peer_id, multiaddr)
                     return
                 reasons.append(f"{multiaddr}: {why_not}")
             except DaemonError as error:
@@ -149,7 +148,8 @@ class P2pd:
         if peer_id not in await self.connected_peer_ids():  # else it has dialled us meanwhile
             raise DaemonError("; ".join(reasons) or "it has told no address")
 
-    async def _dial(self, peer_id: str, multiaddr: str) -> None:
+    async def dial(self, peer_id: str, multiaddr: str) -> None:
+        """Connects to an address, whether it answers or not; raises DaemonError."""
         from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
         from hivemind.utils.multiaddr import Multiaddr
 

@@ -6,7 +6,7 @@ both keep stand at the end.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -174,6 +174,26 @@ class Transport(Protocol):
     @property
     def unreachable(self) -> tuple[NodeId, ...]:
         """Members that are not connected, and could not be dialled for a while, in order."""
+
+    @property
+    def punched(self) -> tuple[NodeId, ...]:
+        """Members that are reached through holes in routers, in order."""
+
+    @property
+    def outside_token(self) -> bytes:
+        """What our datagrams to those hold that see from where they come; empty: none is sent."""
+
+    async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
+        """Sends them datagrams while a member is out of reach, or punched; hosts, and ports of UDP.
+
+        Returns whether it did, for the first time since all were connected directly.
+        """
+
+    def heed_outside(self, seen: Sequence[str]) -> None:
+        """Heeds where they see us: elsewhere than before, and holes lead nowhere any more."""
+
+    def punch(self, peer: NodeId, multiaddr: str) -> None:
+        """Dials a member that dials us at the same time."""
 
     @property
     def rates(self) -> LinkRates:

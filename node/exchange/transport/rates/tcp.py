@@ -345,6 +345,26 @@ def copy_of(pid: int, descriptor: int) -> socket.socket:
         return child.copy_of(descriptor)
 
 
+def descriptors_of_udp(pid: int) -> Iterator[int]:
+    """Where a process listens by UDP over IPv4. Raises OSError where that is not to be known."""
+    try:
+        for _, descriptor in sockets_of(pid):
+            with suppress(_GoneError), copy_of(pid, descriptor) as copy:
+                if copy.family == socket.AF_INET and copy.type == socket.SOCK_DGRAM:
+                    yield descriptor
+    except _GoneError as error:
+        raise OSError(errno.ESRCH, "the process has ended") from error
+
+
+def send_from(pid: int, descriptor: int, datagram: bytes, to: tuple[str, int]) -> None:
+    """Sends a datagram from a process's own socket: routers take it for that process's.
+
+    Raises OSError where that is not allowed. That there is no way now, or no room, is no error.
+    """
+    with suppress(_GoneError), copy_of(pid, descriptor) as copy, suppress(OSError):
+        copy.sendto(datagram, to)
+
+
 class _Place(NamedTuple):
     """Where a socket of TCP is."""
 

@@ -1,0 +1,113 @@
+"""From where nodes' datagrams come, as routers on the way have translated it: UDP beside the control port.
+
+A node that does not reach a member sends its token here, from the socket that it would dial by QUIC from.
+The token comes by the node's session first, so a stranger's datagram says nothing and is not kept. Nothing
+is ever answered: nobody can have this port send anything to anybody.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from protocol.errors import BadDataError
+from protocol.wire.rounds import NodeId
+
+TOKEN_BYTES = 16
+
+FRESH_SECONDS = 20.0
+"""What was seen is true for so long: routers forget a conversation of UDP after 30 s and more."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Lookout:
+    """What was seen of whose datagrams. Pure but for the clock that it is given."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.ports: tuple[int, ...] = ()
+        """Where nodes send datagrams to, as they are told."""
+        self._clock = clock
+        self._tokens: dict[NodeId, bytes] = {}
+        self._node_ids: dict[bytes, NodeId] = {}
+        self._seen: dict[NodeId, dict[int, tuple[str, float]]] = {}  # by port: where, and when
+
+    def of(self, node_id: NodeId, token: bytes) -> tuple[str, ...]:
+        """The multiaddresses that each port has seen a node at lately; notes its token.
+
+        Raises BadDataError for what is no token. A token that another node has is not taken.
+        """
+        if token and len(token) != TOKEN_BYTES:
+            raise BadDataError(
+                f"a token of {len(token)} bytes, where {TOKEN_BYTES} are wanted",
+                next_step="use the same version of Atoll on both sides",
+            )
+        if self._tokens.get(node_id, b"") != token:
+            self.forget(node_id)
+            if token and token not in self._node_ids:
+                self._tokens[node_id], self._node_ids[token] = token, node_id
+        oldest = self._clock() - FRESH_SECONDS
+        seen = self._seen.get(node_id, {})
+        return tuple(where for _, (where, at) in sorted(seen.items()) if at >= oldest)
+
+    def forget(self, node_id: NodeId) -> None:
+        """Its datagrams say nothing any more."""
+        self._node_ids.pop(self._tokens.pop(node_id, b""), None)
+        self._seen.pop(node_id, None)
+
+    def saw(self, datagram: bytes, *, host: str, port: int, on_port: int) -> None:
+        """A datagram has come, from anybody."""
+        if (node_id := self._node_ids.get(datagram)) is not None:
+            where = f"/ip4/{host}/udp/{port}/quic-v1"
+            self._seen.setdefault(node_id, {})[on_port] = (where, self._clock())
+
+
+class Listening:
+    """The sockets, one on each port."""
+
+    def __init__(self, transports: Sequence[asyncio.DatagramTransport]) -> None:
+        self._transports = transports
+
+    def close(self) -> None:
+        """Hears nothing any more."""
+        for transport in self._transports:
+            transport.close()
+
+
+async def listen(lookout: Lookout, host: str, ports: Sequence[int]) -> Listening:
+    """Hears datagrams by IPv4 on the numbers of these ports; where it cannot, says so and goes without.
+
+    Two ports tell a router that gives each place another port from all others.
+    """
+    loop = asyncio.get_running_loop()
+    transports: list[asyncio.DatagramTransport] = []
+    heard: list[int] = []
+    address = "0.0.0.0" if host == "::" else host
+    for port in ports:
+        try:
+            transport, _ = await loop.create_datagram_endpoint(
+                lambda port=port: _Heard(lookout, port),  # type: ignore[misc]
+                local_addr=(address, port),
+                family=socket.AF_INET,
+            )
+        except (OSError, ValueError) as error:
+            _log.warning(
+                "nodes behind routers cannot be helped to dial each other: a port of UDP is not to be had",
+                port=port,
+                why=str(error),
+            )
+            continue
+        transports.append(transport)
+        heard.append(port)
+    lookout.ports = tuple(heard)
+    return Listening(transports)
+
+
+class _Heard(asyncio.DatagramProtocol):
+    def __init__(self, lookout: Lookout, on_port: int) -> None:
+        self._lookout = lookout
+        self._on_port = on_port
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        self._lookout.saw(data, host=addr[0], port=addr[1], on_port=self._on_port)

@@ -1,0 +1,260 @@
+"""Transports with real p2pds behind the laboratory's routers, and what they punch through these."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+from structlog.testing import capture_logs
+from transport_peers import BIG, Peer, make_payload
+
+from coordinator.services.outside import Lookout, listen
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
+from lab.network.router import NatKind
+from node.exchange.limits import Limits
+from node.exchange.transport import punching
+from node.exchange.transport.libp2p import Libp2pTransport
+from node.exchange.transport.transport import PeerUnreachableError
+from protocol.trust.identity import Identity
+from protocol.wire.rounds import NodeId
+from protocol.wire.wire_count import WireCounts
+
+ONE, OTHER, OUTSIDE = "one", "other", "outside"
+PORTS = (7700, 7701)
+QUICK = Limits(
+    punch_seconds=6.0, unreachable_seconds=0.5, knock_seconds=0.5, punched_look_seconds=0.2
+)
+PATIENCE_SECONDS = 90.0
+
+pytestmark = pytest.mark.usefixtures("may_make_network_labs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtHome:
+    """Two members at home, and what the coordinator sees of them."""
+
+    lab: NetworkLab
+    lookout: Lookout
+    one: Peer
+    other: Peer
+
+    @property
+    def observers(self) -> tuple[tuple[str, int], ...]:
+        return tuple((self.lab.address(OUTSIDE), port) for port in PORTS)
+
+    async def seen(self, peer: Peer) -> tuple[str, ...]:
+        """Where each port sees a member, once both do."""
+        token = peer.transport.outside_token
+
+        async def shown() -> bool:
+            await peer.transport.show_outside(self.observers)
+            return len(self.lookout.of(peer.node_id, token)) == len(PORTS)
+
+        await until(shown)
+        return self.lookout.of(peer.node_id, token)
+
+    async def dial_each_other(self) -> None:
+        """Each is told where the other was seen, as the coordinator tells them."""
+        (one, *_), (other, *_) = await self.seen(self.one), await self.seen(self.other)
+        self.one.transport.punch(self.other.node_id, other)
+        self.other.transport.punch(self.one.node_id, one)
+
+    def is_punched(self) -> bool:
+        return (self.one.transport.punched, self.other.transport.punched) == (
+            (self.other.node_id,),
+            (self.one.node_id,),
+        )
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            found = is_so()
+            if await found if asyncio.iscoroutine(found) else found:
+                return
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def at_home(one: NatKind, other: NatKind) -> AsyncIterator[AtHome]:
+    async with AsyncExitStack() as stack:
+        lab = stack.enter_context(
+            NetworkLab(
+                dict.fromkeys((ONE, OTHER, OUTSIDE), Link(delay_seconds=0.01)),
+                routers={ONE: [one], OTHER: [other]},
+            )
+        )
+        clock = asyncio.get_running_loop().time
+        lookout = Lookout(clock)
+        with lab.inside(OUTSIDE):
+            stack.callback((await listen(lookout, lab.address(OUTSIDE), PORTS)).close)
+        assert lookout.ports == PORTS
+        peers = [await stack.enter_async_context(_member(lab, host)) for host in (ONE, OTHER)]
+        for peer in peers:
+            peer.transport.set_roster(tuple(each.entry for each in peers))
+            lookout.of(peer.node_id, peer.transport.outside_token)
+        yield AtHome(lab=lab, lookout=lookout, one=peers[0], other=peers[1])
+
+
+@asynccontextmanager
+async def _member(lab: NetworkLab, host: str) -> AsyncIterator[Peer]:
+    identity, counts = Identity.generate(), WireCounts()
+    transport = Libp2pTransport(
+        identity=identity,
+        counts=counts,
+        limits=QUICK,
+        punching_token=identity.public_key[:16],
+    )
+    peer = Peer(identity.node_id, identity.public_key, transport, counts)
+    with lab.inside(host):  # what a thread starts there stays there
+        await transport.start(peer.desk)
+    start_daemon = transport._punching._start_daemon
+
+    async def started_there():  # type: ignore[no-untyped-def]
+        with lab.inside(host):
+            return await start_daemon()
+
+    transport._punching._start_daemon = started_there
+    try:
+        yield peer
+    finally:
+        await transport.stop()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("port restricted", "port restricted"),
+        ("full cone", "port restricted"),
+        ("symmetric", "restricted"),
+    ],
+)
+async def test_members_behind_their_routers_reach_each_other_through_the_holes_they_punch(
+    one: NatKind, other: NatKind
+) -> None:
+    async with at_home(one, other) as home:
+        await until(lambda: home.one.transport.unreachable == (home.other.node_id,))
+        await home.dial_each_other()
+        await until(home.is_punched)
+        assert home.one.transport.unreachable == home.other.transport.unreachable == ()
+        for sender, receiver in ((home.one, home.other), (home.other, home.one)):
+            payload = make_payload(sender_id=sender.node_id, body=bytes(BIG))
+            await sender.transport.push(receiver.node_id, payload, timeout_seconds=60)
+            assert receiver.desk.received == [(sender.node_id, payload)]
+        assert home.lab.traffic(ONE, OTHER).delivered_bytes > BIG
+        assert home.lab.traffic(OTHER, ONE).delivered_bytes > BIG
+        assert home.lab.traffic(ONE, OUTSIDE).delivered_bytes < 100_000
+
+
+async def test_a_symmetric_and_a_port_restricted_router_are_told_apart_and_no_hole_is_there() -> (
+    None
+):
+    async with at_home("symmetric", "port restricted") as home:
+        assert len(set(await home.seen(home.one))) == 2
+        assert len(set(await home.seen(home.other))) == 1
+        await home.dial_each_other()
+        dials = [p.transport._punching._dials for p in (home.one, home.other)]  # type: ignore[attr-defined]
+        assert all(dials)
+        await until(lambda: not any(dials))
+        assert home.one.transport.punched == home.other.transport.punched == ()
+        assert home.one.transport.unreachable == (home.other.node_id,)
+
+
+async def test_whoever_is_no_member_any_more_is_refused_through_its_hole() -> None:
+    async with at_home("port restricted", "port restricted") as home:
+        await home.dial_each_other()
+        await until(home.is_punched)
+        home.other.transport.set_roster((home.other.entry,))
+        assert home.other.transport.punched == ()
+        payload = make_payload(sender_id=home.one.node_id)
+        with pytest.raises(Exception, match="you are not on the roster") as refused:
+            await home.one.transport.push(home.other.node_id, payload, timeout_seconds=30)
+        assert not isinstance(refused.value, PeerUnreachableError)
+        assert home.other.desk.admitted == []
+        home.other.transport.punch(NodeId("nobody"), "/ip4/10.99.0.1/udp/1/quic-v1")
+        assert not home.other.transport._punching._dials  # type: ignore[attr-defined]
+
+
+async def test_a_hole_to_a_member_that_has_moved_or_by_a_p2pd_that_died_is_punched_again() -> None:
+    async with at_home("port restricted", "port restricted") as home:
+        await home.dial_each_other()
+        await until(home.is_punched)
+        entry = home.other.entry
+        moved = replace(entry, address=replace(entry.address, multiaddrs=("/ip4/10.1.1.1/tcp/1",)))
+        home.one.transport.set_roster((home.one.entry, moved))
+        await until(lambda: not (home.one.transport.punched or home.other.transport.punched))
+        await until(lambda: home.other.transport.unreachable)
+        await home.dial_each_other()
+        await until(home.is_punched)
+
+        os.kill(home.one.transport._punching._daemon.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        await until(lambda: not (home.one.transport.punched or home.other.transport.punched))
+        await until(lambda: home.one.transport.unreachable and home.other.transport.unreachable)
+        await home.dial_each_other()
+        await until(home.is_punched)
+        payload = make_payload(sender_id=home.one.node_id)
+        await home.one.transport.push(home.other.node_id, payload, timeout_seconds=30)
+        assert home.other.desk.received == [(home.one.node_id, payload)]
+
+
+async def test_a_hole_that_a_router_has_forgotten_is_given_up_and_punched_again() -> None:
+    async with at_home("port restricted", "port restricted") as home:
+        before = await home.seen(home.one)
+        home.one.transport.heed_outside(before)
+        await home.dial_each_other()
+        await until(home.is_punched)
+        home.one.transport.heed_outside(before)
+        home.one.transport.heed_outside(before[:1])  # a datagram was lost
+        home.one.transport.heed_outside(())
+        assert home.is_punched()
+
+        home.lab.forget_conversations(ONE)
+        await home.one.transport.show_outside(home.observers)
+        await until(lambda: not set(before) & set(home.lookout.of(home.one.node_id, _token(home))))
+        await asyncio.sleep(
+            QUICK.punch_seconds
+        )  # it is no fresh hole any more, whose dial came first
+        home.one.transport.heed_outside(await home.seen(home.one))
+        assert home.one.transport.unreachable == (home.other.node_id,)
+        assert home.other.transport.punched  # nobody could tell it
+        await home.dial_each_other()
+        await until(home.is_punched)
+        payload = make_payload(sender_id=home.other.node_id)
+        await home.other.transport.push(home.one.node_id, payload, timeout_seconds=30)
+        assert home.one.desk.received == [(home.other.node_id, payload)]
+
+
+def _token(home: AtHome) -> bytes:
+    return home.one.transport.outside_token
+
+
+async def test_a_machine_that_lends_no_socket_says_once_why_no_hole_is_punched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "pidfd_getfd: Operation not permitted")
+
+    async with at_home("port restricted", "port restricted") as home:
+        transport = home.one.transport
+        await until(lambda: transport.unreachable)
+        monkeypatch.setattr(punching, "send_from", refuse)
+        with capture_logs() as logs:
+            for _ in range(3):
+                await transport.show_outside(home.observers)
+        assert transport.outside_token == b""  # then nobody waits to see it
+        (told,) = (line for line in logs if line["log_level"] == "warning")
+        assert "no holes are punched in routers" in told["event"]
+        assert "pidfd_getfd" in told["why"]
+
+
+async def test_a_member_that_all_reach_starts_no_second_p2pd_and_sends_no_datagrams() -> None:
+    async with at_home("full cone", "full cone") as home:
+        for peer in (home.one, home.other):
+            peer.transport.set_roster((peer.entry,))
+            assert not await peer.transport.show_outside(home.observers)
+            assert peer.transport._punching._daemon is None  # type: ignore[attr-defined]
+        assert home.lab.traffic(ONE, OUTSIDE).delivered_packets == 0
