@@ -128,7 +128,7 @@ class Freeloaders:
         tenth = self._trained(self._tenth, plan, few, base)
         elsewhere = replace(assignment, first_sample=2 * FAR + assignment.first_sample)
         noise = self._rng.standard_normal(own.size, dtype=np.float32)
-        middle = np.mean(others, axis=0, dtype=np.float32)
+        middle = mean_of(others)
         sent = {
             "copies the mean": middle,
             "copies one": others[0],
@@ -150,6 +150,12 @@ class Freeloaders:
         node.trainer.train(work_of(plan, assignment), unseen)
         node.trainer.publish(node.published, 0)
         return base - node.published
+
+
+def mean_of(vectors: Sequence[Vector]) -> Vector:
+    """Of vectors [n] alike."""
+    middle: Vector = np.mean(vectors, axis=0, dtype=np.float32)
+    return middle
 
 
 def stretched(values: Vector, other: Vector) -> Vector:
@@ -221,7 +227,7 @@ def rows_of(name: str, *, seed: int, rounds: int, every: int) -> Iterator[Row]:
             state = nodes[0].parameters
             others = [values for other, values in enumerate(honest) if other != place]
             for kind, contribution in kinds.items():
-                middle = np.mean([contribution, *others], axis=0, dtype=np.float32)
+                middle = mean_of([contribution, *others])
                 by_mean = [measured.losses(base - middle, places) for places in both]
                 after = [measured.losses(base - contribution, places) for places in both]
                 half = np.float32(0.5) * (contribution - middle)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from coordinator.swarm import spot_checks
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.audit import audits_in_words, draw, pending_audits
@@ -385,6 +386,7 @@ def close_round(turn: Turn) -> None:
     note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))
     draw(turn, current, commit)
+    spot_checks.draw(turn, current, commit)
     if is_void:
         for member in ready_members(turn.state):
             turn.put_member(replace(member, outer_round=current.number))
