@@ -9,9 +9,9 @@ does not. Where that comes to one in CHANCE, and the findings of most of the wei
 itself, the member is put in quarantine and its confirmed work counts no more.
 
 What training scores depends on the run, and is taken from the other members: the middle one by weight, and
-half of that. So nobody is convicted where honest members score nothing either, and lies of less than half of
-the weight neither convict nor set what is usual. What a checker says in a member's favour saves it from no
-other checker's findings, for it may be an accomplice.
+a part of that. So nobody is convicted where honest members score nothing either, and lies of less than half
+of the weight neither convict nor set what is usual. What a checker says in a member's favour saves it from
+no other checker's findings, for it may be an accomplice.
 """
 
 import math
@@ -42,8 +42,14 @@ from protocol.wire.rounds import AUDIT_ROUNDS, WHOLE, Commit, NodeId
 CHANCE = 1e-6
 """That a member whose scores are what is expected is convicted, if its checkers tell what they measured."""
 
-EXPECTED_SHARE = 0.5
-"""Of what other members usually score: leases, speeds and rounds differ."""
+EXPECTED_SHARE = 0.7
+"""Of what other members usually score: from a lease of twice as many samples less is learned of each."""
+
+USUAL_FINDINGS = 8
+"""Of each member, the newest: what is usual changes as a run goes on."""
+
+LEAST_USUAL = 4
+"""Findings on two other members at least, before it is known what is usual."""
 
 LEAST_SAMPLES = 16
 """Of a lease; fewer show nothing."""
@@ -91,10 +97,12 @@ def spot_checked(turn: Turn, node_id: NodeId, round: int, report: SpotChecked) -
     if report.num_samples > asked[0].num_samples:
         return
     most = most_score(report.num_samples)
+    usual = usual_effect(turn.state, member.node_id)
     finding = SpotFinding(
         checker_id=node_id,
         num_samples=report.num_samples,
         score=max(-most, min(most, report.score)),
+        expected=EXPECTED_SHARE * usual * math.sqrt(report.num_samples),
         signed=report,
     )
     turn.put_member(replace(member, spots=(*member.spots, finding)[-KEPT_FINDINGS:]))
@@ -112,10 +120,17 @@ def most_score(num_samples: int) -> float:
 
 
 def usual_effect(state: SwarmState, node_id: NodeId) -> float:
-    """What members beside this one score per root of samples: the middle one of them by weight."""
+    """What members beside this one score per root of samples: the middle one of them by weight.
+
+    0 while too little is known: findings that come then show nothing.
+    """
     others = [m for m in present_members(state) if m.node_id != node_id and m.spots]
+    if len(others) < 2 or sum(len(m.spots) for m in others) < LEAST_USUAL:
+        return 0.0
     say = say_of(others, state.committed_round)
-    effects = sorted((_middle(map(_effect, m.spots)), say.weights[m.node_id]) for m in others)
+    effects = sorted(
+        (_middle(map(_effect, m.spots[-USUAL_FINDINGS:])), say.weights[m.node_id]) for m in others
+    )
     whole, so_far = sum(weight for _, weight in effects), 0
     for effect, weight in effects:
         so_far += weight
@@ -126,12 +141,10 @@ def usual_effect(state: SwarmState, node_id: NodeId) -> float:
 
 def balances(state: SwarmState, member: Member) -> dict[NodeId, float]:
     """By checkers that are here: what their findings say together, in nats; below 0 it has not trained."""
-    expected = EXPECTED_SHARE * usual_effect(state, member.node_id)
     by_checker: dict[NodeId, float] = {}
     for finding in member.spots:
         if is_present(state, finding.checker_id):
-            mean = expected * math.sqrt(finding.num_samples)
-            gain = mean * finding.score - mean * mean / 2
+            gain = finding.expected * finding.score - finding.expected**2 / 2
             by_checker[finding.checker_id] = by_checker.get(finding.checker_id, 0.0) + gain
     return by_checker
 

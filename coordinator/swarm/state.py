@@ -102,6 +102,7 @@ class SpotFinding:
     checker_id: NodeId
     num_samples: int
     score: float  # standard normal where it has learned nothing more of it
+    expected: float  # what a member that trains was expected to score, when it came
     signed: SpotChecked  # as its checker has signed it
 
 

@@ -35,7 +35,7 @@ from protocol.wire.rounds import BOOK_PLACES, Commit, NodeId, Slice, SliceOutcom
 
 log = structlog.get_logger()
 
-MOST_SAMPLES = 64
+MOST_SAMPLES = 128
 """Of a lease, and as many others: each costs two passes without gradients."""
 
 UNLEASED_FROM, UNLEASED = 1 << 38, 1 << 30
