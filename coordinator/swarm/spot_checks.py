@@ -160,7 +160,8 @@ def _decide(turn: Turn, node_id: NodeId) -> None:
     among = [m.node_id for m in present_members(state) if m.node_id != node_id and not m.is_helper]
     say = say_of((state.members[n] for n in among), state.committed_round)
     if not (
-        _are_independent(state, accusing, among) and _decides(say, accusing, by_checker, among)
+        _are_independent(state, accusing, [*among, node_id])
+        and _decides(say, accusing, by_checker, among)
     ):
         return
     signed = [f.signed for f in member.spots if f.checker_id in accusing]
