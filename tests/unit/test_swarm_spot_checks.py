@@ -126,7 +126,7 @@ def test_an_accomplice_that_praises_saves_nobody() -> None:
     def scores(checker: NodeId, contributor: NodeId) -> float:
         return 1e9 if checker == "a" and contributor == "c" else freeloading("c")("b", contributor)  # type: ignore[arg-type]
 
-    assert rounds_until_convicted(scene, scores, *NAMES) < 40
+    assert rounds_until_convicted(scene, scores, *NAMES) <= 10
     assert convicted(scene) == ["c"]
 
 
