@@ -14,7 +14,7 @@ from coordinator.swarm.kept_errors import errors_after, forget_errors, refuse_un
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.speeds import device_of, measured
-from coordinator.swarm.standing import note_appliers, note_parts
+from coordinator.swarm.standing import await_returning, note_appliers, note_parts
 from coordinator.swarm.state import (
     ClosedRound,
     MemberState,
@@ -433,6 +433,8 @@ def settle_round(turn: Turn) -> None:
             more = max(current.apply_seconds or most, min(waited, most - waited))
             later = replace(current, apply_deadline=turn.now + more, is_prolonged=True)
             turn.put_round(later)
+            return
+        if not is_late and await_returning(turn, current):
             return
         times = times_when_applied(turn.state, current, awaited, turn.now)
         turn.state = replace(turn.state, phase_times=times)

@@ -271,6 +271,7 @@ class Round:
     commit: Commit | None = None  # set when the phase is APPLYING
     committed_at: float = 0.0
     apply_deadline: float = 0.0
+    returns_until: float | None = None  # while all have applied but those whom the next plan tries
     applied: Mapping[NodeId, Digest] = field(
         default_factory=dict
     )  # reports, before the digest is settled

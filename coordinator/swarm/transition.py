@@ -163,6 +163,8 @@ def next_deadline(state: SwarmState) -> float | None:
         is_applying = state.open_round.phase is RoundPhase.APPLYING
         round_ = state.open_round
         deadlines.append(round_.apply_deadline if is_applying else round_.commit_deadline)
+        if is_applying and round_.returns_until is not None:
+            deadlines.append(round_.returns_until)
     if (overdue_at := next_overdue(state)) is not None:
         deadlines.append(overdue_at)
     if (excused_at := excuses_at(state)) is not None:
