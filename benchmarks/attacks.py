@@ -90,6 +90,7 @@ class Attack:
     lie: Callable[[np.random.Generator], Lie] | None = None
     says: Says | None = None
     has_poisoned_labels: bool = False
+    trained_share: float = 1.0  # of the inner steps that it says it has taken
     seconds_a_step: float = SECONDS_A_STEP
 
 
@@ -135,6 +136,24 @@ def inner_product(_: np.random.Generator) -> Lie:
 def copied(_: np.random.Generator) -> Lie:
     """What an honest node published last: no work of its own."""
     return lambda own, known: next(iter(known.last.values()), np.zeros_like(own))
+
+
+def copied_mean(_: np.random.Generator) -> Lie:
+    """What honest nodes published last, on average: no work of its own."""
+    return lambda own, known: known.mean() if known.last else own
+
+
+def with_the_mean(_: np.random.Generator) -> Lie:
+    """The same, and its own work on top, at the norm of the mean."""
+
+    def lie(own: Vector, known: Known) -> Vector:
+        if not known.last:
+            return own
+        middle = known.mean()
+        both = middle + own
+        return both * np.float32(np.linalg.norm(middle) / (np.linalg.norm(both) + 1e-30))
+
+    return lie
 
 
 def stale(_: np.random.Generator) -> Lie:
@@ -188,6 +207,9 @@ ATTACKS: Mapping[str, Attack] = {
     "ALIE": Attack(lie=a_little_is_enough),
     "inner product": Attack(lie=inner_product),
     "copy": Attack(lie=copied),
+    "copied mean": Attack(lie=copied_mean),
+    "a tenth": Attack(trained_share=0.1),
+    "a tenth and the mean": Attack(lie=with_the_mean, trained_share=0.1),
     "nothing": Attack(lie=times(0)),
     "stale": Attack(lie=stale),
     "label poison": Attack(has_poisoned_labels=True),
@@ -237,6 +259,7 @@ def lives_of(attack: Attack, corpus: Corpus, *, liars: int, seed: int) -> list[L
                 seconds_per_inner_step=1.01 * attack.seconds_a_step,
                 on_published=lying(place),
                 says=attack.says,
+                trained_share=attack.trained_share,
                 is_liar=True,
                 corpus=poisoned if attack.has_poisoned_labels else None,
             )

@@ -167,7 +167,8 @@ merge = "mean"              # or "norm-preserving": as long as the contributions
                             # strangers, "trimmed-mean", "centred-clipping", "trust" (docs/coordinators.md)
 screening = true            # contributions and results much longer than others are cut, or left out
 audit = 0.05                # so many of the committed slices another member makes again; after a lie
-                            # the run goes back. 0 where all nodes are your own
+                            # the run goes back. So many contributions are spot-checked: whether their
+                            # leased samples were trained. 0 where all nodes are your own
 scaling = "none"            # of the rate, by tokens / a full round of min_nodes: or "sqrt", "cbrt"
 
 # Instead of codecs, fragments and overlap, write preset = "auto", link = "100mbit" (of the slowest

@@ -9,6 +9,7 @@ from coordinator.swarm.agreement import may_bring_commits
 from coordinator.swarm.audit import lacking, order_of, pending_audits
 from coordinator.swarm.explain import explain
 from coordinator.swarm.rounds import holders_of, plan_of
+from coordinator.swarm.spot_checks import orders_for
 from coordinator.swarm.start import time_of_round
 from coordinator.swarm.state import (
     Member,
@@ -95,6 +96,7 @@ def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Messag
         for audit in pending_audits(state)
         if member.node_id in lacking(audit)
     )
+    held.extend(orders_for(state, member.node_id))
     if may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
         held.append(CommitsWanted(after_round=last_sure_round(state)))
     if (refetch := _refetch_due(state, member)) is not None:

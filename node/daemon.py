@@ -56,6 +56,7 @@ from protocol.wire.messages import (
     RulingsTold,
     RunFinished,
     SliceTakenOver,
+    SpotCheckAsked,
 )
 from protocol.wire.rounds import MOST_MULTIADDRS, Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.wire.vitals import ExchangeSpeed, Vitals
@@ -221,6 +222,7 @@ class Daemon:
             patience=self._asking,
             rulings=self._rulings,
         )
+        self._exchange.spot_checks.on_ready = self._duties.put
         self._process_id = rng.getrandbits(63)
         outer.sign_as(self._process_id)
         self.called = facts.node_name
@@ -489,6 +491,7 @@ class Daemon:
                 | SliceTakenOver()
                 | ResultOffered()
                 | AuditAsked()
+                | SpotCheckAsked()
             ):
                 self._exchange.tell(message)
             case CommitsWanted(after_round=after_round):

@@ -10,7 +10,16 @@ from protocol.terminal.console import printable
 from protocol.trust.identity import node_id_of
 from protocol.v1.session_pb2 import RoundSpan as RoundSpanWire
 from protocol.v1.session_pb2 import Utilisation
-from protocol.wire.messages import Applied, Audited, Evaluated, Reduced, Report, Trained, Wrote
+from protocol.wire.messages import (
+    Applied,
+    Audited,
+    Evaluated,
+    Reduced,
+    Report,
+    SpotChecked,
+    Trained,
+    Wrote,
+)
 from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
 from protocol.wire.rounds import (
     MOST_MULTIADDRS,
@@ -144,6 +153,11 @@ def report(told: Report) -> Report:
             wire(told.wire)
         case Audited():
             words(told.why, of="what an audit found")
+        case SpotChecked():
+            name(told.contributor_id, of="a member")
+            count(told.num_samples, of="the number of samples")
+            finite(told.gap, of="what more was learned")
+            finite(told.score, of="the score")
         case Wrote():
             # A model writes what it writes; no honest node is refused for it.
             at_most(told.texts, MOST_PROMPTS, of="texts")
@@ -184,6 +198,15 @@ def audited(told: Audited, *, node_id: NodeId, round: int, run_digest: Digest) -
     """A finding that its auditor has signed, of this round of this run."""
     what = f"the finding on slice {told.slice_index} of round {round}"
     if (told.round, told.run_digest) != (round, run_digest):
+        raise BadDataError(f"{what} is signed for another round, or another run")
+    if why := told.forgery(node_id):
+        raise BadDataError(why)
+
+
+def spot_checked(told: SpotChecked, *, node_id: NodeId, round: int, run_digest: Digest) -> None:
+    """What a checker has measured and signed, of this round of this run."""
+    if (told.round, told.run_digest) != (round, run_digest):
+        what = f"the spot check of {told.contributor_id} in round {told.round}"
         raise BadDataError(f"{what} is signed for another round, or another run")
     if why := told.forgery(node_id):
         raise BadDataError(why)

@@ -58,6 +58,7 @@ from protocol.wire.messages import (
     Reduced,
     RoundCommitted,
     RulingsTold,
+    SpotChecked,
 )
 from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId
@@ -435,6 +436,8 @@ def _reported(
         report = checks.reduced(report, node_id=node_id, round=number)
     if isinstance(report, Audited):
         checks.audited(report, node_id=node_id, round=number, run_digest=run_digest)
+    if isinstance(report, SpotChecked):
+        checks.spot_checked(report, node_id=node_id, round=number, run_digest=run_digest)
     return Reported(node_id=node_id, round=number, report=report)
 
 

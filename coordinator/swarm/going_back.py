@@ -106,6 +106,7 @@ def go_back(turn: Turn, ruling: Ruling, undone: Undone | None) -> None:
             recent=undone.recent,
             norms=undone.norms,
             audits=tuple(audit for audit in state.audits if audit.round <= round),
+            spot_checks=tuple(check for check in state.spot_checks if check.round <= round),
             left=tuple(left for left in state.left if left.first_round <= round),
             unsupplied_since=None,
             is_finished=False,

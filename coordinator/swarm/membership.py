@@ -127,6 +127,7 @@ def attach(turn: Turn, event: Attached) -> None:
             screenings=before.screenings if before else (),
             standing=before.standing if before else Standing(),
             audits=before.audits if before else AuditRecord(),
+            spots=before.spots if before else (),
         )
     )
     if before is not None and not is_same_process:

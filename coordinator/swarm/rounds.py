@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from coordinator.swarm import spot_checks
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.audit import audits_in_words, draw, pending_audits
@@ -13,7 +14,7 @@ from coordinator.swarm.kept_errors import errors_after, forget_errors, refuse_un
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.speeds import device_of, measured
-from coordinator.swarm.standing import note_appliers, note_parts
+from coordinator.swarm.standing import await_returning, note_appliers, note_parts
 from coordinator.swarm.state import (
     ClosedRound,
     MemberState,
@@ -385,6 +386,7 @@ def close_round(turn: Turn) -> None:
     note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))
     draw(turn, current, commit)
+    spot_checks.draw(turn, current, commit)
     if is_void:
         for member in ready_members(turn.state):
             turn.put_member(replace(member, outer_round=current.number))
@@ -431,6 +433,8 @@ def settle_round(turn: Turn) -> None:
             more = max(current.apply_seconds or most, min(waited, most - waited))
             later = replace(current, apply_deadline=turn.now + more, is_prolonged=True)
             turn.put_round(later)
+            return
+        if not is_late and await_returning(turn, current):
             return
         times = times_when_applied(turn.state, current, awaited, turn.now)
         turn.state = replace(turn.state, phase_times=times)

@@ -33,6 +33,7 @@ from coordinator.swarm.turn import (
     Same,
     Turn,
     assignments_of,
+    available_members,
     awaited_participants,
     others_in,
     present_participants,
@@ -57,6 +58,9 @@ waited for."""
 
 LEAST_HURRY_SECONDS, LEAST_TRIAL_SECONDS = 1.0, 4.0
 """Newcomers have so much longer than the others at least: an inner step and the reports take their time."""
+
+BRIEF_HURRY_SECONDS, BRIEF_TRIAL_SECONDS = 0.5, 1.0
+"""Those on trial likewise: where others train in no time, nobody could come back by being in time."""
 
 
 def counted_on(ready: Sequence[Member], number: int, *, least: int) -> list[Member]:
@@ -176,6 +180,36 @@ def note_appliers(turn: Turn, current: Round, awaited: Sequence[NodeId]) -> None
             _in_time(turn, node_id)
 
 
+def await_returning(turn: Turn, current: Round) -> bool:
+    """Whether a settled round waits a little for those who were left out, and are due back in the next plan.
+
+    They fetch results that participants are sent, so they are always a little later than these: without
+    the wait they would hold the state that a plan builds on only after it has gone out, each time. Who does
+    not use it is at fault once more, so it costs others that much less often.
+    """
+    takes_part = assignments_of(current)
+    due = [
+        member.node_id
+        for member in available_members(turn.state)
+        if member.standing.is_on_trial
+        and not member.cannot_train
+        and member.standing.back_at_round <= current.number + 1
+        and member.node_id not in takes_part
+        and member.node_id not in current.applied
+    ]
+    if not due:
+        return False
+    if (until := current.returns_until) is None:
+        took = turn.now - current.committed_at
+        until = turn.now + max((TRIAL_MARGIN - 1) * took, BRIEF_TRIAL_SECONDS)
+        turn.put_round(replace(current, returns_until=until))
+    if turn.now < until:
+        return True
+    for node_id in due:
+        _at_fault(turn, node_id, current.number)
+    return False
+
+
 def excuses_at(state: SwarmState) -> float | None:
     """When those who are late are told to hand in what they have, and then the others not to wait."""
     current = state.open_round
@@ -184,7 +218,8 @@ def excuses_at(state: SwarmState) -> float | None:
     told = _overdue(state, current)
     if not told.late or not told.others or any(n not in current.trained_at for n in told.others):
         return None
-    hurry, trial = told.are_new * LEAST_HURRY_SECONDS, told.are_new * LEAST_TRIAL_SECONDS
+    hurry = LEAST_HURRY_SECONDS if told.are_new else BRIEF_HURRY_SECONDS
+    trial = LEAST_TRIAL_SECONDS if told.are_new else BRIEF_TRIAL_SECONDS
     if (hurried_at := current.hurried_at) is None:
         took = max(current.trained_at[n] for n in told.others) - current.opened_at
         return current.opened_at + max(HURRY_MARGIN * took, took + hurry)

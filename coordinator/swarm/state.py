@@ -15,7 +15,7 @@ from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.shares import UNKNOWN, Rates
 from protocol.trust.rulings import Ruling
-from protocol.wire.messages import Audited, Reduced, Trained
+from protocol.wire.messages import Audited, Reduced, SpotChecked, Trained
 from protocol.wire.rounds import (
     Assignment,
     Commit,
@@ -96,6 +96,29 @@ class AuditRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpotFinding:
+    """What one checker has measured of what a member has learned of its lease."""
+
+    checker_id: NodeId
+    num_samples: int
+    score: float  # standard normal where it has learned nothing more of it
+    expected: float  # what a member that trains was expected to score, when it came
+    signed: SpotChecked  # as its checker has signed it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpotCheck:
+    """A check that goes on."""
+
+    round: int
+    contributor_id: NodeId
+    checker_id: NodeId
+    num_samples: int  # of the lease
+    seed: int
+    seconds: float  # that the checker may take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Say:
     """How much each of some members weighs when they decide together: coordinator.swarm.weighing."""
 
@@ -152,6 +175,7 @@ class Member:
     audits: AuditRecord = field(default_factory=AuditRecord)
     outside: tuple[str, ...] = ()  # as in its latest heartbeat
     punches: Mapping[NodeId, PunchTries] = field(default_factory=dict)  # with members of higher ids
+    spots: tuple[SpotFinding, ...] = ()  # of whether it trains what it is leased, oldest first
 
 
 class RoundPhase(StrEnum):
@@ -258,6 +282,7 @@ class Round:
     commit: Commit | None = None  # set when the phase is APPLYING
     committed_at: float = 0.0
     apply_deadline: float = 0.0
+    returns_until: float | None = None  # while all have applied but those whom the next plan tries
     applied: Mapping[NodeId, Digest] = field(
         default_factory=dict
     )  # reports, before the digest is settled
@@ -455,7 +480,7 @@ class Rules:
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
     watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.canary
     bounds_results: bool = True  # whether no result moves the model by much more than others did
-    audited_share: float = 0.0  # of slices, drawn when they are committed
+    audited_share: float = 0.0  # of slices and contributors, drawn when they are committed
 
 
 _LEASE_UNTIL = attrgetter("lease_until")
@@ -560,6 +585,7 @@ class SwarmState:
     rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone
     audit_secret: bytes = b""  # draws audits: nobody but the coordinator knows it
     audits: tuple[Audit, ...] = ()  # that go on, and those that ended since the latest commit
+    spot_checks: tuple[SpotCheck, ...] = ()  # that go on
     errors: tuple[KeptError, ...] = ()  # what reducers keep, as far as it is known
     errors_unknown_until: int = 0  # of rounds before, reducers may keep what is not known here
     errors_incarnation: int = 0  # of the history that they are of

@@ -64,6 +64,7 @@ from coordinator.swarm.rounds import (
     slice_reduced,
     training_done,
 )
+from coordinator.swarm.spot_checks import spot_checked
 from coordinator.swarm.standing import excuse, excuses_at
 from coordinator.swarm.start import end_waiting, start, wait_longer
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
@@ -77,6 +78,7 @@ from protocol.wire.messages import (
     Evaluated,
     Held,
     Reduced,
+    SpotChecked,
     Trained,
     Wrote,
 )
@@ -161,6 +163,8 @@ def next_deadline(state: SwarmState) -> float | None:
         is_applying = state.open_round.phase is RoundPhase.APPLYING
         round_ = state.open_round
         deadlines.append(round_.apply_deadline if is_applying else round_.commit_deadline)
+        if is_applying and round_.returns_until is not None:
+            deadlines.append(round_.returns_until)
     if (overdue_at := next_overdue(state)) is not None:
         deadlines.append(overdue_at)
     if (excused_at := excuses_at(state)) is not None:
@@ -229,6 +233,8 @@ def _take_in_row(turn: Turn, row: Sequence[Reported]) -> None:
                 applied(turn, told.node_id, told.round, told.report)
             case Audited():
                 audited(turn, told.node_id, told.round, told.report)
+            case SpotChecked():
+                spot_checked(turn, told.node_id, told.round, told.report)
             case Evaluated():
                 evaluated(turn, told.node_id, told.round, told.report)
             case Wrote():

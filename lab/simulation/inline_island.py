@@ -4,7 +4,7 @@ Its calls never yield to the event loop, so a daemon must not use it.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -104,6 +104,10 @@ class InlineIsland:
     async def evaluate(self) -> Evaluation:
         """See Island."""
         return self._running.evaluate_at(self._parameters)
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float]:
+        """See Island."""
+        return self._running.losses_at(parameters, places)
 
     @property
     def _running(self) -> Trainer:

@@ -7,7 +7,7 @@ machine is.
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,6 +119,10 @@ class MeshedIsland:
         """See Island."""
         self._share()
         return self._answer_of(self._running.evaluate())
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float]:
+        """See Island."""
+        return self._answer_of(self._running.losses_at(parameters, places))
 
     async def keep(self, round: int, *, is_last: bool = False) -> None:
         """See Island. Nothing to do: it has no folder for checkpoints."""

@@ -154,21 +154,12 @@ def swarm_at_end(
     rng = random.Random(f"drops of seed {spec.run.seed}")
     watch(0, nodes)
     for round in range(1, spec.run.rounds + 1):
-        plan = _plan(spec, round, nodes)
+        plan = plan_of(spec, round, nodes)
         for node, assignment in zip(nodes, plan.assignments, strict=True):
             # Each node's own text has an order of its own.
             places = (round - 1) * steps * batch if setting.own_text else assignment.first_sample
             node.train(
-                InnerWork(
-                    round=round,
-                    inner_steps=steps,
-                    first_sample=places,
-                    num_samples=assignment.num_samples,
-                    token_clock=plan.token_clock,
-                    round_tokens=plan.round_tokens,
-                    max_seconds=float("inf"),
-                    num_participants=num_nodes,
-                ),
+                replace(work_of(plan, assignment), first_sample=places),
                 fragment=plan.fragment,
                 late_steps=setting.late_steps,
             )
@@ -184,8 +175,27 @@ def swarm_at_end(
     return nodes
 
 
-def exchange(plan: Plan, nodes: Sequence[LocalNode], *, context: int, late: set[NodeId]) -> None:
-    """One round's exchange; the contributions of those who are late reach nobody in time."""
+def work_of(plan: Plan, assignment: Assignment) -> InnerWork:
+    """What a plan asks of one of its participants, however long it takes."""
+    return InnerWork(
+        round=plan.round,
+        inner_steps=assignment.inner_steps,
+        first_sample=assignment.first_sample,
+        num_samples=assignment.num_samples,
+        token_clock=plan.token_clock,
+        round_tokens=plan.round_tokens,
+        max_seconds=float("inf"),
+        num_participants=len(plan.assignments),
+    )
+
+
+def exchange(
+    plan: Plan, nodes: Sequence[LocalNode], *, context: int, late: set[NodeId]
+) -> dict[NodeId, dict[int, Payload]]:
+    """One round's exchange; the contributions of those who are late reach nobody in time.
+
+    Returns what each node sent, by slice.
+    """
     by_id = {node.node_id: node for node in nodes}
     samples = {assignment.node_id: assignment.num_samples for assignment in plan.assignments}
     sent = {
@@ -230,6 +240,7 @@ def exchange(plan: Plan, nodes: Sequence[LocalNode], *, context: int, late: set[
     )
     for node in nodes:
         node.apply(commit, results, is_taken=node.node_id not in late)
+    return sent
 
 
 def fragment_of(round: int, spec: RunSpec) -> int:
@@ -252,7 +263,8 @@ def spec_of(tables: dict[str, dict[str, Any]], *, seed: int) -> RunSpec:
     return validated(seeded, origin="the benchmark's run file")
 
 
-def _plan(spec: RunSpec, round: int, nodes: Sequence[LocalNode]) -> Plan:
+def plan_of(spec: RunSpec, round: int, nodes: Sequence[LocalNode]) -> Plan:
+    """A round in which all take part alike."""
     samples = spec.inner.steps * spec.inner.batch
     round_tokens = len(nodes) * spec.inner.steps * spec.tokens_per_inner_step
     ids = tuple(node.node_id for node in nodes)

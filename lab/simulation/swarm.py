@@ -83,6 +83,8 @@ class Life:
     """What a liar makes of what it has trained: see OnPublished."""
     says: Callable[[Message], Message] | None = None
     """What a liar makes of each message to the coordinator."""
+    trained_share: float = 1.0
+    """Of the inner steps that it says it has taken, those that it takes."""
     is_liar: bool = False
     """Whether it may end by an error, and the run go on."""
     is_helper: bool = False
@@ -118,11 +120,13 @@ class PacedIsland(InlineIsland):
         *,
         seconds_per_inner_step: float,
         on_published: OnPublished | None = None,
+        trained_share: float = 1.0,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self.seconds_per_inner_step = seconds_per_inner_step
         self._on_published = on_published
+        self._trained_share = trained_share
         self.compute_seconds = 0.0
         self._halted = asyncio.Event()
 
@@ -142,7 +146,14 @@ class PacedIsland(InlineIsland):
             steps = max(1, int(min(steps, work.max_seconds / pace)))  # as real islands do
             steps = await self._steps_before_halt(steps, pace)
         taken = itertools.count(1)  # asked after each inner step
-        report = await super().train(work, on_progress, lambda: next(taken) == steps or is_halted())
+        really = max(1, int(self._trained_share * steps))
+        report = await super().train(
+            work, on_progress, lambda: next(taken) == really or is_halted()
+        )
+        if self._trained_share < 1:
+            samples = report.samples // report.inner_steps * steps
+            tokens = report.tokens // report.inner_steps * steps
+            report = replace(report, inner_steps=steps, samples=samples, tokens=tokens)
         self.compute_seconds += pace * report.inner_steps
         return replace(report, seconds=pace * report.inner_steps)
 
@@ -422,6 +433,7 @@ class SimulatedNode:
             return PacedIsland(
                 seconds_per_inner_step=self._life.seconds_per_inner_step,
                 on_published=self._life.on_published,
+                trained_share=self._life.trained_share,
                 spec=self._spec,
                 parameters=self.parameters,
                 published=published,

@@ -27,6 +27,7 @@ from node.duties.work import (
 )
 from node.exchange.exchange import Exchange
 from node.exchange.limits import Patience
+from node.exchange.spot_checks import SpotCheckReady
 from node.island.island import InnerWork, Progress
 from node.link.session import Session
 from node.rulings import KeptRulings
@@ -218,7 +219,7 @@ class Duties:
                 return self.how_drained()
             await self._ahead.resume()
             match await self._work.get():
-                case PlanReceived() | EvaluationAsked() if self.is_draining:
+                case PlanReceived() | EvaluationAsked() | SpotCheckReady() if self.is_draining:
                     pass
                 case PlanReceived() as received:
                     await self._take_part(received)
@@ -226,6 +227,8 @@ class Duties:
                     await self._apply(commit)
                 case EvaluationAsked() as wanted:
                     await self._evaluate(wanted)
+                case SpotCheckReady() as ready:
+                    await self._spot_check(ready)
                 case CatchUpNeeded(round=round):
                     await self._catch_up(round)
                 case RefetchAsked() as asked:
@@ -568,6 +571,17 @@ class Duties:
                 metric=evaluation.metric,
             ),
         )
+
+    async def _spot_check(self, ready: SpotCheckReady) -> None:
+        """Has ranks measure what a member has learned of its lease, at the state that is here now."""
+        asked = ready.asked
+        self._doing = f"checking what {asked.contributor_id[:12]} trained"
+        await self._ahead.pause()
+        found = await self._exchange.measured(ready, self._island.losses_at)
+        if found is None:
+            log.info("not checked", round=asked.round, why="ranks here do not measure samples")
+            return
+        self._session.report(asked.round, found)
 
 
 def _tell_unsaved(saving: asyncio.Future[None]) -> None:

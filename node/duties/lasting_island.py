@@ -9,7 +9,7 @@ deaths in a short time are an error as before.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from node.island.island import (
     rest_of,
 )
 from node.island.ranks.faults import LoopGoneError, RankDiedError, RankHungError
+from node.outer_state import Vector
 from protocol.wire.messages import Wrote
 from protocol.wire.rounds import CorpusSummary
 
@@ -256,6 +257,16 @@ class LastingIsland:
                 if self._is_halted:
                     raise
                 await self._restart(death)
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float] | None:
+        """Losses of single samples at other parameters; None where the island has none."""
+        if not self._up.is_set():
+            return None
+        try:
+            return await self._island.losses_at(parameters, places)
+        except RankDiedError as death:
+            await self._restart(death)
+            return None
 
     async def _restart(self, death: RankDiedError) -> None:
         """New ranks that have adopted the global parameters; none when halted.

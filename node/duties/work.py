@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from node.duties.lasting_island import LastingIsland
+from node.exchange.spot_checks import SpotCheckReady
 from node.island.island import InnerReport, InnerWork, Progress
 from protocol.wire.messages import (
     EvaluationAsked,
@@ -61,6 +62,7 @@ Work = (
     | RunFinished
     | CatchUpNeeded
     | AheadFailed
+    | SpotCheckReady
 )
 
 

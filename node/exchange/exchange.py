@@ -5,7 +5,7 @@ peers call it at any time through the transport.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -19,6 +19,7 @@ from node.exchange.round.admission import refusal
 from node.exchange.round.state import RoundNews, Rules
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
+from node.exchange.spot_checks import SpotCheckReady, SpotChecks
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
 from node.exchange.state.sources import StateHere
 from node.exchange.transport.transport import (
@@ -32,7 +33,8 @@ from node.exchange.transport.transport import (
     WantResult,
     WantTokens,
 )
-from protocol.wire.messages import AuditAsked, SliceTakenOver
+from node.outer_state import Vector
+from protocol.wire.messages import AuditAsked, SliceTakenOver, SpotCheckAsked, SpotChecked
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 
@@ -99,6 +101,14 @@ class Exchange:
             heavy=here.heavy,
             report=coordinator.report,
         )
+        self.spot_checks = SpotChecks(
+            outer=here.outer,
+            audits=self._audits,
+            history=here.history,
+            donors=self._donors,
+            heavy=here.heavy,
+            result=self._result,
+        )
         self._catch_up = CatchUp(
             here, run_digest=rules.run_digest, coordinator=coordinator, donors=self._donors
         )
@@ -161,10 +171,12 @@ class Exchange:
                     return
                 await self._heavy(partial(self.outer.owing.add_published, fragment, before))
 
-    def tell(self, news: RoundNews | AuditAsked) -> None:
+    def tell(self, news: RoundNews | AuditAsked | SpotCheckAsked) -> None:
         """Takes in what the coordinator says of a round, which may not be open here yet."""
         if isinstance(news, AuditAsked):
             self._audits.ask(news)
+        elif isinstance(news, SpotCheckAsked):
+            self.spot_checks.ask(news)
         elif self._round is not None and self._round.state.plan.round == news.round:
             self._round.hear(news)
         elif news.round > self.outer.round:
@@ -185,6 +197,7 @@ class Exchange:
         """Ends everything in flight, results that peers still wait for included."""
         self._donor.drop()
         await self._audits.stop()
+        await self.spot_checks.stop()
         await self._break_off_round()
         await self._pushes.stop()
         if kept := await self._heavy(self.outer.owing.kept_elements):
@@ -200,6 +213,7 @@ class Exchange:
         await self._close_round()
         async with self._lock:
             await self._catch_up.to_commit(commit)
+        self.spot_checks.note_applied()
 
     async def catch_up(self, round: int) -> None:
         """Brings the outer state to a committed round or a later one."""
@@ -243,6 +257,23 @@ class Exchange:
         )
         # Who asks for earlier ones gets them from the disk.
         self._held.forget_before(self.outer.round - 1)
+
+    async def measured(
+        self,
+        ready: SpotCheckReady,
+        losses_at: Callable[[Vector, Sequence[int]], Awaitable[Sequence[float] | None]],
+    ) -> SpotChecked | None:
+        """What ranks find along a spot check's difference, signed; None where they do not measure."""
+        span = self.outer.layout.fragments[ready.fragment].span
+        losses = []
+        for sign in (-1, 1):
+            async with self._lock:
+                beside = await self._heavy(partial(self.outer.beside, span, ready.half, sign))
+            measured = await losses_at(beside, (*ready.leased, *ready.unleased))
+            if measured is None:
+                return None
+            losses.append(measured)
+        return self.outer.signed_spot_check(ready.found(*losses), ready.asked.round)
 
     async def answer_auditors(self) -> None:
         """See Audits.answer."""

@@ -35,7 +35,7 @@ from node.outer_state import OuterDigest, Vector
 from protocol.run.layout import Layout
 from protocol.run.run_spec import WANTS_FEEDBACK, RunSpec
 from protocol.trust.identity import Identity
-from protocol.wire.messages import Audited
+from protocol.wire.messages import Audited, SpotChecked
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import (
     BLOCK,
@@ -228,6 +228,19 @@ class Outer:
         if signer is None:
             return finding
         return signer.signed_finding(finding, run_digest=run_digest, round=round)
+
+    def signed_spot_check(self, found: SpotChecked, round: int) -> SpotChecked:
+        """What this node has measured of another one's contribution, likewise."""
+        signer, run_digest = self._sender.signer, self._sender.run_digest
+        if signer is None:
+            return found
+        return signer.signed_spot_check(found, run_digest=run_digest, round=round)
+
+    def beside(self, span: slice, difference: Vector, sign: int) -> Vector:
+        """The global parameters with a difference [span] added (-1) or subtracted (1), new. Heavy."""
+        moved = self._parameters.copy()
+        (np.subtract if sign > 0 else np.add)(moved[span], difference, out=moved[span])
+        return moved
 
     def compile_kernels(self) -> None:
         """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""

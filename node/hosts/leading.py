@@ -272,6 +272,10 @@ class HostsIsland:
         )
         return evaluation
 
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> None:
+        """See Island. Not over several hosts: these get no other parameters than the global ones."""
+        return
+
     async def _stop(self, host: Host) -> None:
         try:
             async with asyncio.timeout(STOP_SECONDS):

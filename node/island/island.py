@@ -5,10 +5,11 @@ leaves training to a program of the contributor's own; lab.simulation.inline_isl
 process, for tests and simulation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from node.outer_state import Vector
 from protocol.run.run_spec import ExchangeSection
 from protocol.wire.rounds import CorpusSummary
 
@@ -129,6 +130,12 @@ class Island(Protocol):
         """Measures the held-out loss of the global parameters; the ranks' own weights stay.
 
         None where the island does not evaluate.
+        """
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float] | None:
+        """Losses [places] of single samples at other parameters [all elements], in nats per token.
+
+        By their places in the sample order; the ranks' own weights stay. None where the island does not.
         """
 
 

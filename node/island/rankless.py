@@ -1,8 +1,9 @@
 """The island of a helper: no ranks, no data, nothing to train; it reduces what others contribute."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.outer_state import Vector
 from protocol.wire.rounds import CorpusSummary, Digest
 
 HELPS = Ability(trains=False, evaluates=False, waits_for="the next plan")
@@ -48,3 +49,7 @@ class RanklessIsland:
     async def evaluate(self) -> Evaluation | None:
         """See Island: not here."""
         return None
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> None:
+        """See Island: not here."""
+        return

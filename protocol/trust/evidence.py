@@ -18,10 +18,13 @@ from protocol.v1 import session_pb2 as pb
 from protocol.wire.messages import (
     Audited,
     Reduced,
+    SpotChecked,
     audited_from_wire,
     audited_to_wire,
     reduced_from_wire,
     reduced_to_wire,
+    spot_checked_from_wire,
+    spot_checked_to_wire,
 )
 from protocol.wire.payload import PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
@@ -33,6 +36,7 @@ MOST_CHARACTERS = 1 << 16
 """Of one ruling's evidence, which all members keep; what is longer is left out of it."""
 
 _HEADER, _RECEIPT, _REPORT, _FINDING = "header", "receipt", "report", "finding"
+_SPOT = "spot"
 
 
 def of_equivocation(one: bytes, other: bytes) -> Evidence:
@@ -49,6 +53,11 @@ def of_findings(told: Reduced, findings: Iterable[Audited]) -> Evidence:
     """The signed header of a reducer's result, and what auditors of it have found and signed."""
     signed = [(_FINDING, _audited_to_bytes(finding)) for finding in findings if finding.signature]
     return _kept([(_HEADER, told.header), *signed]) if signed else ()
+
+
+def of_spot_checks(findings: Iterable[SpotChecked]) -> Evidence:
+    """What checkers have measured of one member, and signed."""
+    return _kept([(_SPOT, _spot_checked_to_bytes(finding)) for finding in findings])
 
 
 def proven_by(ruling: Ruling, *, run_digest: Digest) -> str:
@@ -83,6 +92,8 @@ def _proven(evidence: Evidence, run_digest: Digest) -> tuple[NodeId, str]:
         return omission.reducer_id, "its receipt and its report"
     if len(kinds) > 1 and kinds == (_HEADER, *[_FINDING] * (len(kinds) - 1)):
         return _proven_by_findings(contents[0], contents[1:], run_digest)
+    if set(kinds) == {_SPOT}:
+        return _proven_by_spot_checks(contents, run_digest)
     raise BadDataError(f"evidence of {', '.join(kinds)} is of no kind that this version knows")
 
 
@@ -110,6 +121,19 @@ def _proven_by_findings(
     beside = f", and of {agreeing} that it is right" if agreeing else ""
     who = "one auditor" if differing == 1 else f"{differing} auditors"
     return result.sender_id, f"signed findings of {who}{beside}"
+
+
+def _proven_by_spot_checks(findings: Sequence[bytes], run_digest: Digest) -> tuple[NodeId, str]:
+    checks = [_spot_checked_from_bytes(finding) for finding in findings]
+    about = checks[0].contributor_id
+    for check in checks:
+        if (check.run_digest, check.contributor_id) != (run_digest, about):
+            raise BadDataError("the evidence has a spot check of another member, or another run")
+        if why := check.forgery(check.checker_id):
+            raise BadDataError(f"the evidence is no proof: {why}")
+    num_checkers = len({check.checker_id for check in checks})
+    who = "one member" if num_checkers == 1 else f"{num_checkers} members"
+    return about, f"{len(checks)} signed spot checks of {who}"
 
 
 def _read(piece: str) -> tuple[str, bytes]:
@@ -140,6 +164,16 @@ def _audited_to_bytes(report: Audited) -> bytes:
 
 def _audited_from_bytes(kept: bytes) -> Audited:
     return audited_from_wire(_parsed(pb.AuditedReport, kept, of="an auditor's finding"))
+
+
+def _spot_checked_to_bytes(report: SpotChecked) -> bytes:
+    wire = pb.SpotCheckedReport()
+    spot_checked_to_wire(report, wire)
+    return wire.SerializeToString(deterministic=True)
+
+
+def _spot_checked_from_bytes(kept: bytes) -> SpotChecked:
+    return spot_checked_from_wire(_parsed(pb.SpotCheckedReport, kept, of="a spot check"))
 
 
 def _parsed(kind: type[WireT], kept: bytes, *, of: str) -> WireT:

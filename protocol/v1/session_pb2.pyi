@@ -1124,6 +1124,7 @@ class SubscribeResponse(_message.Message):
     RULINGS_FIELD_NUMBER: _builtins.int
     AUDIT_FIELD_NUMBER: _builtins.int
     PUNCH_FIELD_NUMBER: _builtins.int
+    SPOT_CHECK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def roster(self) -> Global___Roster:
         """The members changed."""
@@ -1184,6 +1185,10 @@ class SubscribeResponse(_message.Message):
     def punch(self) -> Global___Punch:
         """A member is to be dialled that dials at the same time."""
 
+    @_builtins.property
+    def spot_check(self) -> Global___SpotCheck:
+        """What a member has learned of its lease is to be measured."""
+
     def __init__(
         self,
         *,
@@ -1202,12 +1207,13 @@ class SubscribeResponse(_message.Message):
         rulings: _ruling_pb2.Rulings | None = ...,
         audit: Global___Audit | None = ...,
         punch: Global___Punch | None = ...,
+        spot_check: Global___SpotCheck | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "spot_check", b"spot_check", "takeover", b"takeover"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "takeover", b"takeover"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "spot_check", b"spot_check", "takeover", b"takeover"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings", "audit", "punch"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings", "audit", "punch", "spot_check"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1418,6 +1424,90 @@ class AuditedReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AuditedReport: _TypeAlias = AuditedReport  # noqa: Y015
+
+@_typing.final
+class SpotCheck(_message.Message):
+    """Asks a participant how much more a member has learned of its lease than of other samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    CONTRIBUTOR_ID_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round, which is committed."""
+    contributor_id: _builtins.str
+    """Whose contribution it is."""
+    seed: _builtins.int
+    """Draws the samples."""
+    seconds: _builtins.float
+    """Seconds, counted from the moment this is received, after which an answer comes too late."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+        contributor_id: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributor_id", b"contributor_id", "round", b"round", "seconds", b"seconds", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpotCheck: _TypeAlias = SpotCheck  # noqa: Y015
+
+@_typing.final
+class SpotCheckedReport(_message.Message):
+    """What came of a spot check."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTRIBUTOR_ID_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    RUN_DIGEST_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    CHECKER_KEY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    contributor_id: _builtins.str
+    """Whose contribution it was."""
+    num_samples: _builtins.int
+    """Samples of its lease that were measured, and as many that it was not leased."""
+    gap: _builtins.float
+    """How much more of the lease was learned, nats per token."""
+    score: _builtins.float
+    """The same as a standard score, by ranks."""
+    run_digest: _builtins.bytes
+    """Digest of the run file, 32 bytes."""
+    round: _builtins.int
+    """The round."""
+    checker_key: _builtins.bytes
+    """Ed25519 public key of the checker, 32 bytes; its digest is the checker's id."""
+    signature: _builtins.bytes
+    """The key's signature over protocol.wire.messages.SpotChecked.statement, 64 bytes."""
+    def __init__(
+        self,
+        *,
+        contributor_id: _builtins.str = ...,
+        num_samples: _builtins.int = ...,
+        gap: _builtins.float = ...,
+        score: _builtins.float = ...,
+        run_digest: _builtins.bytes = ...,
+        round: _builtins.int = ...,
+        checker_key: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checker_key", b"checker_key", "contributor_id", b"contributor_id", "gap", b"gap", "num_samples", b"num_samples", "round", b"round", "run_digest", b"run_digest", "score", b"score", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpotCheckedReport: _TypeAlias = SpotCheckedReport  # noqa: Y015
 
 @_typing.final
 class HeldReport(_message.Message):
@@ -1647,6 +1737,7 @@ class Report(_message.Message):
     EQUIVOCATION_FIELD_NUMBER: _builtins.int
     AUDITED_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
+    SPOT_CHECKED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     @_builtins.property
@@ -1689,6 +1780,10 @@ class Report(_message.Message):
     def left_out(self) -> Global___LeftOutReport:
         """The node was left out of a result."""
 
+    @_builtins.property
+    def spot_checked(self) -> Global___SpotCheckedReport:
+        """What a member has learned of its lease was measured."""
+
     def __init__(
         self,
         *,
@@ -1703,12 +1798,13 @@ class Report(_message.Message):
         equivocation: Global___EquivocationReport | None = ...,
         audited: Global___AuditedReport | None = ...,
         left_out: Global___LeftOutReport | None = ...,
+        spot_checked: Global___SpotCheckedReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "round", b"round", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "round", b"round", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited", "left_out"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited", "left_out", "spot_checked"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 

@@ -36,12 +36,16 @@ from protocol.wire.messages import (
     RulingsTold,
     RunFinished,
     SliceTakenOver,
+    SpotCheckAsked,
+    SpotChecked,
     Trained,
     Wrote,
     audited_from_wire,
     audited_to_wire,
     reduced_from_wire,
     reduced_to_wire,
+    spot_checked_from_wire,
+    spot_checked_to_wire,
 )
 from protocol.wire.rounds import (
     Digest,
@@ -77,6 +81,11 @@ def message_to_wire(message: Message) -> pb.SubscribeResponse:
             wire.result_offered.slice_index = message.slice_index
             wire.result_offered.digest = message.digest
             wire.result_offered.holder_ids.extend(message.holder_ids)
+        case SpotCheckAsked():
+            wire.spot_check.round = message.round
+            wire.spot_check.contributor_id = message.contributor_id
+            wire.spot_check.seed = message.seed
+            wire.spot_check.seconds = message.seconds
         case AuditAsked():
             wire.audit.round = message.round
             wire.audit.reducer_id = message.reducer_id
@@ -137,6 +146,13 @@ def message_from_wire(wire: pb.SubscribeResponse) -> Message:
                 slice_index=wire.result_offered.slice_index,
                 digest=convert.digest_from_wire(wire.result_offered.digest, of="a result"),
                 holder_ids=tuple(map(NodeId, wire.result_offered.holder_ids)),
+            )
+        case "spot_check":
+            return SpotCheckAsked(
+                round=wire.spot_check.round,
+                contributor_id=NodeId(wire.spot_check.contributor_id),
+                seed=wire.spot_check.seed,
+                seconds=wire.spot_check.seconds,
             )
         case "audit":
             told = wire.audit.reduced
@@ -227,6 +243,8 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
             wire.draining.SetInParent()
         case EquivocationSeen(one=one, other=other):
             wire.equivocation.CopyFrom(pb.EquivocationReport(one=one, other=other))
+        case SpotChecked():
+            spot_checked_to_wire(report, wire.spot_checked)
         case Audited():
             audited_to_wire(report, wire.audited)
         case LeftOutSeen(receipt=receipt):
@@ -273,6 +291,8 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
             return Draining()
         case "equivocation":
             return EquivocationSeen(one=wire.equivocation.one, other=wire.equivocation.other)
+        case "spot_checked":
+            return spot_checked_from_wire(wire.spot_checked)
         case "audited":
             return audited_from_wire(wire.audited)
         case "left_out":

@@ -112,6 +112,16 @@ class AuditAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpotCheckAsked:
+    """A participant of a committed round measures how much more a member has learned of its lease."""
+
+    round: int
+    contributor_id: NodeId
+    seed: int  # draws the samples
+    seconds: float  # from when it is received; then an answer comes too late
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommitsWanted:
     """The coordinator lacks the commits after a round, which the node's state builds on."""
 
@@ -179,6 +189,7 @@ Message = (
     | SliceTakenOver
     | ResultOffered
     | AuditAsked
+    | SpotCheckAsked
     | CommitsWanted
     | EvaluationAsked
     | RefetchAsked
@@ -348,6 +359,53 @@ _FINDING_TAG = b"atoll finding 1\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpotChecked:
+    """How much more of its lease than of other samples a member's contribution has learned.
+
+    `gap` is in nats per token; `score` is standard normal where nothing more was learned.
+    """
+
+    contributor_id: NodeId
+    num_samples: int  # of either
+    gap: float
+    score: float
+    run_digest: bytes = b""  # this and what follows come with the checker's signature
+    round: int = 0
+    checker_key: bytes = b""
+    signature: bytes = b""
+
+    @property
+    def statement(self) -> bytes:
+        """What its checker signs: all but the signature."""
+        wire = pb.SpotCheckedReport()
+        spot_checked_to_wire(replace(self, signature=b""), wire)
+        return _SPOT_TAG + wire.SerializeToString(deterministic=True)
+
+    def signed(self, by: Identity, *, run_digest: bytes, round: int) -> "SpotChecked":
+        """What a checker has measured of a round of a run, with its signature."""
+        told = replace(self, run_digest=run_digest, round=round, checker_key=by.public_key)
+        return replace(told, signature=by.sign(told.statement))
+
+    @property
+    def checker_id(self) -> NodeId:
+        """Who has signed it, if the signature holds."""
+        return node_id_of(self.checker_key)
+
+    def forgery(self, checker_id: NodeId) -> str:
+        """Why a node has not measured this, in a sentence; empty where it has signed that it did."""
+        what = f"the spot check of {self.contributor_id} in round {self.round}"
+        if self.checker_id != checker_id:
+            return f"{what} is signed with another key than that of {checker_id}"
+        if not is_signed_by(self.checker_key, self.statement, self.signature):
+            return f"{what} has a signature that is not {checker_id}'s"
+        return ""
+
+
+_SPOT_TAG = b"atoll spot check 1\n"
+"""As `_FINDING_TAG`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOutSeen:
     """A result lacks the node's contribution, which its reducer has given a receipt for."""
 
@@ -365,6 +423,7 @@ Report = (
     | EquivocationSeen
     | Audited
     | LeftOutSeen
+    | SpotChecked
 )
 """What a node tells the coordinator about its part in a round."""
 
@@ -391,6 +450,32 @@ def audited_from_wire(wire: pb.AuditedReport) -> Audited:
         run_digest=wire.run_digest,
         round=wire.round,
         auditor_key=wire.auditor_key,
+        signature=wire.signature,
+    )
+
+
+def spot_checked_to_wire(report: SpotChecked, wire: pb.SpotCheckedReport) -> None:
+    """Writes what a spot check found; its signature is over these bytes."""
+    wire.contributor_id = report.contributor_id
+    wire.num_samples = report.num_samples
+    wire.gap = report.gap
+    wire.score = report.score
+    wire.run_digest = report.run_digest
+    wire.round = report.round
+    wire.checker_key = report.checker_key
+    wire.signature = report.signature
+
+
+def spot_checked_from_wire(wire: pb.SpotCheckedReport) -> SpotChecked:
+    """What a spot check found."""
+    return SpotChecked(
+        contributor_id=NodeId(wire.contributor_id),
+        num_samples=wire.num_samples,
+        gap=wire.gap,
+        score=wire.score,
+        run_digest=wire.run_digest,
+        round=wire.round,
+        checker_key=wire.checker_key,
         signature=wire.signature,
     )
 

@@ -15,6 +15,7 @@ import torch
 from rank_scene import ranks_that
 
 from lab.simulation.lone_work import lone_work, unseen
+from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.models.decoder_modules import Attention
@@ -140,6 +141,7 @@ def run_rank(
     # A forward alone leaves FSDP's parameters gathered, where edits are lost: so adopt after one.
     trainer.adopt(2 * vectors.parameters)
     trainer.evaluate_at(3 * vectors.parameters)
+    _measure_singles(trainer, vectors, spec, corpus, is_plain=local == PLAIN)
     # Nothing was trained since "publishing" twice the weights: what is left is the weights, exactly.
     trainer.merge(vectors.parameters, 2 * vectors.parameters, 0, is_taken=True)
     before = trainer.evaluate().loss
@@ -152,6 +154,19 @@ def run_rank(
     trainer.publish(vectors.parameters, 0)
     pipe.send((before, trainer.evaluate().loss, report.loss, norms, *seen))
     pipe.close()
+
+
+def _measure_singles(
+    trainer: Trainer, vectors: SharedVectors, spec: RunSpec, corpus: Dataset, *, is_plain: bool
+) -> None:
+    """Losses of single samples are those of one process; all ranks say the same."""
+    places = (0, 5, 1 << 38, 7, 3)  # no multiple of any number of ranks
+    alone = Trainer(
+        spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=lambda: 0.0
+    )
+    tolerance = 1e-5 if is_plain else 0.05
+    expected = pytest.approx(alone.losses_at(vectors.parameters, places), abs=tolerance)
+    assert trainer.losses_at(vectors.parameters, places) == expected
 
 
 def tell_ends(processes: Sequence[BaseProcess], shape: MeshShape) -> None:

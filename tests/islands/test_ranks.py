@@ -164,10 +164,13 @@ async def test_two_ranks_train_and_evaluate_like_one(
     local = LocalTraining(micro_batch=micro_batch)
     async with running(spec, vectors, folder, ranks=2, local=local) as island:
         two = await island.evaluate()
+        two_singles = await island.losses_at(2 * vectors.parameters, (7, 0, 30))
         await island.train(work_of(6), ignore)
         await island.publish(0)
     async with running(spec, vectors, folder, ranks=1) as island:
         one = await island.evaluate()
+        one_singles = await island.losses_at(2 * vectors.parameters, (7, 0, 30))
+    assert two_singles == pytest.approx(one_singles, rel=1e-5)
     assert two.tokens == one.tokens == 7 * 16
     assert two.loss == pytest.approx(one.loss, rel=1e-6)
     # Only fp32 sums in another order: far below the 6 × 0.01 that the steps moved.

@@ -168,6 +168,18 @@ def test_a_rank_takes_one_fragment_over_and_goes_on_from_its_own_of_the_others(
     assert np.array_equal(rank.local[other], rank.before[other])
 
 
+def test_losses_of_single_samples_are_those_at_other_parameters_and_leave_the_rank_its_own(
+    corpus: Corpus,
+) -> None:
+    rank = Rank(corpus, "none")
+    there = rank.trainer.losses_at(rank.old, (3, 900, 4))
+    assert np.array_equal(rank.local, rank.before)
+    assert there != rank.trainer.losses_at(rank.before, (3, 900, 4))
+    assert rank.trainer.losses_at(rank.old, (900,)) == there[1:2]
+    rank.trainer.adopt(rank.old)
+    assert there == rank.trainer.losses_at(rank.local, (3, 900, 4))
+
+
 def test_an_evaluation_is_of_the_global_parameters_and_leaves_the_rank_its_own(
     corpus: Corpus,
 ) -> None:

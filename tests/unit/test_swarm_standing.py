@@ -6,6 +6,7 @@ import pytest
 from swarm_scene import Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.standing import (
+    BRIEF_TRIAL_SECONDS,
     FORGOTTEN_AFTER,
     HURRY_MARGIN,
     TRIAL_MARGIN,
@@ -262,13 +263,70 @@ def test_nobody_is_hurried_by_fewer_than_decide(num_idle: int) -> None:
     assert scene.round.hurried_at is None and not of_kind(scene.log, ParticipantsIdle)
 
 
-def test_rounds_that_take_no_time_wait_for_nobody_on_trial() -> None:
+def in_no_time(scene: Scene, *names: str) -> None:
+    """These train as soon as the round is open."""
+    for name in names:
+        steps = next(a for a in scene.round.assignments if a.node_id == name)
+        scene.train(name, inner_steps=steps.inner_steps, tokens=steps.num_samples * 8)
+
+
+def test_rounds_that_take_no_time_wait_a_second_for_who_is_on_trial() -> None:
     scene = swarm()
     a_round(scene, *HONEST)
     a_round(scene, *HONEST)
     assert IDLER in participants(scene)
-    for name in HONEST:
-        steps = next(a for a in scene.round.assignments if a.node_id == name)
-        scene.train(name, inner_steps=steps.inner_steps, tokens=steps.num_samples * 8)
-    assert scene.now == scene.round.opened_at and scene.round.is_excused
-    scene.wait(0)
+    in_no_time(scene, *HONEST)
+    assert scene.now == scene.round.opened_at and not scene.round.is_excused
+    scene.wait(BRIEF_TRIAL_SECONDS)
+    assert scene.round.is_excused
+
+
+def test_who_missed_a_deadline_is_back_by_training_as_fast_as_those_that_take_no_time() -> None:
+    scene = swarm()
+    a_round(scene, *HONEST)
+    a_round(scene, *HONEST)
+    in_no_time(scene, *HONEST)
+    assert IDLER not in asked_of(scene.actions, ParticipantsIdle)
+    in_no_time(scene, IDLER)
+    everybody = (*HONEST, IDLER)
+    scene.commit(*everybody)
+    scene.apply(digest_of("after 4"), *everybody)
+    assert not scene.member(IDLER).standing.is_on_trial
+    assert IDLER in participants(scene)
+
+
+def left_out(scene: Scene, *, idler_applies_after: float | None) -> list[float]:
+    """Rounds of a second in which nobody counts on the idler; how long each took, and who then plans it."""
+    seconds = []
+    while IDLER not in participants(scene) and len(seconds) < 12:
+        began, number = scene.now, scene.round.number
+        scene.wait(1)
+        in_no_time(scene, *HONEST)
+        scene.commit(*HONEST)
+        scene.apply(digest_of(f"after {number}"), *HONEST, round=number)
+        if idler_applies_after is not None:
+            scene.wait(idler_applies_after)
+            scene.apply(digest_of(f"after {number}"), IDLER, round=number)
+        elif scene.round.number == number:
+            scene.wait_until(scene.round.returns_until or scene.now)
+        seconds.append(scene.now - began)
+    return seconds
+
+
+def test_who_was_left_out_is_waited_for_until_it_holds_the_state_that_the_next_plan_builds_on() -> (
+    None
+):
+    scene = swarm()
+    a_round(scene, *HONEST)
+    assert IDLER not in participants(scene)
+    assert len(left_out(scene, idler_applies_after=0.4)) == 1
+    assert IDLER in participants(scene)
+
+
+def test_who_never_comes_back_though_it_is_due_costs_a_second_more_and_more_rarely() -> None:
+    scene = swarm()
+    a_round(scene, *HONEST)
+    seconds = left_out(scene, idler_applies_after=None)
+    assert max(seconds) <= 1 + BRIEF_TRIAL_SECONDS
+    assert sum(each > 1 for each in seconds) <= 3
+    assert scene.member(IDLER).standing.num_faults <= 4

@@ -6,7 +6,7 @@ the node until the piece comes.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import structlog
@@ -22,6 +22,7 @@ from node.island.island import (
     Progress,
     both,
 )
+from node.outer_state import Vector
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary, Digest
 
@@ -209,6 +210,10 @@ class SuppliedIsland:
         """See Island."""
         if self._is_up:
             await self._island.begin_anew(round)
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> None:
+        """See Island. Not where samples must come first from peers: another member is drawn next time."""
+        return
 
     async def evaluate(self) -> Evaluation | None:
         """See Island. None where the held-out tokens do not come in time."""

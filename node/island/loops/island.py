@@ -6,7 +6,7 @@ What a loop had trained and not published when it ended is lost, and the log say
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from node.island.loops.messages import (
 )
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.island.ranks.hang_watch import HangWatch
-from node.outer_state import SharedNames
+from node.outer_state import SharedNames, Vector
 from protocol.errors import AtollError
 from protocol.run.layout import Layout
 from protocol.run.run_spec import RunSpec
@@ -191,6 +191,10 @@ class LoopIsland:
         first = answers[0]
         assert isinstance(first, Evaluated)
         return Evaluation(loss=first.loss, tokens=first.tokens)
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> None:
+        """See Island. A loop of the contributor's own is not asked for single samples."""
+        return
 
     # The loop's comings and goings
 

@@ -71,6 +71,21 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """Measure single samples at other parameters, which are shared; answered with Losses."""
+
+    names: SharedNames
+    places: tuple[int, ...]  # of the sample order
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Of single samples, in nats per token."""
+
+    nats: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """Take over the inner optimizer's state; answered with a Loaded."""
 
@@ -93,7 +108,7 @@ class Halt:
     """Leave off the training in progress, which is answered with what it did. Not answered itself."""
 
 
-Command = Begin | Resume | Adopt | Train | Publish | Keep | Evaluate
+Command = Begin | Resume | Adopt | Train | Publish | Keep | Evaluate | Measure
 
 
 @dataclass(frozen=True, slots=True)

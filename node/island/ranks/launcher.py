@@ -7,7 +7,7 @@ ranks may have parted ways: `stop` and `start` it again.
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,6 +28,8 @@ from node.island.ranks.commands import (
     Failed,
     Halt,
     Keep,
+    Losses,
+    Measure,
     MeetingPoint,
     Order,
     Publish,
@@ -42,7 +44,7 @@ from node.island.ranks.faults import RankDiedError, RankFailedError, RankHungErr
 from node.island.ranks.forkserver import fork_rank, prepare_forkserver
 from node.island.ranks.hang_watch import HangWatch
 from node.island.training.local_training import PLAIN, LocalTraining
-from node.outer_state import SharedNames
+from node.outer_state import SharedNames, SharedVectors, Vector
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
 from protocol.run.run_spec import RunSpec
@@ -260,6 +262,15 @@ class ProcessIsland:
         """See Island."""
         return await self._answer_of(Evaluate(), Evaluation)
 
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float]:
+        """See Island."""
+        beside = await asyncio.to_thread(_shared_copy, parameters)
+        try:
+            order = Measure(beside.names, tuple(places))
+            return (await self._answer_of(order, Losses)).nats
+        finally:
+            beside.close()
+
     def _spawn(self, meeting: Path) -> None:
         prepare_forkserver()
         for rank, device in zip(self._ranks, self._devices, strict=True):
@@ -430,3 +441,10 @@ def _manner_of(exit_code: int | None) -> str:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended by itself with exit code {exit_code}"
+
+
+def _shared_copy(parameters: Vector) -> SharedVectors:
+    """Where ranks find other parameters than the global ones; raises SystemRefusedError."""
+    shared = SharedVectors.create(parameters.size, 1)
+    shared.parameters[:] = parameters
+    return shared

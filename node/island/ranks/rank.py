@@ -35,6 +35,8 @@ from node.island.ranks.commands import (
     Failed,
     Halt,
     Keep,
+    Losses,
+    Measure,
     Order,
     Publish,
     RankSetup,
@@ -163,6 +165,16 @@ class _Rank:
                 return self._trainer.evaluate_at(
                     self._vectors.parameters, lambda: self._connection.send(Alive())
                 )
+            case Measure(names, places):
+                beside = SharedVectors.attach(names)
+                try:
+                    return Losses(
+                        self._trainer.losses_at(
+                            beside.parameters, places, lambda: self._connection.send(Alive())
+                        )
+                    )
+                finally:
+                    beside.close()
             case Train(work):
 
                 def tell(progress: Progress) -> None:

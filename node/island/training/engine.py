@@ -277,13 +277,15 @@ class Engine:
         self._sum_tied_gradients()
         return loss.detach()
 
-    def measure(self, batch: Tree, *, num_samples: int) -> Measured:
+    def measure(self, batch: Tree, *, num_samples: int, rows: int | None = None) -> Measured:
         """Loss of at most `rows` samples, summed over the rank's own positions, without gradients.
 
-        Sharded parameters are gathered by all ranks at once, so all call it alike: those that have no
-        samples left too, with a batch that counts 0.
+        `rows` of a micro-batch unless told. Sharded parameters are gathered by all ranks at once, so all call
+        it alike: those that have no samples left too, with a batch that counts 0.
         """
-        inputs = self._architecture.padded(self._inputs(batch), self.rows)
+        if rows is None or self._mesh.shape.pipeline > 1:  # which has one shape
+            rows = self.rows
+        inputs = self._architecture.padded(self._inputs(batch), rows)
         for part in self.parts:
             part.eval()
         with self._loss_context(), gathered_as_they_are(self.parts):

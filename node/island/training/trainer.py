@@ -7,7 +7,7 @@ go back there. Processes and commands are node.island.ranks.rank's business.
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import blake3
@@ -323,13 +323,46 @@ class Trainer:
         self, parameters: Vector, on_batch: Callable[[], None] = lambda: None
     ) -> Evaluation:
         """Held-out loss of the global parameters; the rank's own weights are put back after it."""
+        with self._away_to(parameters):
+            return self.evaluate(on_batch)
+
+    @contextlib.contextmanager
+    def _away_to(self, parameters: Vector) -> Iterator[None]:
+        """The model has other parameters for a while; the rank's own weights are put back after it."""
         # In the CPU's memory: a GPU that a model fills has no room for it twice.
         own = [torch.empty(held.local.shape) for held in self._held()]
         self._copies((kept, held.local) for kept, held in zip(own, self._held(), strict=True))
         self.adopt(parameters)
-        evaluation = self.evaluate(on_batch)
+        yield
         self._copies((held.local, kept) for kept, held in zip(own, self._held(), strict=True))
-        return evaluation
+
+    def losses_at(
+        self,
+        parameters: Vector,
+        places: Sequence[int],
+        on_sample: Callable[[], None] = lambda: None,
+    ) -> tuple[float, ...]:
+        """Losses [places] of single training samples at other parameters, in nats per token.
+
+        By their places in the sample order; ranks share them, each measures one at a time.
+        """
+        indices = np.concatenate([self._order.indices(place, 1) for place in places])
+        self._corpus.expect("training", indices)
+        share = self._mesh.share(len(indices))
+        own = range(len(indices))[share]
+        sums = torch.zeros((len(indices), 2), dtype=torch.float64)
+        with self._away_to(parameters):
+            for turn in range(-(-len(indices) // self._mesh.shape.num_data)):
+                # Of those that have no sample left too: parameters are gathered by all at once.
+                place = own[turn] if turn < len(own) else None
+                batch = self._on_device("training", indices[[0 if place is None else place]])
+                count = 0 if place is None else 1
+                measured = self._engine.measure(batch, num_samples=count, rows=1).tallied()
+                if place is not None:
+                    sums[place] = measured[:2]
+                on_sample()
+        sums = self._mesh.summed(sums)
+        return tuple((sums[:, 0] / sums[:, 1].clamp(min=1.0)).tolist())
 
     def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> Evaluation:
         """Held-out loss over a fixed choice of samples, spread evenly over the held-out split."""

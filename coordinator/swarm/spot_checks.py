@@ -1,0 +1,296 @@
+"""Whether members have trained what they were leased: who checks whom, and what follows. Pure.
+
+A checker measures how much more a member's contribution has learned of its lease than of other samples.
+Who trained on its lease has learned more of it; who copies others, trains a part, or makes something up has
+not (Lidin et al. 2025, "Incentivizing Permissionless Distributed Learning of LLMs"; docs/decisions.md has our
+figures). One check shows little, so scores add up as in Wald's sequential test (1945): each finding moves a
+member's balance by the logarithm of how much likelier its score is for a member that trains than for one that
+does not. Where that comes to one in CHANCE, and the findings of most of the weight say the same each by
+itself, the member is put in quarantine and its confirmed work counts no more.
+
+What training scores depends on the run, and is taken from the other members: the middle one by weight, and
+a part of that. So nobody is convicted where honest members score nothing either, and lies of less than half
+of the weight neither convict nor set what is usual. What a checker says in a member's favour saves it from
+no other checker's findings, for it may be an accomplice.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from blake3 import blake3
+
+from coordinator.swarm.actions import Tell
+from coordinator.swarm.audit import MOST_CONTRADICTED, STAGE_ROUNDS
+from coordinator.swarm.conviction import convict
+from coordinator.swarm.state import (
+    Member,
+    MemberState,
+    Round,
+    Say,
+    SpotCheck,
+    SpotFinding,
+    SwarmState,
+    Work,
+)
+from coordinator.swarm.turn import Turn, is_present, present_members
+from coordinator.swarm.weighing import is_enough, say_of
+from protocol.trust.evidence import of_spot_checks
+from protocol.wire.messages import SpotCheckAsked, SpotChecked
+from protocol.wire.rounds import AUDIT_ROUNDS, WHOLE, Commit, NodeId
+
+CHANCE = 1e-6
+"""That a member whose scores are what is expected is convicted, if its checkers tell what they measured."""
+
+EXPECTED_SHARE = 0.7
+"""Of what other members usually score: from a lease of twice as many samples less is learned of each."""
+
+USUAL_FINDINGS = 8
+"""Of each member, the newest: what is usual changes as a run goes on."""
+
+LEAST_USUAL = 4
+"""Findings on two other members at least, before it is known what is usual."""
+
+LEAST_SAMPLES = 16
+"""Of a lease; fewer show nothing."""
+
+LEAST_SECONDS = 2.0
+"""A checker has so long at least."""
+
+KEPT_FINDINGS = 64
+"""On one member, the newest."""
+
+MOST_CHECKERS = 16
+"""So many members decide, where they are less than half of the weight."""
+
+LEAST_ACCUSING = 1.0
+"""What the findings of one member take from a balance, at least, if it accuses."""
+
+
+def draw(turn: Turn, closed: Round, commit: Commit) -> None:
+    """Has contributors of a round that was just committed checked, by lot."""
+    state = turn.state
+    kept = [c for c in state.spot_checks if c.round > closed.number - AUDIT_ROUNDS]
+    turn.state = replace(state, spot_checks=tuple(kept))
+    if state.rules.has_private_data:
+        return
+    for node_id, samples in sorted(_wholly_taken(commit).items()):
+        if samples < LEAST_SAMPLES or not is_present(turn.state, node_id):
+            continue
+        if _lot(turn.state, closed.number, node_id, "is checked") >= state.rules.audited_share:
+            continue
+        if may := _may_check(turn.state, closed, node_id):
+            _ask(turn, closed, node_id, _drawn(turn.state, closed.number, node_id, may), samples)
+
+
+def spot_checked(turn: Turn, node_id: NodeId, round: int, report: SpotChecked) -> None:
+    """Takes in what a checker that was asked has measured; others change nothing."""
+    place = round, report.contributor_id, node_id
+    asked = [
+        c for c in turn.state.spot_checks if (c.round, c.contributor_id, c.checker_id) == place
+    ]
+    member = turn.state.members.get(report.contributor_id)
+    if not asked or member is None or not report.num_samples >= LEAST_SAMPLES:
+        return
+    rest = tuple(check for check in turn.state.spot_checks if check not in asked)
+    turn.state = replace(turn.state, spot_checks=rest)
+    if report.num_samples > asked[0].num_samples:
+        return
+    most = most_score(report.num_samples)
+    usual = usual_effect(turn.state, member.node_id)
+    finding = SpotFinding(
+        checker_id=node_id,
+        num_samples=report.num_samples,
+        score=max(-most, min(most, report.score)),
+        expected=EXPECTED_SHARE * usual * math.sqrt(report.num_samples),
+        signed=report,
+    )
+    turn.put_member(replace(member, spots=(*member.spots, finding)[-KEPT_FINDINGS:]))
+    _decide(turn, member.node_id)
+
+
+def orders_for(state: SwarmState, node_id: NodeId) -> tuple[SpotCheckAsked, ...]:
+    """What a member was asked to check, and has not."""
+    return tuple(_order_of(check) for check in state.spot_checks if check.checker_id == node_id)
+
+
+def most_score(num_samples: int) -> float:
+    """What a score by ranks is at most, where every leased sample is ahead of every other one."""
+    return math.sqrt(3 * num_samples**2 / (2 * num_samples + 1))
+
+
+def usual_effect(state: SwarmState, node_id: NodeId) -> float:
+    """What members beside this one score per root of samples: the middle one of them by weight.
+
+    0 while too little is known: findings that come then show nothing.
+    """
+    others = [m for m in present_members(state) if m.node_id != node_id and m.spots]
+    if len(others) < 2 or sum(len(m.spots) for m in others) < LEAST_USUAL:
+        return 0.0
+    say = say_of(others, state.committed_round)
+    effects = sorted(
+        (_middle(map(_effect, m.spots[-USUAL_FINDINGS:])), say.weights[m.node_id]) for m in others
+    )
+    whole, so_far = sum(weight for _, weight in effects), 0
+    for effect, weight in effects:
+        so_far += weight
+        if 2 * so_far >= whole:
+            return max(0.0, effect)
+    return 0.0
+
+
+def balances(state: SwarmState, member: Member) -> dict[NodeId, float]:
+    """By checkers that are here: what their findings say together, in nats; below 0 it has not trained."""
+    by_checker: dict[NodeId, float] = {}
+    for finding in member.spots:
+        if is_present(state, finding.checker_id):
+            gain = finding.expected * finding.score - finding.expected**2 / 2
+            by_checker[finding.checker_id] = by_checker.get(finding.checker_id, 0.0) + gain
+    return by_checker
+
+
+def _decide(turn: Turn, node_id: NodeId) -> None:
+    state, member = turn.state, turn.state.members[node_id]
+    by_checker = balances(state, member)
+    # Of each checker only what accuses counts. So each may go astray once in two more ways: 2 to the power
+    # of their number bounds the mean of the product of likelihood ratios, instead of 1.
+    if sum(min(0.0, b) for b in by_checker.values()) >= _threshold(len(by_checker)):
+        return
+    accusing = [n for n, balance in by_checker.items() if balance <= -LEAST_ACCUSING]
+    among = [m.node_id for m in present_members(state) if m.node_id != node_id and not m.is_helper]
+    say = say_of((state.members[n] for n in among), state.committed_round)
+    if not (
+        _are_independent(state, accusing, [*among, node_id])
+        and _decides(say, accusing, by_checker, among)
+    ):
+        return
+    signed = [f.signed for f in member.spots if f.checker_id in accusing]
+    usual = usual_effect(state, node_id)
+    own = sum(map(_effect, member.spots)) / len(member.spots)
+    reason = (
+        f"it has not trained what it was leased: {len(member.spots)} spot checks, by "
+        f"{len(by_checker)} members, find {own:.2f} of what trained samples show, others "
+        f"usually {usual:.2f}"
+    )
+    convict(turn, node_id, reason, of_spot_checks(signed))
+    turn.put_member(replace(turn.state.members[node_id], work=Work(), spots=()))
+
+
+def _threshold(num_checkers: int) -> float:
+    return math.log(CHANCE) - num_checkers * math.log(2)
+
+
+def _are_independent(
+    state: SwarmState, accusing: Sequence[NodeId], among: Sequence[NodeId]
+) -> bool:
+    """Whether two accuse, and of two invites where members have several."""
+    invites = {state.members[n].invite_id for n in accusing}
+    all_invites = {state.members[n].invite_id for n in among}
+    return len(accusing) > 1 and (len(invites) > 1 or len(all_invites) == 1)
+
+
+def _decides(
+    say: Say, accusing: Sequence[NodeId], checkers: Iterable[NodeId], among: Sequence[NodeId]
+) -> bool:
+    """Whether those that accuse have most of the weight; among so many checkers, most of theirs."""
+    checkers = list(checkers)
+    if is_enough(say, accusing, among):
+        return True
+    return len(checkers) >= MOST_CHECKERS and is_enough(say, accusing, checkers)
+
+
+def _effect(finding: SpotFinding) -> float:
+    return finding.score / math.sqrt(finding.num_samples)
+
+
+def _middle(values: Iterable[float]) -> float:
+    """The middle one, of an even number the lower."""
+    in_order = sorted(values)
+    return in_order[(len(in_order) - 1) // 2]
+
+
+# Who is checked, and by whom
+
+
+def _wholly_taken(commit: Commit) -> dict[NodeId, int]:
+    """Whose contributions all committed slices took, with the samples that they are said to be of."""
+    outcomes = [outcome for outcome in commit.slices if outcome.digest is not None]
+    taken: list[dict[NodeId, int]] = []
+    for outcome in outcomes:
+        factors = outcome.factors or (WHOLE,) * len(outcome.contributors)
+        named = zip(outcome.contributors, factors, strict=True)
+        taken.append({c.node_id: c.samples for c, factor in named if factor and c.tokens})
+    leased = {a.node_id: a.num_samples for a in commit.assignments if a.trains}
+    return {
+        node_id: min([leased[node_id], *(each[node_id] for each in taken)])
+        for node_id in leased
+        if taken and all(node_id in each for each in taken)
+    }
+
+
+def _may_check(state: SwarmState, closed: Round, node_id: NodeId) -> list[Member]:
+    """Present participants that trained and can evaluate; of other invites than the member's, if any."""
+    invite = state.members[node_id].invite_id
+    may = [
+        member
+        for a in closed.assignments
+        if a.trains
+        and a.node_id != node_id
+        and is_present(state, a.node_id)
+        and (member := state.members[a.node_id]).state is not MemberState.DIVERGED
+        and not member.is_draining
+        and not member.cannot_evaluate
+        and not member.standing.is_on_trial
+        and member.audits.num_contradicted < MOST_CONTRADICTED
+    ]
+    others = [member for member in may if member.invite_id != invite]
+    return others or may
+
+
+def _drawn(state: SwarmState, round: int, node_id: NodeId, may: Sequence[Member]) -> NodeId:
+    """One of them by confirmed work; who has checked this member before, more seldom."""
+    say, spots = say_of(may, round), state.members[node_id].spots
+    before = [sum(f.checker_id == member.node_id for f in spots) for member in may]
+    weights = [
+        say.weights.get(member.node_id, 0) / (1 + num) ** 2
+        for member, num in zip(may, before, strict=True)
+    ]
+    left = _lot(state, round, node_id, "checker") * sum(weights)
+    for member, weight in zip(may, weights, strict=True):
+        left -= weight
+        if left < 0:
+            return member.node_id
+    return may[-1].node_id
+
+
+def _ask(turn: Turn, closed: Round, node_id: NodeId, checker_id: NodeId, samples: int) -> None:
+    check = SpotCheck(
+        round=closed.number,
+        contributor_id=node_id,
+        checker_id=checker_id,
+        num_samples=samples,
+        seed=_drawn_number(turn.state, closed.number, node_id, "samples"),
+        seconds=max(LEAST_SECONDS, STAGE_ROUNDS * (turn.now - closed.opened_at)),
+    )
+    turn.state = replace(turn.state, spot_checks=(*turn.state.spot_checks, check))
+    turn.act(Tell(message=_order_of(check), to=(checker_id,)))
+
+
+def _order_of(check: SpotCheck) -> SpotCheckAsked:
+    return SpotCheckAsked(
+        round=check.round,
+        contributor_id=check.contributor_id,
+        seed=check.seed,
+        seconds=check.seconds,
+    )
+
+
+def _lot(state: SwarmState, round: int, node_id: NodeId, of: str) -> float:
+    """A number from 0 to 1 that nobody knows who does not know the secret."""
+    return _drawn_number(state, round, node_id, of) / 2.0**63
+
+
+def _drawn_number(state: SwarmState, round: int, node_id: NodeId, of: str) -> int:
+    place = f"spot check, {of}, {state.incarnation}, {round}, {node_id}"
+    digest = blake3(state.audit_secret + place.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,241 @@
+"""Spot checks: what this node measures of whether another one has trained what it was leased.
+
+It fetches the contribution from those that reduced it, as an auditor does, and compares it with the round's
+results, which it holds: ranks then measure losses a little along that difference, and against it, at whatever
+state the node has (node.duties.spot_checks). The base of the round is not needed: it has moved by little.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import structlog
+
+from node.exchange.auditing import Audits
+from node.exchange.codecs.codec import CodecError
+from node.exchange.fetching import Donors
+from node.exchange.outer import Outer
+from node.exchange.round.admission import misfit
+from node.exchange.transport.transport import (
+    NotHeldError,
+    PeerUnreachableError,
+    TransferRefusedError,
+    WantInput,
+    WantResult,
+)
+from node.heavy import Heavy
+from node.history import History
+from node.outer_state import Vector
+from protocol.wire.messages import SpotCheckAsked, SpotChecked
+from protocol.wire.payload import Payload, PayloadError
+from protocol.wire.rounds import BOOK_PLACES, Commit, NodeId, Slice, SliceOutcome
+
+log = structlog.get_logger()
+
+MOST_SAMPLES = 128
+"""Of a lease, and as many others: each costs two passes without gradients."""
+
+UNLEASED_FROM, UNLEASED = 1 << 38, 1 << 30
+"""Places of the sample order, from the first on, that no run gets to. Samples of a small dataset come there
+as they do in earlier epochs: a few are leased ones, which takes as much from what is found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SpotCheckReady:
+    """All that is needed of others for a check is here."""
+
+    asked: SpotCheckAsked
+    fragment: int
+    half: Vector  # [fragment]: half of what lies between contribution and results
+    leased: tuple[int, ...]  # places of the sample order
+    unleased: tuple[int, ...]  # as many
+
+    def found(self, before: Sequence[float], after: Sequence[float]) -> SpotChecked:
+        """What follows from losses [leased, then unleased] with the difference added, and subtracted.
+
+        The score goes by ranks (Mann and Whitney 1947): a few samples learned by heart hardly move it.
+        """
+        gains = np.asarray(before, np.float64) - np.asarray(after, np.float64)
+        n = len(self.leased)
+        leased, unleased = gains[:n], gains[n:]
+        ahead = (leased[:, None] > unleased).mean() + (leased[:, None] == unleased).mean() / 2
+        return SpotChecked(
+            contributor_id=self.asked.contributor_id,
+            num_samples=n,
+            gap=float(leased.mean() - unleased.mean()),
+            score=float(ahead - 0.5) * math.sqrt(12 * n * n / (2 * n + 1)),
+        )
+
+
+class NotGivenError(Exception):
+    """A check cannot be made; says why."""
+
+
+class SpotChecks:
+    """Fetches what is needed for the checks that the coordinator asks for."""
+
+    def __init__(
+        self,
+        *,
+        outer: Outer,
+        audits: Audits,
+        history: History,
+        donors: Donors,
+        heavy: Heavy,
+        result: Callable[[WantResult], Awaitable[Payload | None]],
+    ) -> None:
+        self.on_ready: Callable[[SpotCheckReady], None] = lambda ready: None
+        """Hears of checks that ranks may measure; the daemon sets it."""
+        self._outer = outer
+        self._audits = audits
+        self._history = history
+        self._donors = donors
+        self._heavy = heavy
+        self._result = result
+        self._moved = asyncio.Event()
+        self._tasks: dict[tuple[int, NodeId], asyncio.Task[None]] = {}
+
+    def ask(self, asked: SpotCheckAsked) -> None:
+        """Begins a check, once."""
+        place = asked.round, asked.contributor_id
+        if place not in self._tasks:
+            self._tasks[place] = asyncio.get_running_loop().create_task(self._prepare(asked))
+
+    def note_applied(self) -> None:
+        """The outer state has moved: checks of that round may begin."""
+        self._moved.set()
+
+    async def stop(self) -> None:
+        """Ends what is under way."""
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _prepare(self, asked: SpotCheckAsked) -> None:
+        try:
+            async with asyncio.timeout(asked.seconds):
+                self.on_ready(await self._ready(asked))
+        except (NotGivenError, TimeoutError) as error:
+            why = str(error) or f"it took more than {asked.seconds:g} s"
+            log.info("not checked", round=asked.round, of=asked.contributor_id, why=why)
+        except Exception:  # nobody waits for this task
+            log.exception("spot check failed", round=asked.round, of=asked.contributor_id)
+
+    async def _ready(self, asked: SpotCheckAsked) -> SpotCheckReady:
+        commit = await self._applied(asked.round)
+        assignment = next(a for a in commit.assignments if a.node_id == asked.contributor_id)
+        samples = assignment.num_samples
+        span = self._outer.layout.fragments[commit.fragment].span
+        half = np.zeros(span.stop - span.start, dtype=np.float32)
+        there = [outcome for outcome in commit.slices if outcome.digest is not None]
+        lacking, why = 0, ""
+        for outcome in there:
+            place = _place_of(outcome, asked.contributor_id)
+            samples = min(samples, outcome.contributors[place].samples)
+            try:
+                await self._add(half, commit, outcome, place, asked)
+            except (
+                NotGivenError
+            ) as error:  # a reducer may hide what it, or its accomplice, has sent
+                lacking, why = lacking + outcome.num_elements, str(error)
+        if 2 * lacking > sum(outcome.num_elements for outcome in there):
+            raise NotGivenError(why)
+        rng = np.random.default_rng(asked.seed)
+        first = assignment.first_sample % BOOK_PLACES
+        num = min(MOST_SAMPLES, samples)
+        leased = first + rng.choice(samples, num, replace=False)
+        unleased = UNLEASED_FROM + rng.choice(UNLEASED, num, replace=False)
+        return SpotCheckReady(
+            asked=asked,
+            fragment=commit.fragment,
+            half=half,
+            leased=tuple(map(int, leased)),
+            unleased=tuple(map(int, unleased)),
+        )
+
+    async def _applied(self, round: int) -> Commit:
+        """The round's commit, once it is applied here: from then on its results are held."""
+        while self._outer.round < round:
+            self._moved.clear()
+            await self._moved.wait()
+        commit = self._history.at(round)
+        if commit is None:
+            raise NotGivenError("this node has not applied that round")
+        return commit
+
+    async def _add(
+        self, half: Vector, commit: Commit, outcome: SliceOutcome, place: int, asked: SpotCheckAsked
+    ) -> None:
+        """Half of what lies between a contribution and the result, in its slice."""
+        assert outcome.digest is not None
+        wanted = WantResult(round=commit.round, slice_index=outcome.index, digest=outcome.digest)
+        result = await self._result(wanted)
+        if result is None:
+            raise NotGivenError(f"the result of slice {outcome.index} is not here")
+        part = Slice(
+            index=outcome.index,
+            start=outcome.start,
+            num_elements=outcome.num_elements,
+            reducer_id=result.header.sender_id,
+        )
+        given = await self._given(part, outcome, place, asked)
+        end = part.start + part.num_elements
+        await self._heavy(
+            partial(self._put_half, half[part.start : end], given, result, part.num_elements)
+        )
+
+    def _put_half(self, half: Vector, given: Payload, result: Payload, size: int) -> None:
+        try:
+            contributed = self._outer.uplink.decode(given.body, size)
+            merged = self._outer.downlink.decode(result.body, size)
+        except CodecError as error:
+            raise NotGivenError(f"a body does not decode: {error}") from error
+        np.subtract(contributed, merged, out=half)
+        np.multiply(half, np.float32(0.5), out=half)
+
+    async def _given(
+        self, part: Slice, outcome: SliceOutcome, place: int, asked: SpotCheckAsked
+    ) -> Payload:
+        """The very bytes that the commit names, from who has reduced them."""
+        want = WantInput(
+            round=asked.round,
+            slice_index=part.index,
+            contributor_id=asked.contributor_id,
+            digest=outcome.contributions[place],
+        )
+        if part.reducer_id == self._outer.node_id:
+            given = await self._heavy(partial(self._audits.supply, want, None))
+        else:
+            try:
+                given = await self._donors.transport.fetch(
+                    part.reducer_id,
+                    want,
+                    max_body_bytes=self._outer.uplink.most_bytes(part.num_elements),
+                    timeout_seconds=asked.seconds,
+                )
+            except (
+                PeerUnreachableError,
+                TransferRefusedError,
+                NotHeldError,
+                PayloadError,
+            ) as error:
+                raise NotGivenError(f"{part.reducer_id} does not give it: {error}") from error
+        if given is None:
+            raise NotGivenError("what this node has reduced is not kept any more")
+        if why := self._donors.forgery(given.header) or misfit(
+            given.header, part, self._outer.uplink
+        ):
+            raise NotGivenError(f"what {part.reducer_id} gives counts nothing: {why}")
+        return given
+
+
+def _place_of(outcome: SliceOutcome, node_id: NodeId) -> int:
+    """Where a slice's outcome names a contributor; raises NotGivenError."""
+    for place, contributor in enumerate(outcome.contributors):
+        if contributor.node_id == node_id:
+            return place
+    raise NotGivenError(f"slice {outcome.index} does not name it")

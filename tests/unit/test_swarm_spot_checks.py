@@ -1,0 +1,267 @@
+"""Who checks what members have trained, and what the coordinator makes of it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from coordinator.streams import what_holds_for
+from coordinator.swarm.actions import QuarantineAsked, Tell
+from coordinator.swarm.events import Reported
+from coordinator.swarm.spot_checks import EXPECTED_SHARE, most_score
+from coordinator.swarm.state import Work
+from protocol.errors import BadDataError
+from protocol.trust.evidence import of_spot_checks, proven_by
+from protocol.trust.identity import Identity
+from protocol.trust.rulings import Ruling, RulingKind
+from protocol.wire.messages import SpotCheckAsked, SpotChecked
+from protocol.wire.rounds import Digest, NodeId
+from tests.unit.swarm_scene import Scene, digest_of
+
+STEPS = 20  # of two samples
+NAMES = ("a", "b", "c", "d", "e")
+TRAINED, NOTHING = 4.0, 0.0  # what honest checkers score, on average
+
+Scores = Callable[[NodeId, NodeId], float]
+"""What a checker tells of a contributor."""
+
+
+def scene_of(*names: str, share: float = 1.0, invites: dict[str, str] | None = None) -> Scene:
+    """A round is open; each member is of an invite of its own unless told."""
+    scene = Scene(min_nodes=len(names), rounds=1000, inner_steps=STEPS)
+    rules = replace(scene.state.rules, audited_share=share)
+    scene.state = replace(scene.state, rules=rules, audit_secret=b"secret")
+    for name in names:
+        scene.attach(name, invite=(invites or {}).get(name, name))
+    return scene
+
+
+def do_round(scene: Scene, *names: str) -> list[tuple[NodeId, SpotCheckAsked]]:
+    """All train and commit a round and apply it; returns who is asked to check what."""
+    before = len(scene.log)
+    for name in names:
+        scene.train(name, tokens=2 * STEPS * 8, inner_steps=STEPS)
+    scene.commit(*names)
+    number = scene.state.committed_round
+    scene.apply(digest_of(f"state {number}"), *names)
+    return [
+        (action.to[0], action.message)
+        for action in scene.log[before:]
+        if isinstance(action, Tell) and isinstance(action.message, SpotCheckAsked) and action.to
+    ]
+
+
+def answer(scene: Scene, checker: NodeId, asked: SpotCheckAsked, score: float, n: int = 40) -> None:
+    found = SpotChecked(
+        contributor_id=asked.contributor_id, num_samples=n, gap=score / 100, score=score
+    )
+    scene.do(Reported(node_id=checker, round=asked.round, report=found))
+
+
+def convicted(scene: Scene) -> list[NodeId]:
+    return [a.conviction.node_id for a in scene.log if isinstance(a, QuarantineAsked)]
+
+
+def rounds_until_convicted(scene: Scene, scores: Scores, *names: str, most: int = 40) -> int:
+    """How many rounds pass until somebody is convicted; `most` for nobody."""
+    for number in range(1, most):
+        for checker, asked in do_round(scene, *names):
+            answer(scene, checker, asked, scores(checker, asked.contributor_id))
+            if convicted(scene):
+                return number
+    return most
+
+
+def freeloading(*names: str) -> Scores:
+    """Honest checkers all, with these members that train nothing."""
+    return lambda checker, contributor: NOTHING if contributor in names else TRAINED
+
+
+def test_who_trains_nothing_is_convicted_within_ten_checks_and_all_its_work_counts_no_more() -> (
+    None
+):
+    scene = scene_of(*NAMES)
+
+    rounds = rounds_until_convicted(scene, freeloading("c"), *NAMES)
+
+    assert rounds <= 10
+    assert convicted(scene) == ["c"]
+    assert scene.member("c").work == Work()
+    (reason,) = [a.conviction.reason for a in scene.log if isinstance(a, QuarantineAsked)]
+    assert reason.startswith("it has not trained what it was leased: ")
+    assert "others usually" in reason
+
+
+def test_nobody_is_convicted_where_all_train() -> None:
+    scene = scene_of(*NAMES)
+
+    assert rounds_until_convicted(scene, freeloading(), *NAMES) == 40
+
+
+def test_nobody_is_convicted_where_checks_show_nothing_of_anybody() -> None:
+    scene = scene_of(*NAMES)
+
+    assert rounds_until_convicted(scene, freeloading(*NAMES), *NAMES) == 40
+
+
+def test_one_checker_convicts_nobody_however_often_it_checks() -> None:
+    scene = scene_of(*NAMES)
+
+    def scores(checker: NodeId, contributor: NodeId) -> float:
+        return -10.0 if checker == "a" else TRAINED
+
+    assert rounds_until_convicted(scene, scores, *NAMES) == 40
+
+
+def test_two_members_of_one_invite_convict_nobody_of_another() -> None:
+    names = ("a", "b", "c")
+    scene = scene_of(*names, invites={"a": "theirs", "b": "theirs"})
+
+    assert rounds_until_convicted(scene, freeloading("c"), *names) == 40
+
+
+def test_an_accomplice_that_praises_saves_nobody() -> None:
+    scene = scene_of(*NAMES)
+
+    def scores(checker: NodeId, contributor: NodeId) -> float:
+        return 1e9 if checker == "a" and contributor == "c" else freeloading("c")("b", contributor)  # type: ignore[arg-type]
+
+    assert rounds_until_convicted(scene, scores, *NAMES) <= 10
+    assert convicted(scene) == ["c"]
+
+
+def test_a_checker_is_another_member_of_another_invite_that_can_evaluate() -> None:
+    scene = scene_of(*NAMES, invites={"a": "one", "b": "one"})
+    members = {**scene.state.members}
+    members[NodeId("e")] = replace(members[NodeId("e")], cannot_evaluate=True)
+    scene.state = replace(scene.state, members=members)
+
+    asked = do_round(scene, *NAMES)
+
+    assert sorted(order.contributor_id for _, order in asked) == list(NAMES)
+    invites = {name: scene.member(name).invite_id for name in NAMES}
+    assert all(invites[checker] != invites[order.contributor_id] for checker, order in asked)
+    assert "e" not in {checker for checker, _ in asked}
+
+
+def test_checks_are_drawn_by_a_secret_and_by_their_share() -> None:
+    drawn = {
+        secret: tuple(
+            order.contributor_id
+            for _ in range(10)
+            for _, order in do_round(scene, *NAMES)
+            if order.contributor_id
+        )
+        for secret in (b"one", b"other")
+        for scene in [scene_of(*NAMES, share=0.3)]
+        for scene.state in [replace(scene.state, audit_secret=secret)]
+    }
+
+    assert drawn[b"one"] != drawn[b"other"]
+    assert all(5 <= len(each) <= 25 for each in drawn.values()), "about 15 of 50"
+
+
+def test_nobody_is_checked_where_data_are_private_or_the_share_is_0() -> None:
+    assert not do_round(scene_of(*NAMES, share=0.0), *NAMES)
+    scene = scene_of(*NAMES)
+    rules = replace(scene.state.rules, has_private_data=True)
+    scene.state = replace(scene.state, rules=rules)
+    assert not [order for _ in range(3) for order in do_round(scene, *NAMES)]
+
+
+def test_only_who_was_asked_is_heard_and_once() -> None:
+    scene = scene_of(*NAMES)
+    checker, asked = do_round(scene, *NAMES)[0]
+    other = next(NodeId(n) for n in NAMES if n not in (checker, asked.contributor_id))
+
+    answer(scene, other, asked, TRAINED)
+    answer(scene, checker, asked, TRAINED)
+    answer(scene, checker, asked, -TRAINED)
+
+    (finding,) = scene.member(asked.contributor_id).spots
+    assert (finding.checker_id, finding.score) == (checker, TRAINED)
+
+
+@pytest.mark.parametrize("num_samples", [0, 15, 41])
+def test_a_finding_of_too_few_samples_or_of_more_than_were_leased_shows_nothing(
+    num_samples: int,
+) -> None:
+    scene = scene_of(*NAMES)
+    checker, asked = do_round(scene, *NAMES)[0]
+
+    answer(scene, checker, asked, TRAINED, n=num_samples)
+
+    assert not scene.member(asked.contributor_id).spots
+
+
+def test_a_score_counts_no_more_than_can_be() -> None:
+    scene = scene_of(*NAMES)
+    checker, asked = do_round(scene, *NAMES)[0]
+
+    answer(scene, checker, asked, -1e9)
+
+    assert scene.member(asked.contributor_id).spots[0].score == -most_score(40)
+
+
+def test_what_is_expected_is_what_others_scored_by_then() -> None:
+    scene = scene_of(*NAMES)
+    first, second = do_round(scene, *NAMES), do_round(scene, *NAMES)
+    for checker, asked in first:
+        answer(scene, checker, asked, TRAINED)
+    for checker, asked in second:
+        answer(scene, checker, asked, 2 * TRAINED)
+
+    spots = [scene.member(name).spots for name in NAMES]
+    assert min(finding.expected for (finding, _) in spots) == 0, "nothing was known at first"
+    assert spots[0][1].expected == pytest.approx(EXPECTED_SHARE * TRAINED)
+
+
+def test_who_comes_back_hears_what_it_is_to_check() -> None:
+    scene = scene_of(*NAMES)
+    checker, asked = do_round(scene, *NAMES)[0]
+
+    def told() -> list[SpotCheckAsked]:
+        messages = what_holds_for(scene.state, scene.member(checker), scene.now)
+        return [m for m in messages if isinstance(m, SpotCheckAsked)]
+
+    assert asked in told()
+    answer(scene, checker, asked, TRAINED)
+    assert asked not in told()
+
+
+def signed_by(identity: Identity, about: str = "c", run: bytes = b"r" * 32) -> SpotChecked:
+    found = SpotChecked(contributor_id=NodeId(about), num_samples=40, gap=0.0, score=-1.0)
+    return found.signed(identity, run_digest=run, round=3)
+
+
+def ruling_on(node_id: str, evidence: tuple[str, ...]) -> Ruling:
+    return Ruling(
+        number=1,
+        before="",
+        unix_seconds=0.0,
+        kind=RulingKind.QUARANTINED,
+        by="the coordinator",
+        node_id=NodeId(node_id),
+        evidence=evidence,
+    )
+
+
+def test_signed_checks_are_evidence_about_the_member_that_they_are_of() -> None:
+    run = Digest(b"r" * 32)
+    checkers = [Identity.generate(), Identity.generate()]
+    evidence = of_spot_checks([signed_by(each) for each in (*checkers, checkers[0])])
+
+    assert (
+        proven_by(ruling_on("c", evidence), run_digest=run) == "3 signed spot checks of 2 members"
+    )
+    with pytest.raises(BadDataError, match="evidence about c"):
+        proven_by(ruling_on("d", evidence), run_digest=run)
+    with pytest.raises(BadDataError, match="another run"):
+        proven_by(ruling_on("c", evidence), run_digest=Digest(b"s" * 32))
+
+
+def test_a_changed_check_is_no_evidence() -> None:
+    changed = replace(signed_by(Identity.generate()), score=-9.0)
+
+    with pytest.raises(BadDataError, match="signature"):
+        proven_by(ruling_on("c", of_spot_checks([changed])), run_digest=Digest(b"r" * 32))
