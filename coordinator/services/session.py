@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import structlog
 
@@ -42,7 +42,7 @@ from protocol.run.run_spec import RunSpec
 from protocol.trust.equivocation import equivocation_in
 from protocol.trust.evidence import of_equivocation, of_omission
 from protocol.trust.receipts import Receipt, omission_in
-from protocol.trust.rulings import digest_of
+from protocol.trust.rulings import MOST_RULINGS, digest_of
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
@@ -95,6 +95,7 @@ class SentMessages:
 
     def __init__(self, signer: CommitSigner) -> None:
         self._signer = signer
+        self._signature_of_ruling = lru_cache(maxsize=MOST_RULINGS)(signer.signature_of)
         self._made: deque[tuple[Message, pb.SubscribeResponse]] = deque(maxlen=self.KEPT)
 
     def made_of(self, message: Message) -> pb.SubscribeResponse:
@@ -103,7 +104,7 @@ class SentMessages:
             if known is message:
                 return wire
         if isinstance(message, RulingsTold) and not message.signatures:
-            signed = (self._signer.signature_of(ruling.statement) for ruling in message.rulings)
+            signed = (self._signature_of_ruling(ruling.statement) for ruling in message.rulings)
             wire = message_to_wire(replace(message, signatures=tuple(signed)))
         else:
             wire = message_to_wire(message)

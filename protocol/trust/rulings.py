@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import blake3
@@ -70,7 +71,7 @@ _OF_SOME_KINDS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Ruling:
     """One of them. `before` is the digest of the one before in hexadecimal digits."""
 
@@ -93,6 +94,11 @@ class Ruling:
 
     def canonical_json(self) -> str:
         """What is signed, told and kept. Fields that only some kinds have are left out of all others."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:
+        """Made once: whoever joins a run of a thousand members is told a thousand of them."""
         fields = {k: v for k, v in asdict(self).items() if v or k not in _OF_SOME_KINDS}
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 

@@ -3,6 +3,7 @@
 Work is counted in lines of Python that the core runs, so that no machine's speed decides.
 """
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from coordinator.clock import LoopClock
 from coordinator.driver import Driver
 from coordinator.journal import log_transition
 from coordinator.services import session
-from coordinator.services.session import MOST_OUT_OF_REACH, SessionDesk
+from coordinator.services.session import MOST_OUT_OF_REACH, SentMessages, SessionDesk
 from coordinator.services.status import (
     MOST_LOSSES,
     StatusDesk,
@@ -36,9 +37,10 @@ from coordinator.swarm.weighing import say_of
 from coordinator.telemetry import Telemetry
 from protocol.errors import BadDataError
 from protocol.run.run_spec import RunSpec
+from protocol.trust.rulings import Ruling, RulingKind
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2, status_pb2
-from protocol.wire.messages import Held
+from protocol.wire.messages import Held, RulingsTold
 from protocol.wire.payload import RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Assignment, NodeId
 
@@ -351,3 +353,30 @@ async def test_of_very_many_held_out_losses_the_newest_and_some_of_all_before_ar
     assert rounds[0] == 0 and rounds[MOST_LOSSES // 2 :] == [
         loss.round for loss in losses[-MOST_LOSSES // 2 :]
     ]
+
+
+def test_rulings_are_written_and_signed_once_however_many_members_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rulings = tuple(
+        Ruling(number=n, before="", kind=RulingKind.JOINED, by="coordinator", unix_seconds=0.0)
+        for n in range(1, 51)
+    )
+    written, signed = Counter[str](), Counter[str]()
+    write, sign = json.dumps, CommitSigner.signature_of
+
+    def noting(value: Any, **options: Any) -> str:
+        written["rulings"] += 1
+        return write(value, **options)
+
+    def signing(signer: CommitSigner, statement: bytes) -> bytes:
+        signed["rulings"] += 1
+        return sign(signer, statement)
+
+    monkeypatch.setattr("protocol.trust.rulings.json.dumps", noting)
+    monkeypatch.setattr(CommitSigner, "signature_of", signing)
+    sent = SentMessages(SIGNER)
+    for _ in range(20):  # each who joins is told all of them, in a message of its own
+        told = sent.made_of(RulingsTold(rulings=rulings)).rulings.rulings
+        assert len(told) == len(rulings)
+    assert written["rulings"] == signed["rulings"] == len(rulings)
