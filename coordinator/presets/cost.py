@@ -11,6 +11,11 @@ rounds away, that error in bf16:
 
     p · S · (u + 16 / N) / 8          more bytes a round for each node, on average
 
+and a share p of the contributions is spot-checked, where there are three nodes or more. Who checks one fetches
+what it has not reduced of it:
+
+    p · (N - 1) / N · S · u / 8       more bytes again
+
 These travel beside training, so they take time where training is over before them, or an exchange is
 beside it.
 
@@ -215,11 +220,12 @@ def bytes_per_round(situation: Situation, setting: Setting) -> float:
 
 
 def audit_bytes(situation: Situation, setting: Setting) -> float:
-    """What a node gives auditors in a round, on average."""
-    nodes = situation.num_nodes
+    """What a node gives auditors in a round, and those who spot-check contributions, on average."""
+    nodes, contribution = situation.num_nodes, CODEC_COSTS[setting.uplink].bits
     error = AUDITED_ERROR_BITS / nodes if setting.keeps_error else 0.0
-    bodies = _values(situation, setting) * (CODEC_COSTS[setting.uplink].bits + error) / 8
-    return setting.audit * (bodies + (nodes + 1) * PAYLOAD_HEADER_BYTES)
+    checks = (nodes - 1) / nodes if nodes > 2 else 0.0
+    bodies = _values(situation, setting) * ((1 + checks) * contribution + error) / 8
+    return setting.audit * (bodies + (nodes + 1 + nodes * checks) * PAYLOAD_HEADER_BYTES)
 
 
 def _values(situation: Situation, setting: Setting) -> float:

@@ -79,7 +79,7 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
             continue
         if _lot(turn.state, closed.number, node_id, "is checked") >= state.rules.audited_share:
             continue
-        if may := _may_check(turn.state, closed, node_id):
+        if len(may := _may_check(turn.state, closed, node_id)) > 1:  # one alone convicts nobody
             _ask(turn, closed, node_id, _drawn(turn.state, closed.number, node_id, may), samples)
 
 

@@ -114,6 +114,7 @@ def test_two_nodes_behind_port_restricted_routers_train_together_and_punch_again
         assert asked(lab, swarm, "status")["run"]["digests_agree"]
 
 
+@pytest.mark.nightly
 def test_what_no_hole_can_be_punched_in_goes_through_a_helper_and_is_told(tmp_path: Path) -> None:
     with at_home("symmetric", "port restricted", tmp_path, has_helper=True) as (lab, swarm, nodes):
         through = "one, other reach each other through helper"

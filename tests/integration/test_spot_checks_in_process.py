@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from coordinator.swarm.state import MemberState
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
@@ -96,5 +97,6 @@ def test_who_copies_the_mean_of_the_others_is_put_out(corpus: Corpus) -> None:
     expect_liar_put_out(run(corpus, [*map(copier.watch, range(LIAR_PLACE)), as_liar(liar)]))
 
 
+@pytest.mark.nightly
 def test_who_trains_an_eighth_of_what_it_says_is_put_out(corpus: Corpus) -> None:
     expect_liar_put_out(run(corpus, with_liar(replace(HONEST, trained_share=1 / 8))))

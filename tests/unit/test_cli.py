@@ -145,6 +145,7 @@ def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_ab
         "confirmed_work_share": None,
         "standing": "",
         "is_helper": False,
+        "has_symmetric_router": False,
         "given": None,
     }
     node.heartbeat.CopyFrom(
