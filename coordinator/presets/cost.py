@@ -11,8 +11,8 @@ rounds away, that error in bf16:
 
     p · S · (u + 16 / N) / 8          more bytes a round for each node, on average
 
-and a share p of the contributions is spot-checked, where there are three nodes or more. Who checks one fetches
-what it has not reduced of it:
+and a share p of the contributions is spot-checked, where there are three nodes or more. Who checks one
+fetches what it has not reduced of it:
 
     p · (N - 1) / N · S · u / 8       more bytes again
 
