@@ -112,7 +112,7 @@ def test_the_congestion_control_that_is_told_decides_what_links_are_counted_for(
         del plans[said]["folder"]
     assert plans[None] == plans["cubic"]
     assert plans["bbr"]["prediction"]["link_share"] > plans["cubic"]["prediction"]["link_share"]
-    assert "with bbr" in (plans["bbr"]["choices"][5]["reason"])
+    assert any("with bbr" in choice["reason"] for choice in plans["bbr"]["choices"])
     assert "with cubic" in (tmp_path / "run.toml").read_text()
 
 
