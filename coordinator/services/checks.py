@@ -14,6 +14,7 @@ from protocol.wire.messages import (
     Applied,
     Audited,
     Evaluated,
+    Finding,
     Reduced,
     Report,
     SpotChecked,
@@ -194,20 +195,10 @@ def reduced(told: Reduced, *, node_id: NodeId, round: int) -> Reduced:
     return replace(told, norm=header.norm)
 
 
-def audited(told: Audited, *, node_id: NodeId, round: int, run_digest: Digest) -> None:
-    """A finding that its auditor has signed, of this round of this run."""
-    what = f"the finding on slice {told.slice_index} of round {round}"
+def finding(told: Finding, *, node_id: NodeId, round: int, run_digest: Digest) -> None:
+    """What a member has found out and signed, of this round of this run."""
     if (told.round, told.run_digest) != (round, run_digest):
-        raise BadDataError(f"{what} is signed for another round, or another run")
-    if why := told.forgery(node_id):
-        raise BadDataError(why)
-
-
-def spot_checked(told: SpotChecked, *, node_id: NodeId, round: int, run_digest: Digest) -> None:
-    """What a checker has measured and signed, of this round of this run."""
-    if (told.round, told.run_digest) != (round, run_digest):
-        what = f"the spot check of {told.contributor_id} in round {told.round}"
-        raise BadDataError(f"{what} is signed for another round, or another run")
+        raise BadDataError(f"{told.subject} is signed for another round, or another run")
     if why := told.forgery(node_id):
         raise BadDataError(why)
 

@@ -51,14 +51,13 @@ from protocol.v1.session_pb2_grpc import SessionServiceServicer
 from protocol.wire import convert
 from protocol.wire.convert_messages import message_to_wire, report_from_wire, rulings_from_wire
 from protocol.wire.messages import (
-    Audited,
     EquivocationSeen,
+    Finding,
     LeftOutSeen,
     Message,
     Reduced,
     RoundCommitted,
     RulingsTold,
-    SpotChecked,
 )
 from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId
@@ -435,10 +434,8 @@ def _reported(
     report = checks.report(report)
     if isinstance(report, Reduced) and participants.get(number):
         report = checks.reduced(report, node_id=node_id, round=number)
-    if isinstance(report, Audited):
-        checks.audited(report, node_id=node_id, round=number, run_digest=run_digest)
-    if isinstance(report, SpotChecked):
-        checks.spot_checked(report, node_id=node_id, round=number, run_digest=run_digest)
+    if isinstance(report, Finding):
+        checks.finding(report, node_id=node_id, round=number, run_digest=run_digest)
     return Reported(node_id=node_id, round=number, report=report)
 
 

@@ -273,7 +273,7 @@ class Exchange:
             if measured is None:
                 return None
             losses.append(measured)
-        return self.outer.signed_spot_check(ready.found(*losses), ready.asked.round)
+        return self.outer.signed_finding(ready.found(*losses), ready.asked.round)
 
     async def answer_auditors(self) -> None:
         """See Audits.answer."""

@@ -35,7 +35,7 @@ from node.outer_state import OuterDigest, Vector
 from protocol.run.layout import Layout
 from protocol.run.run_spec import WANTS_FEEDBACK, RunSpec
 from protocol.trust.identity import Identity
-from protocol.wire.messages import Audited, SpotChecked
+from protocol.wire.messages import SignedT
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import (
     BLOCK,
@@ -222,19 +222,12 @@ class Outer:
         """Whether reducers give receipts in a round."""
         return self.merging_in(round).is_audited
 
-    def signed_finding(self, finding: Audited, round: int) -> Audited:
-        """What this node's audit has found, with its signature where it has one."""
+    def signed_finding(self, finding: SignedT, round: int) -> SignedT:
+        """What this node has found out about another one's work, with its signature where it has one."""
         signer, run_digest = self._sender.signer, self._sender.run_digest
         if signer is None:
             return finding
         return signer.signed_finding(finding, run_digest=run_digest, round=round)
-
-    def signed_spot_check(self, found: SpotChecked, round: int) -> SpotChecked:
-        """What this node has measured of another one's contribution, likewise."""
-        signer, run_digest = self._sender.signer, self._sender.run_digest
-        if signer is None:
-            return found
-        return signer.signed_spot_check(found, run_digest=run_digest, round=round)
 
     def beside(self, span: slice, difference: Vector, sign: int) -> Vector:
         """The global parameters with a difference [span] added (-1) or subtracted (1), new. Heavy."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from protocol.trust.identity import Identity
 from protocol.trust.receipts import Receipt
-from protocol.wire.messages import Audited, SpotChecked
+from protocol.wire.messages import SignedT
 from protocol.wire.payload import Payload, PayloadHeader, Slot
 from protocol.wire.rounds import (
     ContributionDigest,
@@ -71,15 +71,9 @@ class PayloadSigner:
             )
         return self.signed(result)
 
-    def signed_finding(self, finding: Audited, *, run_digest: Digest, round: int) -> Audited:
-        """What an audit has found, with this node's signature."""
+    def signed_finding(self, finding: SignedT, *, run_digest: Digest, round: int) -> SignedT:
+        """What this node has found out about another one's work, with its signature."""
         return finding.signed(self._identity, run_digest=run_digest, round=round)
-
-    def signed_spot_check(
-        self, found: SpotChecked, *, run_digest: Digest, round: int
-    ) -> SpotChecked:
-        """What a spot check has measured, with this node's signature."""
-        return found.signed(self._identity, run_digest=run_digest, round=round)
 
     def signed(self, payload: Payload) -> Payload:
         """The payload with its maker's process and signature; raises AlreadySignedError."""

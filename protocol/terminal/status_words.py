@@ -1,7 +1,7 @@
 """What a status says, in words and figures: for the terminal, the page and whoever asks. Pure."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from protocol.terminal.console import (
     age_in_words,
@@ -111,24 +111,25 @@ MOST_PAIRS = 20
 
 def cut_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
     """The ids of each two present nodes of which one says that it does not reach the other."""
-    present = {node.node_id: node for node in nodes if is_present(node)}
-    return {
-        (min(node.node_id, other), max(node.node_id, other))
-        for node in present.values()
-        for other in node.heartbeat.unreachable_ids
-        if other in present
-    }
+    return _pairs(nodes, lambda node: node.heartbeat.unreachable_ids)
 
 
 def punched_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
     """The ids of each two present nodes that reach each other through holes in their routers."""
+    known = list(nodes)
+    return _pairs(known, lambda node: node.heartbeat.punched_ids) - cut_pairs(known)
+
+
+def _pairs(
+    nodes: Iterable[pb.NodeStatus], others_of: Callable[[pb.NodeStatus], Iterable[str]]
+) -> set[tuple[str, str]]:
     present = {node.node_id: node for node in nodes if is_present(node)}
     return {
         (min(node.node_id, other), max(node.node_id, other))
         for node in present.values()
-        for other in node.heartbeat.punched_ids
+        for other in others_of(node)
         if other in present
-    } - cut_pairs(present.values())
+    }
 
 
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:

@@ -112,7 +112,7 @@ def _proven_by_findings(
         told = finding.run_digest, finding.round, finding.slice_index, finding.digest
         if (result.run_digest, *place[1:]) != place or told != place:
             raise BadDataError("the evidence has a finding on another result")
-        auditor_id = finding.auditor_id
+        auditor_id = finding.signer_id
         if why := finding.forgery(auditor_id):
             raise BadDataError(f"the evidence is no proof: {why}")
         auditors.add((auditor_id, finding.found == finding.digest))
@@ -129,9 +129,9 @@ def _proven_by_spot_checks(findings: Sequence[bytes], run_digest: Digest) -> tup
     for check in checks:
         if (check.run_digest, check.contributor_id) != (run_digest, about):
             raise BadDataError("the evidence has a spot check of another member, or another run")
-        if why := check.forgery(check.checker_id):
+        if why := check.forgery(check.signer_id):
             raise BadDataError(f"the evidence is no proof: {why}")
-    num_checkers = len({check.checker_id for check in checks})
+    num_checkers = len({check.signer_id for check in checks})
     who = "one member" if num_checkers == 1 else f"{num_checkers} members"
     return about, f"{len(checks)} signed spot checks of {who}"
 

@@ -311,8 +311,49 @@ class EquivocationSeen:
     other: bytes
 
 
+SignedT = TypeVar("SignedT", bound="Finding")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audited:
+class Finding:
+    """What a member has found out about another one's work, with its signature once it has signed it."""
+
+    run_digest: bytes = b""
+    round: int = 0
+    signer_key: bytes = b""
+    signature: bytes = b""
+
+    @property
+    def statement(self) -> bytes:
+        """What is signed: all but the signature, after a tag of its kind."""
+        raise NotImplementedError
+
+    @property
+    def subject(self) -> str:
+        """What it is about, in words."""
+        raise NotImplementedError
+
+    def signed(self: SignedT, by: Identity, *, run_digest: bytes, round: int) -> SignedT:
+        """The same, found in a round of a run, with a signature."""
+        told = replace(self, run_digest=run_digest, round=round, signer_key=by.public_key)
+        return replace(told, signature=by.sign(told.statement))
+
+    @property
+    def signer_id(self) -> NodeId:
+        """Who has signed it, if the signature holds."""
+        return node_id_of(self.signer_key)
+
+    def forgery(self, node_id: NodeId) -> str:
+        """Why a node has not found this, in a sentence; empty where it has signed that it did."""
+        if self.signer_id != node_id:
+            return f"{self.subject} is signed with another key than that of {node_id}"
+        if not is_signed_by(self.signer_key, self.statement, self.signature):
+            return f"{self.subject} has a signature that is not {node_id}'s"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audited(Finding):
     """What came of an audit. `found` is the result's `digest` where the same came out, bit for bit.
 
     Else it is a digest of what did, the same for all who find the same; or empty where inputs did not come.
@@ -322,44 +363,22 @@ class Audited:
     digest: Digest
     found: bytes
     why: str = ""
-    run_digest: bytes = b""  # this and what follows come with the auditor's signature
-    round: int = 0
-    auditor_key: bytes = b""
-    signature: bytes = b""
 
     @property
     def statement(self) -> bytes:
-        """What its auditor signs: all but the signature."""
+        """See Finding."""
         wire = pb.AuditedReport()
         audited_to_wire(replace(self, signature=b""), wire)
-        return _FINDING_TAG + wire.SerializeToString(deterministic=True)
-
-    def signed(self, by: Identity, *, run_digest: bytes, round: int) -> "Audited":
-        """What an auditor has found in a round of a run, with its signature."""
-        told = replace(self, run_digest=run_digest, round=round, auditor_key=by.public_key)
-        return replace(told, signature=by.sign(told.statement))
+        return b"atoll finding 1\n" + wire.SerializeToString(deterministic=True)
 
     @property
-    def auditor_id(self) -> NodeId:
-        """Who has signed it, if the signature holds."""
-        return node_id_of(self.auditor_key)
-
-    def forgery(self, auditor_id: NodeId) -> str:
-        """Why a node has not found this, in a sentence; empty where it has signed that it did."""
-        what = f"the finding on slice {self.slice_index} of round {self.round}"
-        if self.auditor_id != auditor_id:
-            return f"{what} is signed with another key than that of {auditor_id}"
-        if not is_signed_by(self.auditor_key, self.statement, self.signature):
-            return f"{what} has a signature that is not {auditor_id}'s"
-        return ""
-
-
-_FINDING_TAG = b"atoll finding 1\n"
-"""What an auditor signs begins with this, so that no signature can be taken for one of another kind."""
+    def subject(self) -> str:
+        """See Finding."""
+        return f"the finding on slice {self.slice_index} of round {self.round}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpotChecked:
+class SpotChecked(Finding):
     """How much more of its lease than of other samples a member's contribution has learned.
 
     `gap` is in nats per token; `score` is standard normal where nothing more was learned.
@@ -369,40 +388,18 @@ class SpotChecked:
     num_samples: int  # of either
     gap: float
     score: float
-    run_digest: bytes = b""  # this and what follows come with the checker's signature
-    round: int = 0
-    checker_key: bytes = b""
-    signature: bytes = b""
 
     @property
     def statement(self) -> bytes:
-        """What its checker signs: all but the signature."""
+        """See Finding."""
         wire = pb.SpotCheckedReport()
         spot_checked_to_wire(replace(self, signature=b""), wire)
-        return _SPOT_TAG + wire.SerializeToString(deterministic=True)
-
-    def signed(self, by: Identity, *, run_digest: bytes, round: int) -> "SpotChecked":
-        """What a checker has measured of a round of a run, with its signature."""
-        told = replace(self, run_digest=run_digest, round=round, checker_key=by.public_key)
-        return replace(told, signature=by.sign(told.statement))
+        return b"atoll spot check 1\n" + wire.SerializeToString(deterministic=True)
 
     @property
-    def checker_id(self) -> NodeId:
-        """Who has signed it, if the signature holds."""
-        return node_id_of(self.checker_key)
-
-    def forgery(self, checker_id: NodeId) -> str:
-        """Why a node has not measured this, in a sentence; empty where it has signed that it did."""
-        what = f"the spot check of {self.contributor_id} in round {self.round}"
-        if self.checker_id != checker_id:
-            return f"{what} is signed with another key than that of {checker_id}"
-        if not is_signed_by(self.checker_key, self.statement, self.signature):
-            return f"{what} has a signature that is not {checker_id}'s"
-        return ""
-
-
-_SPOT_TAG = b"atoll spot check 1\n"
-"""As `_FINDING_TAG`."""
+    def subject(self) -> str:
+        """See Finding."""
+        return f"the spot check of {self.contributor_id} in round {self.round}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,7 +433,7 @@ def audited_to_wire(report: Audited, wire: pb.AuditedReport) -> None:
     wire.why = report.why
     wire.run_digest = report.run_digest
     wire.round = report.round
-    wire.auditor_key = report.auditor_key
+    wire.auditor_key = report.signer_key
     wire.signature = report.signature
 
 
@@ -449,7 +446,7 @@ def audited_from_wire(wire: pb.AuditedReport) -> Audited:
         why=wire.why,
         run_digest=wire.run_digest,
         round=wire.round,
-        auditor_key=wire.auditor_key,
+        signer_key=wire.auditor_key,
         signature=wire.signature,
     )
 
@@ -462,7 +459,7 @@ def spot_checked_to_wire(report: SpotChecked, wire: pb.SpotCheckedReport) -> Non
     wire.score = report.score
     wire.run_digest = report.run_digest
     wire.round = report.round
-    wire.checker_key = report.checker_key
+    wire.checker_key = report.signer_key
     wire.signature = report.signature
 
 
@@ -475,7 +472,7 @@ def spot_checked_from_wire(wire: pb.SpotCheckedReport) -> SpotChecked:
         score=wire.score,
         run_digest=wire.run_digest,
         round=wire.round,
-        checker_key=wire.checker_key,
+        signer_key=wire.checker_key,
         signature=wire.signature,
     )
 
