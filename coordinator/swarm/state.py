@@ -282,6 +282,7 @@ class Round:
     commit: Commit | None = None  # set when the phase is APPLYING
     committed_at: float = 0.0
     apply_deadline: float = 0.0
+    undecided: int = 0  # a slice that was, when it was last asked whether the round closes
     returns_until: float | None = None  # while all have applied but those whom the next plan tries
     applied: Mapping[NodeId, Digest] = field(
         default_factory=dict

@@ -27,11 +27,12 @@ from coordinator.services.status import (
     StatusDesk,
 )
 from coordinator.store import Store
+from coordinator.swarm import rounds
 from coordinator.swarm.events import Event, HeartbeatSeen, Reported, ReportedTogether
 from coordinator.swarm.ledger import Ledger, Places, lease, reopen, settle
 from coordinator.swarm.opening import MOST_REDUCERS
 from coordinator.swarm.reach import best_reducers
-from coordinator.swarm.state import HeldOut, Member
+from coordinator.swarm.state import HeldOut, Member, Round, SliceProgress, SwarmState
 from coordinator.swarm.transition import next_deadline, step
 from coordinator.swarm.weighing import say_of
 from coordinator.telemetry import Telemetry
@@ -270,6 +271,32 @@ def test_no_step_of_a_round_compares_every_member_with_every_other() -> None:
         if most > 3 * once[kind] + num_nodes
     }
     assert not grown
+
+
+def test_a_report_looks_at_one_slice_and_not_again_at_all_that_are_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = scene_of(MOST_REDUCERS)
+    names = names_of(MOST_REDUCERS)
+    for name in names:
+        scene.train(name)
+    for progress in scene.round.slices:
+        scene.reduce(progress.slice.reducer_id, progress.slice.index, digest_of("result"))
+    *most, last = range(len(scene.round.slices))
+    for name in names[: 2 * len(names) // 3 + 1]:
+        for index in most:
+            scene.hold(name, index, digest_of("result"))
+
+    looked_at: list[int] = []
+    ask = rounds.is_undecided
+
+    def noting(state: SwarmState, current: Round, one: SliceProgress) -> bool:
+        looked_at.append(one.slice.index)
+        return ask(state, current, one)
+
+    monkeypatch.setattr(rounds, "is_undecided", noting)
+    scene.hold(names[0], last, digest_of("result"))
+    assert looked_at == [last]
 
 
 def driver_of(scene: Scene) -> Driver:
