@@ -31,6 +31,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
+from benchmarks.race import TRAINED
 from lab.simulation.lone_work import unseen
 from lab.simulation.plain_calls import LocalNode, exchange, plan_of, spec_of, work_of
 from node.exchange.codecs.registry import codec_named
@@ -50,14 +51,7 @@ FAR = 1 << 16
 
 TABLES: dict[str, dict[str, Any]] = {
     "run": {"min_nodes": NODES},
-    "model": {
-        "hidden_size": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_size": 192,
-        "context": 64,
-    },
+    "model": TRAINED["model"],
     "outer": {"learning_rate": 0.7, "momentum": 0.3},
 }
 
