@@ -40,6 +40,7 @@ def situation_of(
 ) -> Situation:
     """The swarm that the table is for."""
     model = NAMED_MODELS[model_name].model
+    tokens = NAMED_MODELS[model_name].tokens_per_inner_step
     return Situation(
         num_parameters=RunSpec(model=model).num_parameters,
         num_layers=model.num_layers,
@@ -50,6 +51,7 @@ def situation_of(
         seconds_per_inner_step=1.0,
         total_steps=100_000,
         congestion_control=congestion_control,
+        flops_per_second=6.0 * RunSpec(model=model).num_parameters * tokens,
     )
 
 

@@ -96,6 +96,7 @@ class Race:
     step_seconds: float
     steps: int
     num_nodes: int = 2
+    flops_per_second: float = 0.0  # of a node; presets take it for one of GPUs, or of a CPU
 
     @property
     def ratio(self) -> float:
@@ -114,6 +115,7 @@ class Race:
             round_trip_seconds=0.05,
             seconds_per_inner_step=self.step_seconds,
             total_steps=self.steps,
+            flops_per_second=self.flops_per_second,
         )
 
 
@@ -131,6 +133,7 @@ RACES = {
         bits_per_second=1e9,
         step_seconds=4.5,
         steps=1200,
+        flops_per_second=200e12,
     ),
     300: Race(
         says="1 billion parameters, 100 Mbit/s, 1.07 s",
@@ -138,6 +141,7 @@ RACES = {
         bits_per_second=100e6,
         step_seconds=1.07,
         steps=3000,
+        flops_per_second=50e12,
     ),
 }
 
@@ -247,7 +251,7 @@ def tries_after(best: Try, stage: int) -> list[Try]:
         return []
     if stage == 1:
         return [replace(best, interval=interval) for interval in (0.5, 2.0)]
-    return [replace(best, outer=outer) for outer in OUTERS[1:]]
+    return [replace(best, outer=outer) for outer in OUTERS if outer != best.outer]
 
 
 def best_of(first: Try, loss_of: Losing) -> Try:
@@ -258,11 +262,19 @@ def best_of(first: Try, loss_of: Losing) -> Try:
     return best
 
 
-def first_try(ratio: int, num_nodes: int, contender: str, optimizer: str) -> Try:
-    """Where a contender's tries begin."""
-    rate = RATES[optimizer][0]
+def first_try(race: Race, ratio: int, contender: str, optimizer: str) -> Try:
+    """Where a contender's tries begin; Atoll's with the outer setting that presets choose."""
+    outer = OUTERS[0]
+    if contender == ATOLL:
+        told = {choice.key: choice.value for choice in chosen(race.situation).choices}
+        outer = (float(told["learning_rate"]), float(told["momentum"]))
     return Try(
-        ratio=ratio, num_nodes=num_nodes, contender=contender, optimizer=optimizer, rate=rate
+        ratio=ratio,
+        num_nodes=race.num_nodes,
+        contender=contender,
+        optimizer=optimizer,
+        rate=RATES[optimizer][0],
+        outer=outer,
     )
 
 
@@ -270,10 +282,7 @@ def compete(
     ratio: int, *, race: Race, optimizer: str, seeds: Sequence[int], loss_of: Losing
 ) -> None:
     """One case and optimizer: all tries, then the best with all seeds and in shorter times."""
-    best = {
-        name: best_of(first_try(ratio, race.num_nodes, name, optimizer), loss_of)
-        for name in CONTENDERS
-    }
+    best = {name: best_of(first_try(race, ratio, name, optimizer), loss_of) for name in CONTENDERS}
     for seed in seeds:
         losses = {name: loss_of(replace(each, seed=seed)) for name, each in best.items()}
         peers = min(losses[name] for name in PEERS)

@@ -157,7 +157,7 @@ async def _run_in(
         version=metadata.version("atoll"),
         mesh=_mesh_in_words(ranks),
         congestion_control=congestion_control() or "",
-        exchange_speed=await in_thread(partial(measured_speed, spec)),
+        exchange_speed=await in_thread(partial(measured_speed, spec, outer.uplink.tiles)),
     )
     asks_router = settings.asks_router(start.credentials.host)
     transport = Libp2pTransport(

@@ -1,12 +1,13 @@
 """Which exchange a run takes, by its model, its links and its nodes' speed. Pure.
 
-The first rung of the ladder (ladder.py) that keeps nodes computing for GOAL of the time is taken, so nothing
-is compressed more than it must be; and of that rung the fewest fragments that bring results soon enough.
-When no rung reaches the goal, the one that computes most of the time is taken, and told.
+Of all settings that suit the run (loss.py) each costs loss in two ways: what it exchanges teaches less than
+data parallelism would, and time that nodes wait teaches nothing. The setting with the least of both is taken,
+or one that sends fewer bytes and costs hardly more: no more than NEAR.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from coordinator.presets import reasons
 from coordinator.presets.cost import (
@@ -18,17 +19,20 @@ from coordinator.presets.cost import (
     Situation,
     predicted,
 )
-from coordinator.presets.ladder import (
+from coordinator.presets.loss import (
     AUDIT_SHARES,
     LEAST_FOR_SPARSE,
     MOST_FOR_AUDITS,
+    SLOPE,
     SPARSE,
-    USUAL_INTERVAL,
+    SPARSE_PAIRS,
+    Above,
     Given,
+    above,
     exchanges_of,
     keeps_error,
-    ladder,
     results_hold_all,
+    settings_of,
 )
 from protocol.run.run_spec import EvaluationSection
 
@@ -36,14 +40,15 @@ Value = str | int | float
 Told = tuple[str, str, Value, str]
 """Table, key, value and reason."""
 
-Found = tuple[Setting, Prediction]
+HEADERS = 0.01
+"""Of the bytes of a step: what is sent for it differs by no more where only the fragments do."""
 
-SOON_STEPS = 5
-"""So late results cost nothing in Streaming DiLoCo (Douillard et al. 2025, section 3), and least here; what
-later ones cost (benchmarks.convergence, "fragments") is what fragments are for."""
+NEAR = 0.002
+"""So much of the loss more is hardly more: seeds differ by five times that."""
 
-LEVEL = 0.99
-"""Where nodes wait for links whatever is chosen, so much of the best still counts as level with it."""
+OFTEN_STEPS = 16
+"""Exchanged every so many inner steps or fewer, the plain mean is best: in 600 exchanges, every two steps,
+Nesterov's 0.7, 0.6 ended 2 to 5 % higher (benchmarks.learning.intervals)."""
 
 SOME_EXCHANGES, MANY_EXCHANGES = 32, 1000
 """From so many of each parameter on an outer momentum of 0.6, and the published 0.9. In 16 exchanges 0.3 was
@@ -51,6 +56,32 @@ best here; in 50, 0.5 to 0.8 ended alike (benchmarks.convergence, "outer" and "t
 
 MANY_SPARSE_EXCHANGES = 300
 """From so many on 0.5 for top-k whose results hold all; in 80, 0.3 was best ("long" and "tuning")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A setting, what it takes and what it costs."""
+
+    setting: Setting
+    prediction: Prediction
+    exchanges: int
+    above: Above
+
+    @property
+    def waiting(self) -> float:
+        """What the time costs that is not spent in inner steps."""
+        return -SLOPE * math.log(self.prediction.utilisation)
+
+    @property
+    def loss(self) -> float:
+        """Above data parallelism without limits, in parts of its loss: not learned, or not in time."""
+        return self.above.whole + self.waiting
+
+    @property
+    def bytes_of_step(self) -> float:
+        """What a node sends for one inner step."""
+        there = self.prediction
+        return (there.bytes_per_round + there.audit_bytes) / self.setting.steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +111,7 @@ class Plan:
     setting: Setting
     prediction: Prediction
     exchanges: int  # of each parameter, in the whole run
+    above: Above  # data parallelism over links without limits, as expected
     verdict: str
 
     @property
@@ -117,80 +149,102 @@ class _Case:
 
     situation: Situation
     given: Given
-    setting: Setting
-    prediction: Prediction
-    waiting: Prediction  # of the rung before, whose nodes wait
-    shortest: int  # interval on the ladder
-    late_steps_whole: int  # with the fewest fragments of the same rung
-    exchanges: int
+    taken: Found
+    oftener: Found | None  # the best at a shorter interval
+    waiting: Found  # the same, whole and without overlap
+    whole: Found  # the same, whole
+
+    @property
+    def setting(self) -> Setting:
+        return self.taken.setting
+
+    @property
+    def why_not_oftener(self) -> str:
+        """What keeps parameters from being exchanged oftener; empty where nothing shorter may be chosen."""
+        taken, oftener = self.taken, self.oftener
+        if oftener is None:
+            return ""
+        if oftener.loss <= taken.loss:
+            return reasons.HARDLY_MORE
+        more = {
+            "time that nodes wait": oftener.waiting - taken.waiting,
+            "coarser codecs": oftener.above.codecs - taken.above.codecs,
+            "later results": oftener.above.late - taken.above.late,
+        }
+        return reasons.costs_more(max(more, key=lambda each: more[each]))
 
 
 def chosen(
     situation: Situation, given: Given | None = None, host: HostSpeeds = MEASURED_HOST
 ) -> Plan:
-    """The first rung that meets the goal and is not too late, or else the setting that comes nearest."""
+    """The setting that loses least, or hardly more with fewer bytes."""
     given = given or {}
-    rungs = [
-        [(setting, predicted(situation, setting, host)) for setting in rung]
-        for rung in ladder(situation, given)
-    ]
-    soonest = [_soonest(rung) for rung in rungs]
-    place = _first_good_enough(soonest)
-    setting, prediction = soonest[place]
+
+    def found(setting: Setting) -> Found:
+        prediction = predicted(situation, setting, host)
+        return Found(
+            setting=setting,
+            prediction=prediction,
+            exchanges=exchanges_of(situation, given, setting),
+            above=above(
+                setting,
+                num_nodes=situation.num_nodes,
+                total_steps=situation.total_steps,
+                late_steps=prediction.late_steps,
+            ),
+        )
+
+    every = [found(setting) for setting in settings_of(situation, given)]
+    taken = _taken(every)
+    setting = taken.setting
+    whole = replace(setting, fragments=1, steps=setting.interval)
     case = _Case(
         situation=situation,
         given=given,
-        setting=setting,
-        prediction=prediction,
-        waiting=_waiting(rungs[: place + 1]),
-        shortest=rungs[0][0][0].interval,
-        late_steps_whole=rungs[place][0][1].late_steps,
-        exchanges=exchanges_of(situation, given, (setting.fragments, setting.steps)),
+        taken=taken,
+        oftener=min(
+            (each for each in every if each.setting.interval < setting.interval),
+            key=lambda each: each.loss,
+            default=None,
+        ),
+        waiting=found(replace(whole, has_overlap=False)),
+        whole=found(whole),
     )
-    last, _ = rungs[-1][0]
     return Plan(
         situation=situation,
         setting=setting,
-        prediction=prediction,
-        exchanges=case.exchanges,
+        prediction=taken.prediction,
+        exchanges=taken.exchanges,
+        above=taken.above,
         choices=tuple(_choices(case)),
-        verdict=_verdict(prediction, has_sparse=last.uplink in SPARSE),
+        verdict=_verdict(
+            taken.prediction, has_sparse=any(each.setting.uplink in SPARSE for each in every)
+        ),
     )
 
 
-def _waiting(rungs: list[list[Found]]) -> Prediction:
-    """Of the last rung whose nodes wait; of the first where none do, for overlap is given."""
-    waiting = [rung[0][1] for rung in rungs if not rung[0][0].has_overlap]
-    return waiting[-1] if waiting else rungs[0][0][1]
+def _taken(every: list[Found]) -> Found:
+    """The best of dense codecs, or where that misses the goal of one sparse pair more, and then of both."""
+    taken = best_of(every)
+    for count in range(len(SPARSE_PAIRS) + 1):
+        without = SPARSE_PAIRS[count:]
+        some = [f for f in every if (f.setting.uplink, f.setting.downlink) not in without]
+        if some and (taken := best_of(some)).prediction.utilisation >= GOAL:
+            break
+    return taken
 
 
-def _soonest(rung: list[Found]) -> Found:
-    """Of those that reach the goal, or are level with the best, the fewest fragments that are soon enough."""
-    best = max(outcome.utilisation for _, outcome in rung)
-    least = GOAL if best >= GOAL else LEVEL * best
-    enough = [found for found in rung if found[1].utilisation >= least]
-    # min takes the first of equals.
-    return min(enough, key=lambda found: max(SOON_STEPS, found[1].late_steps))
+def best_of(every: Iterable[Found]) -> Found:
+    """Of all that lose hardly more than the best, the one with the fewest bytes.
 
-
-def _first_good_enough(founds: list[Found]) -> int:
-    """Place of the first that reaches the goal, or of the next codec where its results come too late.
-
-    Too late is half of the interval: ec2, which loses nothing measurable, brings them in half the time.
+    Of several that send as many, headers apart, the one that loses least.
     """
-    reaching = [p for p, (_, outcome) in enumerate(founds) if outcome.utilisation >= GOAL]
-    if not reaching:
-        shares = [outcome.utilisation for _, outcome in founds]
-        return shares.index(max(shares))
-    first, _ = founds[reaching[0]]
-    alike = [p for p in reaching if founds[p][0].interval == first.interval]
-    dense = [p for p in alike if _is_dense(founds[p][0])]
-    soon = max(SOON_STEPS, first.interval // 2)
-    return min(dense or alike[:1], key=lambda p: max(soon, founds[p][1].late_steps))
-
-
-def _is_dense(setting: Setting) -> bool:
-    return setting.uplink not in SPARSE and setting.downlink not in SPARSE
+    every = list(every)
+    least = min(each.loss for each in every)
+    near = [each for each in every if each.loss <= least + NEAR]
+    fewest = min(each.bytes_of_step for each in near)
+    alike = [each for each in near if each.bytes_of_step <= (1 + HEADERS) * fewest]
+    return min(alike, key=lambda each: each.loss)
 
 
 def _verdict(prediction: Prediction, *, has_sparse: bool) -> str:
@@ -199,29 +253,32 @@ def _verdict(prediction: Prediction, *, has_sparse: bool) -> str:
         return f"nodes compute for {share} of the time"
     enough = prediction.enough_bits_per_second
     if enough is None:
-        advice = "no link is fast enough for that: round trips and the nodes' own work take longer"
+        advice = "no link is fast enough for more: round trips and the nodes' own work take longer"
     else:
-        advice = f"it takes {enough / 1e6:.3g} Mbit/s with these settings"
+        advice = f"{100 * GOAL:.0f} % takes {enough / 1e6:.3g} Mbit/s with these settings"
     if not has_sparse:
         advice += f", or sparse codecs, for which a run must exchange each parameter {LEAST_FOR_SPARSE} times"
     return (
-        f"no setting keeps nodes computing for {100 * GOAL:.0f} % of the time: the best is {share}, "
-        f"{prediction.exchange_seconds:.3g} s of exchange for {prediction.training_seconds:.3g} s of "
-        f"inner steps; {advice}"
+        f"nodes compute for only {share} of the time, with {prediction.exchange_seconds:.3g} s of exchange "
+        f"for {prediction.training_seconds:.3g} s of inner steps, and what waits less loses more; {advice}"
     )
 
 
 def _choices(case: _Case) -> Iterator[Choice]:
     """Every key with its reason, in the order of the run file."""
     situation, setting, given = case.situation, case.setting, case.given
+    prediction = case.taken.prediction
     rounds = -(-situation.total_steps // setting.steps)
-    why_uplink = reasons.of_uplink(setting, situation, case.prediction)
+    why_uplink = reasons.of_uplink(setting, situation, prediction)
     why_steps = reasons.of_steps(
-        setting, situation.total_steps, case.exchanges, shortest=case.shortest
+        setting,
+        case.taken.exchanges,
+        seldom=case.taken.above.seldom,
+        oftener=case.why_not_oftener,
     )
     if isinstance(told_rounds := given.get(("run", "rounds")), int):
         why_steps = reasons.of_rounds_given(setting, situation.total_steps, told_rounds)
-    why_fragments = reasons.of_fragments(setting, case.prediction, case.late_steps_whole)
+    why_fragments = reasons.of_fragments(setting, prediction, case.whole.prediction.late_steps)
     values: list[Told] = [
         ("run", "rounds", rounds, f"{reasons.counted(situation.total_steps, 'inner step')} in all"),
         ("inner", "steps", setting.steps, why_steps),
@@ -231,7 +288,7 @@ def _choices(case: _Case) -> Iterator[Choice]:
         ("exchange", "downlink", setting.downlink, reasons.of_downlink(setting, situation)),
         *_owed(setting, situation, given),
         ("exchange", "fragments", setting.fragments, why_fragments),
-        *_overlap(setting, case.waiting),
+        *_overlap(setting, case.waiting.prediction),
         *_evaluation(setting, situation.total_steps, given),
     ]
     for table, key, value, reason in values:
@@ -241,7 +298,7 @@ def _choices(case: _Case) -> Iterator[Choice]:
             yield Choice(table=table, key=key, value=told, reason=GIVEN)
         else:
             yield Choice(table=table, key=key, value=value, reason=reason)
-    yield from _deadlines(case.prediction, given)
+    yield from _deadlines(prediction, given)
 
 
 def _outer(case: _Case) -> list[Told]:
@@ -257,7 +314,7 @@ def _outer(case: _Case) -> list[Told]:
     if results_hold_all(setting, nodes):
         why = "best measured for top-k whose results hold all that nodes send"
         momentum, lost = 0.3, f"{why}: none, or 0.6, ended 0.02 to 0.03 nats per byte higher"
-        if case.exchanges >= MANY_SPARSE_EXCHANGES:
+        if case.taken.exchanges >= MANY_SPARSE_EXCHANGES:
             momentum, lost = 0.5, reasons.MORE_MOMENTUM_FOR_SPARSE
         return [
             ("outer", "optimizer", "nesterov", why),
@@ -274,12 +331,19 @@ def _outer(case: _Case) -> list[Told]:
             ("outer", "learning_rate", 1.0, why),
             ("outer", "momentum", 0.0, why),
         ]
-    often = f"{reasons.counted(case.exchanges, 'exchange')} of each parameter"
+    if setting.interval <= OFTEN_STEPS and not told_momentum:
+        why = reasons.OFTEN
+        return [
+            ("outer", "optimizer", "sgd", why),
+            ("outer", "learning_rate", 1.0, why),
+            ("outer", "momentum", 0.0, "sgd has none"),
+        ]
+    often = f"{reasons.counted(case.taken.exchanges, 'exchange')} of each parameter"
     rate, why_rate = 0.7, "1.0 overshot in short runs"
-    if case.exchanges >= MANY_EXCHANGES:
+    if case.taken.exchanges >= MANY_EXCHANGES:
         rate, why_rate = 0.6 if nodes < 8 else 0.8, f"usual for {nodes} nodes with momentum 0.9"
         momentum, why = 0.9, f"{often}: many enough for the published one"
-    elif case.exchanges >= SOME_EXCHANGES:
+    elif case.taken.exchanges >= SOME_EXCHANGES:
         momentum, why = 0.6, f"{often}: 0.9 wants a thousand"
     else:
         momentum, why = 0.3, f"{often}: more would overshoot"
@@ -319,7 +383,8 @@ def _audits(setting: Setting) -> list[Told]:
 
 def _overlap(setting: Setting, plain: Prediction) -> list[Told]:
     if not setting.has_overlap:
-        return [("exchange", "overlap", "none", "waiting costs less than 5 % of the time")]
+        why = f"waiting leaves {100 * plain.utilisation:.1f} % of the time for inner steps"
+        return [("exchange", "overlap", "none", why)]
     waited = f"waiting would leave {100 * plain.utilisation:.0f} % for inner steps"
     return [
         ("exchange", "overlap", "keep", waited),
@@ -329,8 +394,8 @@ def _overlap(setting: Setting, plain: Prediction) -> list[Told]:
 
 USUAL_EVERY_ROUNDS = EvaluationSection().every_rounds
 
-EVALUATED_STEPS = USUAL_EVERY_ROUNDS * USUAL_INTERVAL
-"""Inner steps between evaluations, where rounds are of the usual interval and every_rounds is as usual."""
+EVALUATED_STEPS = 30 * USUAL_EVERY_ROUNDS
+"""Inner steps between evaluations, as with the run file's usual rounds of 30 and its usual every_rounds."""
 
 LEAST_EVALUATIONS = 4
 
@@ -339,7 +404,7 @@ def _evaluation(setting: Setting, total_steps: int, given: Given) -> list[Told]:
     """Where short intervals were chosen: 64 samples evaluated cost a node about what 20 trained ones do."""
     is_fixed = ("run", "rounds") in given or ("inner", "steps") in given
     steps = min(EVALUATED_STEPS, total_steps // LEAST_EVALUATIONS)
-    if is_fixed or setting.interval >= USUAL_INTERVAL or steps < setting.steps:
+    if is_fixed or setting.steps >= 30 or steps < setting.steps:
         return []
     rounds = max(USUAL_EVERY_ROUNDS, steps // setting.steps)
     why = f"every {rounds * setting.steps} inner steps: more would take time from them"

@@ -359,6 +359,8 @@ def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple
             found.up_bits_per_second,
         )
     )
+    step_seconds = _step_seconds(wanted, trained, machine)
+    operations = 6.0 * (trained.num_parameters + trained.num_frozen) * trained.tokens_per_inner_step
     situation = Situation(
         num_parameters=trained.num_parameters,
         num_layers=trained.num_layers,
@@ -366,10 +368,11 @@ def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple
         down_bits_per_second=down,
         up_bits_per_second=up,
         round_trip_seconds=_span(wanted.rtt, "--rtt", may_be_zero=True),
-        seconds_per_inner_step=_step_seconds(wanted, trained, machine),
+        seconds_per_inner_step=step_seconds,
         total_steps=wanted.total_steps,
         congestion_control=wanted.congestion or CUBIC if found is None else None,
         arithmetic=None if found is None else found.arithmetic,
+        flops_per_second=operations / step_seconds,
     )
     plan = chosen(situation, {} if wanted.steps is None else {("inner", "steps"): wanted.steps})
     if plan.is_too_short:

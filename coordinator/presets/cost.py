@@ -24,9 +24,9 @@ what it is said to carry a share is achieved, after TCP's slow start where there
 exchanges were seen to achieve on it.
 
     exchange = bytes · 8 / (share · slower direction) + slow start + ROUND_TRIPS · round trip + host work
-    host work = what a node does with the fragment on one core, one thing after the other: encode,
-                decode the contributions to its slice, screen and average them, encode their mean,
-                decode all results, form sums and apply them, and digest what has changed of the
+    host work = what a node does with the fragment on the cores that training leaves, one thing after the
+                other: encode, decode the contributions to its slice, screen and average them, encode
+                their mean, decode all results, form sums and apply them, and digest what has changed of the
                 outer state
 
 Without overlap a round takes training + exchange. With overlap the exchange goes on beside the next
@@ -118,6 +118,9 @@ class HostSpeeds:
     From docs/results/outer-arithmetic.jsonl, the copies from island-speed.jsonl, where slowest.
     """
 
+    member_seconds: float = (
+        0.008  # the coordinator's, for each node (docs/results/coordinator.jsonl)
+    )
     sums: float = 2.9  # pseudo-gradient, residual, and what they become after the commit
     reduce: float = 5.7  # screening and the mean of what all sent to a slice
     apply: float = 7.5  # a first look at results, and the outer optimizer
@@ -128,6 +131,7 @@ class HostSpeeds:
 
 MEASURED_HOST = HostSpeeds()
 INSTANT_HOST = HostSpeeds(
+    member_seconds=0.0,
     sums=float("inf"),
     reduce=float("inf"),
     apply=float("inf"),
@@ -136,6 +140,11 @@ INSTANT_HOST = HostSpeeds(
     codecs=float("inf"),
 )
 """As in virtual time, where only links and inner steps take any."""
+
+
+ACCELERATED_FLOPS, ACCELERATED_TIMES = 2e12, 6.0
+"""From so many operations a second on a node trains on GPUs, and its exchange has the cores beside them:
+eight are assumed, of which each does three quarters of what one alone does. Not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +166,17 @@ class Situation:
     keeps_windows: bool = False  # TCP's, over pauses: see Link
     arithmetic: float | None = None
     """How fast the slowest node does an exchange's arithmetic, in multiples of HostSpeeds and CODEC_COSTS, as
-    nodes measured it; None: taken for 1."""
+    nodes measured it; None: assumed, by flops_per_second."""
+
+    flops_per_second: float = 0.0
+    """What a node achieves, by 6 operations for each parameter and token; 0: as a CPU does."""
+
+    @property
+    def times_as_fast(self) -> float:
+        """A node's arithmetic: see `arithmetic`."""
+        if self.arithmetic is not None:
+            return self.arithmetic
+        return ACCELERATED_TIMES if self.flops_per_second >= ACCELERATED_FLOPS else 1.0
 
     @property
     def link(self) -> Link:
@@ -241,7 +260,8 @@ def host_seconds(situation: Situation, setting: Setting, host: HostSpeeds) -> fl
         1 / up.encode + 1 / up.decode + 1 / (situation.num_nodes * down.encode) + 1 / down.decode
     )
     summing = sum(1 / x for x in (host.sums, host.reduce, host.apply, host.digest))
-    return _gigabytes(situation, setting) * (summing + coding / host.codecs) / _times(situation)
+    work = _gigabytes(situation, setting) * (summing + coding / host.codecs)
+    return work / situation.times_as_fast + host.member_seconds * situation.num_nodes
 
 
 def exchange_bytes_per_second(uplink: str, downlink: str) -> float:
@@ -250,10 +270,6 @@ def exchange_bytes_per_second(uplink: str, downlink: str) -> float:
     host = MEASURED_HOST
     seconds = sum(1 / x for x in (up.encode, up.decode, down.decode, host.digest, host.copy))
     return 1e9 / seconds
-
-
-def _times(situation: Situation) -> float:
-    return 1.0 if situation.arithmetic is None else situation.arithmetic
 
 
 def _gigabytes(situation: Situation, setting: Setting) -> float:
@@ -279,7 +295,7 @@ def predicted(
     waits += host_seconds(situation, setting, host)
     exchange = link.seconds_of(num_bytes) + waits
     training = setting.steps * situation.seconds_per_inner_step
-    copies = 2 * _gigabytes(situation, setting) / host.copy / _times(situation)
+    copies = 2 * _gigabytes(situation, setting) / host.copy / situation.times_as_fast
     auditing = audits * 8 / (link.full_share * link.bits_per_second)
     busy = (
         max(training, exchange + auditing)

@@ -3,27 +3,11 @@
 tests/unit/test_preset_figures.py holds the figures to docs/results/convergence.jsonl.
 """
 
-from coordinator.presets.cost import GOAL, Prediction, Setting, Situation
-from coordinator.presets.ladder import (
-    ENOUGH_EXCHANGES,
-    LEAST_FOR_SPARSE,
-    LONGER,
-    SPARSE,
-    USUAL_INTERVAL,
-    results_hold_all,
-)
+from coordinator.presets.cost import Prediction, Setting, Situation
 from coordinator.presets.link_shares import share_in_words
+from coordinator.presets.loss import LEAST_FOR_SPARSE, SPARSE, results_hold_all
 
-LONG = (40, "ec2 every 160 steps, in 40 exchanges, ended 1.9 % above data parallelism")
-"""From so many exchanges on. No codec that sends as little more often ended as low (benchmarks.convergence,
-"long")."""
-
-MEASURED_INTERVAL = 160
-FAR = "DiLoCo (Douillard et al. 2023) exchanged every 500 steps; here 160 at most were tried"
-
-SHORT = "int4 every 60 steps, in 16 exchanges, ended 11.2 % above every 15"
-"""benchmarks.convergence, "fragments": with fewer exchanges than in LONG."""
-
+OFTEN = "the plain mean: in exchanges as frequent as these, momentum ended higher"
 MORE_MOMENTUM_FOR_SPARSE = "in 304 exchanges top-k ended 0.5 % lower with it than with 0.3"
 SPARSE_RATE = "top-k with error feedback wants no momentum"
 SGD_RATE = "the plain mean of what nodes trained: level with nesterov 0.7, 0.3 in 16 exchanges"
@@ -47,30 +31,23 @@ def of_rounds_given(setting: Setting, total_steps: int, rounds: int) -> str:
     return why
 
 
-def of_steps(setting: Setting, total_steps: int, exchanges: int, *, shortest: int) -> str:
-    """Why parameters are exchanged as seldom, and rounds as long; `shortest`: the ladder's first interval."""
-    interval = setting.interval
-    if interval >= min(LONGER) * USUAL_INTERVAL:
-        quoted = LONG[1] if exchanges >= LONG[0] else SHORT
-        quoted = FAR if interval > MEASURED_INTERVAL else quoted
-        why = f"{interval / USUAL_INTERVAL:.3g} times the usual: finer codecs are not enough; {quoted}"
-    else:
-        why = "usual; longer costs loss"
-        if interval != USUAL_INTERVAL:
-            why = (
-                f"{counted(exchanges, 'exchange')} of each parameter in a run of "
-                f"{counted(total_steps, 'inner step')}; usual is every {USUAL_INTERVAL}, if that makes "
-                f"{ENOUGH_EXCHANGES}"
-            )
-        if interval > shortest:
-            why += (
-                f"; more often would leave less than {100 * GOAL:.0f} % of the time to inner steps"
-            )
+HARDLY_MORE = "more often sends more, and gains less than 0.2 %"
+
+
+def costs_more(by: str) -> str:
+    """Why not more often."""
+    return f"more often costs more than it gains, by {by}"
+
+
+def of_steps(setting: Setting, exchanges: int, *, seldom: float, oftener: str) -> str:
+    """Why parameters are exchanged as seldom, what that costs in parts of the loss, and why not oftener."""
+    cost = "a tenth or more" if seldom >= 0.1 else f"about {100 * seldom:.2g} %"
+    why = f"{counted(exchanges, 'exchange')} of each parameter cost {cost} of the loss"
+    why += f"; {oftener}" if oftener else ""
     if setting.fragments > 1:
-        return (
-            f"each parameter is exchanged every {setting.fragments} rounds, {interval} steps: {why}"
-        )
-    return f"{every(interval, 'step')}: {why}" if interval < USUAL_INTERVAL else why
+        cut = f"every {setting.fragments} rounds, {setting.interval} steps"
+        return f"each parameter is exchanged {cut}: {why}"
+    return f"{every(setting.interval, 'step')}: {why}"
 
 
 def of_uplink(setting: Setting, situation: Situation, prediction: Prediction) -> str:
@@ -99,8 +76,8 @@ def of_downlink(setting: Setting, situation: Situation) -> str:
 def _of_codec(codec: str) -> str:
     often = f"each parameter is exchanged {LEAST_FOR_SPARSE} times or more, which it wants"
     return {
-        "int4": "4 bits lose nothing measurable",
-        "ec2": "2 bits with error feedback lost nothing measurable either",
+        "int4": "4 bits lose little: 0.3 % both ways",
+        "ec2": "2 bits with error feedback, which cost 0.8 % both ways, let parameters be exchanged oftener",
         "topk256": f"256 of 4096 values: nothing finer is enough, and {often}",
         "topk64": f"64 of 4096 values: nothing finer is enough, and {often}",
     }.get(codec, "")

@@ -184,6 +184,9 @@ def _situation(
             f"{spec.inner.round_tokens} says how long a round is",
             next_step="remove one of them; round_tokens may take the place of the steps that a preset chose",
         )
+    step_seconds = span_of(
+        keys.inner_step, origin=f"{origin}: [exchange] inner_step", may_be_zero=False
+    )
     down, up = link_of(keys.link, origin=f"{origin}: [exchange] link")
     told = spec.run.rounds * spec.inner.steps
     if (
@@ -214,11 +217,10 @@ def _situation(
         round_trip_seconds=span_of(
             keys.round_trip, origin=f"{origin}: [exchange] round_trip", may_be_zero=True
         ),
-        seconds_per_inner_step=span_of(
-            keys.inner_step, origin=f"{origin}: [exchange] inner_step", may_be_zero=False
-        ),
+        seconds_per_inner_step=step_seconds,
         total_steps=keys.total_steps or told,
         congestion_control=keys.congestion,
+        flops_per_second=6.0 * spec.num_parameters * spec.tokens_per_inner_step / step_seconds,
     )
 
 

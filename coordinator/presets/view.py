@@ -5,8 +5,9 @@ from dataclasses import asdict
 import click
 
 from coordinator.presets.choosing import Plan
-from coordinator.presets.cost import DISK_BYTES, RANK_BYTES
+from coordinator.presets.cost import DISK_BYTES, RANK_BYTES, Situation
 from coordinator.presets.link_shares import share_in_words
+from coordinator.presets.loss import Above
 from coordinator.presets.reasons import counted, every
 from protocol.run.node_memory import daemon_bytes
 from protocol.terminal import console
@@ -53,12 +54,13 @@ def prediction_lines(plan: Plan) -> list[str]:
         + (
             f"; results come {counted(prediction.late_steps, 'inner step')} late" if is_late else ""
         ),
+        _loss_in_words(plan.above),
         f"a node takes about {console.bytes_in_words(_daemon_bytes(plan))} of memory beside "
         f"{console.bytes_in_words(RANK_BYTES * parameters)} in its ranks, activations apart, and "
         f"{console.bytes_in_words(DISK_BYTES * parameters)} of disk",
         f"a round takes {console.seconds_in_words(prediction.round_seconds)}, the run of "
         f"{counted(plan.rounds, 'round')} {console.seconds_in_words(plan.run_seconds)}",
-        _arithmetic_in_words(situation.arithmetic),
+        _arithmetic_in_words(situation),
         plan.verdict,
     ]
     if plan.meets_goal and prediction.enough_bits_per_second is not None:
@@ -67,13 +69,30 @@ def prediction_lines(plan: Plan) -> list[str]:
     return lines + warnings_of(plan)
 
 
-def _arithmetic_in_words(times: float | None) -> str:
-    if times is None:
-        return (
-            "the nodes' own work is assumed to be as fast as on the machine of docs/performance.md: "
-            "--measured DIR goes by what nodes of a swarm measured"
-        )
-    return f"the slowest node's own work is {times:.2g} times as fast as in docs/performance.md"
+def _loss_in_words(above: Above) -> str:
+    if above.whole >= 0.1:
+        return "so short a run ends far above averaging gradients at every inner step"
+    parts = (
+        (above.seldom, "seldom exchanges"),
+        (above.codecs, "codecs"),
+        (above.late, "late results"),
+    )
+    return (
+        f"by runs of small models, the loss ends about {100 * above.whole:.2g} % above averaging gradients "
+        f"at every inner step: {', '.join(f'{100 * part:.2g} % by {what}' for part, what in parts)}"
+    )
+
+
+def _arithmetic_in_words(situation: Situation) -> str:
+    times = "" if situation.times_as_fast == 1 else f"{situation.times_as_fast:.2g} times "
+    times += "as fast as one core of docs/performance.md"
+    if situation.arithmetic is not None:
+        return f"the slowest node's own work is {times}"
+    beside = ", on cores beside GPUs" if situation.times_as_fast > 1 else ""
+    return (
+        f"the nodes' own work is assumed to be {times}{beside}: --measured DIR goes by what nodes of a "
+        "swarm measured"
+    )
 
 
 LONG_ROUND_SECONDS = 3600.0

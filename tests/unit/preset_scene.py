@@ -1,11 +1,11 @@
-"""What tests of presets ask of a plan, of the ladder, and of links of all rates."""
+"""What tests of presets ask of a plan, of all settings, and of links of all rates."""
 
 import math
 from collections.abc import Callable
 
 from coordinator.presets.choosing import Plan
 from coordinator.presets.cost import Setting, Situation
-from coordinator.presets.ladder import Given, Rung, ladder
+from coordinator.presets.loss import Given, settings_of
 
 
 def value(plan: Plan, key: str) -> object:
@@ -22,12 +22,8 @@ def codecs_and_interval(plan: Plan) -> tuple[str, str, int]:
     return plan.setting.uplink, plan.setting.downlink, plan.setting.interval
 
 
-def rungs(situation: Situation, given: Given | None = None) -> list[Rung]:
-    return list(ladder(situation, given or {}))
-
-
 def all_settings(situation: Situation, given: Given | None = None) -> list[Setting]:
-    return [setting for rung in rungs(situation, given) for setting in rung]
+    return settings_of(situation, given or {})
 
 
 def slowest_mbit(is_so: Callable[[float], bool], *, least: float = 0.1, most: float = 1e5) -> float:

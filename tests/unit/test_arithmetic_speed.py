@@ -17,7 +17,7 @@ class Noted:
 
     def __init__(self, name: str, done: list[str]) -> None:
         self._codec, self._done = codec_named(name), done
-        self.name = self._codec.name
+        self.name, self.tiles = self._codec.name, self._codec.tiles
 
     def encode(self, values: Vector) -> bytes:
         self._done.append(f"encode {self.name}")

@@ -120,7 +120,7 @@ def test_what_a_transformers_folder_cannot_be_leaves_no_folder(
 
 
 FACTS = Facts(
-    model={"source": "decoder", "context": 512},
+    model={"source": "decoder", "context": 512, "num_layers": 30},
     num_parameters=134_500_000,
     num_layers=30,
     machine=Machine(name="2 CPU cores", num_cores=2, most_samples=64),

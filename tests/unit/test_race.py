@@ -42,27 +42,27 @@ def test_a_case_has_the_ratio_that_it_is_called_by_and_nobody_gets_more_time(
     race = replace(RACES[ratio], num_nodes=num_nodes)
     assert race.ratio == pytest.approx(ratio, rel=0.01)
     for contender in CONTENDERS:
-        course = course_of(first_try(ratio, num_nodes, contender, "adamw"), race)
+        course = course_of(first_try(race, ratio, contender, "adamw"), race)
         assert 0 < course.rounds * course.steps <= race.steps
         assert 0 <= course.late_steps <= course.steps
 
 
 def test_plain_diloco_waits_for_its_ring_and_atoll_sends_while_it_trains() -> None:
-    plain = course_of(first_try(50, 2, PLAIN, "adamw"), RACES[50])
+    plain = course_of(first_try(RACES[50], 50, PLAIN, "adamw"), RACES[50])
     assert (plain.steps, plain.late_steps) == (
         50,
         0,
     )  # an exchange takes 25 steps: a third is waited
     assert plain.rounds == int(RACES[50].steps / 74.9)
-    overlapped = course_of(first_try(50, 2, OVERLAPPED, "adamw"), RACES[50])
+    overlapped = course_of(first_try(RACES[50], 50, OVERLAPPED, "adamw"), RACES[50])
     assert (overlapped.steps, overlapped.late_steps, overlapped.rounds) == (50, 25, 24)
-    atoll = course_of(first_try(50, 2, ATOLL, "adamw"), RACES[50])
+    atoll = course_of(first_try(RACES[50], 50, ATOLL, "adamw"), RACES[50])
     assert atoll.late_steps > 0
     assert atoll.rounds * atoll.steps > 0.9 * RACES[50].steps
 
 
 def test_half_the_time_is_half_the_rounds() -> None:
-    tried = first_try(300, 2, ATOLL, "muon")
+    tried = first_try(RACES[300], 300, ATOLL, "muon")
     whole = course_of(tried, RACES[300])
     half = course_of(replace(tried, share=0.5), RACES[300])
     assert half == replace(whole, rounds=whole.rounds // 2)

@@ -69,22 +69,32 @@ REPEATS = 3
 """The quickest counts: other work of the machine is no property of it."""
 
 
-def measured_speed(spec: RunSpec) -> ExchangeSpeed:
-    """With the codecs of a run, whose kernels are compiled. Heavy."""
+def measured_speed(spec: RunSpec, tiles: Tiles) -> ExchangeSpeed:
+    """With the codecs of a run, whose kernels are compiled, on the threads that exchanges have. Heavy."""
     uplink, downlink = spec.exchange.uplink, spec.exchange.downlink
-    bytes_per_second = exchange_bytes_per_second(codec_named(uplink), codec_named(downlink))
+    bytes_per_second = exchange_bytes_per_second(
+        codec_named(uplink, tiles), codec_named(downlink, tiles)
+    )
     return ExchangeSpeed(bytes_per_second=bytes_per_second, uplink=uplink, downlink=downlink)
 
 
 def exchange_bytes_per_second(
     uplink: Codec, downlink: Codec, *, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Bytes of fp32 a second on one core: encode and decode what is sent, decode what comes, digest, copy.
+    """Bytes of fp32 a second: encode and decode what is sent, decode what comes, digest, copy.
 
-    Both codecs with one thread. The digest is of two vectors, as parameters and momentum are. Heavy.
+    All on the uplink's threads. The digest is of two vectors, as parameters and momentum are. Heavy.
     """
     values = np.random.default_rng(0).standard_normal(NUM_VALUES, np.float32) * np.float32(1e-3)
     target = np.empty_like(values)
+    tiles = uplink.tiles
+
+    def digest(first: int, past: int) -> bytes:
+        return blake3.blake3(values[first:past].view(np.uint8).data).digest()
+
+    def copy(first: int, past: int) -> None:
+        np.copyto(target[first:past], values[first:past])
+
     come = downlink.encode(values)
 
     def once() -> float:
@@ -92,8 +102,8 @@ def exchange_bytes_per_second(
         uplink.decode(uplink.encode(values), NUM_VALUES)
         downlink.decode(come, NUM_VALUES)
         for _ in range(2):
-            blake3.blake3(values.view(np.uint8).data).digest()
-        np.copyto(target, values)
+            tiles.each_run(NUM_VALUES, digest)
+        tiles.each_run(NUM_VALUES, copy)
         return clock() - began_at
 
     return values.nbytes / min(once() for _ in range(REPEATS))
