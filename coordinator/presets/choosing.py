@@ -46,9 +46,12 @@ HEADERS = 0.01
 NEAR = 0.002
 """So much of the loss more is hardly more: seeds differ by five times that."""
 
-OFTEN_STEPS = 16
+OFTEN_STEPS = 12
 """Exchanged every so many inner steps or fewer, the plain mean is best: in 600 exchanges, every two steps,
 Nesterov's 0.7, 0.6 ended 2 to 5 % higher (benchmarks.learning.intervals)."""
+
+MERGES_BY_MOMENTUM = ("centred-clipping", "trust")
+"""Which sgd, without any, cannot have."""
 
 SOME_EXCHANGES, MANY_EXCHANGES = 32, 1000
 """From so many of each parameter on an outer momentum of 0.6, and the published 0.9. In 16 exchanges 0.3 was
@@ -302,56 +305,49 @@ def _choices(case: _Case) -> Iterator[Choice]:
 
 
 def _outer(case: _Case) -> list[Told]:
-    """The outer optimizer that fits what is given, the codecs, and how many exchanges there are."""
+    """The outer optimizer that fits what is given, the codecs, and how often there are exchanges."""
     setting, nodes = case.setting, case.situation.num_nodes
+    is_sparse = setting.uplink in SPARSE
     if case.given.get(("outer", "optimizer")) == "sgd":
-        is_sparse = setting.uplink in SPARSE
-        return [
-            ("outer", "optimizer", "sgd", GIVEN),
-            ("outer", "learning_rate", 1.0, reasons.SPARSE_RATE if is_sparse else reasons.SGD_RATE),
-            ("outer", "momentum", 0.0, "sgd has none"),
-        ]
+        why = reasons.SPARSE_RATE if is_sparse else reasons.SGD_RATE
+        return _outer_step("sgd", 1.0, 0.0, GIVEN, why, reasons.NO_MOMENTUM)
     if results_hold_all(setting, nodes):
         why = "best measured for top-k whose results hold all that nodes send"
         momentum, lost = 0.3, f"{why}: none, or 0.6, ended 0.02 to 0.03 nats per byte higher"
         if case.taken.exchanges >= MANY_SPARSE_EXCHANGES:
             momentum, lost = 0.5, reasons.MORE_MOMENTUM_FOR_SPARSE
-        return [
-            ("outer", "optimizer", "nesterov", why),
-            ("outer", "learning_rate", 1.0, why),
-            ("outer", "momentum", momentum, lost),
-        ]
-    told_momentum = case.given.get(("outer", "momentum"))
-    if setting.uplink in SPARSE and not told_momentum:
-        why = reasons.SPARSE_RATE
-        if setting.downlink in SPARSE:
+        return _outer_step("nesterov", 1.0, momentum, why, why, lost)
+    told = bool(case.given.get(("outer", "momentum")))
+    wants_momentum = told or case.given.get(("outer", "merge")) in MERGES_BY_MOMENTUM
+    is_often = setting.interval <= OFTEN_STEPS
+    if (is_sparse or is_often) and not wants_momentum:
+        why = reasons.SPARSE_RATE if is_sparse else reasons.OFTEN
+        if is_sparse and setting.downlink in SPARSE:
             why += " where results do not hold all that nodes send"
-        return [
-            ("outer", "optimizer", "sgd", why),
-            ("outer", "learning_rate", 1.0, why),
-            ("outer", "momentum", 0.0, why),
-        ]
-    if setting.interval <= OFTEN_STEPS and not told_momentum:
-        why = reasons.OFTEN
-        return [
-            ("outer", "optimizer", "sgd", why),
-            ("outer", "learning_rate", 1.0, why),
-            ("outer", "momentum", 0.0, "sgd has none"),
-        ]
+        return _outer_step("sgd", 1.0, 0.0, why, why, reasons.NO_MOMENTUM)
     often = f"{reasons.counted(case.taken.exchanges, 'exchange')} of each parameter"
     rate, why_rate = 0.7, "1.0 overshot in short runs"
-    if case.taken.exchanges >= MANY_EXCHANGES:
+    if is_often:
+        momentum, why = 0.3, reasons.OFTEN
+    elif case.taken.exchanges >= MANY_EXCHANGES:
         rate, why_rate = 0.6 if nodes < 8 else 0.8, f"usual for {nodes} nodes with momentum 0.9"
         momentum, why = 0.9, f"{often}: many enough for the published one"
     elif case.taken.exchanges >= SOME_EXCHANGES:
         momentum, why = 0.6, f"{often}: 0.9 wants a thousand"
     else:
         momentum, why = 0.3, f"{often}: more would overshoot"
-    why_optimizer = "momentum is given, and sgd has none" if told_momentum else "for dense codecs"
+    given_why = "momentum is given" if told else "the merge goes by it"
+    why_optimizer = f"{given_why}, and sgd has none" if wants_momentum else "for dense codecs"
+    return _outer_step("nesterov", rate, momentum, why_optimizer, why_rate, why)
+
+
+def _outer_step(
+    optimizer: str, rate: float, momentum: float, why: str, why_rate: str, why_momentum: str
+) -> list[Told]:
     return [
-        ("outer", "optimizer", "nesterov", why_optimizer),
+        ("outer", "optimizer", optimizer, why),
         ("outer", "learning_rate", rate, why_rate),
-        ("outer", "momentum", momentum, why),
+        ("outer", "momentum", momentum, why_momentum),
     ]
 
 

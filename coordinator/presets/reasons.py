@@ -9,6 +9,7 @@ from coordinator.presets.loss import LEAST_FOR_SPARSE, SPARSE, results_hold_all
 
 OFTEN = "the plain mean: in exchanges as frequent as these, momentum ended higher"
 MORE_MOMENTUM_FOR_SPARSE = "in 304 exchanges top-k ended 0.5 % lower with it than with 0.3"
+NO_MOMENTUM = "sgd has none"
 SPARSE_RATE = "top-k with error feedback wants no momentum"
 SGD_RATE = "the plain mean of what nodes trained: level with nesterov 0.7, 0.3 in 16 exchanges"
 

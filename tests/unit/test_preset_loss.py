@@ -10,6 +10,7 @@ from coordinator.presets.choosing import OFTEN_STEPS, chosen
 from coordinator.presets.cost import Setting, Situation, predicted
 from coordinator.presets.loss import Given, above
 from coordinator.presets.reasons import of_steps
+from protocol.run.run_spec import OuterSection
 from tests.unit.preset_scene import (
     all_settings,
     codecs_and_interval,
@@ -55,6 +56,16 @@ def test_a_short_run_over_a_fast_link_exchanges_often_and_takes_the_plain_mean()
     assert "ended higher" in why(plan, "optimizer")
     said = f"{plan.exchanges} exchanges of each parameter cost about"
     assert said in why(plan, "steps") and "gains less than 0.2 %" in why(plan, "steps")
+
+
+@pytest.mark.parametrize("merge", ["centred-clipping", "trust"])
+def test_a_merge_that_goes_by_momentum_gets_some_however_often_is_exchanged(merge: str) -> None:
+    plan = chosen(replace(SHORT, seconds_per_inner_step=60.0), {("outer", "merge"): merge})
+    assert plan.setting.interval <= OFTEN_STEPS
+    outer = {c.key: c.value for c in plan.choices if c.table == "outer"}
+    assert (outer["optimizer"], outer["momentum"]) == ("nesterov", 0.3)
+    OuterSection.model_validate({"merge": merge, **outer})
+    assert why(plan, "optimizer") == "the merge goes by it, and sgd has none"
 
 
 def test_the_longer_a_run_the_more_seldom_it_exchanges_where_links_carry_all() -> None:
