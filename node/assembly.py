@@ -167,6 +167,7 @@ async def _run_in(
         announce_host=settings.announce or None,
         asks_router=asks_router,
         punching_token=secrets.token_bytes(16) if settings.punches(start.credentials.host) else b"",
+        carry_share=settings.carry,
         max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
         while_moving=meters.exchange_time.exchanging,
     )

@@ -290,8 +290,7 @@ def libp2p_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
         daemon = await P2pd.start(
             Identity.generate(),
             listen_multiaddrs=(f"/ip4/{'0.0.0.0' if asks_router else '127.0.0.1'}/tcp/0",),
-            protocol="atoll/doctor",
-            on_stream=nobody,
+            on_streams={"atoll/doctor": nobody},
             asks_router=asks_router,
         )
         before, own = await daemon.multiaddrs(), own_addresses()

@@ -25,6 +25,7 @@ from protocol.wire.rounds import (
     RosterEntry,
     Slice,
     SliceOutcome,
+    Way,
 )
 from protocol.wire.wire_count import WireTotals
 
@@ -108,6 +109,10 @@ def plan_to_wire(plan: Plan) -> round_pb2.Plan:
         ahead=[assignment_to_wire(assignment) for assignment in plan.ahead],
         num_rulings=plan.num_rulings,
         opened_at=plan.opened_at,
+        ways=[
+            round_pb2.Way(one=way.one, other=way.other, through_ids=way.through)
+            for way in plan.ways
+        ],
     )
 
 
@@ -128,6 +133,14 @@ def plan_from_wire(wire: round_pb2.Plan) -> Plan:
         ahead=tuple(assignment_from_wire(assignment) for assignment in wire.ahead),
         num_rulings=wire.num_rulings,
         opened_at=wire.opened_at,
+        ways=tuple(
+            Way(
+                one=NodeId(way.one),
+                other=NodeId(way.other),
+                through=tuple(NodeId(node_id) for node_id in way.through_ids),
+            )
+            for way in wire.ways
+        ),
     )
 
 

@@ -24,8 +24,9 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from importlib.resources import as_file, files
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -79,13 +80,13 @@ class P2pd:
         identity: Identity,
         *,
         listen_multiaddrs: tuple[str, ...],
-        protocol: str,
-        on_stream: StreamCallback,
+        on_streams: Mapping[str, StreamCallback],
         limits: Limits | None = None,
         asks_router: bool = False,
     ) -> "P2pd":
         """Starts p2pd and listens; raises SystemRefusedError when it does not come up.
 
+        Streams that peers open go to whom `on_streams` names for their protocol.
         With `asks_router` it asks the router, by UPnP and NAT-PMP, to forward its port while it runs.
         """
         _load_hivemind()
@@ -101,7 +102,7 @@ class P2pd:
             raise
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await daemon._come_up(identity, protocol, on_stream)
+                await daemon._come_up(identity, on_streams)
         except BaseException as error:
             await daemon.stop()
             if isinstance(error, BROKEN):
@@ -230,7 +231,7 @@ class P2pd:
         await self._stack.aclose()
         self._temporary.remove()
 
-    async def _come_up(self, identity: Identity, protocol: str, on_stream: StreamCallback) -> None:
+    async def _come_up(self, identity: Identity, on_streams: Mapping[str, StreamCallback]) -> None:
         from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
         from hivemind.utils.multiaddr import Multiaddr
 
@@ -243,7 +244,10 @@ class P2pd:
         self._watch = asyncio.create_task(self._read_output(), name="p2pd output")
 
         async def accept(
-            info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+            on_stream: StreamCallback,
+            info: Any,
+            reader: asyncio.StreamReader,
+            writer: asyncio.StreamWriter,
         ) -> None:
             self.tcp_pacing.wake()
             await on_stream(info.peer_id.to_base58(), reader, writer)
@@ -257,7 +261,8 @@ class P2pd:
             raise DaemonError(f"it calls itself {peer_id}, not {identity.peer_id}")
         self.tcp_pacing.look()
         await self._stack.enter_async_context(self._client.listen())
-        await self._ask(self._client.stream_handler(protocol, accept))
+        for protocol, on_stream in on_streams.items():
+            await self._ask(self._client.stream_handler(protocol, partial(accept, on_stream)))
 
     async def _ask(self, conversation: Awaitable[Any]) -> Any:
         """Awaits a conversation on the control socket; its many failures become DaemonError."""
