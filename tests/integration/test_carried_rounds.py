@@ -78,7 +78,9 @@ def carriers(lab: NetworkLab, swarm: Swarm) -> dict[str, str]:
 def carried_bytes(lab: NetworkLab, swarm: Swarm, name: str) -> int:
     (node,) = (n for n in asked(lab, swarm, "nodes") if n["node_name"] == name)
     return sum(
-        int(count["sent_bytes"]) for count in node["heartbeat"]["wire"] if count["kind"] == "carried"
+        int(count["sent_bytes"])
+        for count in node["heartbeat"]["wire"]
+        if count["kind"] == "carried"
     )
 
 
