@@ -424,10 +424,14 @@ def corpus_from_wire(wire: session_pb2.CorpusSummary) -> CorpusSummary:
 
 
 def wire_counts_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:
-    """Bytes sent and received by kind (`WireCounts.totals`), in the order of their names."""
+    """Bytes sent and received by kind (`WireCounts.totals`), in the order of their names.
+
+    Without "carried" where nothing was: coordinators that ask nobody to carry may not know that kind.
+    """
     return [
         session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
         for kind, (sent, received) in sorted(totals.items())
+        if kind != "carried" or sent or received
     ]
 
 

@@ -65,9 +65,10 @@ class Carrying:
         self._working: dict[NodeId, NodeId] = {}
         self._turn = asyncio.Lock()  # first come, first served
         self._bucket: TokenBucket | None = None  # until something is carried
-        places = replace(limits, max_streams=2 * limits.max_streams, max_waiting_streams=0)
-        self._carried = StreamAdmission(places)  # by pair
-        self._taken = StreamAdmission(places)  # by who carries; until TLS is there
+        self._carried = _places(limits, limits.max_streams)  # by pair
+        self._taken = _places(
+            limits, limits.max_streams_per_peer
+        )  # by who carries, until it is TLS
 
     @property
     def through(self) -> Mapping[NodeId, NodeId]:
@@ -236,3 +237,9 @@ class Carrying:
             await asyncio.sleep(self._bucket.seconds_until(num_bytes, now))
             self._bucket.take(num_bytes, self._traffic.clock())
         await self._traffic.leave(num_bytes)
+
+
+def _places(limits: Limits, most: int) -> StreamAdmission:
+    """For so many streams, and fewer where few files may be open: each that we carry takes two."""
+    most = min(most, max(1, limits.max_waiting_streams // 4))
+    return StreamAdmission(replace(limits, max_streams=most, max_waiting_streams=0))
