@@ -1,4 +1,4 @@
-"""Who carries, on any graph of reach: nobody whose owner refuses or who is apart, and no pair is forgotten."""
+"""Who carries, on any graph of reach: nobody whose owner refuses or who is apart; no pair is forgotten."""
 
 from itertools import combinations
 
