@@ -432,7 +432,7 @@ class NodeSettings(Section):
         """Where peers connect to: loopback for a coordinator there, every interface otherwise."""
         if self.listen:
             return (self.listen,)
-        if _is_loopback(coordinator_host):
+        if is_loopback(coordinator_host):
             return ("::1" if ":" in coordinator_host else "127.0.0.1",)
         return ("0.0.0.0", "::") if has_ipv6 else ("0.0.0.0",)
 
@@ -501,7 +501,8 @@ class NodeSettings(Section):
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host, a name or an address, is this machine to itself."""
     if host == "localhost":
         return True
     try:

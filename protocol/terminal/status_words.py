@@ -176,10 +176,21 @@ def _some_of(pairs: Iterable[str]) -> list[str]:
 
 
 def ways_to_others(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> str:
-    """How a present node reaches the others: direct, punched, through another one, or not; by name."""
+    """How a present node reaches the others, in words."""
+    told = [f"{name} {way}" for name, way in ways_of(node, nodes)]
+    if len(told) > MOST_PAIRS:
+        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more"]
+    return ", ".join(told)
+
+
+def ways_of(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> list[tuple[str, str]]:
+    """The others by name, each with its way: direct, punched, through another one, or not reached.
+
+    Nothing of a node that is not present.
+    """
     present = {each.node_id: each for each in nodes if is_present(each)}
     if node.node_id not in present:
-        return ""
+        return []
     cut, punched = cut_pairs(present.values()), punched_pairs(present.values())
     carried = carried_pairs(present.values())
     helpers = [each.node_id for each in by_name(present.values()) if each.is_helper]
@@ -192,10 +203,8 @@ def ways_to_others(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> str:
         if pair in cut:
             between = carried.get(pair) or _helper_of(pair, helpers, cut)
             way = f"through {name_of(present[between])}" if between else "not reached"
-        told.append(f"{name_of(other)} {way}")
-    if len(told) > MOST_PAIRS:
-        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more"]
-    return ", ".join(told)
+        told.append((name_of(other), way))
+    return told
 
 
 def _helper_of(
