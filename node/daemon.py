@@ -437,6 +437,7 @@ class Daemon:
             evaluates=self._island.ability.evaluates,
             outside_token=self._transport.outside_token,
             punched=self._transport.punched,
+            narrow=self._transport.narrow,
             carry_bytes_per_second=self._transport.carry_bytes_per_second,
             through=self._transport.through,
         )

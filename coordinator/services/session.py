@@ -207,6 +207,8 @@ class SessionDesk:
         checks.finite(request.carry_bytes_per_second, of="what it may carry")
         checks.at_most(request.through, most, of="members that others carry to")
         through = self._carriers_among(request.through)
+        checks.at_most(request.narrow_ids, most, of="members that only small packets get to")
+        narrow = self._members_among(request.narrow_ids)
         event = HeartbeatSeen(
             node_id=node_id,
             session_id=request.session_id,
@@ -250,7 +252,7 @@ class SessionDesk:
         wire = checks.wire(convert.wire_counts_from_wire(request.wire))
         state = (await self._driver.apply(event)).state
         now = self._driver.clock.now()
-        self._telemetry.heartbeat(node_id, _kept_of(request, event, punched, wire), now=now)
+        self._telemetry.heartbeat(node_id, _kept_of(request, event, punched, narrow, wire), now=now)
         return pb.HeartbeatResponse(
             lease_seconds=state.rules.lease_seconds,
             has_waiting_copy=self._telemetry.has_waiting_copy(node_id, now=now),
@@ -472,6 +474,7 @@ def _kept_of(
     request: pb.HeartbeatRequest,
     event: HeartbeatSeen,
     punched: Sequence[NodeId],
+    narrow: Sequence[NodeId],
     wire: WireTotals,
 ) -> pb.HeartbeatRequest:
     """A heartbeat as `status` shows it to everybody: what was checked of it, and nothing else.
@@ -486,6 +489,8 @@ def _kept_of(
     kept.unreachable_ids.extend(event.unreachable[:MOST_OUT_OF_REACH])
     del kept.punched_ids[:]
     kept.punched_ids.extend(punched[:MOST_OUT_OF_REACH])
+    del kept.narrow_ids[:]
+    kept.narrow_ids.extend(narrow[:MOST_OUT_OF_REACH])
     del kept.through[:]
     known = list(event.through.items())[:MOST_OUT_OF_REACH]
     kept.through.extend(pb.Through(node_id=one, through_id=other) for one, other in known)

@@ -152,6 +152,11 @@ class MemoryTransport:
         )
 
     @property
+    def narrow(self) -> tuple[NodeId, ...]:
+        """Nobody: there are no packets here."""
+        return ()
+
+    @property
     def punched(self) -> tuple[NodeId, ...]:
         """Nobody: there are no routers here."""
         return ()

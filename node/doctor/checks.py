@@ -34,7 +34,7 @@ from protocol.run.run_spec import run_from_json
 from protocol.terminal import console
 from protocol.terminal.console import printable
 from protocol.terminal.query import StatusLink
-from protocol.terminal.status_words import is_present, ways_of
+from protocol.terminal.status_words import NARROW, NARROW_STEP, is_present, ways_of
 from protocol.trust.credentials import LINK_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
@@ -183,6 +183,9 @@ def reach_findings(nodes: Sequence[NodeStatus], node_id: str) -> list[Finding]:
     if own is None or not is_present(own):
         return []  # it does not run, so nobody has tried
     ways = ways_of(own, nodes)
+    if narrow := [name for name, way in ways if NARROW in way]:
+        what = f"{NARROW} to {', '.join(narrow[:8])}: larger ones get lost on the way"
+        return [Finding(about="reach", verdict="advice", what=what, next_step=NARROW_STEP)]
     cut = [name for name, way in ways if way not in ("direct", "punched")]
     if not cut:
         what = f"all {len(ways)} other members" if ways else "nobody else is here"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from node.doctor.findings import Finding
+from protocol.terminal.status_words import NARROW, NARROW_STEP
 
 ABOUT_NETWORK = "network"
 
@@ -75,6 +76,13 @@ def what_to_use(network: Network) -> Finding:
 
 
 def _as_it_runs(ways: Sequence[tuple[str, str]]) -> Finding:
+    if narrow := [name for name, way in ways if NARROW in way]:
+        return Finding(
+            about=ABOUT_NETWORK,
+            verdict="advice",
+            what=f"a smaller MTU is needed here or there: {NARROW} to {', '.join(narrow[:4])}",
+            next_step=NARROW_STEP,
+        )
     apart = [name for name, way in ways if way == "not reached"]
     between = sorted({way for _, way in ways if way.startswith("through ")})
     if apart:

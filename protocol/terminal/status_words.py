@@ -131,6 +131,16 @@ def carried_pairs(nodes: Iterable[pb.NodeStatus]) -> dict[tuple[str, str], str]:
     }
 
 
+NARROW = "only small packets get through"
+
+NARROW_STEP = "lower the MTU of one of the two: 'sudo ip link set dev NAME mtu 1280'"
+
+
+def narrow_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
+    """The ids of each two present nodes of which one says that large packets between them get lost."""
+    return _pairs(nodes, lambda node: node.heartbeat.narrow_ids)
+
+
 def _pairs(
     nodes: Iterable[pb.NodeStatus], others_of: Callable[[pb.NodeStatus], Iterable[str]]
 ) -> set[tuple[str, str]]:
@@ -147,6 +157,7 @@ def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
     """Which nodes do not reach each other, and which do by other ways than directly; empty when all do."""
     present = {node.node_id: node for node in nodes if is_present(node)}
     pairs, carried = cut_pairs(present.values()), carried_pairs(present.values())
+    narrow = narrow_pairs(present.values())
     helpers = [node.node_id for node in by_name(present.values()) if node.is_helper]
     apart: list[str] = []
     through: dict[str, set[str]] = {}  # names, by who is between
@@ -154,7 +165,9 @@ def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
         names = sorted(name_of(present[node_id]) for node_id in pair)
         if between := carried.get(pair) or _helper_of(pair, helpers, pairs):
             through.setdefault(name_of(present[between]), set()).update(names)
-        else:
+        if pair in narrow:
+            apart.append(f"between {names[0]} and {names[1]} {NARROW}: {NARROW_STEP}")
+        elif not between:
             strict = [name_of(present[n]) for n in pair if present[n].has_symmetric_router]
             why = f" (symmetric router: {', '.join(sorted(strict))})" if strict else ""
             apart.append(f"{names[0]} and {names[1]} do not reach each other{why}")
@@ -192,7 +205,7 @@ def ways_of(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> list[tuple[s
     if node.node_id not in present:
         return []
     cut, punched = cut_pairs(present.values()), punched_pairs(present.values())
-    carried = carried_pairs(present.values())
+    carried, narrow = carried_pairs(present.values()), narrow_pairs(present.values())
     helpers = [each.node_id for each in by_name(present.values()) if each.is_helper]
     told = []
     for other in by_name(present.values()):
@@ -203,6 +216,8 @@ def ways_of(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> list[tuple[s
         if pair in cut:
             between = carried.get(pair) or _helper_of(pair, helpers, cut)
             way = f"through {name_of(present[between])}" if between else "not reached"
+            if pair in narrow:
+                way = f"{way} ({NARROW})" if between else NARROW
         told.append((name_of(other), way))
     return told
 

@@ -141,6 +141,7 @@ class Vitals:
     evaluates: bool = True
     outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
     punched: tuple[NodeId, ...] = ()  # members that it reaches through holes in routers
+    narrow: tuple[NodeId, ...] = ()  # members to which only small packets get through
     carry_bytes_per_second: float = 0.0  # for pairs that do not reach each other; 0: nothing
     through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
 
@@ -171,6 +172,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         cannot_evaluate=not vitals.evaluates,
         outside_token=vitals.outside_token,
         punched_ids=vitals.punched,
+        narrow_ids=vitals.narrow,
         carry_bytes_per_second=vitals.carry_bytes_per_second,
         through=[pb.Through(node_id=n, through_id=c) for n, c in sorted(vitals.through.items())],
     )

@@ -267,6 +267,16 @@ def test_one_that_others_carry_to_is_told_by_whom() -> None:
     assert (found.verdict, found.what) == ("note", "no connection with node-1, but through node-2")
 
 
+def test_one_to_whom_large_packets_get_lost_is_named_with_the_command_that_mends_it() -> None:
+    nodes = members((0, 1))
+    nodes[0].heartbeat.narrow_ids.append("1")
+    (found,) = checks.reach_findings(nodes, "0")
+    assert (found.verdict, "to node-1: larger ones get lost" in found.what) == ("advice", True)
+    assert "mtu 1280" in found.next_step
+    last = what_to_use(joined(ways=checks.ways_of(nodes[0], nodes)))
+    assert "a smaller MTU is needed" in last.what and "mtu 1280" in last.next_step
+
+
 # What the network needs
 
 

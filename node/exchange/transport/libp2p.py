@@ -226,13 +226,22 @@ class Libp2pTransport:
         """See Transport.unreachable."""
         if self._connections is None:
             return ()
-        return tuple(
-            sorted(
-                self._node_ids[peer_id]
-                for peer_id in self._connections.unreachable()
-                if peer_id in self._node_ids and peer_id not in self._punching.connected
-            )
+        apart = (
+            self._node_ids[peer_id]
+            for peer_id in self._connections.unreachable()
+            if peer_id in self._node_ids and peer_id not in self._punching.connected
         )
+        return tuple(sorted({*apart, *self.narrow}))
+
+    @property
+    def narrow(self) -> tuple[NodeId, ...]:
+        """See Transport.narrow."""
+        if self._daemon is None or self._connections is None:
+            return ()
+        if not (hosts := self._daemon.tcp_pacing.narrow_hosts):
+            return ()
+        found = self._connections.at(hosts) - self._punching.connected
+        return tuple(sorted(self._node_ids[p] for p in found if p in self._node_ids))
 
     @property
     def punched(self) -> tuple[NodeId, ...]:
@@ -379,7 +388,9 @@ class Libp2pTransport:
 
     def _is_connected(self, entry: RosterEntry) -> bool:
         peer_id, connections = self._peer_ids[entry.node_id], self._connections
-        return connections is None or peer_id in connections.connected | self._punching.connected
+        if connections is None or peer_id in self._punching.connected:
+            return True
+        return peer_id in connections.connected and entry.node_id not in self.narrow
 
     async def _open_direct(self, entry: RosterEntry, protocol: str = CARRYING) -> TransferStream:
         peer_id = self._peer_ids[entry.node_id]

@@ -24,7 +24,7 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib.resources import as_file, files
@@ -168,8 +168,15 @@ class P2pd:
 
     async def connected_peer_ids(self) -> frozenset[str]:
         """Who is connected to us, by peer id."""
+        return frozenset(await self.connected_hosts())
+
+    async def connected_hosts(self) -> dict[str, frozenset[str]]:
+        """Who is connected to us, by peer id, and at which addresses."""
         peers = await self._ask(self._client.list_peers())
-        return frozenset(peer.peer_id.to_base58() for peer in peers)
+        return {
+            peer.peer_id.to_base58(): frozenset(str(a).split("/")[2] for a in peer.addrs)
+            for peer in peers
+        }
 
     async def open_stream(
         self, peer_id: str, protocol: str
@@ -416,6 +423,7 @@ class Connections:
         self._multiaddrs: dict[str, tuple[str, ...]] = {}  # by peer id
         self._due: dict[str, float] = {}  # when to dial next, by the loop's clock
         self._retry_seconds: dict[str, float] = {}
+        self._hosts: dict[str, frozenset[str]] = {}  # where members were connected last
         self.connected: set[str] = set()
         """Members that are, by peer id."""
         self._missing_since: dict[str, float] = {}  # members that are not connected
@@ -440,6 +448,7 @@ class Connections:
                 self._missing_since.pop(peer_id, None)
                 self._end_dial(peer_id)  # of where it was
         self._multiaddrs = multiaddrs
+        self._hosts = {p: hosts for p, hosts in self._hosts.items() if p in multiaddrs}
         self._has_news.set()
 
     def begin_anew(self) -> None:
@@ -481,6 +490,15 @@ class Connections:
         before = asyncio.get_running_loop().time() - self._limits.unreachable_seconds
         return tuple(peer_id for peer_id, since in self._missing_since.items() if since <= before)
 
+    def at(self, hosts: Collection[str]) -> frozenset[str]:
+        """Members that say that they are at one of these addresses, or were connected from it last."""
+        return frozenset(
+            peer_id
+            for peer_id, told in self._multiaddrs.items()
+            if not self._hosts.get(peer_id, frozenset()).isdisjoint(hosts)
+            or any(address.split("/")[2] in hosts for address in told)
+        )
+
     def lost(self, peer_id: str) -> None:
         """Notes that the connection to a peer is gone."""
         self.connected.discard(peer_id)
@@ -498,9 +516,13 @@ class Connections:
         while True:
             self._has_news.clear()
             try:
-                connected = await self._daemon.connected_peer_ids()
+                hosts = await self._daemon.connected_hosts()
             except DaemonError:
                 return  # p2pd is gone: P2pd.died says so
+            connected = frozenset(hosts)
+            self._hosts |= {
+                peer_id: hosts[peer_id] for peer_id in connected & self._multiaddrs.keys()
+            }
             self._daemon.tcp_pacing.look()  # p2pd may have dialled anew since
             for peer_id in self.connected - connected:
                 self.lost(peer_id)

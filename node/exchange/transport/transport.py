@@ -173,7 +173,11 @@ class Transport(Protocol):
 
     @property
     def unreachable(self) -> tuple[NodeId, ...]:
-        """Members that are not connected, and could not be dialled for a while, in order."""
+        """Members that are not connected, and could not be dialled for a while, and `narrow` ones."""
+
+    @property
+    def narrow(self) -> tuple[NodeId, ...]:
+        """Members to which only small packets get through, in order."""
 
     @property
     def punched(self) -> tuple[NodeId, ...]:
