@@ -5,8 +5,10 @@ What peers say to each other over libp2p. Each message travels in a frame of its
 capped length (node.exchange.transport); bodies of payloads follow their header unframed.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -598,6 +600,78 @@ class TransferResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferResponse: _TypeAlias = TransferResponse  # noqa: Y015
+
+@_typing.final
+class Whereabouts(_message.Message):
+    """Asks a member, as somebody whose invite names it, where the run's coordinator is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: _builtins.int
+    pin: _builtins.bytes
+    """What the invite says about the coordinator's certificate, 32 bytes."""
+    def __init__(
+        self,
+        *,
+        pin: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Whereabouts: _TypeAlias = Whereabouts  # noqa: Y015
+
+@_typing.final
+class WhereaboutsAnswer(_message.Message):
+    """Where it is and is said to move to; nothing for another pin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]:
+        """One or two."""
+
+    def __init__(
+        self,
+        *,
+        places: _abc.Iterable[Global___Place] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhereaboutsAnswer: _TypeAlias = WhereaboutsAnswer  # noqa: Y015
+
+@_typing.final
+class Place(_message.Message):
+    """Where a coordinator may be joined."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    ENROLMENT_PORT_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Name or address."""
+    enrolment_port: _builtins.int
+    """Port of EnrolmentService."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        enrolment_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment_port", b"enrolment_port", "host", b"host"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Place: _TypeAlias = Place  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):

@@ -28,6 +28,7 @@ from node.exchange.transport.transport import (
     Want,
     do_nothing,
 )
+from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer
 from node.machine.addresses import own_addresses
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
@@ -60,7 +61,8 @@ class Libp2pTransport:
     address) replaces the host in what peers are told, for a node behind a forwarded port. With
     `asks_router` the router is asked to forward the port, and peers are told of its address too.
     With a `punching_token`, 16 random bytes, it reaches members through their routers and its own.
-    Others that do not reach each other may have `carry_share` of its uploads.
+    Others that do not reach each other may have `carry_share` of its uploads. `whereabouts` is what it
+    tells those that hold an invite.
     `max_upload_bytes_per_second` is on the wire, and for all transfers together; None is no limit.
     """
 
@@ -74,6 +76,7 @@ class Libp2pTransport:
         asks_router: bool = False,
         punching_token: bytes = b"",
         carry_share: float = 0.0,
+        whereabouts: Tell = lambda _: (),
         limits: Limits | None = None,
         max_upload_bytes_per_second: float | None = None,
         while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -98,6 +101,7 @@ class Libp2pTransport:
         self._members: dict[NodeId, RosterEntry] = {}
         self._peer_ids: dict[NodeId, str] = {}  # as libp2p has them
         self._node_ids: dict[str, NodeId] = {}
+        self._whereabouts = whereabouts
         self._connections: Connections | None = None
         self._punching = Punching(
             token=punching_token,
@@ -129,7 +133,11 @@ class Libp2pTransport:
         self._daemon = await P2pd.start(
             self._identity,
             listen_multiaddrs=self._listen_multiaddrs,
-            on_streams={PROTOCOL: self._on_tcp_stream, CARRYING: self._on_carried},
+            on_streams={
+                PROTOCOL: self._on_tcp_stream,
+                CARRYING: self._on_carried,
+                WHEREABOUTS: self._on_question,
+            },
             limits=self._limits,
             asks_router=self._asks_router,
         )
@@ -447,6 +455,24 @@ class Libp2pTransport:
     ) -> None:
         """Serves one that is carried, to us or by us."""
         await self._serve(self._admit_carried, peer_id, reader, writer)
+
+    async def _on_question(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serves one of somebody who may be nobody yet, and holds an invite."""
+        await self._serve(self._tell_whereabouts, peer_id, reader, writer)
+
+    async def _tell_whereabouts(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        stream = self._stream(reader, writer, _TURNED_AWAY)
+        try:
+            with self._turning_away.let_in(peer_id):
+                await answer(stream, self._whereabouts)
+        except (TransferRefusedError, FrameError, *BROKEN):
+            pass  # too many ask, or the one that asks has gone
+        finally:
+            stream.count_ended()
 
     async def _serve(
         self,
