@@ -11,6 +11,7 @@ A carrier sees times and sizes. What it does not deliver, another one carries in
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import nsmallest
 
 from coordinator.swarm.reach import cut_off_from
 from coordinator.swarm.shares import FASTEST, SLOWEST, Rates, steadied
@@ -25,6 +26,9 @@ MOST_WAYS = 256
 
 MOST_CARRIERS = 2
 """Of a pair: the second one carries when the first is gone in mid-round."""
+
+MOST_NAMED = 4
+"""Carriers in a plan's reason; of more the number."""
 
 FASTER_BY = 2.0
 """A carrier that works is left for another that would be done so many times sooner."""
@@ -62,7 +66,8 @@ def ways_between(
             return has_failed, took / FASTER_BY if is_working else took, carrier.node_id
 
         apart = cut[pair[0]] | cut[pair[1]] | {*pair}
-        best = sorted((c for c in carriers if c.node_id not in apart), key=cost)[:MOST_CARRIERS]
+        able = (carrier for carrier in carriers if carrier.node_id not in apart)
+        best = nsmallest(MOST_CARRIERS, able, key=cost)
         if best:
             ways[pair] = Way(one=pair[0], other=pair[1], through=tuple(c.node_id for c in best))
             seconds[best[0].node_id] += num_elements / best[0].carry_bytes_per_second
@@ -98,6 +103,8 @@ def ways_in_words(members: Sequence[Member], slices: Iterable[Slice], ways: Sequ
         f"{name} carries for {num} {'pair' if num == 1 else 'pairs'}"
         for name, num in sorted(carried.items())
     ]
+    if len(carried) > MOST_NAMED:
+        words = [f"{len(carried)} members carry for {len(ways)} pairs"]
     num_apart = len(_loads({m.node_id: m for m in members}, cut_off_from(members), slices)) - len(
         ways
     )

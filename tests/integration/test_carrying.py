@@ -171,6 +171,52 @@ async def pushed(home: Three, payload: Payload) -> None:
                 await asyncio.sleep(0.2)
 
 
+async def test_a_carrier_that_takes_a_stream_and_says_nothing_is_left_for_the_second_one() -> None:
+    async with three(1.0, 1.0, limits=replace(IMPATIENT, knock_seconds=1.0)) as home:
+        home.plan(home.way())
+        first, second = home.carriers
+        num_asked = 0
+
+        async def says_nothing(stream: TransferStream, sender: NodeId) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            await asyncio.sleep(60)
+
+        first.transport._carrying.answer = says_nothing  # type: ignore[attr-defined]
+        for _ in range(3):
+            payload = make_payload(sender_id=home.one.node_id)
+            await home.one.transport.push(home.other.node_id, payload, timeout_seconds=30)
+        assert len(home.other.desk.received) == 3
+        assert num_asked == 1  # it is asked last until there is another plan
+        assert home.one.transport._carrying.through == {home.other.node_id: second.node_id}  # type: ignore[attr-defined]
+
+
+async def test_a_pair_has_so_many_streams_carried_and_is_told_when_there_are_more() -> None:
+    async with three(1.0, limits=replace(IMPATIENT, max_streams_per_peer=2)) as home:
+        home.plan(home.way())
+        opened = [
+            await home.one.transport._carrying.open(home.other.entry)  # type: ignore[attr-defined]
+            for _ in range(2)
+        ]
+        with pytest.raises(TransferRefusedError, match="busy with 2 transfers of yours"):
+            await home.one.transport._carrying.open(home.other.entry)  # type: ignore[attr-defined]
+        for stream in opened:
+            stream.abort()
+        payload = make_payload(sender_id=home.one.node_id)
+
+        async def is_free() -> bool:
+            try:
+                await home.one.transport.push(home.other.node_id, payload, timeout_seconds=20)
+            except TransferRefusedError:
+                return False
+            return True
+
+        async with asyncio.timeout(30):
+            while not await is_free():  # noqa: ASYNC110 (p2pd tells nobody)
+                await asyncio.sleep(0.1)
+        assert len(home.other.desk.received) == 1
+
+
 async def test_what_is_carried_keeps_to_its_share_of_what_the_owner_allows() -> None:
     async with three(0.5, most=400_000.0) as home:
         home.plan(home.way())

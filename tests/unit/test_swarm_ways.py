@@ -177,3 +177,21 @@ def test_a_plan_names_no_more_ways_than_fit_and_says_how_many_pairs_are_left() -
     assert f"{left} pairs do not reach each other, and nobody" in ways_in_words(
         members, slices, ways
     )
+
+
+def test_many_carriers_are_counted_in_the_reason_and_not_named() -> None:
+    on_stage = scene(ring, dict.fromkeys(HOMES, MB))
+    ids = [NodeId(name) for name in "abcdefghijkl"]
+    members = [  # each is cut off from the one opposite
+        replace(
+            on_stage.member("a"),
+            node_id=n,
+            node_name=n,
+            unreachable=(ids[(place + 6) % 12],),
+            carry_bytes_per_second=MB,
+        )
+        for place, n in enumerate(ids)
+    ]
+    slices = cut_into_slices(12 * 256, tuple(ids))
+    words = ways_in_words(members, slices, ways_between(members, slices))
+    assert words == "; 6 members carry for 6 pairs"

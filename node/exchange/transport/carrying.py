@@ -63,6 +63,7 @@ class Carrying:
         self._members: Mapping[NodeId, RosterEntry] = {}
         self._ways: deque[tuple[Way, ...]] = deque([()], maxlen=2)  # of the latest two plans
         self._working: dict[NodeId, NodeId] = {}
+        self._failed: set[tuple[NodeId, NodeId]] = set()  # members, and who did not carry to them
         self._turn = asyncio.Lock()  # first come, first served
         self._bucket: TokenBucket | None = None  # until something is carried
         self._carried = _places(limits, limits.max_streams)  # by pair
@@ -91,6 +92,7 @@ class Carrying:
         """Says who carries for whom, from a plan on."""
         if ways != self._ways[-1]:
             self._ways.append(ways)
+            self._failed.clear()
             self._forget_those_without()
 
     def _forget_those_without(self) -> None:
@@ -99,9 +101,9 @@ class Carrying:
                 del self._working[peer]
 
     def carriers_to(self, peer: NodeId) -> tuple[NodeId, ...]:
-        """Who carries between us and a member, who is asked first before others; mostly nobody."""
-        through = self._named(self._node_id, peer)
-        return tuple(node_id for node_id in through if node_id in self._members)
+        """Who carries between us and a member, in the order of asking; mostly nobody."""
+        through = [n for n in self._named(self._node_id, peer) if n in self._members]
+        return tuple(sorted(through, key=lambda carrier: (peer, carrier) in self._failed))
 
     def _named(self, one: NodeId, other: NodeId) -> tuple[NodeId, ...]:
         pair = (min(one, other), max(one, other))
@@ -121,6 +123,7 @@ class Carrying:
                 return await self._open_through(self._members[carrier], peer)
             except (*BROKEN, FrameError, TransferRefusedError) as error:
                 failed = error
+                self._failed.add((peer.node_id, carrier))
                 if self._working.get(peer.node_id) == carrier:
                     del self._working[peer.node_id]
         raise failed
@@ -128,11 +131,11 @@ class Carrying:
     async def _open_through(self, carrier: RosterEntry, peer: RosterEntry) -> TransferStream:
         stream = await self._open_direct(carrier)
         try:
-            ask = wire.Carry(to_id=peer.node_id, certificate=self._tls.certificate)
-            await stream.send(ask)
-            async with asyncio.timeout(self._limits.idle_seconds):
+            async with asyncio.timeout(self._limits.knock_seconds):  # then the next one is asked
+                ask = wire.Carry(to_id=peer.node_id, certificate=self._tls.certificate)
+                await stream.send(ask)
                 answer = await expect(stream, wire.TRANSFER_STATUS_GO_ON)
-            await stream.secure(self._context(peer, answer.certificate, is_server=False))
+                await stream.secure(self._context(peer, answer.certificate, is_server=False))
         except BaseException:
             stream.abort()
             stream.count_ended()
