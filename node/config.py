@@ -169,8 +169,8 @@ ask_router = true
 max_upload = ""
 
 # The part of what this node may upload, or else of what its link was measured to carry, that it passes on for
-# pairs of nodes that do not reach each other, encrypted between them: 0.25 is a quarter, 0 refuses.
-carry = 0.25
+# pairs of nodes that do not reach each other, encrypted between them: 0.5 is half of it, 0 refuses.
+carry = 0.5
 
 # The hours of the day at which this node trains, by this machine's clock: "22:00-07:00", or several, as
 # "22-7, 12:00-13:30". Empty means all. Beyond them, and where the next two say so, it stays a member and
@@ -344,7 +344,7 @@ class NodeSettings(Section):
     announce: str = ""
     ask_router: bool = True
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
-    carry: Annotated[float, Field(ge=0, le=1)] = 0.25
+    carry: Annotated[float, Field(ge=0, le=1)] = 0.5
     hours: Annotated[str, AfterValidator(_hours)] = ""
     on_battery: bool = True
     only_idle: bool = False
