@@ -42,6 +42,7 @@ from coordinator.services.status import StatusDesk, StatusServicer
 from coordinator.store import Store
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
+from coordinator.swarm.turn import present_members
 from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
@@ -362,6 +363,7 @@ def _add_member_services(
         batch=home.run.inner.batch,
         apply=driver.apply,
         rulings=rulings,
+        helpers=lambda: [m.address for m in present_members(driver.state) if m.is_helper],
     )
     add_SessionServiceServicer_to_server(SessionServicer(session, gate, certificates), server)
     add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)

@@ -143,6 +143,7 @@ async def _run(
             spec=spec,
             link=link,
             counts=counts,
+            current_credentials=lambda: calls.credentials,
         )
         return await run_daemon(start, hardware, signals)
 

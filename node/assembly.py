@@ -7,6 +7,7 @@ before.
 import os
 import random
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -25,6 +26,7 @@ from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
+from node.exchange.transport.whereabouts import told_by
 from node.heavy import in_thread
 from node.history import History
 from node.hosts.desk import HostDesk
@@ -88,6 +90,8 @@ class NodeStart:
     spec: RunSpec
     link: CoordinatorLink
     counts: WireCounts
+    current_credentials: Callable[[], Credentials]
+    """With where the coordinator is by now."""
 
     @property
     def is_helper(self) -> bool:
@@ -167,6 +171,8 @@ async def _run_in(
         announce_host=settings.announce or None,
         asks_router=asks_router,
         punching_token=secrets.token_bytes(16) if settings.punches(start.credentials.host) else b"",
+        carry_share=settings.carry,
+        whereabouts=told_by(start.current_credentials),
         max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
         while_moving=meters.exchange_time.exchanging,
     )

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from protocol.files.folder_lock import FolderLock
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal.typed import as_seconds
 from protocol.trust.credentials import Credentials, find_home
+from protocol.trust.invite import Invite
 from protocol.trust.pki import Role
 
 DIRECTORY = click.option(
@@ -61,10 +63,11 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
     from node.link.join import join as enrol
     from node.link.join import read_invite
 
-    home = find_home(folder)
-    credentials = asyncio.run(
-        enrol(read_invite(invite), home, name=name or socket.gethostname()[:64] or "node")
-    )
+    home, given = find_home(folder), read_invite(invite)
+    called = name or socket.gethostname()[:64] or "node"
+    credentials = asyncio.run(enrol(given, home, name=called, elsewhere=_elsewhere))
+    if (credentials.host, credentials.enrolment_port) != (given.host, given.port):
+        click.echo("the coordinator has moved: a member that the invite names knew where to")
     suffix = f" --dir {folder}" if folder is not None else ""
     if credentials.principal.role is Role.VIEWER:
         click.echo(f"joined '{credentials.run_name}' at {credentials.endpoint} as a viewer")
@@ -77,6 +80,20 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
     is_helper = credentials.principal.role is Role.HELPER
     _look_around(home, is_helper=is_helper)
     click.echo(f"next: atoll {'helper' if is_helper else 'node'} start{suffix}")
+
+
+async def _elsewhere(invite: Invite) -> Sequence[Invite]:
+    """Asks the members that the invite names; nobody where what that takes is not installed."""
+    try:
+        require_installed(HELPER, to="ask members where the coordinator is")
+        from node.exchange.transport.whereabouts import invites_elsewhere
+        from protocol.terminal.logging import start_logging
+
+        start_logging(as_json=False)
+        return await invites_elsewhere(invite)
+    except AtollError as error:
+        click.echo(f"members are not asked where the coordinator is: {error}", err=True)
+        return ()
 
 
 def _look_around(home: Path, *, is_helper: bool) -> None:

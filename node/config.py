@@ -168,6 +168,10 @@ ask_router = true
 # of what the uplink carries leaves it usable for others. Empty means no limit.
 max_upload = ""
 
+# The part of what this node may upload, or else of what its link was measured to carry, that it passes on for
+# pairs of nodes that do not reach each other, encrypted between them: 0.5 is half of it, 0 refuses.
+carry = 0.5
+
 # The hours of the day at which this node trains, by this machine's clock: "22:00-07:00", or several, as
 # "22-7, 12:00-13:30". Empty means all. Beyond them, and where the next two say so, it stays a member and
 # trains nothing, as after 'atoll node pause'.
@@ -203,7 +207,7 @@ weights = ""
 
 OF_HELPERS = frozenset(
     {"name", "max_disk", "max_disk_writes", "listen", "port", "announce", "max_upload", "metrics"}
-    | {"ask_router", "drain_within", "cloud"}
+    | {"ask_router", "carry", "drain_within", "cloud"}
 )
 """The settings that mean something to a helper."""
 
@@ -340,6 +344,7 @@ class NodeSettings(Section):
     announce: str = ""
     ask_router: bool = True
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
+    carry: Annotated[float, Field(ge=0, le=1)] = 0.5
     hours: Annotated[str, AfterValidator(_hours)] = ""
     on_battery: bool = True
     only_idle: bool = False
@@ -427,7 +432,7 @@ class NodeSettings(Section):
         """Where peers connect to: loopback for a coordinator there, every interface otherwise."""
         if self.listen:
             return (self.listen,)
-        if _is_loopback(coordinator_host):
+        if is_loopback(coordinator_host):
             return ("::1" if ":" in coordinator_host else "127.0.0.1",)
         return ("0.0.0.0", "::") if has_ipv6 else ("0.0.0.0",)
 
@@ -496,7 +501,8 @@ class NodeSettings(Section):
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host, a name or an address, is this machine to itself."""
     if host == "localhost":
         return True
     try:

@@ -437,6 +437,9 @@ class Daemon:
             evaluates=self._island.ability.evaluates,
             outside_token=self._transport.outside_token,
             punched=self._transport.punched,
+            narrow=self._transport.narrow,
+            carry_bytes_per_second=self._transport.carry_bytes_per_second,
+            through=self._transport.through,
         )
 
     def _waiting_for(self) -> str:
@@ -502,6 +505,7 @@ class Daemon:
                 self._duties.decided(commit.round)
                 self._duties.put(message)
             case RoundOpened(plan=plan):
+                self._transport.set_ways(plan.ways)
                 now = asyncio.get_running_loop().time()
                 self._duties.put(PlanReceived(plan=plan, at=now))
             case PunchAsked(node_id=peer, multiaddr=multiaddr):

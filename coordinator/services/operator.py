@@ -2,7 +2,8 @@
 
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import ip_address
 
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, Write, answered, answered_when_durable
@@ -12,7 +13,13 @@ from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.state import KEPT_ROUNDS
 from protocol.errors import BadDataError, NoInputError, UsageError
-from protocol.trust.invite import SECRET_BYTES, Invite, hash_of_secret
+from protocol.trust.invite import (
+    MOST_MEMBERS,
+    SECRET_BYTES,
+    Invite,
+    InvitedBy,
+    hash_of_secret,
+)
 from protocol.trust.pki import JOINING, Role
 from protocol.trust.rulings import (
     MOST_RULINGS,
@@ -26,6 +33,7 @@ from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
 from protocol.wire.convert_messages import rulings_to_wire
+from protocol.wire.rounds import PeerAddress
 
 MAX_USES = 100_000
 MOST_PLACES = 1 << 63
@@ -70,8 +78,10 @@ class OperatorDesk:
         batch: int,
         apply: Callable[[SamplesSkipped], Awaitable[object]],
         rulings: Rulings,
+        helpers: Callable[[], Sequence[PeerAddress]] = tuple,
     ) -> None:
-        """`batch` is samples in an inner step."""
+        """`batch` is samples in an inner step. Invites name the `helpers` that are present."""
+        self._helpers = helpers
         self._store = store
         self._rulings = rulings
         self._batch = batch
@@ -100,6 +110,7 @@ class OperatorDesk:
             pin=self._pin,
             invite_id=self._random_bytes(INVITE_ID_BYTES).hex(),
             secret=self._random_bytes(SECRET_BYTES),
+            members=members_to_name(self._helpers()),
         )
         label = checks.words(
             request.label, of="the invite's label", max_length=checks.MAX_NAME_LENGTH
@@ -365,3 +376,20 @@ class OperatorServicer(OperatorServiceServicer):
         return await answered(
             context, self._gate.operator, lambda _: self._desk.list_rulings(request)
         )
+
+
+def members_to_name(helpers: Sequence[PeerAddress]) -> tuple[InvitedBy, ...]:
+    """Those that an invite names: one address of each, a name or of the whole internet where there is one."""
+    named = []
+    for helper in helpers:
+        found = (InvitedBy.at(helper.public_key, address) for address in helper.multiaddrs)
+        known = sorted((each for each in found if each is not None), key=_is_local)
+        named += known[:1]
+    return tuple(named[:MOST_MEMBERS])
+
+
+def _is_local(member: InvitedBy) -> bool:
+    try:
+        return not ip_address(member.host).is_global
+    except ValueError:
+        return False  # a name

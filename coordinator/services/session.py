@@ -202,6 +202,13 @@ class SessionDesk:
         """Renews the lease; raises SessionEndedError when the session is not the node's."""
         most = len(self._driver.state.members) + MAX_STRANGERS
         checks.at_most(request.unreachable_ids, most, of="members out of reach")
+        checks.at_most(request.punched_ids, most, of="members behind holes in routers")
+        punched = self._members_among(request.punched_ids)
+        checks.finite(request.carry_bytes_per_second, of="what it may carry")
+        checks.at_most(request.through, most, of="members that others carry to")
+        through = self._carriers_among(request.through)
+        checks.at_most(request.narrow_ids, most, of="members that only small packets get to")
+        narrow = self._members_among(request.narrow_ids)
         event = HeartbeatSeen(
             node_id=node_id,
             session_id=request.session_id,
@@ -214,9 +221,9 @@ class SessionDesk:
             cannot_evaluate=request.cannot_evaluate,
             reach_back=checks.round_spans(request.reach_back),
             outside=self._lookout.of(node_id, request.outside_token),
+            carry_bytes_per_second=request.carry_bytes_per_second,
+            through=through,
         )
-        checks.at_most(request.punched_ids, most, of="members behind holes in routers")
-        punched = self._members_among(request.punched_ids)
         checks.words(request.activity, of="the activity", max_length=checks.MAX_NAME_LENGTH)
         checks.words(request.waiting_for, of="what the node waits for")
         checks.words(request.mesh, of="the mesh", max_length=checks.MAX_NAME_LENGTH)
@@ -245,7 +252,7 @@ class SessionDesk:
         wire = checks.wire(convert.wire_counts_from_wire(request.wire))
         state = (await self._driver.apply(event)).state
         now = self._driver.clock.now()
-        self._telemetry.heartbeat(node_id, _kept_of(request, event, punched, wire), now=now)
+        self._telemetry.heartbeat(node_id, _kept_of(request, event, punched, narrow, wire), now=now)
         return pb.HeartbeatResponse(
             lease_seconds=state.rules.lease_seconds,
             has_waiting_copy=self._telemetry.has_waiting_copy(node_id, now=now),
@@ -330,6 +337,14 @@ class SessionDesk:
         """Those of the ids that are members'; others are not worth keeping."""
         members = self._driver.state.members
         return tuple(sorted({NodeId(n) for n in node_ids if NodeId(n) in members}))
+
+    def _carriers_among(self, told: Iterable[pb.Through]) -> dict[NodeId, NodeId]:
+        """Who carries to which member, where both are members."""
+        members = self._driver.state.members
+        pairs = {NodeId(each.node_id): NodeId(each.through_id) for each in told}
+        return {
+            one: other for one, other in sorted(pairs.items()) if {one, other} <= members.keys()
+        }
 
     async def submit_commits(
         self, node_id: NodeId, request: pb.SubmitCommitsRequest
@@ -459,6 +474,7 @@ def _kept_of(
     request: pb.HeartbeatRequest,
     event: HeartbeatSeen,
     punched: Sequence[NodeId],
+    narrow: Sequence[NodeId],
     wire: WireTotals,
 ) -> pb.HeartbeatRequest:
     """A heartbeat as `status` shows it to everybody: what was checked of it, and nothing else.
@@ -473,6 +489,11 @@ def _kept_of(
     kept.unreachable_ids.extend(event.unreachable[:MOST_OUT_OF_REACH])
     del kept.punched_ids[:]
     kept.punched_ids.extend(punched[:MOST_OUT_OF_REACH])
+    del kept.narrow_ids[:]
+    kept.narrow_ids.extend(narrow[:MOST_OUT_OF_REACH])
+    del kept.through[:]
+    known = list(event.through.items())[:MOST_OUT_OF_REACH]
+    kept.through.extend(pb.Through(node_id=one, through_id=other) for one, other in known)
     kept.outside_token = b""  # with it others could say where this node is
     del kept.wire[:]
     kept.wire.extend(convert.wire_counts_to_wire(wire))

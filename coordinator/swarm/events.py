@@ -62,6 +62,8 @@ class HeartbeatSeen:
     outside: tuple[
         str, ...
     ] = ()  # multiaddresses that its router shows, to each that looks; lately
+    carry_bytes_per_second: float = 0.0  # that it may carry for others; 0: nothing
+    through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from coordinator.swarm.state import (
     Work,
 )
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
+from coordinator.swarm.ways import steadied_carriage
 from coordinator.swarm.wire_ledger import note_wire
 from protocol.errors import (
     BadDataError,
@@ -152,6 +153,10 @@ def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
             cannot_evaluate=event.cannot_evaluate,
             reach_back=event.reach_back,
             outside=event.outside,
+            carry_bytes_per_second=steadied_carriage(
+                member.carry_bytes_per_second, event.carry_bytes_per_second
+            ),
+            through=event.through,
         )
     )
     punch(turn, event.node_id)

@@ -27,6 +27,7 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from coordinator.swarm.turn import Turn, available_members
+from coordinator.swarm.ways import ways_between, ways_in_words
 from coordinator.swarm.weighing import say_of
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Assignment, NodeId, book_of_data, cut_into_slices
@@ -98,6 +99,16 @@ def open_round(turn: Turn) -> None:
     deadlines = next_deadlines(state, assignments)
     num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
     num_ready += _reducers_in_words(sure, reducers) + shares_in_words(shares, reduces)
+    slices = cut_into_slices(
+        state.layout.fragment_elements[fragment],
+        tuple(member.node_id for member in reducers),
+        tuple(share for share, may in zip(shares, reduces, strict=True) if may),
+        least_elements=least_elements_of_a_slice(
+            state.layout.fragment_elements[fragment], len(reducers), rules.slice_elements
+        ),
+    )
+    last_ways = state.last_closed.plan.ways if state.last_closed else ()
+    ways = ways_between(members, slices, last_ways)
     current = Round(
         number=number,
         fragment=fragment,
@@ -108,20 +119,11 @@ def open_round(turn: Turn) -> None:
         contribute_deadline=turn.now + deadlines.contribute_seconds,
         commit_deadline=turn.now + deadlines.commit_seconds,
         assignments=assignments,
-        slices=tuple(
-            SliceProgress(slice=part)
-            for part in cut_into_slices(
-                state.layout.fragment_elements[fragment],
-                tuple(member.node_id for member in reducers),
-                tuple(share for share, may in zip(shares, reduces, strict=True) if may),
-                least_elements=least_elements_of_a_slice(
-                    state.layout.fragment_elements[fragment], len(reducers), rules.slice_elements
-                ),
-            )
-        ),
+        slices=tuple(SliceProgress(slice=part) for part in slices),
         token_clock=clock,
         round_tokens=max(0, clock_after - clock),
         reason=num_ready
+        + ways_in_words(members, slices, ways)
         + budgets_in_words(steps, rules)
         + capped_in_words(ready)
         + _trial_in_words(len(on_trial))
@@ -135,6 +137,7 @@ def open_round(turn: Turn) -> None:
         on_trial=on_trial,
         later_session_id=state.next_session_id,
         num_rulings=len(state.rulings),
+        ways=ways,
     )
     turn.put_round(current)
     turn.has_new_state |= state.committed_round == 0  # the initial state, which no round led to

@@ -79,6 +79,7 @@ def plan_of(current: Round, now: float) -> Plan:
         ahead=current.ahead,
         num_rulings=current.num_rulings,
         opened_at=current.opened_at,
+        ways=current.ways,
     )
 
 

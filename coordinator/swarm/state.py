@@ -29,6 +29,7 @@ from protocol.wire.rounds import (
     Plan,
     RoundSpan,
     Slice,
+    Way,
 )
 from protocol.wire.wire_count import WireTotals
 
@@ -176,6 +177,8 @@ class Member:
     outside: tuple[str, ...] = ()  # as in its latest heartbeat
     punches: Mapping[NodeId, PunchTries] = field(default_factory=dict)  # with members of higher ids
     spots: tuple[SpotFinding, ...] = ()  # of whether it trains what it is leased, oldest first
+    carry_bytes_per_second: float = 0.0  # that it may carry for others, as plans count on it
+    through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # as in its latest heartbeat
 
 
 class RoundPhase(StrEnum):
@@ -302,6 +305,7 @@ class Round:
     trained_at: Mapping[NodeId, float] = field(default_factory=dict)  # when `trained` came
     reduced_at: float | None = None  # when the latest slice was reduced
     gone_at: float | None = None  # when the latest participant left or was given up
+    ways: tuple[Way, ...] = ()  # between participants that do not reach each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

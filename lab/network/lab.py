@@ -231,6 +231,13 @@ class NetworkLab:
         self._check(one, other)
         return self._cut([(one, other)] if one_way else [(one, other), (other, one)])
 
+    def narrow(self, one: str, other: str, largest_packet_bytes: int) -> Self:
+        """Has larger packets vanish between two hosts, both ways, and tells neither."""
+        self._check(one, other)
+        pairs = [(one, other), (other, one)]
+        self._ask(do="narrow", pairs=pairs, largest_packet_bytes=largest_packet_bytes)
+        return self
+
     def isolate(self, host: str) -> Self:
         """Cuts a host off from all others."""
         self._check(host)

@@ -241,6 +241,7 @@ class Network:
         self._cuts: set[tuple[str, str]] = set()
         self._firewalled: set[str] = set()
         self._largest: dict[str, int] = {}
+        self._narrow: dict[tuple[str, str], int] = {}
         self._known: dict[
             str, set[bytes]
         ] = {}  # conversations, of hosts whose router forgot others
@@ -254,6 +255,14 @@ class Network:
         self._largest[host] = link.largest_packet_bytes
         self._up[host].set(link, bits_per_second=link.up_bits_per_second, now=now)
         self._down[host].set(link, bits_per_second=link.down_bits_per_second, now=now)
+
+    def narrow(self, pairs: Iterable[tuple[str, str]], largest_packet_bytes: int) -> None:
+        """Has larger packets vanish between the first of each pair and the second, and tells nobody."""
+        self._narrow.update(dict.fromkeys(pairs, largest_packet_bytes))
+
+    def _largest_between(self, source: str, target: str) -> int:
+        ends = (self._largest[source], self._largest[target])
+        return min(*ends, self._narrow.get((source, target), max(ends)))
 
     def cut(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Lets nothing from the first of each pair to the second pass the middle."""
@@ -311,7 +320,7 @@ class Network:
         target = None if address is None else self._hosts.get(address)
         if target is None or target == source:
             self.num_strays += 1
-        elif len(content) > min(self._largest[source], self._largest[target]):
+        elif len(content) > self._largest_between(source, target):
             self.traffic[source, target].lost_packets += 1
         elif not self._up[source].offer(Packet(source, target, content), now):
             self.traffic[source, target].overflowed_packets += 1

@@ -169,6 +169,9 @@ class Switch:
 
     def _obey(self, order: Mapping[str, Any], now: float) -> object:
         match order["do"]:
+            case "narrow":
+                pairs = [(one, other) for one, other in order["pairs"]]
+                self._network.narrow(pairs, order["largest_packet_bytes"])
             case "cut":
                 self._network.cut(map(tuple, order["pairs"]))
             case "mend":

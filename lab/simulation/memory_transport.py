@@ -7,7 +7,7 @@ A network may have a pace for each node, or uplinks that carry one payload after
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from node.exchange.transport.transport import (
     turn_of,
 )
 from protocol.wire.payload import Payload, PayloadError
-from protocol.wire.rounds import NodeId, RosterEntry
+from protocol.wire.rounds import NodeId, RosterEntry, Way
 from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
 from protocol.wire.wire_count import WireCounts
 
@@ -47,6 +47,9 @@ class MemoryNetwork:
         self._cuts: set[frozenset[NodeId]] = set()
         self._bytes_per_second: dict[NodeId, float] = {}
         self.latency_seconds = 0.0  # of each payload, however small
+        self.carry_bytes_per_second = (
+            0.0  # that each node may carry for others; nothing unless told
+        )
 
     def slow_down(self, node_id: NodeId, bytes_per_second: float) -> None:
         """Lets each payload that a node sends take its time, from the next one on; 0 is no end."""
@@ -70,6 +73,11 @@ class MemoryNetwork:
         """Whether nothing passes between the two."""
         return frozenset((one, other)) in self._cuts
 
+    def joins(self, one: NodeId, carrier: NodeId, other: NodeId) -> bool:
+        """Whether a node runs that both of two others reach."""
+        apart = self.is_cut(one, carrier) or self.is_cut(carrier, other)
+        return carrier in self._running and not apart
+
     def attach(self, transport: "MemoryTransport") -> None:
         """Makes a transport reachable."""
         self._running[transport.node_id] = transport
@@ -83,7 +91,7 @@ class MemoryNetwork:
         """The peer's transport; raises PeerUnreachableError when nothing gets through."""
         if self._running.get(caller.node_id) is not caller:
             raise PeerUnreachableError("this node's transport is stopped")
-        if self.is_cut(caller.node_id, peer):
+        if self.is_cut(caller.node_id, peer) and caller._carrier_to(peer) is None:
             raise PeerUnreachableError(f"{peer}: the link is cut")
         if peer not in self._running:
             raise PeerUnreachableError(f"{peer}: nobody listens")
@@ -102,6 +110,7 @@ class MemoryTransport:
         self._member_ids: frozenset[NodeId] = frozenset()
         self._handling: set[asyncio.Task[Any]] = set()
         self._pieces = asyncio.Semaphore(PIECES_AT_ONCE)
+        self._ways: dict[tuple[NodeId, NodeId], tuple[NodeId, ...]] = {}
 
     async def start(self, handler: TransferHandler) -> None:
         """Begins to listen."""
@@ -143,9 +152,34 @@ class MemoryTransport:
         )
 
     @property
+    def narrow(self) -> tuple[NodeId, ...]:
+        """Nobody: there are no packets here."""
+        return ()
+
+    @property
     def punched(self) -> tuple[NodeId, ...]:
         """Nobody: there are no routers here."""
         return ()
+
+    def set_ways(self, ways: tuple[Way, ...]) -> None:
+        """See Transport.set_ways. Payloads pass at once through whom both reach, in no time of its link."""
+        self._ways = {(way.one, way.other): way.through for way in ways}
+
+    @property
+    def through(self) -> Mapping[NodeId, NodeId]:
+        """See Transport.through."""
+        found = ((peer, self._carrier_to(peer)) for peer in self.unreachable)
+        return {peer: carrier for peer, carrier in found if carrier is not None}
+
+    def _carrier_to(self, peer: NodeId) -> NodeId | None:
+        """Who of those that are named reaches both, and is there."""
+        named = self._ways.get((min(self.node_id, peer), max(self.node_id, peer)), ())
+        return next((c for c in named if self._network.joins(self.node_id, c, peer)), None)
+
+    @property
+    def carry_bytes_per_second(self) -> float:
+        """See Transport.carry_bytes_per_second."""
+        return self._network.carry_bytes_per_second
 
     @property
     def outside_token(self) -> bytes:

@@ -10,14 +10,15 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
 
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
-from node.config import NodeSettings
+from node.config import NodeSettings, is_loopback
 from node.doctor.findings import Finding, wrong
+from node.doctor.network import Network
 from node.history import History
 from node.kept import RUN_FILE
 from node.machine.addresses import has_ipv6, own_addresses
@@ -33,7 +34,7 @@ from protocol.run.run_spec import run_from_json
 from protocol.terminal import console
 from protocol.terminal.console import printable
 from protocol.terminal.query import StatusLink
-from protocol.terminal.status_words import is_present, name_of
+from protocol.terminal.status_words import NARROW, NARROW_STEP, is_present, ways_of
 from protocol.trust.credentials import LINK_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
@@ -140,9 +141,9 @@ def disk_findings(folder: Path, settings: NodeSettings, num_ranks: int = 1) -> l
 
 
 def coordinator_findings(
-    folder: Path, wall_clock: Callable[[], float] = time.time
+    folder: Path, wall_clock: Callable[[], float] = time.time, *, network: Network | None = None
 ) -> list[Finding]:
-    """Whether the coordinator answers, and how far its clock is from ours."""
+    """Whether the coordinator answers, how far its clock is from ours, and who reaches whom."""
     if not (folder / LINK_FILE).is_file():
         what = f"no swarm joined in {folder}, so none was asked"
         return [Finding(about="coordinator", verdict="note", what=what)]
@@ -156,39 +157,45 @@ def coordinator_findings(
     except AtollError as error:
         return [wrong("coordinator", error)]
     round_trip = f"{1e3 * (answered_at - asked_at):.0f} ms"
+    node_id = credentials.principal.node_id or ""
+    if network is not None:
+        network.relay = printable(status.run.relay, most=200)
+        network.ways = _ways_of(status.nodes, node_id)
     what = f"{credentials.endpoint} answers within {round_trip}"
     if status.run.relay:
         what += f", {printable(status.run.relay, most=200)}"
     return [
         Finding(about="coordinator", verdict="fine", what=what),
         *skew_findings(status.unix_seconds, (asked_at + answered_at) / 2),
-        *reach_findings(status.nodes, credentials.principal.node_id or ""),
+        *reach_findings(status.nodes, node_id),
     ]
 
 
-def reach_findings(nodes: Iterable[NodeStatus], node_id: str) -> list[Finding]:
+def _ways_of(nodes: Sequence[NodeStatus], node_id: str) -> list[tuple[str, str]]:
+    """How a running node reaches the others, by name."""
+    own = next((node for node in nodes if node.node_id == node_id), None)
+    return [] if own is None else ways_of(own, nodes)
+
+
+def reach_findings(nodes: Sequence[NodeStatus], node_id: str) -> list[Finding]:
     """Whether the other members reach this one and it them, as the running nodes tell the coordinator."""
-    present = {node.node_id: node for node in nodes if is_present(node)}
-    own = present.get(node_id)
-    if own is None:
+    own = next((node for node in nodes if node.node_id == node_id), None)
+    if own is None or not is_present(own):
         return []  # it does not run, so nobody has tried
-    told = {*own.heartbeat.unreachable_ids}
-    told |= {n for n, node in present.items() if node_id in node.heartbeat.unreachable_ids}
-    apart = sorted(name_of(present[other]) for other in told & present.keys())
-    if not apart:
-        what = (
-            f"all {len(present) - 1} other members" if len(present) > 1 else "nobody else is here"
-        )
+    ways = ways_of(own, nodes)
+    if narrow := [name for name, way in ways if NARROW in way]:
+        what = f"{NARROW} to {', '.join(narrow[:8])}: larger ones get lost on the way"
+        return [Finding(about="reach", verdict="advice", what=what, next_step=NARROW_STEP)]
+    cut = [name for name, way in ways if way not in ("direct", "punched")]
+    if not cut:
+        what = f"all {len(ways)} other members" if ways else "nobody else is here"
         return [Finding(about="reach", verdict="fine", what=what)]
-    what = f"no connection with {', '.join(apart[:8])}" + (" and others" if apart[8:] else "")
+    what = f"no connection with {', '.join(cut[:8])}" + (" and others" if cut[8:] else "")
     if own.has_symmetric_router:
         what += "; this machine's router is symmetric, so few others can punch a hole to it"
-    helpers = [n.node_name for n in present.values() if n.is_helper and n.node_id not in told]
-    if helpers:
-        through = (
-            f"{what}; {', '.join(sorted(helpers))} reduces for those who do not reach each other"
-        )
-        return [Finding(about="reach", verdict="note", what=through)]
+    if all(way != "not reached" for _, way in ways):
+        between = sorted({way for _, way in ways if way.startswith("through ")})
+        return [Finding(about="reach", verdict="note", what=f"{what}, but {', '.join(between)}")]
     return [
         Finding(
             about="reach",
@@ -272,7 +279,9 @@ def _coordinator_host(folder: Path) -> str:
         return ""
 
 
-def libp2p_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
+def libp2p_findings(
+    folder: Path, settings: NodeSettings, *, network: Network | None = None
+) -> list[Finding]:
     """Whether the libp2p daemon starts, and a router forwards its port. Loading hivemind takes seconds."""
     from node.exchange.transport.libp2p import forwarded_among
     from node.exchange.transport.p2pd import P2pd
@@ -290,8 +299,7 @@ def libp2p_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
         daemon = await P2pd.start(
             Identity.generate(),
             listen_multiaddrs=(f"/ip4/{'0.0.0.0' if asks_router else '127.0.0.1'}/tcp/0",),
-            protocol="atoll/doctor",
-            on_stream=nobody,
+            on_streams={"atoll/doctor": nobody},
             asks_router=asks_router,
         )
         before, own = await daemon.multiaddrs(), own_addresses()
@@ -309,9 +317,30 @@ def libp2p_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
         why_not, forwarded = asyncio.run(start_and_stop())
     except AtollError as error:
         return [wrong("libp2p", error)]
+    if network is not None:
+        network.why_no_holes = why_not or _why_no_holes(settings, host)
+        network.forwarded = forwarded[0].split("/")[2] if forwarded else ""
     starts = Finding(about="libp2p", verdict="fine", what="its daemon starts")
     pacing = pacing_finding(why_not, congestion_control())
     return [starts, pacing, *([router_finding(forwarded)] if asks_router else [])]
+
+
+def _why_no_holes(settings: NodeSettings, coordinator_host: str) -> str:
+    return "" if settings.punches(coordinator_host) else "node.toml names one address in listen"
+
+
+def network_here(folder: Path, settings: NodeSettings) -> Network:
+    """What is known of this machine's network before anything is asked."""
+    host = _coordinator_host(folder)
+    is_wide = not host or settings.punches(host)
+    public = [own for own in own_addresses() if ip_address(own).is_global]
+    return Network(
+        has_joined=(folder / LINK_FILE).is_file(),
+        is_local=is_loopback(host),
+        own_address=public[0] if public and is_wide else "",
+        announce=settings.announce,
+        port=settings.port,
+    )
 
 
 def router_finding(forwarded: Sequence[str]) -> Finding:

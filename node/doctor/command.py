@@ -10,6 +10,7 @@ from node.config import NodeSettings, load_settings
 from node.doctor import checks
 from node.doctor.findings import Finding, exit_code_of, wrong
 from node.doctor.kernel import kernel_findings
+from node.doctor.network import ABOUT_NETWORK, what_to_use
 from protocol.errors import AtollError
 from protocol.terminal import console
 
@@ -17,7 +18,10 @@ _INDENT = 8  # as wide as the longest verdict and two spaces
 
 
 def examined(folder: Path) -> Iterator[Finding]:
-    """All findings, as they are made. Defaults stand in for settings that cannot be read."""
+    """All findings, as they are made; the last says what this network needs.
+
+    Defaults stand in for settings that cannot be read.
+    """
     is_helper = checks.is_helpers(folder)
     yield from checks.version_findings(checks.HELPERS if is_helper else checks.PROGRAMS)
     try:
@@ -30,11 +34,13 @@ def examined(folder: Path) -> Iterator[Finding]:
         yield from checks.device_findings(settings)
     yield from checks.open_files_findings(num_ranks)
     yield from checks.disk_findings(folder, settings, num_ranks)
-    yield from checks.coordinator_findings(folder)
+    network = checks.network_here(folder, settings)
+    yield from checks.coordinator_findings(folder, network=network)
     yield from checks.notices_findings(settings)
     yield from checks.port_findings(folder, settings)
-    yield from checks.libp2p_findings(folder, settings)
+    yield from checks.libp2p_findings(folder, settings, network=network)
     yield from kernel_findings()
+    yield what_to_use(network)
 
 
 def run_doctor(folder: Path, *, is_json: bool) -> int:
@@ -42,15 +48,20 @@ def run_doctor(folder: Path, *, is_json: bool) -> int:
     findings = []
     for finding in examined(folder):
         findings.append(finding)
-        if not is_json:
-            click.echo(line_of(finding))
-            if finding.next_step and finding.verdict != "fine":
-                click.echo(f"{'':{_INDENT}}next: {finding.next_step}")
+        if not is_json and finding.about != ABOUT_NETWORK:
+            _say(finding)
     if is_json:
         console.print_json([as_json(finding) for finding in findings])
     else:
         click.echo(summary_of(findings))
+        _say(findings[-1])  # what the network needs has the last word
     return exit_code_of(findings)
+
+
+def _say(finding: Finding) -> None:
+    click.echo(line_of(finding))
+    if finding.next_step and finding.verdict != "fine":
+        click.echo(f"{'':{_INDENT}}next: {finding.next_step}")
 
 
 def line_of(finding: Finding) -> str:

@@ -123,7 +123,7 @@ class Exchange:
 
     def _peers(self) -> tuple[NodeId, ...]:
         """Whom to ask, those first that can be reached."""
-        unreachable = frozenset(self._transport.unreachable)
+        unreachable = frozenset(self._transport.unreachable)  # what is carried comes last too
         return tuple(sorted(self._members, key=lambda peer: peer in unreachable))
 
     async def open_round(self, plan: Plan) -> None:

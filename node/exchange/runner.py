@@ -156,7 +156,7 @@ class RoundRunner:
         transport = self._donors.transport
         reducers = {known.part.reducer_id for known in self.state.slices.values()}
         return Links(
-            unreachable=frozenset(transport.unreachable),
+            unreachable=frozenset(transport.unreachable) - transport.through.keys(),
             round_trip_seconds={peer: transport.round_trip_seconds(peer) for peer in reducers},
         )
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -15,6 +15,8 @@ from protocol.errors import (
     BadDataError,
     CannotCreateError,
     NoInputError,
+    ProtocolMismatchError,
+    UnavailableError,
     UsageError,
 )
 from protocol.files.durable import expanded, make_folder
@@ -85,22 +87,58 @@ def _not_empty(text: str, origin: str) -> str:
     return text
 
 
-async def join(invite: Invite, folder: Path, *, name: str) -> Credentials:
+Elsewhere = Callable[[Invite], Awaitable[Sequence[Invite]]]
+"""The same invite at the places where members that it names say that the coordinator is."""
+
+
+async def nowhere(invite: Invite) -> Sequence[Invite]:
+    """Where nobody can be asked."""
+    return ()
+
+
+async def join(
+    invite: Invite, folder: Path, *, name: str, elsewhere: Elsewhere = nowhere
+) -> Credentials:
     """Enrols this machine with the swarm that the invite is of; returns what it got.
 
-    A folder that belongs to another swarm is left as it is. Raises AtollError.
+    Where the invite's coordinator is not at its address, it looks `elsewhere`. A folder that belongs to
+    another swarm is left as it is. Raises AtollError.
     """
-    from protocol.trust.enrolment import enrol
-
     _check_is_free(folder)
     with _held(folder):
         _check_is_free(folder)  # again: another 'atoll join' may just have used it
         with _identity(folder) as identity:
-            credentials = await enrol(invite, identity, name)
+            credentials = await _enrolled(invite, identity, name, elsewhere)
         is_helper = credentials.principal.role is Role.HELPER
         write_settings(folder, name=name, is_helper=is_helper)
         credentials.save(folder)
     return credentials
+
+
+async def _enrolled(
+    invite: Invite, identity: Identity, name: str, elsewhere: Elsewhere
+) -> Credentials:
+    from protocol.trust.enrolment import enrol
+
+    try:
+        return await enrol(invite, identity, name)
+    except AnswerLostError:
+        raise  # it is there
+    except (UnavailableError, ProtocolMismatchError) as error:
+        missed = error
+    if not invite.members:
+        raise missed
+    for moved in await elsewhere(invite):
+        try:
+            return await enrol(moved, identity, name)
+        except AnswerLostError:
+            raise
+        except (UnavailableError, ProtocolMismatchError):
+            continue
+    raise type(missed)(
+        f"{missed.what}; nor anywhere that the members named in the invite know of",
+        next_step=missed.next_step,
+    ) from missed
 
 
 def _check_is_free(folder: Path) -> None:

@@ -120,6 +120,27 @@ def punched_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
     return _pairs(known, lambda node: node.heartbeat.punched_ids) - cut_pairs(known)
 
 
+def carried_pairs(nodes: Iterable[pb.NodeStatus]) -> dict[tuple[str, str], str]:
+    """Who carries between two present nodes of which one says so, by their ids."""
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    return {
+        (min(node.node_id, told.node_id), max(node.node_id, told.node_id)): told.through_id
+        for node in present.values()
+        for told in node.heartbeat.through
+        if {told.node_id, told.through_id} <= present.keys()
+    }
+
+
+NARROW = "only small packets get through"
+
+NARROW_STEP = "lower the MTU of one of the two: 'sudo ip link set dev NAME mtu 1280'"
+
+
+def narrow_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
+    """The ids of each two present nodes of which one says that large packets between them get lost."""
+    return _pairs(nodes, lambda node: node.heartbeat.narrow_ids)
+
+
 def _pairs(
     nodes: Iterable[pb.NodeStatus], others_of: Callable[[pb.NodeStatus], Iterable[str]]
 ) -> set[tuple[str, str]]:
@@ -135,23 +156,26 @@ def _pairs(
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
     """Which nodes do not reach each other, and which do by other ways than directly; empty when all do."""
     present = {node.node_id: node for node in nodes if is_present(node)}
-    pairs = cut_pairs(present.values())
+    pairs, carried = cut_pairs(present.values()), carried_pairs(present.values())
+    narrow = narrow_pairs(present.values())
     helpers = [node.node_id for node in by_name(present.values()) if node.is_helper]
     apart: list[str] = []
-    through: dict[str, set[str]] = {}  # names, by their helper's
+    through: dict[str, set[str]] = {}  # names, by who is between
     for pair in pairs:
         names = sorted(name_of(present[node_id]) for node_id in pair)
-        if helper := _helper_of(pair, helpers, pairs):
-            through.setdefault(name_of(present[helper]), set()).update(names)
-        else:
+        if between := carried.get(pair) or _helper_of(pair, helpers, pairs):
+            through.setdefault(name_of(present[between]), set()).update(names)
+        if pair in narrow:
+            apart.append(f"between {names[0]} and {names[1]} {NARROW}: {NARROW_STEP}")
+        elif not between:
             strict = [name_of(present[n]) for n in pair if present[n].has_symmetric_router]
             why = f" (symmetric router: {', '.join(sorted(strict))})" if strict else ""
             apart.append(f"{names[0]} and {names[1]} do not reach each other{why}")
     told = _some_of(apart)
-    for helper, behind in sorted(through.items()):
-        names = sorted(behind)
+    for between, ends in sorted(through.items()):
+        names = sorted(ends)
         who = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} nodes"
-        told.append(f"{who} reach each other through {helper}")
+        told.append(f"{who} reach each other through {between}")
     holes = (sorted(name_of(present[n]) for n in pair) for pair in punched_pairs(present.values()))
     told += _some_of(f"{one} and {other} reach each other, punched" for one, other in holes)
     return "; ".join(told)
@@ -165,11 +189,23 @@ def _some_of(pairs: Iterable[str]) -> list[str]:
 
 
 def ways_to_others(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> str:
-    """How a present node reaches the others: direct, punched, through a helper, or not; by name."""
+    """How a present node reaches the others, in words."""
+    told = [f"{name} {way}" for name, way in ways_of(node, nodes)]
+    if len(told) > MOST_PAIRS:
+        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more"]
+    return ", ".join(told)
+
+
+def ways_of(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> list[tuple[str, str]]:
+    """The others by name, each with its way: direct, punched, through another one, or not reached.
+
+    Nothing of a node that is not present.
+    """
     present = {each.node_id: each for each in nodes if is_present(each)}
     if node.node_id not in present:
-        return ""
+        return []
     cut, punched = cut_pairs(present.values()), punched_pairs(present.values())
+    carried, narrow = carried_pairs(present.values()), narrow_pairs(present.values())
     helpers = [each.node_id for each in by_name(present.values()) if each.is_helper]
     told = []
     for other in by_name(present.values()):
@@ -178,12 +214,12 @@ def ways_to_others(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> str:
             continue
         way = "punched" if pair in punched else "direct"
         if pair in cut:
-            helper = _helper_of(pair, helpers, cut)
-            way = f"through {name_of(present[helper])}" if helper else "not reached"
-        told.append(f"{name_of(other)} {way}")
-    if len(told) > MOST_PAIRS:
-        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more"]
-    return ", ".join(told)
+            between = carried.get(pair) or _helper_of(pair, helpers, cut)
+            way = f"through {name_of(present[between])}" if between else "not reached"
+            if pair in narrow:
+                way = f"{way} ({NARROW})" if between else NARROW
+        told.append((name_of(other), way))
+    return told
 
 
 def _helper_of(

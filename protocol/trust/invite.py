@@ -2,12 +2,14 @@
 
 Text: `atoll1-` and lower-case base32 without padding of: length of everything (2 bytes), port (2),
 pin (32), secret (32), invite id and host (each a length byte and UTF-8), and a check (4 bytes of
-BLAKE3), all big-endian. The length tells a truncated invite from a mistyped one.
+BLAKE3), all big-endian. The length tells a truncated invite from a mistyped one. Behind the host there may be
+members that know where the coordinator is: of each the public key (32), port (2) and host.
 """
 
 import base64
+import ipaddress
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import blake3
 
@@ -17,6 +19,10 @@ PIN_BYTES = 32
 SECRET_BYTES = 32
 MAX_HOST_BYTES = 253  # a host name's longest form (RFC 1035)
 MAX_INVITE_ID_BYTES = 64
+
+KEY_BYTES = 32
+MOST_MEMBERS = 2
+"""That an invite names: each makes it half as long again."""
 
 _CHECK_BYTES = 4
 _CHECK_CONTEXT = "atoll invite check 1"
@@ -92,6 +98,40 @@ INVITE = Armour(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InvitedBy:
+    """A member that an invite names beside the coordinator: its key, and where libp2p dials it."""
+
+    public_key: bytes
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        check_endpoint(self.host, self.port)
+        if len(self.public_key) != KEY_BYTES:
+            raise ValueError("a member's key has 32 bytes")
+
+    @property
+    def multiaddr(self) -> str:
+        """As libp2p writes it."""
+        try:
+            kind = f"ip{ipaddress.ip_address(self.host).version}"
+        except ValueError:
+            kind = "dns"
+        return f"/{kind}/{self.host}/tcp/{self.port}"
+
+    @classmethod
+    def at(cls, public_key: bytes, multiaddr: str) -> "InvitedBy | None":
+        """By a multiaddress that a member tells of itself; None where an invite cannot name it."""
+        match multiaddr.split("/"):
+            case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port] if port.isdigit():
+                try:
+                    return cls(public_key=public_key, host=host, port=int(port))
+                except UsageError:
+                    return None
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Invite:
     """Where to enrol, whom to expect there, and the right to do so.
 
@@ -104,6 +144,8 @@ class Invite:
     pin: bytes
     invite_id: str
     secret: bytes = field(repr=False)
+    members: tuple[InvitedBy, ...] = ()
+    """Who knows where the coordinator is, should it have moved."""
 
     def __post_init__(self) -> None:
         check_endpoint(self.host, self.port)
@@ -117,8 +159,12 @@ class Invite:
         """Host and port of the enrolment service."""
         return endpoint_of(self.host, self.port)
 
+    def at(self, host: str, port: int) -> "Invite":
+        """The same at another address; raises UsageError for one that cannot be."""
+        return replace(self, host=host, port=port, members=())
+
     def encode(self) -> str:
-        """The invite as text, around 160 characters."""
+        """The invite as text, around 160 characters, and 70 more for each member."""
         invite_id, host = self.invite_id.encode(), self.host.encode()
         content = b"".join(
             (
@@ -129,6 +175,7 @@ class Invite:
                 invite_id,
                 len(host).to_bytes(1),
                 host,
+                *(_packed(member) for member in self.members),
             )
         )
         return INVITE.encode(content)
@@ -145,14 +192,46 @@ class Invite:
             port, pin, secret = int.from_bytes(content[:2]), content[2:34], content[34:66]
             id_end = 67 + content[66]
             invite_id = content[67:id_end].decode()
-            host = content[id_end + 1 :].decode()
-            if content[id_end] != len(content) - id_end - 1:
+            host_end = id_end + 1 + content[id_end]
+            host = content[id_end + 1 : host_end].decode()
+            if host_end > len(content):
                 raise ValueError("its lengths do not add up")
-            return cls(host=host, port=port, pin=pin, invite_id=invite_id, secret=secret)
+            members = _members_in(content[host_end:])
+            return cls(
+                host=host,
+                port=port,
+                pin=pin,
+                invite_id=invite_id,
+                secret=secret,
+                members=members,
+            )
         except (IndexError, ValueError, UsageError) as error:
             raise BadDataError(
                 f"not a valid invite: {error}", next_step=INVITE.ask_again
             ) from error
+
+
+def _packed(member: InvitedBy) -> bytes:
+    host = member.host.encode()
+    return member.public_key + member.port.to_bytes(2) + len(host).to_bytes(1) + host
+
+
+def _members_in(content: bytes) -> tuple[InvitedBy, ...]:
+    """Raises ValueError, IndexError or UsageError for what is none."""
+    members: list[InvitedBy] = []
+    while content:
+        end = KEY_BYTES + 3 + content[KEY_BYTES + 2]
+        if end > len(content) or len(members) == MOST_MEMBERS:
+            raise ValueError("its lengths do not add up")
+        members.append(
+            InvitedBy(
+                public_key=content[:KEY_BYTES],
+                port=int.from_bytes(content[KEY_BYTES : KEY_BYTES + 2]),
+                host=content[KEY_BYTES + 3 : end].decode(),
+            )
+        )
+        content = content[end:]
+    return tuple(members)
 
 
 def check_endpoint(host: str, port: int) -> None:

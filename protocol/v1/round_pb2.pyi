@@ -108,6 +108,7 @@ class Plan(_message.Message):
     AHEAD_FIELD_NUMBER: _builtins.int
     NUM_RULINGS_FIELD_NUMBER: _builtins.int
     OPENED_AT_FIELD_NUMBER: _builtins.int
+    WAYS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round number, from 1. The outer state after it is "the state at this round"."""
     fragment: _builtins.int
@@ -148,6 +149,10 @@ class Plan(_message.Message):
         plan asks it of those of them who take part. Empty without overlap.
         """
 
+    @_builtins.property
+    def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]:
+        """Participants that do not reach each other, and who carries what they send each other."""
+
     def __init__(
         self,
         *,
@@ -165,14 +170,46 @@ class Plan(_message.Message):
         ahead: _abc.Iterable[Global___Assignment] | None = ...,
         num_rulings: _builtins.int = ...,
         opened_at: _builtins.float = ...,
+        ways: _abc.Iterable[Global___Way] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "assignments", b"assignments", "base_digest", b"base_digest", "commit_seconds", b"commit_seconds", "contribute_seconds", b"contribute_seconds", "fragment", b"fragment", "num_rulings", b"num_rulings", "opened_at", b"opened_at", "reason", b"reason", "round", b"round", "round_tokens", b"round_tokens", "slices", b"slices", "token_clock", b"token_clock", "train_seconds", b"train_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "assignments", b"assignments", "base_digest", b"base_digest", "commit_seconds", b"commit_seconds", "contribute_seconds", b"contribute_seconds", "fragment", b"fragment", "num_rulings", b"num_rulings", "opened_at", b"opened_at", "reason", b"reason", "round", b"round", "round_tokens", b"round_tokens", "slices", b"slices", "token_clock", b"token_clock", "train_seconds", b"train_seconds", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class Way(_message.Message):
+    """Two participants that do not reach each other, and others that carry what they send each other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ONE_FIELD_NUMBER: _builtins.int
+    OTHER_FIELD_NUMBER: _builtins.int
+    THROUGH_IDS_FIELD_NUMBER: _builtins.int
+    one: _builtins.str
+    """The two, in the order of their node ids."""
+    other: _builtins.str
+    @_builtins.property
+    def through_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who carries, and who where that one does not: one or two."""
+
+    def __init__(
+        self,
+        *,
+        one: _builtins.str = ...,
+        other: _builtins.str = ...,
+        through_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["one", b"one", "other", b"other", "through_ids", b"through_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Way: _TypeAlias = Way  # noqa: Y015
 
 @_typing.final
 class Contributor(_message.Message):

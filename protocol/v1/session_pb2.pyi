@@ -467,6 +467,9 @@ class HeartbeatRequest(_message.Message):
     REACH_BACK_FIELD_NUMBER: _builtins.int
     OUTSIDE_TOKEN_FIELD_NUMBER: _builtins.int
     PUNCHED_IDS_FIELD_NUMBER: _builtins.int
+    CARRY_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    THROUGH_FIELD_NUMBER: _builtins.int
+    NARROW_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -497,6 +500,8 @@ class HeartbeatRequest(_message.Message):
     """As in AttachRequest, now."""
     outside_token: _builtins.bytes
     """What its datagrams to outside_ports hold, 16 bytes; empty when it sends none."""
+    carry_bytes_per_second: _builtins.float
+    """Bytes a second that its owner lets it carry for pairs that do not reach each other; 0: it carries nothing."""
     @_builtins.property
     def wire(self) -> _containers.RepeatedCompositeFieldContainer[Global___WireCount]:
         """Bytes since the node started."""
@@ -529,6 +534,14 @@ class HeartbeatRequest(_message.Message):
     def punched_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Members that it reaches through a hole that both have punched in their routers."""
 
+    @_builtins.property
+    def through(self) -> _containers.RepeatedCompositeFieldContainer[Global___Through]:
+        """Members that it reaches through others, and through whom."""
+
+    @_builtins.property
+    def narrow_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Members, among those out of reach, to which only small packets get through."""
+
     def __init__(
         self,
         *,
@@ -555,14 +568,43 @@ class HeartbeatRequest(_message.Message):
         reach_back: _abc.Iterable[Global___RoundSpan] | None = ...,
         outside_token: _builtins.bytes = ...,
         punched_ids: _abc.Iterable[_builtins.str] | None = ...,
+        carry_bytes_per_second: _builtins.float = ...,
+        through: _abc.Iterable[Global___Through] | None = ...,
+        narrow_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exchange_speed", b"exchange_speed", "link_rates", b"link_rates", "upload_pace", b"upload_pace", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "outside_token", b"outside_token", "punched_ids", b"punched_ids", "reach_back", b"reach_back", "session_id", b"session_id", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "carry_bytes_per_second", b"carry_bytes_per_second", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "narrow_ids", b"narrow_ids", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "outside_token", b"outside_token", "punched_ids", b"punched_ids", "reach_back", b"reach_back", "session_id", b"session_id", "through", b"through", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class Through(_message.Message):
+    """A member that is reached through another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    THROUGH_ID_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Who is reached."""
+    through_id: _builtins.str
+    """Who carries."""
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        through_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "through_id", b"through_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Through: _TypeAlias = Through  # noqa: Y015
 
 @_typing.final
 class RoundSpan(_message.Message):

@@ -5,8 +5,10 @@ What peers say to each other over libp2p. Each message travels in a frame of its
 capped length (node.exchange.transport); bodies of payloads follow their header unframed.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -454,6 +456,39 @@ class WantInput(_message.Message):
 Global___WantInput: _TypeAlias = WantInput  # noqa: Y015
 
 @_typing.final
+class Carry(_message.Message):
+    """Opens a stream between two members that a third one carries, which both reach: from the first to the third, which
+    opens one to the second. After the TransferResponse, GO_ON, it is TLS 1.3 between the two, and a TransferRequest in
+    it begins the transfer. Who carries it cannot read it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TO_ID_FIELD_NUMBER: _builtins.int
+    FROM_ID_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    to_id: _builtins.str
+    """On the way from the first to the third: the second. Empty behind that."""
+    from_id: _builtins.str
+    """On the way from the third to the second: the first. Empty before that."""
+    certificate: _builtins.bytes
+    """Certificate of the first, DER, made of the key that the roster has of it, and signed with that."""
+    def __init__(
+        self,
+        *,
+        to_id: _builtins.str = ...,
+        from_id: _builtins.str = ...,
+        certificate: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "from_id", b"from_id", "to_id", b"to_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Carry: _TypeAlias = Carry  # noqa: Y015
+
+@_typing.final
 class TransferRequest(_message.Message):
     """Opens a stream."""
 
@@ -527,6 +562,7 @@ class TransferResponse(_message.Message):
     HELD_PARTS_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
     status: Global___TransferStatus.ValueType
     """How it stands."""
     reason: _builtins.str
@@ -544,6 +580,8 @@ class TransferResponse(_message.Message):
     """A reducer's signed Receipt for the contribution that was received, exactly as it is signed
     (protocol.trust.receipts); empty for all else, and where nobody audits.
     """
+    certificate: _builtins.bytes
+    """Certificate of the second, when it answers a Carry with go-on."""
     def __init__(
         self,
         *,
@@ -553,14 +591,87 @@ class TransferResponse(_message.Message):
         held_parts: _builtins.bytes = ...,
         part: _builtins.int = ...,
         receipt: _builtins.bytes = ...,
+        certificate: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "held_parts", b"held_parts", "part", b"part", "reason", b"reason", "receipt", b"receipt", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "header", b"header", "held_parts", b"held_parts", "part", b"part", "reason", b"reason", "receipt", b"receipt", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferResponse: _TypeAlias = TransferResponse  # noqa: Y015
+
+@_typing.final
+class Whereabouts(_message.Message):
+    """Asks a member, as somebody whose invite names it, where the run's coordinator is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: _builtins.int
+    pin: _builtins.bytes
+    """What the invite says about the coordinator's certificate, 32 bytes."""
+    def __init__(
+        self,
+        *,
+        pin: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Whereabouts: _TypeAlias = Whereabouts  # noqa: Y015
+
+@_typing.final
+class WhereaboutsAnswer(_message.Message):
+    """Where it is and is said to move to; nothing for another pin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]:
+        """One or two."""
+
+    def __init__(
+        self,
+        *,
+        places: _abc.Iterable[Global___Place] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WhereaboutsAnswer: _TypeAlias = WhereaboutsAnswer  # noqa: Y015
+
+@_typing.final
+class Place(_message.Message):
+    """Where a coordinator may be joined."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    ENROLMENT_PORT_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """Name or address."""
+    enrolment_port: _builtins.int
+    """Port of EnrolmentService."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        enrolment_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment_port", b"enrolment_port", "host", b"host"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Place: _TypeAlias = Place  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):

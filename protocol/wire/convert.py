@@ -25,6 +25,7 @@ from protocol.wire.rounds import (
     RosterEntry,
     Slice,
     SliceOutcome,
+    Way,
 )
 from protocol.wire.wire_count import WireTotals
 
@@ -108,6 +109,10 @@ def plan_to_wire(plan: Plan) -> round_pb2.Plan:
         ahead=[assignment_to_wire(assignment) for assignment in plan.ahead],
         num_rulings=plan.num_rulings,
         opened_at=plan.opened_at,
+        ways=[
+            round_pb2.Way(one=way.one, other=way.other, through_ids=way.through)
+            for way in plan.ways
+        ],
     )
 
 
@@ -128,6 +133,14 @@ def plan_from_wire(wire: round_pb2.Plan) -> Plan:
         ahead=tuple(assignment_from_wire(assignment) for assignment in wire.ahead),
         num_rulings=wire.num_rulings,
         opened_at=wire.opened_at,
+        ways=tuple(
+            Way(
+                one=NodeId(way.one),
+                other=NodeId(way.other),
+                through=tuple(NodeId(node_id) for node_id in way.through_ids),
+            )
+            for way in wire.ways
+        ),
     )
 
 
@@ -411,10 +424,14 @@ def corpus_from_wire(wire: session_pb2.CorpusSummary) -> CorpusSummary:
 
 
 def wire_counts_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:
-    """Bytes sent and received by kind (`WireCounts.totals`), in the order of their names."""
+    """Bytes sent and received by kind (`WireCounts.totals`), in the order of their names.
+
+    Without "carried" where nothing was: coordinators that ask nobody to carry may not know that kind.
+    """
     return [
         session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
         for kind, (sent, received) in sorted(totals.items())
+        if kind != "carried" or sent or received
     ]
 
 

@@ -81,6 +81,18 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Two participants that do not reach each other, in order, and who carries what they exchange.
+
+    Of the one or two that carry the first is asked first.
+    """
+
+    one: NodeId
+    other: NodeId
+    through: tuple[NodeId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Opens a round. The durations count from the moment a node receives the plan.
 
@@ -107,6 +119,7 @@ class Plan:
     round_tokens: int = 0  # as in databases that do not hold it
     num_rulings: int = 0  # made when the round opened: who lacks one does not take part
     opened_at: float = 0.0  # by the coordinator's clock: tells plans of one round apart
+    ways: tuple[Way, ...] = ()  # between participants that do not reach each other
 
     @property
     def participants(self) -> tuple[NodeId, ...]:

@@ -3,7 +3,8 @@
 One figure more takes four files: session.proto, this one, the node that measures it, the page that shows it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from protocol.v1 import session_pb2 as pb
@@ -140,6 +141,9 @@ class Vitals:
     evaluates: bool = True
     outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
     punched: tuple[NodeId, ...] = ()  # members that it reaches through holes in routers
+    narrow: tuple[NodeId, ...] = ()  # members to which only small packets get through
+    carry_bytes_per_second: float = 0.0  # for pairs that do not reach each other; 0: nothing
+    through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
 
 
 def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
@@ -168,6 +172,9 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         cannot_evaluate=not vitals.evaluates,
         outside_token=vitals.outside_token,
         punched_ids=vitals.punched,
+        narrow_ids=vitals.narrow,
+        carry_bytes_per_second=vitals.carry_bytes_per_second,
+        through=[pb.Through(node_id=n, through_id=c) for n, c in sorted(vitals.through.items())],
     )
 
 

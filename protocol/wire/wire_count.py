@@ -4,7 +4,7 @@ import threading
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-WireKind = Literal["contribution", "result", "snapshot", "data", "control"]
+WireKind = Literal["contribution", "result", "snapshot", "data", "control", "carried"]
 
 WireTotals = Mapping[str, tuple[int, int]]
 """Bytes sent and received of each kind."""

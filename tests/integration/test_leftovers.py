@@ -27,7 +27,7 @@ async def live():
     async def refuse(peer, reader, writer): ...
     vectors = SharedVectors.create(1000)
     daemon = await P2pd.start(Identity.generate(), listen_multiaddrs=("/ip4/127.0.0.1/tcp/0",),
-                              protocol="/test", on_stream=refuse)
+                              on_streams={"/test": refuse})
     print(vectors.names.parameters, vectors.names.published, daemon._folder,
           resource_tracker._resource_tracker._pid, daemon.pid, flush=True)
     await asyncio.sleep(1000)

@@ -30,6 +30,40 @@ def free_ports() -> list[str]:
         return [str(server.getsockname()[1]) for server in (one, other)]
 
 
+def test_an_old_invite_finds_the_coordinator_by_a_helper_that_it_names_when_the_old_machine_is_gone(
+    swarm: Swarm,
+) -> None:
+    helper_home = swarm.join("helper", swarm.invite("--role", "helper"))
+    helper = swarm.start("helper", "start", "--dir", helper_home)
+    helper.says("attached")
+    invite, viewer = swarm.invite(), swarm.invite("--role", "viewer")
+    assert [member.host for member in Invite.decode(invite).members] == ["127.0.0.1"]
+    control, enrolment = free_ports()
+    move = ("run", "move", "127.0.0.1", "--port", control, "--enrolment-port", enrolment)
+    done(atoll(*move, "--dir", swarm.home))
+    helper.says("the coordinator will move")
+    swarm.coordinator.process.terminate()
+    swarm.coordinator.process.wait()
+    late = swarm.folder / "late"
+    nowhere = (
+        "no coordinator answers",
+        "nor anywhere that the members named in the invite know of",
+    )
+    refused(atoll("join", invite, "--dir", late), 69, *nowhere)
+    there = swarm.folder / "elsewhere"
+    shutil.move(swarm.home, there)
+    moved = swarm.start(
+        "coordinator", "start", there, "--port", control, "--enrolment-port", enrolment
+    )
+    moved.says("coordinator ready")
+    for name, line in (("late", invite), ("watcher", viewer)):
+        said = done(atoll("join", line, "--dir", swarm.folder / name))
+        assert "the coordinator has moved: a member that the invite names knew where to" in said
+        assert link_of(swarm, name)["control_port"] == int(control)
+    helper.stop(signal.SIGTERM)
+    refused(atoll("join", invite, "--dir", swarm.folder / "last"), 69, *nowhere)
+
+
 def link_of(swarm: Swarm, name: str) -> dict[str, object]:
     return tomllib.loads((swarm.folder / name / "link.toml").read_text())
 

@@ -6,6 +6,9 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from structlog.testing import capture_logs
@@ -148,6 +151,44 @@ async def test_members_behind_their_routers_reach_each_other_through_the_holes_t
         assert home.lab.traffic(ONE, OTHER).delivered_bytes > BIG
         assert home.lab.traffic(OTHER, ONE).delivered_bytes > BIG
         assert home.lab.traffic(ONE, OUTSIDE).delivered_bytes < 100_000
+
+
+def pairs_on_the_page() -> list[tuple[NatKind, NatKind, str]]:
+    """Each two kinds of routers in the table of docs/networks.md, with the way that it gives them."""
+    page = (Path(__file__).parents[2] / "docs/networks.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith(("| | open port", "| **"))]
+    kinds, *rows = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in lines]
+    assert kinds[2:] == list(get_args(NatKind))
+    ways = {
+        (one, other): way
+        for (one, *told) in rows
+        for other, way in zip(kinds[1:], told, strict=True)
+    }
+    assert all(ways[one, other] == ways[other, one] for one, other in ways)
+    return [
+        (one, other, ways[one, other])
+        for one, other in combinations_with_replacement(get_args(NatKind), 2)
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("one", "other", "way"), pairs_on_the_page())
+async def test_each_two_kinds_of_routers_are_passed_as_the_page_says(
+    one: NatKind, other: NatKind, way: str
+) -> None:
+    async with at_home(one, other) as home:
+        await until(lambda: home.one.transport.unreachable and home.other.transport.unreachable)
+        await home.dial_each_other()
+        if way == "through":
+            dials = [p.transport._punching._dials for p in (home.one, home.other)]  # type: ignore[attr-defined]
+            await until(lambda: not any(dials))
+            assert home.one.transport.punched == home.other.transport.punched == ()
+            return
+        assert way == "punched"
+        await until(home.is_punched)
+        payload = make_payload(sender_id=home.one.node_id)
+        await home.one.transport.push(home.other.node_id, payload, timeout_seconds=30)
+        assert home.other.desk.received == [(home.one.node_id, payload)]
 
 
 async def test_a_symmetric_and_a_port_restricted_router_are_told_apart_and_no_hole_is_there() -> (

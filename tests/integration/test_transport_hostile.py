@@ -63,8 +63,7 @@ class Raw:
         self.daemon = await P2pd.start(
             self.identity,
             listen_multiaddrs=("/ip4/127.0.0.1/tcp/0",),
-            protocol=PROTOCOL,
-            on_stream=on_stream,
+            on_streams={PROTOCOL: on_stream},
         )
 
     async def entry(self) -> RosterEntry:

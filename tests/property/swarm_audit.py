@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations
 
 from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 
@@ -24,6 +25,7 @@ def check_plan(books: Books, plan: Plan, state: SwarmState) -> None:
         assert state.members[node_id].state is MemberState.READY
         assert not state.members[node_id].is_draining, "a plan counts on who leaves"
     _check_reducers(plan, state)
+    _check_ways(plan, state)
     _check_assignments(books, plan, state)
     _check_durations(plan, state)
     covered = 0
@@ -74,6 +76,30 @@ def _check_reducers(plan: Plan, state: SwarmState) -> None:
             continue
         taken = [Fraction(weight[m], lost[m]) for m in cut[part.reducer_id] if weight.get(m)]
         assert is_best or sum(taken) < 1, "who is cut off from most of the others reduces"
+
+
+def _check_ways(plan: Plan, state: SwarmState) -> None:
+    """Who is cut off from a reducer has a way to it where somebody reaches both, and nobody else has one."""
+
+    def is_cut(one: NodeId, other: NodeId) -> bool:
+        members = state.members
+        return other in members[one].unreachable or one in members[other].unreachable
+
+    reducers = {part.reducer_id for part in plan.slices}
+    ways = {(way.one, way.other): way.through for way in plan.ways}
+    assert len(ways) == len(plan.ways)
+    for one, other in combinations(plan.participants, 2):
+        able = [
+            n
+            for n in plan.participants
+            if n not in (one, other)
+            and state.members[n].carry_bytes_per_second
+            and not (is_cut(one, n) or is_cut(n, other))
+        ]
+        is_needed = is_cut(one, other) and not reducers.isdisjoint((one, other))
+        through = ways.pop((one, other), ())
+        assert set(through) <= set(able) and len(through) == is_needed * min(2, len(able))
+    assert not ways, "a way for somebody who takes no part"
 
 
 def _check_durations(plan: Plan, state: SwarmState) -> None:

@@ -151,6 +151,7 @@ class SimulatedNode:
             outer_digest=digest,
             outer_incarnation=incarnation,
             unreachable=self.unreachable,
+            carry_bytes_per_second=1e6,
             cannot_train=self.is_helper,
             cannot_evaluate=self.is_helper,
         )

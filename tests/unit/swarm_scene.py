@@ -1,7 +1,7 @@
 """A swarm on stage, for tests of the pure core: one line for each thing that happens."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from coordinator.swarm.actions import Action, Tell
@@ -188,6 +188,8 @@ class Scene:
         cannot_train: bool = False,
         cannot_evaluate: bool = False,
         outside: tuple[str, ...] = (),
+        carry: float = 0.0,
+        through: Mapping[str, str] | None = None,
     ) -> None:
         if session_id is None:
             session_id = self.member(name).session_id
@@ -203,6 +205,8 @@ class Scene:
                 cannot_train=cannot_train,
                 cannot_evaluate=cannot_evaluate,
                 outside=outside,
+                carry_bytes_per_second=carry,
+                through={NodeId(one): NodeId(by) for one, by in (through or {}).items()},
             )
         )
 

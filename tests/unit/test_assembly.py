@@ -88,6 +88,7 @@ async def run_with(
         spec=SPEC,
         link=None,  # type: ignore[arg-type]
         counts=WireCounts(),
+        current_credentials=lambda: None,  # type: ignore[arg-type, return-value]
     )
     why = await assembly.run_daemon(start, look_around("cpu"), Signals())  # type: ignore[arg-type]
     assert why == "looked at"

@@ -85,6 +85,21 @@ def test_nodes_get_time_to_leave_and_shared_memory() -> None:
     assert budget["maxUnavailable"] == 1 and budget["selector"]["matchLabels"] == labels
 
 
+def test_a_coordinators_ports_are_open_by_udp_as_well_which_holes_in_routers_take() -> None:
+    both = {(port, protocol) for port in (7700, 7701) for protocol in ("TCP", "UDP")}
+    named = {
+        (each["kind"], each["metadata"]["name"]): each["spec"]
+        for each in documents("kubernetes.yaml")
+    }
+    service = named["Service", "atoll-coordinator"]["ports"]
+    assert {(each["port"], each["protocol"]) for each in service} == both
+    assert len({each["name"] for each in service}) == len(service)
+    pod = named["StatefulSet", "atoll-coordinator"]["template"]["spec"]["containers"][0]
+    assert {(each["containerPort"], each["protocol"]) for each in pod["ports"]} == both
+    told = re.findall(r'"(\d+):\1/(tcp|udp)"', (DEPLOY / "compose.yaml").read_text())
+    assert {(int(port), protocol.upper()) for port, protocol in told} == both
+
+
 def test_no_container_runs_as_root_but_what_hands_out_the_invite() -> None:
     instructions = (DEPLOY / "Dockerfile").read_text().splitlines()
     assert "USER atoll" in instructions[instructions.index("FROM ${BASE}") :]

@@ -12,6 +12,7 @@ from node.doctor.checks import router_finding
 from node.doctor.command import as_json, line_of, run_doctor, summary_of
 from node.doctor.findings import Finding, exit_code_of, wrong
 from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
+from node.doctor.network import Network, what_to_use
 from node.kept import keep_run
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
@@ -259,6 +260,72 @@ def test_a_router_that_no_hole_can_be_punched_in_is_said() -> None:
     assert "this machine's router is symmetric" in found.what
 
 
+def test_one_that_others_carry_to_is_told_by_whom() -> None:
+    nodes = members((0, 1))
+    nodes[0].heartbeat.through.add(node_id="1", through_id="2")
+    (found,) = checks.reach_findings(nodes, "0")
+    assert (found.verdict, found.what) == ("note", "no connection with node-1, but through node-2")
+
+
+def test_one_to_whom_large_packets_get_lost_is_named_with_the_command_that_mends_it() -> None:
+    nodes = members((0, 1))
+    nodes[0].heartbeat.narrow_ids.append("1")
+    (found,) = checks.reach_findings(nodes, "0")
+    assert (found.verdict, "to node-1: larger ones get lost" in found.what) == ("advice", True)
+    assert "mtu 1280" in found.next_step
+    last = what_to_use(joined(ways=checks.ways_of(nodes[0], nodes)))
+    assert "a smaller MTU is needed" in last.what and "mtu 1280" in last.next_step
+
+
+# What the network needs
+
+
+def joined(**facts: object) -> Network:
+    return Network(has_joined=True, **facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("network", "verdict", "words"),
+    [
+        (Network(), "note", "shows once a swarm is joined"),
+        (joined(is_local=True), "fine", "nothing is needed: the coordinator and its nodes are on"),
+        (joined(own_address="203.0.113.5"), "fine", "nothing is needed if no firewall closes its"),
+        (joined(announce="my.example", port=7710), "fine", "if TCP port 7710 of my.example leads"),
+        (joined(announce="my.example"), "fine", "set port in node.toml"),
+        (joined(forwarded="203.0.113.9"), "fine", "a port was mapped at 203.0.113.9"),
+        (joined(), "note", "holes in this router and the others' will do"),
+        (joined(why_no_holes="not permitted"), "advice", "can be punched: not permitted"),
+        (
+            joined(relay="through relay r:1"),
+            "advice",
+            "through relay r:1), which sees no datagrams",
+        ),
+        (joined(ways=[("a", "direct")]), "fine", "all other members are reached directly"),
+        (joined(ways=[("a", "punched"), ("b", "direct")]), "fine", "holes do here"),
+        (joined(ways=[("a", "through b"), ("b", "direct")]), "fine", "it reaches through b"),
+        (joined(ways=[("a", "not reached")]), "advice", "a and this node do not reach each other"),
+    ],
+)
+def test_the_last_word_names_what_to_use_here_in_one_sentence(
+    network: Network, verdict: str, words: str
+) -> None:
+    found = what_to_use(network)
+    assert (found.about, found.verdict) == ("network", verdict)
+    assert words in found.what
+    assert ". " not in found.what
+    assert ("atoll helper start" in found.next_step) == (
+        verdict == "advice" or "symmetric" in found.what
+    )
+
+
+def test_what_runs_is_believed_before_what_is_set_and_what_is_set_before_what_a_router_says() -> (
+    None
+):
+    known = {"forwarded": "203.0.113.9", "announce": "my.example", "own_address": "203.0.113.5"}
+    assert "do not reach" in what_to_use(joined(ways=[("a", "not reached")], **known)).what
+    assert "my.example" in what_to_use(joined(**known)).what
+
+
 # How it ends
 
 
@@ -297,7 +364,9 @@ def test_one_thing_that_is_wrong_does_not_hide_the_next(
     is_json: bool,
 ) -> None:
     down = wrong("libp2p", SystemRefusedError("it does not start", next_step="mend it"))
-    monkeypatch.setattr(checks, "libp2p_findings", lambda *_: [down])  # loading it takes seconds
+    monkeypatch.setattr(
+        checks, "libp2p_findings", lambda *_, **__: [down]
+    )  # loading it takes seconds
     (tmp_path / "node.toml").write_text("devise = 'cpu'\n")
     assert run_doctor(tmp_path, is_json=is_json) == ExitCode.CONFIG
     out = capsys.readouterr().out
@@ -308,4 +377,7 @@ def test_one_thing_that_is_wrong_does_not_hide_the_next(
     else:
         assert "wrong   settings: " in out and "devise: unknown key" in out
         assert "wrong   libp2p: it does not start\n        next: mend it" in out
-        assert out.splitlines()[-1].startswith("2 of ")
+        ended = out.splitlines()[-3:]
+        assert ended[0].startswith("2 of ")
+        assert ended[1] == "note    network: what it takes here shows once a swarm is joined"
+        assert ended[2] == "        next: atoll join"

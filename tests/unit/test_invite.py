@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import BadDataError, UsageError
-from protocol.trust.invite import Invite, endpoint_of, hash_of_secret
+from protocol.trust.invite import INVITE as INVITE_ARMOUR
+from protocol.trust.invite import Invite, InvitedBy, endpoint_of, hash_of_secret
 
 INVITE = Invite(
     host="atoll.example.org",
@@ -49,6 +52,51 @@ def test_a_written_invite_is_read_back(
 ) -> None:
     invite = Invite(host=host, port=port, pin=pin, invite_id=invite_id, secret=secret)
     assert Invite.decode(invite.encode()) == invite
+
+
+HELPER = InvitedBy(public_key=bytes(range(50, 82)), host="helper.example.org", port=7710)
+OTHER = InvitedBy(public_key=bytes(range(60, 92)), host="2001:db8::7", port=7711)
+
+
+@pytest.mark.parametrize("members", [(HELPER,), (HELPER, OTHER)])
+def test_an_invite_that_names_members_is_read_back_and_is_another_one_than_without(
+    members: tuple[InvitedBy, ...],
+) -> None:
+    invite = replace(INVITE, members=members)
+    assert Invite.decode(invite.encode()) == invite != INVITE
+    assert invite.at("new.example.org", 1) == replace(INVITE, host="new.example.org", port=1)
+
+
+def test_three_members_or_a_part_of_one_are_no_invite() -> None:
+    three = replace(INVITE, members=(HELPER, OTHER, OTHER)).encode()
+    with pytest.raises(BadDataError, match="lengths do not add up"):
+        Invite.decode(three)
+    content = INVITE_ARMOUR.decode(replace(INVITE, members=(HELPER,)).encode())
+    for shorter in range(len(content) - 1, len(INVITE_ARMOUR.decode(TEXT)), -1):
+        with pytest.raises(BadDataError, match="not a valid invite"):
+            Invite.decode(INVITE_ARMOUR.encode(content[:shorter]))
+
+
+@pytest.mark.parametrize(
+    ("multiaddr", "host", "back"),
+    [
+        ("/ip4/203.0.113.5/tcp/7710", "203.0.113.5", "/ip4/203.0.113.5/tcp/7710"),
+        ("/dns/h.example.org/tcp/7710", "h.example.org", "/dns/h.example.org/tcp/7710"),
+        ("/ip6/2001:db8::7/tcp/7710", "2001:db8::7", "/ip6/2001:db8::7/tcp/7710"),
+    ],
+)
+def test_a_members_own_address_is_what_an_invite_names(
+    multiaddr: str, host: str, back: str
+) -> None:
+    named = InvitedBy.at(bytes(32), multiaddr)
+    assert named is not None and (named.host, named.port, named.multiaddr) == (host, 7710, back)
+
+
+@pytest.mark.parametrize(
+    "multiaddr", ["/ip4/203.0.113.5/udp/7710/quic-v1", "/memory/x", "", "/ip4/1.2.3.4/tcp/0"]
+)
+def test_what_an_invite_cannot_name_is_left_out(multiaddr: str) -> None:
+    assert InvitedBy.at(bytes(32), multiaddr) is None
 
 
 def test_an_invite_survives_mail_and_terminals() -> None:

@@ -4,6 +4,7 @@ Work is counted in lines of Python that the core runs, so that no machine's spee
 """
 
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -366,6 +367,43 @@ async def test_a_member_that_reaches_nobody_of_more_than_a_thousand_is_heard_and
     assert list(shown.unreachable_ids) == others[:MOST_OUT_OF_REACH]
     beat.unreachable_ids.extend(["nobody"] * (session.MAX_STRANGERS + 2))
     with pytest.raises(BadDataError, match="members out of reach"):
+        await desk.heartbeat(NodeId(first), beat)
+
+
+async def test_of_whom_others_carry_to_and_whom_only_small_packets_reach_members_alone_are_kept() -> (
+    None
+):
+    scene = scene_of(MANY)
+    driver = driver_of(scene)
+    telemetry = Telemetry()
+    desk = SessionDesk(driver, telemetry, RunSpec(), SIGNER)
+    status = StatusDesk(driver, telemetry, RunSpec(), swarm_id="swarm")
+    first, *others = names_of(MANY)
+    beat = session_pb2.HeartbeatRequest(
+        session_id=scene.member(first).session_id,
+        outer_digest=scene.member(first).outer_digest,
+        narrow_ids=["nobody", *others],
+        carry_bytes_per_second=1e6,
+    )
+    for other in others[1:]:
+        beat.through.add(node_id=other, through_id=others[0])
+    beat.through.add(node_id=others[0], through_id="nobody")
+    beat.through.add(node_id="nobody", through_id=others[0])
+    await desk.heartbeat(NodeId(first), beat)
+    member = driver.state.members[NodeId(first)]
+    assert member.through == dict.fromkeys(map(NodeId, others[1:]), NodeId(others[0]))
+    assert member.carry_bytes_per_second == 1e6
+    shown = status.get_status(status_pb2.GetStatusRequest()).nodes[0].heartbeat
+    assert len(shown.through) == len(shown.narrow_ids) == MOST_OUT_OF_REACH
+    assert "nobody" not in shown.narrow_ids
+    most = session.MAX_STRANGERS + 2
+    for field, more in (("narrow_ids", ["x"] * most), ("through", [beat.through[0]] * most)):
+        getattr(beat, field).extend(more)
+        with pytest.raises(BadDataError, match="members that"):
+            await desk.heartbeat(NodeId(first), beat)
+        del getattr(beat, field)[-most:]
+    beat.carry_bytes_per_second = math.nan
+    with pytest.raises(BadDataError, match="what it may carry"):
         await desk.heartbeat(NodeId(first), beat)
 
 

@@ -288,6 +288,35 @@ def test_each_pair_is_told_by_the_way_it_has():
     assert words == "node-2 punched, node-3 through node-4, node-4 direct, node-5 through node-4"
 
 
+def test_a_pair_that_another_node_carries_for_is_told_by_that_ones_name():
+    one, two, three, gone = nodes = [a_node(f"node-{n}") for n in range(1, 5)]
+    gone.state = status_pb2.NODE_STATE_LOST
+    one.heartbeat.unreachable_ids.append(two.node_id)
+    two.heartbeat.through.add(node_id=one.node_id, through_id=three.node_id)
+    words = summary_line(a_status(*nodes))
+    assert "node-1, node-2 reach each other through node-3" in words
+    assert "do not reach" not in words
+    for node in (one, two):
+        assert " through node-3" in ways_to_others(node, nodes)
+    two.heartbeat.through[0].through_id = gone.node_id
+    assert "node-1 and node-2 do not reach each other" in summary_line(a_status(*nodes))
+    assert ways_to_others(one, nodes) == "node-2 not reached, node-3 direct"
+
+
+def test_a_pair_between_which_large_packets_get_lost_is_told_with_the_command_that_mends_it():
+    one, two, three = nodes = [a_node(f"node-{n}") for n in range(1, 4)]
+    for field in (one.heartbeat.unreachable_ids, one.heartbeat.narrow_ids):
+        field.append(two.node_id)
+    words = summary_line(a_status(*nodes))
+    assert "between node-1 and node-2 only small packets get through" in words
+    assert "mtu 1280" in words and "do not reach" not in words
+    assert ways_to_others(two, nodes) == "node-1 only small packets get through, node-3 direct"
+    one.heartbeat.through.add(node_id=two.node_id, through_id=three.node_id)
+    assert "node-1, node-2 reach each other through node-3" in summary_line(a_status(*nodes))
+    told = ways_to_others(two, nodes)
+    assert told == "node-1 through node-3 (only small packets get through), node-3 direct"
+
+
 def test_a_pair_that_says_both_is_not_reached():
     one, two = a_node("node-1"), a_node("node-2")
     one.heartbeat.punched_ids.append(two.node_id)

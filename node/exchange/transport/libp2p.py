@@ -5,14 +5,15 @@ libp2p itself lets anyone in who has a key. Membership is checked here, against 
 
 import asyncio
 import resource
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import structlog
 
 from node.exchange.limits import Limits
-from node.exchange.transport.p2pd import Connections, DaemonError, P2pd
+from node.exchange.transport.carrying import Carrying
+from node.exchange.transport.p2pd import Connections, DaemonError, P2pd, StreamCallback
 from node.exchange.transport.punching import Observer, Punching, punching_daemon
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import StreamAdmission
@@ -27,16 +28,20 @@ from node.exchange.transport.transport import (
     Want,
     do_nothing,
 )
+from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer
 from node.machine.addresses import own_addresses
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, PayloadHeader
-from protocol.wire.rounds import NodeId, RosterEntry
+from protocol.wire.rounds import NodeId, RosterEntry, Way
 from protocol.wire.vitals import LinkRates, UploadPace
 from protocol.wire.wire_count import WireCounts
 
 PROTOCOL = "atoll/6/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""
+
+CARRYING = "atoll/1/carry"
+"""Those that a third member carries."""
 
 MOST_AT_REST = 16
 """Streams that a node keeps open over pauses, to all peers together: they take places with those."""
@@ -56,6 +61,8 @@ class Libp2pTransport:
     address) replaces the host in what peers are told, for a node behind a forwarded port. With
     `asks_router` the router is asked to forward the port, and peers are told of its address too.
     With a `punching_token`, 16 random bytes, it reaches members through their routers and its own.
+    Others that do not reach each other may have `carry_share` of its uploads. `whereabouts` is what it
+    tells those that hold an invite.
     `max_upload_bytes_per_second` is on the wire, and for all transfers together; None is no limit.
     """
 
@@ -68,6 +75,8 @@ class Libp2pTransport:
         announce_host: str | None = None,
         asks_router: bool = False,
         punching_token: bytes = b"",
+        carry_share: float = 0.0,
+        whereabouts: Tell = lambda _: (),
         limits: Limits | None = None,
         max_upload_bytes_per_second: float | None = None,
         while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -92,14 +101,24 @@ class Libp2pTransport:
         self._members: dict[NodeId, RosterEntry] = {}
         self._peer_ids: dict[NodeId, str] = {}  # as libp2p has them
         self._node_ids: dict[str, NodeId] = {}
+        self._whereabouts = whereabouts
         self._connections: Connections | None = None
         self._punching = Punching(
             token=punching_token,
             start_daemon=punching_daemon(
-                identity, protocol=PROTOCOL, on_stream=self._on_stream, limits=self._limits
+                identity,
+                on_streams={PROTOCOL: self._on_stream, CARRYING: self._on_carried},
+                limits=self._limits,
             ),
             limits=self._limits,
             on_connection=self._traffic.made_connection,
+        )
+        self._carrying = Carrying(
+            identity,
+            share=carry_share,
+            limits=self._limits,
+            traffic=self._traffic,
+            open_direct=self._open_direct,
         )
         self._shows_outside = False
         self._sharing: asyncio.Task[None] | None = None
@@ -114,8 +133,11 @@ class Libp2pTransport:
         self._daemon = await P2pd.start(
             self._identity,
             listen_multiaddrs=self._listen_multiaddrs,
-            protocol=PROTOCOL,
-            on_stream=self._on_tcp_stream,
+            on_streams={
+                PROTOCOL: self._on_tcp_stream,
+                CARRYING: self._on_carried,
+                WHEREABOUTS: self._on_question,
+            },
             limits=self._limits,
             asks_router=self._asks_router,
         )
@@ -200,6 +222,7 @@ class Libp2pTransport:
         self._members = {entry.node_id: entry for entry in others}
         self._peer_ids = {entry.node_id: peer_id_of(entry.address.public_key) for entry in others}
         self._node_ids = {peer_id: node_id for node_id, peer_id in self._peer_ids.items()}
+        self._carrying.set_roster(self._members)
         self._punching.set_roster(
             {self._peer_ids[entry.node_id]: entry.address.multiaddrs for entry in others}
         )
@@ -211,13 +234,22 @@ class Libp2pTransport:
         """See Transport.unreachable."""
         if self._connections is None:
             return ()
-        return tuple(
-            sorted(
-                self._node_ids[peer_id]
-                for peer_id in self._connections.unreachable()
-                if peer_id in self._node_ids and peer_id not in self._punching.connected
-            )
+        apart = (
+            self._node_ids[peer_id]
+            for peer_id in self._connections.unreachable()
+            if peer_id in self._node_ids and peer_id not in self._punching.connected
         )
+        return tuple(sorted({*apart, *self.narrow}))
+
+    @property
+    def narrow(self) -> tuple[NodeId, ...]:
+        """See Transport.narrow."""
+        if self._daemon is None or self._connections is None:
+            return ()
+        if not (hosts := self._daemon.tcp_pacing.narrow_hosts):
+            return ()
+        found = self._connections.at(hosts) - self._punching.connected
+        return tuple(sorted(self._node_ids[p] for p in found if p in self._node_ids))
 
     @property
     def punched(self) -> tuple[NodeId, ...]:
@@ -226,6 +258,21 @@ class Libp2pTransport:
             return ()
         peer_ids = self._punching.connected - self._connections.connected
         return tuple(sorted(self._node_ids[p] for p in peer_ids if p in self._node_ids))
+
+    def set_ways(self, ways: tuple[Way, ...]) -> None:
+        """See Transport.set_ways."""
+        self._carrying.set_ways(ways)
+
+    @property
+    def through(self) -> Mapping[NodeId, NodeId]:
+        """See Transport.through."""
+        told = frozenset(self.unreachable)
+        return {peer: by for peer, by in self._carrying.through.items() if peer in told}
+
+    @property
+    def carry_bytes_per_second(self) -> float:
+        """See Transport.carry_bytes_per_second."""
+        return self._carrying.bytes_per_second
 
     @property
     def outside_token(self) -> bytes:
@@ -342,6 +389,18 @@ class Libp2pTransport:
             stream.count_ended()
 
     async def _open(self, entry: RosterEntry) -> TransferStream:
+        """Directly where that can be, and through whom a plan names where not."""
+        if self._carrying.carriers_to(entry.node_id) and not self._is_connected(entry):
+            return await self._carrying.open(entry)
+        return await self._open_direct(entry, PROTOCOL)
+
+    def _is_connected(self, entry: RosterEntry) -> bool:
+        peer_id, connections = self._peer_ids[entry.node_id], self._connections
+        if connections is None or peer_id in self._punching.connected:
+            return True
+        return peer_id in connections.connected and entry.node_id not in self.narrow
+
+    async def _open_direct(self, entry: RosterEntry, protocol: str = CARRYING) -> TransferStream:
         peer_id = self._peer_ids[entry.node_id]
         for is_last_try in (False, True):
             if self._daemon is None or self._connections is None:
@@ -349,7 +408,7 @@ class Libp2pTransport:
             is_punched = peer_id in self._punching.connected - self._connections.connected
             if is_punched:
                 try:
-                    reader, writer = await self._punching.open_stream(peer_id, PROTOCOL)
+                    reader, writer = await self._punching.open_stream(peer_id, protocol)
                     break
                 except DaemonError:
                     self._punching.give_up(peer_id)
@@ -359,7 +418,7 @@ class Libp2pTransport:
             await self._daemon.connect(peer_id, entry.address.multiaddrs)
             self._connections.saw(peer_id)
             try:
-                reader, writer = await self._daemon.open_stream(peer_id, PROTOCOL)
+                reader, writer = await self._daemon.open_stream(peer_id, protocol)
                 break
             except DaemonError:
                 # The connection was dead already, and p2pd knows now: dial once more.
@@ -389,11 +448,44 @@ class Libp2pTransport:
         self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Serves one inbound stream. Must not raise: asyncio would print it."""
+        await self._serve(self._admit_stream, peer_id, reader, writer)
+
+    async def _on_carried(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serves one that is carried, to us or by us."""
+        await self._serve(self._admit_carried, peer_id, reader, writer)
+
+    async def _on_question(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serves one of somebody who may be nobody yet, and holds an invite."""
+        await self._serve(self._tell_whereabouts, peer_id, reader, writer)
+
+    async def _tell_whereabouts(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        stream = self._stream(reader, writer, _TURNED_AWAY)
+        try:
+            with self._turning_away.let_in(peer_id):
+                await answer(stream, self._whereabouts)
+        except (TransferRefusedError, FrameError, *BROKEN):
+            pass  # too many ask, or the one that asks has gone
+        finally:
+            stream.count_ended()
+
+    async def _serve(
+        self,
+        admit: StreamCallback,
+        peer_id: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
         try:
-            await self._admit_stream(peer_id, reader, writer)
+            await admit(peer_id, reader, writer)
         except asyncio.CancelledError:
             pass  # by stop(); nobody awaits this task, and asyncio would log the cancellation
         finally:
@@ -408,23 +500,53 @@ class Libp2pTransport:
             _log.warning("refused a stream of a stranger", peer_id=peer_id)
             await self._turn_away(peer_id, "you are not on the roster", reader, writer)
             return
+        await self._answer(sender, reader, writer)
+
+    async def _answer(
+        self, sender: NodeId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         assert self._server is not None
         try:
             await self._server.serve(self._stream(reader, writer, self._limits), sender)
         except TransferRefusedError as refusal:  # there is no place
-            await self._turn_away(peer_id, str(refusal), reader, writer)
+            await self._turn_away(sender, str(refusal), reader, writer)
         except FrameError as error:
             _log.warning("a member speaks another protocol", sender=sender, error=str(error))
         except BROKEN as error:
             _log.info("a transfer broke off", sender=sender, error=repr(error))
 
+    async def _admit_carried(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        sender = self._node_ids.get(peer_id)
+        stream = self._stream(reader, writer, self._limits)
+        if sender is None:
+            _log.warning("refused a stream of a stranger", peer_id=peer_id)
+            return
+        try:
+            origin = await self._carrying.answer(stream, sender)
+        except TransferRefusedError as refusal:
+            _log.info("carries no stream", of=sender, why=str(refusal))
+            with suppress(*BROKEN):
+                await refuse(stream, str(refusal))
+                await stream.outlast()
+        except FrameError as error:
+            _log.warning("a member speaks another protocol", sender=sender, error=str(error))
+        except BROKEN as error:
+            _log.debug("a stream to be carried broke off", sender=sender, error=repr(error))
+        else:
+            if origin is not None:
+                await self._answer(origin, reader, writer)
+        finally:
+            stream.count_ended()
+
     async def _turn_away(
-        self, peer_id: str, reason: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, peer: str, reason: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Says why, if not too many wait for that. Reads the request first, or the answer gets lost."""
         stream = self._stream(reader, writer, _TURNED_AWAY)
         try:
-            with self._turning_away.let_in(peer_id):
+            with self._turning_away.let_in(peer):
                 await stream.receive(wire.TransferRequest)
                 await refuse(stream, reason)
                 await stream.outlast()

@@ -24,8 +24,9 @@ import os
 import socket
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from importlib.resources import as_file, files
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -79,13 +80,13 @@ class P2pd:
         identity: Identity,
         *,
         listen_multiaddrs: tuple[str, ...],
-        protocol: str,
-        on_stream: StreamCallback,
+        on_streams: Mapping[str, StreamCallback],
         limits: Limits | None = None,
         asks_router: bool = False,
     ) -> "P2pd":
         """Starts p2pd and listens; raises SystemRefusedError when it does not come up.
 
+        Streams that peers open go to whom `on_streams` names for their protocol.
         With `asks_router` it asks the router, by UPnP and NAT-PMP, to forward its port while it runs.
         """
         _load_hivemind()
@@ -101,7 +102,7 @@ class P2pd:
             raise
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await daemon._come_up(identity, protocol, on_stream)
+                await daemon._come_up(identity, on_streams)
         except BaseException as error:
             await daemon.stop()
             if isinstance(error, BROKEN):
@@ -167,8 +168,15 @@ class P2pd:
 
     async def connected_peer_ids(self) -> frozenset[str]:
         """Who is connected to us, by peer id."""
+        return frozenset(await self.connected_hosts())
+
+    async def connected_hosts(self) -> dict[str, frozenset[str]]:
+        """Who is connected to us, by peer id, and at which addresses."""
         peers = await self._ask(self._client.list_peers())
-        return frozenset(peer.peer_id.to_base58() for peer in peers)
+        return {
+            peer.peer_id.to_base58(): frozenset(str(a).split("/")[2] for a in peer.addrs)
+            for peer in peers
+        }
 
     async def open_stream(
         self, peer_id: str, protocol: str
@@ -230,7 +238,7 @@ class P2pd:
         await self._stack.aclose()
         self._temporary.remove()
 
-    async def _come_up(self, identity: Identity, protocol: str, on_stream: StreamCallback) -> None:
+    async def _come_up(self, identity: Identity, on_streams: Mapping[str, StreamCallback]) -> None:
         from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
         from hivemind.utils.multiaddr import Multiaddr
 
@@ -243,7 +251,10 @@ class P2pd:
         self._watch = asyncio.create_task(self._read_output(), name="p2pd output")
 
         async def accept(
-            info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+            on_stream: StreamCallback,
+            info: Any,
+            reader: asyncio.StreamReader,
+            writer: asyncio.StreamWriter,
         ) -> None:
             self.tcp_pacing.wake()
             await on_stream(info.peer_id.to_base58(), reader, writer)
@@ -257,7 +268,8 @@ class P2pd:
             raise DaemonError(f"it calls itself {peer_id}, not {identity.peer_id}")
         self.tcp_pacing.look()
         await self._stack.enter_async_context(self._client.listen())
-        await self._ask(self._client.stream_handler(protocol, accept))
+        for protocol, on_stream in on_streams.items():
+            await self._ask(self._client.stream_handler(protocol, partial(accept, on_stream)))
 
     async def _ask(self, conversation: Awaitable[Any]) -> Any:
         """Awaits a conversation on the control socket; its many failures become DaemonError."""
@@ -411,6 +423,7 @@ class Connections:
         self._multiaddrs: dict[str, tuple[str, ...]] = {}  # by peer id
         self._due: dict[str, float] = {}  # when to dial next, by the loop's clock
         self._retry_seconds: dict[str, float] = {}
+        self._hosts: dict[str, frozenset[str]] = {}  # where members were connected last
         self.connected: set[str] = set()
         """Members that are, by peer id."""
         self._missing_since: dict[str, float] = {}  # members that are not connected
@@ -435,6 +448,7 @@ class Connections:
                 self._missing_since.pop(peer_id, None)
                 self._end_dial(peer_id)  # of where it was
         self._multiaddrs = multiaddrs
+        self._hosts = {p: hosts for p, hosts in self._hosts.items() if p in multiaddrs}
         self._has_news.set()
 
     def begin_anew(self) -> None:
@@ -476,6 +490,15 @@ class Connections:
         before = asyncio.get_running_loop().time() - self._limits.unreachable_seconds
         return tuple(peer_id for peer_id, since in self._missing_since.items() if since <= before)
 
+    def at(self, hosts: Collection[str]) -> frozenset[str]:
+        """Members that say that they are at one of these addresses, or were connected from it last."""
+        return frozenset(
+            peer_id
+            for peer_id, told in self._multiaddrs.items()
+            if not self._hosts.get(peer_id, frozenset()).isdisjoint(hosts)
+            or any(address.split("/")[2] in hosts for address in told)
+        )
+
     def lost(self, peer_id: str) -> None:
         """Notes that the connection to a peer is gone."""
         self.connected.discard(peer_id)
@@ -493,9 +516,13 @@ class Connections:
         while True:
             self._has_news.clear()
             try:
-                connected = await self._daemon.connected_peer_ids()
+                hosts = await self._daemon.connected_hosts()
             except DaemonError:
                 return  # p2pd is gone: P2pd.died says so
+            connected = frozenset(hosts)
+            self._hosts |= {
+                peer_id: hosts[peer_id] for peer_id in connected & self._multiaddrs.keys()
+            }
             self._daemon.tcp_pacing.look()  # p2pd may have dialled anew since
             for peer_id in self.connected - connected:
                 self.lost(peer_id)

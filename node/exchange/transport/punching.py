@@ -231,14 +231,13 @@ class Punching:
 
 
 def punching_daemon(
-    identity: Identity, *, protocol: str, on_stream: StreamCallback, limits: Limits
+    identity: Identity, *, on_streams: Mapping[str, StreamCallback], limits: Limits
 ) -> Callable[[], Awaitable[P2pd]]:
     """Starts the p2pd that speaks QUIC, by IPv4: routers that translate addresses are of that."""
     return lambda: P2pd.start(
         identity,
         listen_multiaddrs=("/ip4/0.0.0.0/udp/0/quic-v1",),
-        protocol=protocol,
-        on_stream=on_stream,
+        on_streams=on_streams,
         limits=limits,
     )
 

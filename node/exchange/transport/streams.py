@@ -7,7 +7,8 @@ anything is allocated; a body's size was in a header that was admitted first. No
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncIterator, Callable
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -193,6 +194,37 @@ class TransferStream:
             return message_type.FromString(encoded)
         except DecodeError as error:
             raise FrameError(f"no {message_type.DESCRIPTOR.name} in a frame: {error}") from error
+
+    async def secure(self, context: ssl.SSLContext) -> None:
+        """Goes on in TLS, with who is at the end of what carries this stream; raises OSError.
+
+        We are the server where the other side has opened the stream. Nothing of TLS may have come yet.
+        """
+        async with asyncio.timeout(self._idle_seconds):
+            await self._writer.start_tls(context)
+
+    async def pass_on(
+        self,
+        sink: "TransferStream",
+        *,
+        leave: Callable[[int], Awaitable[None]],
+        chunk_bytes: Callable[[], int],
+        idle_seconds: float,
+    ) -> None:
+        """Passes on what comes, unread, until this stream ends or nothing comes for so long; both count it.
+
+        No more than `chunk_bytes` wait to `leave` at a time.
+        """
+        while True:
+            async with asyncio.timeout(idle_seconds):
+                data = await self._reader.read(chunk_bytes())
+            if not data:
+                return
+            self._got(len(data))
+            await leave(len(data))
+            await sink._write(data)
+            self._count()
+            sink._count()
 
     async def send_body(self, body: bytes | memoryview, *, is_answered: bool = False) -> None:
         """Writes a body, no faster than the other side takes it and the traffic allows.

@@ -6,7 +6,7 @@ both keep stand at the end.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -24,7 +24,7 @@ from protocol.wire.payload import (
     Payload,
     PayloadHeader,
 )
-from protocol.wire.rounds import Digest, NodeId, RosterEntry
+from protocol.wire.rounds import Digest, NodeId, RosterEntry, Way
 from protocol.wire.vitals import LinkRates, UploadPace
 
 if TYPE_CHECKING:
@@ -173,11 +173,26 @@ class Transport(Protocol):
 
     @property
     def unreachable(self) -> tuple[NodeId, ...]:
-        """Members that are not connected, and could not be dialled for a while, in order."""
+        """Members that are not connected, and could not be dialled for a while, and `narrow` ones."""
+
+    @property
+    def narrow(self) -> tuple[NodeId, ...]:
+        """Members to which only small packets get through, in order."""
 
     @property
     def punched(self) -> tuple[NodeId, ...]:
         """Members that are reached through holes in routers, in order."""
+
+    def set_ways(self, ways: tuple[Way, ...]) -> None:
+        """Says, with each plan, who carries between members that do not reach each other."""
+
+    @property
+    def through(self) -> Mapping[NodeId, NodeId]:
+        """Members among those out of reach that others carry to, and who carries; lately."""
+
+    @property
+    def carry_bytes_per_second(self) -> float:
+        """What it may carry for others; 0: nothing."""
 
     @property
     def outside_token(self) -> bytes:

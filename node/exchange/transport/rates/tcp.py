@@ -37,6 +37,7 @@ from typing import NamedTuple
 import structlog
 
 from node.exchange.limits import Limits
+from node.exchange.transport.rates.narrow import NarrowPaths, Progress
 
 LEAST_GAIN = 1.25
 """So many times as fast as the uplink was seen to carry at best all may send together after losses. What was
@@ -72,9 +73,10 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _CLOSE_ENOUGH = 0.02  # of a pacing rate: it is not set anew for less
 
-_INFO = struct.Struct("=B15xI4xI40xI8xI16xI40xI8xI")
-"""Of the kernel's struct tcp_info: state, bytes of a packet that is sent, packets under way, round trip in
-microseconds, packets in the window, packets sent again, bytes that wait, packets sent."""
+_INFO = struct.Struct("=BxB13xI4xI40xI8xI16xI16xQ16xI8xI")
+"""Of the kernel's struct tcp_info: state, times in a row that the same was sent again, bytes of a packet that
+is sent, packets under way, round trip in microseconds, packets in the window, packets sent again, bytes that
+were acknowledged, bytes that wait, packets sent."""
 
 _ESTABLISHED = 1
 
@@ -90,6 +92,9 @@ class TcpCount(NamedTuple):
     waiting_bytes: int  # for the window, or for their pace
     window_bytes: int  # TCP's congestion window
     round_trip_seconds: float  # lately, with what it waits in queues
+    acked_bytes: int = 0
+    packet_bytes: int = 0  # of a full one
+    resent_in_a_row: int = 0  # times that the same was sent again, by now
 
     @property
     def is_busy(self) -> bool:
@@ -188,6 +193,8 @@ class TcpPacing:
         self._tcp: dict[str, _Place] = {}  # those of TCP
         self._rates: dict[str, float] = {}  # that connections have
         self._shares = TcpShares(limits)
+        self._hosts: dict[str, str] = {}  # at the other ends of connections
+        self._paths = NarrowPaths()
         self._is_busy = asyncio.Event()
 
     def look(self) -> None:
@@ -219,6 +226,11 @@ class TcpPacing:
         """What all connections may send together after losses; None: it holds none of them back now."""
         return self._shares.bytes_per_second if self._shares.is_holding_back else None
 
+    @property
+    def narrow_hosts(self) -> frozenset[str]:
+        """To which only small packets get through."""
+        return self._paths.hosts(asyncio.get_running_loop().time())
+
     def close(self) -> None:
         """Lets go of the process, which has ended."""
         self._child.close()
@@ -240,6 +252,7 @@ class TcpPacing:
                     self.look()
                     looked_at = now
                 counts = self.counts()
+                self._look_for_narrow_paths(counts, now)
                 if any(count.is_busy for count in counts.values()):
                     busy_at = now
                 was_free = self._shares.bytes_per_second is None
@@ -258,7 +271,31 @@ class TcpPacing:
             with suppress(_GoneError, OSError), self._copy(name) as copy:
                 if (count := count_of(copy)) is not None:
                     counts[name] = count
+                    if name not in self._hosts:
+                        self._hosts[name] = copy.getpeername()[0].removeprefix("::ffff:")
+        self._hosts = {name: host for name, host in self._hosts.items() if name in self._tcp}
         return counts
+
+    def _look_for_narrow_paths(self, counts: Mapping[str, TcpCount], now: float) -> None:
+        progress = {
+            name: Progress(
+                host=self._hosts.get(name, ""),
+                acked_bytes=count.acked_bytes,
+                under_way_bytes=count.under_way_bytes,
+                packet_bytes=count.packet_bytes,
+                resent_in_a_row=count.resent_in_a_row,
+            )
+            for name, count in counts.items()
+        }
+        before = self._paths.hosts(now)
+        self._paths.look(progress, now)
+        for host in sorted(self._paths.hosts(now) - before):
+            _log.warning(
+                "only small packets get through to a peer: larger ones get lost on the way",
+                host=host,
+                next_step="lower this machine's MTU or that one's: 'sudo ip link set dev NAME mtu 1280', "
+                "with the NAME that 'ip route get' shows",
+            )
 
     def pace(self, rates: Mapping[str, float]) -> None:
         """Bytes per second at most, of connections by the names of their sockets."""
@@ -301,9 +338,18 @@ def count_of(connection: socket.socket) -> TcpCount | None:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
     if len(info) < _INFO.size or info[0] != _ESTABLISHED:
         return None
-    _, packet_bytes, under_way, round_trip, in_window, resent, waiting_bytes, sent = _INFO.unpack(
-        info
-    )
+    (
+        _,
+        in_a_row,
+        packet_bytes,
+        under_way,
+        round_trip,
+        in_window,
+        resent,
+        acked_bytes,
+        waiting_bytes,
+        sent,
+    ) = _INFO.unpack(info)
     return TcpCount(
         num_sent=sent,
         num_resent=resent,
@@ -311,6 +357,9 @@ def count_of(connection: socket.socket) -> TcpCount | None:
         waiting_bytes=waiting_bytes,
         window_bytes=in_window * packet_bytes,
         round_trip_seconds=1e-6 * round_trip,
+        acked_bytes=acked_bytes,
+        packet_bytes=packet_bytes,
+        resent_in_a_row=in_a_row,
     )
 
 

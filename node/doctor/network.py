@@ -1,0 +1,110 @@
+"""What this machine needs so that other members and it reach each other, in one sentence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from node.doctor.findings import Finding
+from protocol.terminal.status_words import NARROW, NARROW_STEP
+
+ABOUT_NETWORK = "network"
+
+HELPER_STEP = (
+    "the run owner types 'atoll invite create --role helper', and on a server with an open port "
+    "'atoll join' and 'atoll helper start --port 7710'"
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Network:
+    """What the checks have found of it, one after the other."""
+
+    has_joined: bool = False
+    is_local: bool = False
+    """The coordinator is on this machine, and dialled by loopback."""
+    relay: str = ""
+    """Through which the coordinator is reached."""
+    own_address: str = ""
+    """Of this machine, that the whole internet dials."""
+    announce: str = ""
+    port: int = 0
+    """As in node.toml."""
+    forwarded: str = ""
+    """From where its router forwards a port that was asked for."""
+    why_no_holes: str = ""
+    ways: Sequence[tuple[str, str]] = ()
+    """The other members by name, and how the running node reaches each; none while it does not run."""
+
+
+def what_to_use(network: Network) -> Finding:
+    """Nothing, a port, holes or a helper, and what to type."""
+    if not network.has_joined:
+        return _note("what it takes here shows once a swarm is joined", "atoll join")
+    if network.is_local:
+        return _fine("nothing is needed: the coordinator and its nodes are on this machine")
+    if network.ways:
+        return _as_it_runs(network.ways)
+    if network.announce:
+        port = f"TCP port {network.port}" if network.port else "a TCP port (set port in node.toml)"
+        return _fine(
+            f"nothing more is needed if {port} of {network.announce} leads to this machine"
+        )
+    if network.own_address:
+        port = f"its TCP port {network.port}" if network.port else "its TCP ports"
+        return _fine(
+            f"nothing is needed if no firewall closes {port}: {network.own_address} is this machine's own"
+        )
+    if network.forwarded:
+        return _fine(
+            f"a port was mapped at {network.forwarded} when the router was asked: nothing more is needed"
+        )
+    why_not = network.why_no_holes or (
+        f"the coordinator is behind a relay ({network.relay}), which sees no datagrams"
+        if network.relay
+        else ""
+    )
+    if why_not:
+        return Finding(
+            about=ABOUT_NETWORK,
+            verdict="advice",
+            what=f"an open port or a helper is needed here, for no holes can be punched: {why_not}",
+            next_step=HELPER_STEP,
+        )
+    return _note(
+        "holes in this router and the others' will do, but where one of two is symmetric a helper is needed",
+        HELPER_STEP,
+    )
+
+
+def _as_it_runs(ways: Sequence[tuple[str, str]]) -> Finding:
+    if narrow := [name for name, way in ways if NARROW in way]:
+        return Finding(
+            about=ABOUT_NETWORK,
+            verdict="advice",
+            what=f"a smaller MTU is needed here or there: {NARROW} to {', '.join(narrow[:4])}",
+            next_step=NARROW_STEP,
+        )
+    apart = [name for name, way in ways if way == "not reached"]
+    between = sorted({way for _, way in ways if way.startswith("through ")})
+    if apart:
+        others = f"{', '.join(apart[:4])}{' and others' if apart[4:] else ''}"
+        return Finding(
+            about=ABOUT_NETWORK,
+            verdict="advice",
+            what=f"an open port or a helper is needed here: {others} and this node do not reach each other",
+            next_step=HELPER_STEP,
+        )
+    if between:
+        return _fine(
+            f"nothing more is needed: whom this node does not reach, it reaches {', '.join(between)}"
+        )
+    if any(way == "punched" for _, way in ways):
+        return _fine("holes do here: all other members are reached, some through holes in routers")
+    return _fine("nothing is needed: all other members are reached directly")
+
+
+def _fine(what: str) -> Finding:
+    return Finding(about=ABOUT_NETWORK, verdict="fine", what=what)
+
+
+def _note(what: str, next_step: str) -> Finding:
+    return Finding(about=ABOUT_NETWORK, verdict="note", what=what, next_step=next_step)

@@ -1,0 +1,100 @@
+"""Members tell where the coordinator is to whom knows the pin of its certificate, and to nobody else."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from transport_peers import Desk
+
+from node.exchange.transport.libp2p import Libp2pTransport
+from node.exchange.transport.whereabouts import (
+    MOST_PLACES,
+    Place,
+    invites_elsewhere,
+    places_of,
+    told_by,
+)
+from protocol.trust.identity import Identity
+from protocol.trust.invite import Invite, InvitedBy
+from protocol.trust.pki import Authority, new_swarm_id, pin_of
+from protocol.trust.rulings import Address
+from protocol.wire.wire_count import WireCounts
+
+PIN = bytes(range(32))
+ANYWHERE: Place = ("new.example.org", 7701)
+
+
+def invite_of(*members: InvitedBy, pin: bytes = PIN) -> Invite:
+    return Invite(
+        host="old.example.org",
+        port=7701,
+        pin=pin,
+        invite_id="k3v9",
+        secret=bytes(32),
+        members=members,
+    )
+
+
+async def running(told: Sequence[Place]) -> tuple[Libp2pTransport, InvitedBy]:
+    identity = Identity.generate()
+    transport = Libp2pTransport(
+        identity=identity,
+        counts=WireCounts(),
+        whereabouts=lambda pin: told if pin == PIN else (),
+    )
+    await transport.start(Desk())
+    named = InvitedBy.at(identity.public_key, transport.multiaddrs[0])
+    assert named is not None
+    return transport, named
+
+
+async def test_a_stranger_with_an_invite_is_told_and_one_with_another_pin_is_not() -> None:
+    transport, named = await running([ANYWHERE, ("old.example.org", 7701)])
+    try:
+        assert await places_of(invite_of(named)) == [ANYWHERE]  # its own address is no news
+        (found,) = await invites_elsewhere(invite_of(named))
+        assert (found.host, found.port, found.pin) == (*ANYWHERE, PIN)
+        assert await places_of(invite_of(named, pin=bytes(32))) == []
+    finally:
+        await transport.stop()
+
+
+async def test_what_cannot_be_a_place_is_left_out_and_a_long_answer_is_cut() -> None:
+    told = [("no host", 1), ("h", 0), *((f"h{n}", 1) for n in range(2 * MOST_PLACES))]
+    transport, named = await running(told)
+    try:
+        found = await invites_elsewhere(invite_of(named))
+        assert [(each.host, each.port) for each in found] == [("h0", 1), ("h1", 1)]
+    finally:
+        await transport.stop()
+
+
+async def test_a_member_that_is_gone_or_is_another_than_the_named_one_tells_nothing() -> None:
+    transport, named = await running([ANYWHERE])
+    try:
+        other = InvitedBy(
+            public_key=Identity.generate().public_key, host=named.host, port=named.port
+        )
+        gone = InvitedBy(public_key=named.public_key, host="127.0.0.1", port=1)
+        assert await places_of(invite_of(other, gone)) == []
+        assert await places_of(invite_of(other, named)) == [ANYWHERE]
+    finally:
+        await transport.stop()
+
+
+def test_a_member_tells_where_it_finds_the_coordinator_of_that_pin_and_where_it_moves_to() -> None:
+    server_pem = Authority.create(new_swarm_id()).issue_server().certificate_pem
+    ours = SimpleNamespace(
+        host="old.example.org",
+        enrolment_port=7701,
+        elsewhere=None,
+        bundle=SimpleNamespace(server_pem=server_pem),
+    )
+    tell = told_by(lambda: ours)  # type: ignore[arg-type, return-value]
+    assert tell(pin_of(server_pem)) == [("old.example.org", 7701)]
+    assert tell(bytes(32)) == []
+    ours.elsewhere = Address(host="new.example.org", control_port=7710, enrolment_port=7711)
+    assert tell(pin_of(server_pem))[1:] == [("new.example.org", 7711)]
+    ours.enrolment_port = 0  # it has not been told
+    assert tell(pin_of(server_pem)) == [("new.example.org", 7711)]
+    ours.bundle.server_pem = b""  # it joined before members were given it
+    assert tell(pin_of(server_pem)) == []
