@@ -74,8 +74,9 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
     turn.state = replace(state, spot_checks=tuple(kept))
     if state.rules.has_private_data:
         return
+    convicted = {conviction.node_id for conviction in state.convicted}
     for node_id, samples in sorted(_wholly_taken(commit).items()):
-        if samples < LEAST_SAMPLES or not is_present(turn.state, node_id):
+        if samples < LEAST_SAMPLES or not is_present(turn.state, node_id) or node_id in convicted:
             continue
         if _lot(turn.state, closed.number, node_id, "is checked") >= state.rules.audited_share:
             continue
@@ -174,6 +175,9 @@ def _decide(turn: Turn, node_id: NodeId) -> None:
     )
     convict(turn, node_id, reason, of_spot_checks(signed))
     turn.put_member(replace(turn.state.members[node_id], work=Work(), spots=()))
+    # What others have yet to measure is of before as well: it counts no more if the member is readmitted.
+    rest = tuple(c for c in turn.state.spot_checks if c.contributor_id != node_id)
+    turn.state = replace(turn.state, spot_checks=rest)
 
 
 def _threshold(num_checkers: int) -> float:

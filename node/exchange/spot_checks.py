@@ -31,7 +31,7 @@ from node.history import History
 from node.outer_state import Vector
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.payload import Payload, PayloadError
-from protocol.wire.rounds import BOOK_PLACES, Commit, NodeId, Slice, SliceOutcome
+from protocol.wire.rounds import AUDIT_ROUNDS, BOOK_PLACES, Commit, NodeId, Slice, SliceOutcome
 
 log = structlog.get_logger()
 
@@ -102,6 +102,10 @@ class SpotChecks:
     def ask(self, asked: SpotCheckAsked) -> None:
         """Begins a check, once."""
         place = asked.round, asked.contributor_id
+        oldest = asked.round - AUDIT_ROUNDS  # of earlier ones nobody asks any more
+        self._tasks = {
+            at: task for at, task in self._tasks.items() if at[0] > oldest or not task.done()
+        }
         if place not in self._tasks:
             self._tasks[place] = asyncio.get_running_loop().create_task(self._prepare(asked))
 

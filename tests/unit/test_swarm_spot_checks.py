@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.store import Store
 from coordinator.streams import what_holds_for
 from coordinator.swarm.actions import QuarantineAsked, Tell
-from coordinator.swarm.events import Reported
+from coordinator.swarm.events import Reported, Ruled
 from coordinator.swarm.spot_checks import EXPECTED_SHARE, most_score
 from coordinator.swarm.state import Work
+from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError
 from protocol.trust.evidence import of_spot_checks, proven_by
 from protocol.trust.identity import Identity
@@ -56,6 +58,10 @@ def answer(scene: Scene, checker: NodeId, asked: SpotCheckAsked, score: float, n
         contributor_id=asked.contributor_id, num_samples=n, gap=score / 100, score=score
     )
     scene.do(Reported(node_id=checker, round=asked.round, report=found))
+
+
+def ruled(scene: Scene, kind: RulingKind, node: str) -> None:
+    scene.do(Ruled(kind=kind, by="test", unix_seconds=0.0, node_id=NodeId(node), node_name=node))
 
 
 def convicted(scene: Scene) -> list[NodeId]:
@@ -227,6 +233,57 @@ def test_who_comes_back_hears_what_it_is_to_check() -> None:
     assert asked in told()
     answer(scene, checker, asked, TRAINED)
     assert asked not in told()
+
+
+def test_a_member_that_is_readmitted_is_not_held_to_what_was_measured_before() -> None:
+    """Nor to what checkers that were asked before tell after it was convicted."""
+    scene = scene_of(*NAMES)
+    pending: list[tuple[NodeId, SpotCheckAsked]] = []
+    while not convicted(scene):
+        told = do_round(scene, *NAMES)
+        for place, (checker, asked) in enumerate(told):
+            if convicted(scene):
+                pending += told[place:]
+                break
+            answer(scene, checker, asked, freeloading("c")(checker, asked.contributor_id))
+    pending += do_round(scene, *NAMES)  # it is here until it is ruled
+
+    for checker, asked in pending:
+        answer(scene, checker, asked, freeloading("c")(checker, asked.contributor_id))
+    ruled(scene, RulingKind.QUARANTINED, "c")
+    ruled(scene, RulingKind.READMITTED, "c")
+    scene.attach("c", at=scene.state.committed_round, digest=scene.state.outer_digest)
+
+    assert pending and not scene.member("c").spots
+    assert not [check for check in scene.state.spot_checks if check.contributor_id == "c"]
+    others = [name for name in NAMES if name != "c"]
+    while "c" not in [a.node_id for a in scene.round.assignments]:
+        do_round(scene, *others)
+    for _ in range(20):  # it trains from now on
+        for checker, asked in do_round(scene, *NAMES):
+            answer(scene, checker, asked, TRAINED)
+    assert convicted(scene) == ["c"], "once, and not for what was before"
+    assert len(scene.member("c").spots) == 20
+
+
+def test_a_test_goes_on_where_it_was_when_the_coordinator_comes_back_from_its_database() -> None:
+    """So who can have it restart loses and gains nothing by that."""
+    scene, store = scene_of(*NAMES), Store.in_memory()
+    empty = initial_state(scene.state.rules, scene.state.run_digest)
+    rounds = 0
+    while not convicted(scene):
+        rounds += 1
+        for checker, asked in do_round(scene, *NAMES):
+            store.save(empty, scene.state, now=scene.now)
+            restored = store.load(scene.state.rules, scene.state.run_digest)
+            was = scene.state
+            assert {n: m.spots for n, m in restored.members.items()} == {
+                n: m.spots for n, m in was.members.items()
+            }
+            assert restored.spot_checks == was.spot_checks
+            scene.state = replace(restored, audit_secret=b"secret")
+            answer(scene, checker, asked, freeloading("c")(checker, asked.contributor_id))
+    assert rounds == rounds_until_convicted(scene_of(*NAMES), freeloading("c"), *NAMES)
 
 
 def signed_by(identity: Identity, about: str = "c", run: bytes = b"r" * 32) -> SpotChecked:
