@@ -368,6 +368,7 @@ def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple
         round_trip_seconds=_span(wanted.rtt, "--rtt", may_be_zero=True),
         seconds_per_inner_step=_step_seconds(wanted, trained, machine),
         total_steps=wanted.total_steps,
+        batch=trained.batch,
         congestion_control=wanted.congestion or CUBIC if found is None else None,
         arithmetic=None if found is None else found.arithmetic,
     )

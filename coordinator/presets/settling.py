@@ -218,6 +218,7 @@ def _situation(
             keys.inner_step, origin=f"{origin}: [exchange] inner_step", may_be_zero=False
         ),
         total_steps=keys.total_steps or told,
+        batch=spec.inner.batch,
         congestion_control=keys.congestion,
     )
 
