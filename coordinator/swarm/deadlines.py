@@ -270,14 +270,19 @@ def _has_work(current: Round, node_id: NodeId) -> bool:
 
 
 def _exchange(state: SwarmState, current: Round) -> Measured | None:
-    """From the end of all training to the last slice reduced; a missed contribution was too late."""
+    """From the end of all training to the last slice reduced.
+
+    A missed contribution was too late, if reducers waited until the deadline.
+    """
     since = max(*current.trained_at.values(), current.gone_at or 0.0)
     given = current.contribute_deadline - since
     if current.reduced_at is None or given <= 0:
         return None
+    was_waited_for = current.reduced_at >= current.contribute_deadline
     missed = {
         node_id
         for progress in current.slices
+        if was_waited_for
         if progress.digest is not None or progress.is_empty
         for node_id in set(current.trained_at) - {c.node_id for c in progress.contributors}
         if is_present(state, node_id) and node_id not in current.on_trial

@@ -75,6 +75,7 @@ class Exchange:
         self._pushes = Pushes(transport, Random(rules.node_id), rules.waits)
         self._members: tuple[NodeId, ...] = ()
         self._processes: dict[NodeId, int] = {}  # of each member, as it announced
+        self._ahead: tuple[int, float] | None = None  # a round that is trained ahead, since when
         self._early: list[tuple[float, RoundNews]] = []  # of rounds that are not open here yet
         # Taken while the outer state changes or is copied: a snapshot is never half of two rounds.
         self._lock = asyncio.Lock()
@@ -134,6 +135,8 @@ class Exchange:
         await self._break_off_round()
         await self._pushes.stop(from_round=plan.round)
         self._held.forget_from(plan.round)
+        now = asyncio.get_running_loop().time()
+        ahead, self._ahead = self._ahead, (plan.round + 1, now) if plan.ahead else None
         self._round = RoundRunner(
             plan,
             self._rules,
@@ -141,10 +144,10 @@ class Exchange:
             report=self._report,
             pushes=self._pushes,
             donors=self._donors,
+            begun_at=ahead[1] if ahead is not None and ahead[0] == plan.round else None,
         )
         # Kept as long as the round may be planned anew.
         self._early = [(at, news) for at, news in self._early if news.round >= plan.round]
-        now = asyncio.get_running_loop().time()
         for told_at, news in self._early:
             if news.round == plan.round:
                 self._round.hear(_aged(news, now - told_at))

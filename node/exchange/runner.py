@@ -20,7 +20,9 @@ from node.exchange.round.state import (
     Action,
     Closed,
     Committed,
+    ContributionBegan,
     ContributionEncoded,
+    ContributionEnded,
     Drop,
     Event,
     Fetch,
@@ -71,6 +73,7 @@ class RoundRunner:
         report: Callable[[int, Report], None],
         pushes: Pushes,
         donors: Donors,
+        begun_at: float | None = None,
     ) -> None:
         self._outer = here.outer
         self._held = here.held
@@ -90,6 +93,8 @@ class RoundRunner:
             rules,
             patience_seconds=rules.waits.for_fetch_of(result_bytes),
             now=asyncio.get_running_loop().time(),
+            less_awaited=self._outer.less_awaited(plan),
+            begun_at=begun_at,
         )
         self.feed(TimePassed(links=self._links()))
 
@@ -258,9 +263,13 @@ class RoundRunner:
         def end() -> None:
             if header.kind == RESULT:
                 self.feed(PushEnded(index=index, attempt=attempt, sender=sender))
+            else:
+                self.feed(ContributionEnded(sender=sender))
 
         if header.kind == RESULT:
             self.feed(PushBegan(index=index))
+        else:
+            self.feed(ContributionBegan(sender=sender))
         return Admission(take=partial(self._take, sender, attempt), is_wanted=is_wanted, end=end)
 
     def _note_receipt(self, sent: Send, encoded: bytes) -> None:

@@ -1,6 +1,6 @@
 """Liars in a whole swarm, by production's code: the run learns on, and who shouts is left out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.round import transition
+from node.exchange.round.awaiting import TIMES_OTHERS
 from node.exchange.round.state import Tell
 from node.exchange.signing import PayloadSigner
 from node.island.data.corpus import Corpus
@@ -297,21 +298,42 @@ def test_who_keeps_its_lease_and_reports_nothing_lengthens_a_first_round_by_a_bo
     assert sorted(seconds)[-2] <= 5.0 + BRIEF_TRIAL_SECONDS + 0.01, "and then nobody waits for long"
 
 
-def test_who_says_that_it_has_trained_and_contributes_nothing_lengthens_rounds_ever_more_seldom(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+Keeps = Callable[[PayloadHeader, NodeId], bool]
+"""Whether the liar keeps a contribution of its own from a reducer."""
+
+FROM_ONE = identity_of(2).node_id
+
+
+@pytest.mark.parametrize(
+    ("keeps", "most_longer"),
+    [
+        pytest.param(lambda header, peer: True, 6, id="from all"),
+        pytest.param(lambda header, peer: peer == FROM_ONE, 6, id="from one"),
+        pytest.param(lambda header, peer: header.round % 3 == 0, 5, id="in each third round"),
+        pytest.param(
+            lambda header, peer: peer == identity_of(2 + header.round % 3).node_id,
+            13,
+            id="from one after the other",
+        ),
+    ],
+)
+def test_who_says_that_it_has_trained_and_keeps_its_contributions_has_one_round_last_to_its_deadline(
+    keeps: Keeps, most_longer: int, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes its own work into its own slices, so all results do not lack it."""
     start = Pushes.start
 
     def keeping(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
-        if (payload.header.sender_id, payload.header.kind) != (LIAR, CONTRIBUTION):
+        header = payload.header
+        is_own = (header.sender_id, header.kind) == (LIAR, CONTRIBUTION)
+        if not (is_own and keeps(header, peer)):
             start(self, peer, payload, **how)
 
     monkeypatch.setattr(Pushes, "start", keeping)
     seconds = seconds_with_an_idler(corpus, IDLER, rounds=24)
-    assert max(seconds) <= SHORT["contribute"] + 0.01
-    is_longer = [took > 5.01 for took in seconds]
-    assert sum(is_longer[12:]) <= 2 < sum(is_longer) <= 8
+    to_the_deadline = [took for took in seconds if took > TIMES_OTHERS * 5 + 0.01]
+    assert len(to_the_deadline[:17]) == 1 and max(seconds) <= SHORT["contribute"] + 0.01
+    assert sum(took > 5.01 for took in seconds) <= most_longer
 
 
 def test_a_false_accusation_expels_nobody_and_is_logged(corpus: Corpus) -> None:

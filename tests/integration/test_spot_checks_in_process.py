@@ -1,17 +1,25 @@
 """Spot checks in a whole swarm, by production's code: who trains stays, who only says so loses its place."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from coordinator.swarm.events import Ruled
 from coordinator.swarm.state import MemberState
-from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
+from lab.simulation.coordinator import Outage
+from lab.simulation.memory_transport import MemoryNetwork
+from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, identity_of, simulate
 from node.island.data.corpus import Corpus
 from node.outer_state import Vector
 from protocol.trust.evidence import proven_by
 from protocol.trust.rulings import RulingKind
+from protocol.v1 import session_pb2
 from tests.tiny_runs import tiny
 
 NUM_NODES, LIAR_PLACE, ROUNDS = 5, 4, 18
@@ -20,18 +28,19 @@ MODEL = {"hidden_size": 32, "num_heads": 2, "ffn_size": 64, "context": 32}
 HONEST = Life(seconds_per_inner_step=1.0)
 
 
-def run(corpus: Corpus, lives: Sequence[Life]) -> SimulatedRun:
+def run(
+    corpus: Corpus, lives: Sequence[Life], *, rounds: int = ROUNDS, **more: Any
+) -> SimulatedRun:
     """A round takes sixteen virtual seconds; each contributor of each is checked."""
     spec = tiny(
         outer={"audit": 1.0},
-        run={"min_nodes": NUM_NODES - 1, "rounds": ROUNDS},
+        run={"min_nodes": NUM_NODES - 1, "rounds": rounds},
         model=MODEL,
-        inner={"steps": 16, "batch": 2, "learning_rate": 1e-2},
+        inner={"steps": 16, "batch": 4, "learning_rate": 1e-2},
         evaluation={"every_rounds": 100},
     )
-    return simulate(
-        spec, lives=lives, corpus=replace(corpus, context=MODEL["context"]), within_seconds=2000
-    )
+    private = replace(corpus, context=MODEL["context"])
+    return simulate(spec, lives=lives, corpus=private, within_seconds=2000, **more)
 
 
 def with_liar(liar: Life) -> list[Life]:
@@ -90,11 +99,78 @@ def test_nobody_that_trains_is_put_out_and_all_are_found_to_have_trained(corpus:
         assert np.mean(scores) > 1.5
 
 
+def test_rounds_take_no_longer_where_members_check_each_other(corpus: Corpus) -> None:
+    """Who checks trains less, and checks while the others train: else a round lasts a third longer."""
+    spec = tiny(
+        outer={"audit": 0.5},
+        run={"min_nodes": NUM_NODES, "rounds": 8},
+        inner={"steps": 16, "batch": 8},
+        evaluation={"every_rounds": 100},
+    )
+    done = simulate(spec, lives=[HONEST] * NUM_NODES, corpus=corpus, within_seconds=2000)
+
+    assert sum(len(member.spots) for member in done.final.members.values()) > 8
+    assert max(after - before for before, after in pairwise(done.begins)) <= 16.01
+    least = [min(a.inner_steps for a in commit.assignments) for commit in done.commits]
+    assert min(least) <= 16 - 6 and max(least) == 16
+
+
 def test_who_copies_the_mean_of_the_others_is_put_out(corpus: Corpus) -> None:
     copier = Copier()
     liar = replace(HONEST, seconds_per_inner_step=1.01, on_published=copier.copy)
 
     expect_liar_put_out(run(corpus, [*map(copier.watch, range(LIAR_PLACE)), as_liar(liar)]))
+
+
+def test_who_is_readmitted_and_trains_stays_and_a_restart_of_the_coordinator_loses_no_finding(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    copier, is_reformed, restarts = Copier(), False, (50.0, 66.0)
+
+    def copy_or_train(parameters: Vector, published: Vector) -> None:
+        if not is_reformed:
+            copier.copy(parameters, published)
+
+    async def readmit(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+        nonlocal is_reformed
+        coordinator = nodes[0].coordinator
+        while LIAR not in coordinator.driver.state.latest_rulings:  # noqa: ASYNC110 (it tells nobody)
+            await asyncio.sleep(1)
+        await asyncio.sleep(40)
+        is_reformed = True
+        await coordinator.rulings.make(
+            Ruled(
+                kind=RulingKind.READMITTED,
+                by="the test",
+                unix_seconds=0.0,
+                node_id=LIAR,
+                node_name="node-5",
+            )
+        )
+
+    liar = replace(HONEST, seconds_per_inner_step=1.01, on_published=copy_or_train)
+    done = run(
+        corpus,
+        [*map(copier.watch, range(LIAR_PLACE)), liar],
+        rounds=24,
+        script=readmit,
+        outage=[Outage(dies_at=at, returns_at=at + 3) for at in restarts],
+        disks=tmp_path,
+    )
+
+    about_nodes = [(r.kind, r.node_id) for r in done.final.rulings if r.node_id]
+    assert about_nodes == [(RulingKind.QUARANTINED, LIAR), (RulingKind.READMITTED, LIAR)]
+    rounds = [
+        session_pb2.SpotCheckedReport.FromString(bytes.fromhex(piece.split()[1])).round
+        for piece in done.final.rulings[0].evidence
+    ]
+    measured = [done.begins[number - 1] for number in rounds]
+    assert min(measured) < restarts[0] < max(measured), "of before a restart too"
+    assert len(done.digests) == NUM_NODES and len({*done.digests.values()}) == 1
+    since = done.final.members[LIAR].spots
+    assert len(since) > 5 and np.mean([finding.score for finding in since]) > 1.5
+    takes_part = [LIAR in {a.node_id for a in commit.assignments} for commit in done.commits]
+    assert not all(takes_part) and all(takes_part[-5:])
 
 
 @pytest.mark.nightly

@@ -1,5 +1,6 @@
 """The node's round against events in any order: what must hold whatever peers and coordinator do."""
 
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,10 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import SliceResult
 from node.exchange.round.admission import refusal
+from node.exchange.round.awaiting import Awaited
 from node.exchange.round.state import (
     Closed,
     Committed,
+    ContributionBegan,
     ContributionEncoded,
+    ContributionEnded,
     Drop,
     Event,
     Fetch,
@@ -31,12 +35,14 @@ from node.exchange.round.state import (
     RoundState,
     Rules,
     Send,
+    SliceState,
     Tell,
     TimePassed,
     opened,
 )
 from node.exchange.round.transition import (
     collecting,
+    collects_until,
     is_complete,
     is_wanted,
     late_for,
@@ -114,11 +120,15 @@ class Edge:
 class RoundMachine(RuleBasedStateMachine):
     state: RoundState
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(awaited=st.lists(st.sampled_from([*Awaited]), min_size=3, max_size=3))
+    def begin(self, awaited: list[Awaited]) -> None:
         self.now = 100.0
         self.edge = Edge()
-        self.state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=self.now)
+        less = {n: a for n, a in zip(NODES, awaited, strict=True) if a is not Awaited.FULLY}
+        self.state = opened(
+            plan_for(*NODES), RULES, patience_seconds=50.0, now=self.now, less_awaited=less
+        )
+        assert A not in self.state.awaited, "a node is not waited for by itself"
 
     def feed(self, event: Event) -> str:
         before = self.state
@@ -143,8 +153,9 @@ class RoundMachine(RuleBasedStateMachine):
             case Reduce(reduction=reduction):
                 assert reduction.slice.reducer_id == A
                 assert reduction.late.isdisjoint(reduction.contributions)
-                is_late = self.now >= self.state.slices[reduction.slice.index].deadline
-                assert is_late or not reduction.late
+                known = self.state.slices[reduction.slice.index]
+                if self.now < known.deadline and reduction.late:
+                    self.check_briefly_awaited(known, reduction.late)
                 self.edge.reducing.append(action)
             case Hold(payload=payload):
                 index, held = payload.header.slice_index, self.edge.held
@@ -167,6 +178,16 @@ class RoundMachine(RuleBasedStateMachine):
             case Fetch():
                 self.edge.fetching.append(action)
 
+    def check_briefly_awaited(self, known: SliceState, late: Set[NodeId]) -> None:
+        """Those that are missing before the deadline were waited for briefly, and nothing of theirs comes."""
+        assert late <= self.state.awaited.keys()
+        briefly = {n for n in late if self.state.awaited[n] is Awaited.BRIEFLY}
+        coming = {n for n, p, _ in self.edge.coming if p.header.kind == CONTRIBUTION}
+        assert briefly.isdisjoint(coming)
+        assert known.others_at is not None
+        took = known.others_at - known.begun_at
+        assert not briefly or self.now >= known.begun_at + 1.5 * took
+
     # What happens
 
     @rule(index=INDEX)
@@ -188,8 +209,7 @@ class RoundMachine(RuleBasedStateMachine):
         if refusal(RULES, self.state, sender, payload.header):
             return
         assert payload.header.sender_id == sender != STRANGER
-        if is_result:
-            self.feed(PushBegan(index=index))
+        self.feed(PushBegan(index=index) if is_result else ContributionBegan(sender=sender))
         self.edge.coming.append((sender, payload, self.state.slices[index].attempt))
 
     @rule(index=INDEX)
@@ -217,6 +237,8 @@ class RoundMachine(RuleBasedStateMachine):
                 assert self.state.slices[header.slice_index] == before
         if header.kind != CONTRIBUTION:
             self.feed(PushEnded(index=header.slice_index, attempt=attempt, sender=sender))
+        else:
+            self.feed(ContributionEnded(sender=sender))
 
     @precondition(lambda self: self.edge.reducing)
     @rule(place=st.integers(0, 100), is_empty=st.sampled_from([False, False, True]))
@@ -443,3 +465,53 @@ def test_of_another_runs_payload_only_the_run_is_looked_at() -> None:
     state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
     header = replace(contributed(B, 0, 0).header, run_digest=Digest(b"x" * 32))
     assert refusal(RULES, state, B, header).startswith("run digest 7878")
+
+
+def awaiting(less: dict[NodeId, Awaited]) -> RoundState:
+    """A round from 0 s on, whose contributions end at 20 s; A and then B have contributed to A's slice."""
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0, less_awaited=less)
+    state = step(state, ContributionEncoded(payload=contributed(A, 0, 0)), 2.0).state
+    return step(state, body_of(contributed(B, 0, 0)), 8.0).state
+
+
+def reduced_at(state: RoundState, *events: tuple[float, Event]) -> float:
+    """When the mean of A's slice is begun, after these events."""
+    for at, event in events:
+        state = step(state, event, at).state
+    while state.slices[0].phase is Phase.COLLECTING:
+        at = collects_until(state, state.slices[0])
+        state = step(state, TimePassed(links=Links()), at).state
+    return at
+
+
+def test_who_kept_contributions_lately_is_waited_for_half_as_long_again_as_the_others_took() -> (
+    None
+):
+    assert reduced_at(awaiting({C: Awaited.BRIEFLY})) == 12.0
+    assert awaiting({C: Awaited.NOT}).slices[0].phase is Phase.AVERAGING, "at once"
+    assert reduced_at(awaiting({B: Awaited.BRIEFLY})) == 20.0, "for C until the deadline"
+
+
+def test_of_whom_something_comes_is_waited_for_as_long_as_it_does() -> None:
+    begins, ends = ContributionBegan(sender=C), ContributionEnded(sender=C)
+    state = awaiting({C: Awaited.BRIEFLY})
+    assert reduced_at(state, (9.0, begins)) == 20.0
+    assert reduced_at(state, (9.0, begins), (15.0, ends)) == 15.0 + RULES.waits.grace_seconds
+    assert reduced_at(state, (9.0, begins), (9.5, ends)) == 12.0
+
+
+def test_what_comes_in_time_counts_whoever_was_waited_for() -> None:
+    state = step(awaiting({C: Awaited.BRIEFLY}), body_of(contributed(C, 0, 0)), 11.0).state
+    assert state.slices[0].phase is Phase.AVERAGING
+    assert set(state.slices[0].contributions) == {A, B, C}
+
+
+def test_a_slice_that_is_taken_over_is_sent_anew_and_waited_for_anew() -> None:
+    state = opened(
+        plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0, less_awaited={C: Awaited.BRIEFLY}
+    )
+    news = SliceTakenOver(round=1, slice_index=1, reducer_id=A, attempt=1, contribute_seconds=30.0)
+    state = step(state, news, 10.0).state
+    for sender in (A, B):
+        state = step(state, body_of(contributed(sender, 1, 0), 1), 14.0).state
+    assert collects_until(state, state.slices[1]) == 16.0

@@ -18,6 +18,7 @@ from deadline_scene import (
 )
 from swarm_scene import TOKENS, digest_of
 
+from coordinator.swarm.state import Standing
 from protocol.wire.rounds import NodeId
 
 
@@ -34,6 +35,23 @@ def test_a_contribution_that_came_too_late_makes_the_exchange_longer() -> None:
     # Training ended 10 s before its deadline, so 16 s were too short.
     assert given(scene)[1] == 24
     assert late_in(scene.state.phase_times.exchange, scene) == {B}
+
+
+def test_a_contribution_that_reducers_did_not_wait_for_to_the_deadline_makes_nothing_longer() -> (
+    None
+):
+    scene = swarm_of(A, B, C)
+    for _ in range(20):
+        scene.wait(20)
+        train(scene, A, B, C)
+        scene.wait(4)
+        reduce_and_hold(scene, A, B, C, seconds=1, of=(A, B))
+        scene.state = replace(  # it keeps them from one reducer, so it is not at fault
+            scene.state,
+            members={**scene.state.members, C: replace(scene.member(C), standing=Standing())},
+        )
+        apply(scene, A, B, C)
+    assert given(scene)[1] == 6
 
 
 def test_a_slice_with_nothing_to_reduce_makes_the_exchange_longer() -> None:

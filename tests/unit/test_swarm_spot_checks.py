@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.store import Store
 from coordinator.streams import what_holds_for
 from coordinator.swarm.actions import QuarantineAsked, Tell
-from coordinator.swarm.events import Reported
+from coordinator.swarm.events import Reported, Ruled
+from coordinator.swarm.speeds import step_budgets
 from coordinator.swarm.spot_checks import EXPECTED_SHARE, most_score
-from coordinator.swarm.state import Work
+from coordinator.swarm.state import SpotCheck, Work
+from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError
 from protocol.trust.evidence import of_spot_checks, proven_by
 from protocol.trust.identity import Identity
@@ -40,7 +43,8 @@ def do_round(scene: Scene, *names: str) -> list[tuple[NodeId, SpotCheckAsked]]:
     """All train and commit a round and apply it; returns who is asked to check what."""
     before = len(scene.log)
     for name in names:
-        scene.train(name, tokens=2 * STEPS * 8, inner_steps=STEPS)
+        steps = asked_steps(scene)[NodeId(name)]
+        scene.train(name, tokens=2 * steps * 8, inner_steps=steps, seconds=steps / 20)
     scene.commit(*names)
     number = scene.state.committed_round
     scene.apply(digest_of(f"state {number}"), *names)
@@ -51,11 +55,21 @@ def do_round(scene: Scene, *names: str) -> list[tuple[NodeId, SpotCheckAsked]]:
     ]
 
 
-def answer(scene: Scene, checker: NodeId, asked: SpotCheckAsked, score: float, n: int = 40) -> None:
+def order_of(check: SpotCheck) -> SpotCheckAsked:
+    return SpotCheckAsked(
+        round=check.round, contributor_id=check.contributor_id, seed=check.seed, seconds=1.0
+    )
+
+
+def answer(scene: Scene, checker: NodeId, asked: SpotCheckAsked, score: float, n: int = 32) -> None:
     found = SpotChecked(
         contributor_id=asked.contributor_id, num_samples=n, gap=score / 100, score=score
     )
     scene.do(Reported(node_id=checker, round=asked.round, report=found))
+
+
+def ruled(scene: Scene, kind: RulingKind, node: str) -> None:
+    scene.do(Ruled(kind=kind, by="test", unix_seconds=0.0, node_id=NodeId(node), node_name=node))
 
 
 def convicted(scene: Scene) -> list[NodeId]:
@@ -200,7 +214,7 @@ def test_a_score_counts_no_more_than_can_be() -> None:
 
     answer(scene, checker, asked, -1e9)
 
-    assert scene.member(asked.contributor_id).spots[0].score == -most_score(40)
+    assert scene.member(asked.contributor_id).spots[0].score == -most_score(32)
 
 
 def test_what_is_expected_is_what_others_scored_by_then() -> None:
@@ -216,6 +230,50 @@ def test_what_is_expected_is_what_others_scored_by_then() -> None:
     assert spots[0][1].expected == pytest.approx(EXPECTED_SHARE * TRAINED)
 
 
+def asked_steps(scene: Scene) -> dict[NodeId, int]:
+    return {a.node_id: a.inner_steps for a in scene.round.assignments}
+
+
+def test_who_checks_is_asked_to_train_less_by_the_time_that_its_checks_take() -> None:
+    scene = Scene(min_nodes=5, rounds=1000, inner_steps=100)
+    rules = replace(scene.state.rules, audited_share=0.3, batch=8)
+    scene.state = replace(scene.state, rules=rules, audit_secret=b"secret")
+    for name in NAMES:
+        scene.attach(name, invite=name)
+    assert set(asked_steps(scene).values()) == {100}
+    for _ in range(8):
+        for name in NAMES:
+            steps = asked_steps(scene)[NodeId(name)]
+            scene.train(name, tokens=8 * steps * 8, inner_steps=steps, seconds=steps / 20)
+        scene.commit(*NAMES)
+        asked = {check.checker_id for check in scene.state.spot_checks if not check.is_planned_for}
+        scene.apply(digest_of(f"state {scene.state.committed_round}"), *NAMES)
+        for node_id, steps in asked_steps(scene).items():
+            # 128 samples and as many others, at two states, are 512 passes: 21.3 steps of 8 samples.
+            assert steps == 100 if node_id not in asked else 35 <= steps <= 100 - 21
+        assert all(check.is_planned_for for check in scene.state.spot_checks)
+        for check in scene.state.spot_checks:
+            answer(scene, check.checker_id, order_of(check), TRAINED)
+
+
+def test_a_lease_stays_as_large_as_what_a_check_of_it_measures() -> None:
+    scene = scene_of(*NAMES)
+    do_round(scene, *NAMES)
+    assert min(asked_steps(scene).values()) == 16, "32 samples"
+
+
+def test_steps_of_a_round_that_all_share_stay_the_same_where_some_check() -> None:
+    scene = Scene(min_nodes=4, inner_steps=100, round_steps=400)
+    scene.attach(*NAMES[:4])
+    members = [scene.member(name) for name in NAMES[:4]]
+    rules = replace(scene.state.rules, batch=8)
+
+    asked = step_budgets(members, rules, checking={NodeId("a"): 50.0, NodeId("b"): -5.0})
+
+    assert sum(asked.values()) == 400
+    assert asked[NodeId("a")] < 60 and min(asked[NodeId(n)] for n in "bcd") >= 110
+
+
 def test_who_comes_back_hears_what_it_is_to_check() -> None:
     scene = scene_of(*NAMES)
     checker, asked = do_round(scene, *NAMES)[0]
@@ -227,6 +285,57 @@ def test_who_comes_back_hears_what_it_is_to_check() -> None:
     assert asked in told()
     answer(scene, checker, asked, TRAINED)
     assert asked not in told()
+
+
+def test_a_member_that_is_readmitted_is_not_held_to_what_was_measured_before() -> None:
+    """Nor to what checkers that were asked before tell after it was convicted."""
+    scene = scene_of(*NAMES)
+    pending: list[tuple[NodeId, SpotCheckAsked]] = []
+    while not convicted(scene):
+        told = do_round(scene, *NAMES)
+        for place, (checker, asked) in enumerate(told):
+            if convicted(scene):
+                pending += told[place:]
+                break
+            answer(scene, checker, asked, freeloading("c")(checker, asked.contributor_id))
+    pending += do_round(scene, *NAMES)  # it is here until it is ruled
+
+    for checker, asked in pending:
+        answer(scene, checker, asked, freeloading("c")(checker, asked.contributor_id))
+    ruled(scene, RulingKind.QUARANTINED, "c")
+    ruled(scene, RulingKind.READMITTED, "c")
+    scene.attach("c", at=scene.state.committed_round, digest=scene.state.outer_digest)
+
+    assert pending and not scene.member("c").spots
+    assert not [check for check in scene.state.spot_checks if check.contributor_id == "c"]
+    others = [name for name in NAMES if name != "c"]
+    while "c" not in [a.node_id for a in scene.round.assignments]:
+        do_round(scene, *others)
+    for _ in range(20):  # it trains from now on
+        for checker, asked in do_round(scene, *NAMES):
+            answer(scene, checker, asked, TRAINED)
+    assert convicted(scene) == ["c"], "once, and not for what was before"
+    assert len(scene.member("c").spots) == 20
+
+
+def test_a_test_goes_on_where_it_was_when_the_coordinator_comes_back_from_its_database() -> None:
+    """So who can have it restart loses and gains nothing by that."""
+    scene, store = scene_of(*NAMES), Store.in_memory()
+    empty = initial_state(scene.state.rules, scene.state.run_digest)
+    rounds = 0
+    while not convicted(scene):
+        rounds += 1
+        for checker, asked in do_round(scene, *NAMES):
+            store.save(empty, scene.state, now=scene.now)
+            restored = store.load(scene.state.rules, scene.state.run_digest)
+            was = scene.state
+            assert {n: m.spots for n, m in restored.members.items()} == {
+                n: m.spots for n, m in was.members.items()
+            }
+            assert restored.spot_checks == was.spot_checks
+            scene.state = replace(restored, audit_secret=b"secret")
+            answer(scene, checker, asked, freeloading("c")(checker, asked.contributor_id))
+    assert rounds == rounds_until_convicted(scene_of(*NAMES), freeloading("c"), *NAMES)
 
 
 def signed_by(identity: Identity, about: str = "c", run: bytes = b"r" * 32) -> SpotChecked:

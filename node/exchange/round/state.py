@@ -12,6 +12,7 @@ from enum import Enum, auto
 from node.exchange.codecs.codec import Codec
 from node.exchange.limits import Waits
 from node.exchange.reduction import Reduction, SliceResult
+from node.exchange.round.awaiting import Awaited
 from protocol.wire.messages import (
     ParticipantsDeparted,
     ParticipantsIdle,
@@ -52,6 +53,8 @@ class SliceState:
     attempt: int = 0  # the latest takeover that we know of; what belongs to an earlier one is stale
     phase: Phase = Phase.ELSEWHERE
     deadline: float  # until when its reducer collects
+    begun_at: float = 0.0  # the round's training, or the takeover
+    others_at: float | None = None  # when the latest contribution came that is waited for in full
     own: Payload | None = None  # our contribution, once it is encoded
     receipt: bytes = b""  # its reducer's, for that
     # By sender; empty where another node reduces.
@@ -82,6 +85,9 @@ class RoundState:
     slices: Mapping[int, SliceState]
     departed: frozenset[NodeId] = frozenset()  # they are sent nothing
     silent: frozenset[NodeId] = frozenset()  # no contribution of theirs is waited for
+    awaited: Mapping[NodeId, Awaited] = field(default_factory=dict)  # all others: fully
+    num_coming: Mapping[NodeId, int] = field(default_factory=dict)  # contributions, by sender
+    came_at: Mapping[NodeId, float] = field(default_factory=dict)  # when one ended to come
     push_ended_at: Mapping[NodeId, float] = field(default_factory=dict)  # the latest of a reducer
     links: Links = Links()  # as they were seen last
     commit: Commit | None = None
@@ -99,19 +105,32 @@ class RoundState:
         return ours == theirs and self.plan.opened_at == plan.opened_at
 
 
-def opened(plan: Plan, rules: Rules, *, patience_seconds: float, now: float) -> RoundState:
-    """A round as its plan opens it."""
+def opened(
+    plan: Plan,
+    rules: Rules,
+    *,
+    patience_seconds: float,
+    now: float,
+    less_awaited: Mapping[NodeId, Awaited] | None = None,
+    begun_at: float | None = None,
+) -> RoundState:
+    """A round as its plan opens it. `begun_at` is when its training began; None: now.
+
+    `less_awaited` are those whose contributions this node does not wait for until the deadline.
+    """
     return RoundState(
         plan=plan,
         rules=rules,
         commit_deadline=now + plan.commit_seconds,
         patience_seconds=patience_seconds,
         silent=frozenset(a.node_id for a in plan.assignments if not a.trains),
+        awaited={n: a for n, a in (less_awaited or {}).items() if n != rules.node_id},
         slices={
             part.index: SliceState(
                 part=part,
                 phase=Phase.COLLECTING if part.reducer_id == rules.node_id else Phase.ELSEWHERE,
                 deadline=now + plan.contribute_seconds,
+                begun_at=now if begun_at is None else begun_at,
             )
             for part in plan.slices
         },
@@ -161,6 +180,20 @@ class PayloadCame:
     sender: NodeId
     payload: Payload
     admitted_in: int  # the attempt of the slice when it was offered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionBegan:
+    """A contribution to a slice that this node reduces begins to come."""
+
+    sender: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContributionEnded:
+    """Nothing more comes of it: it is here, or it broke off or was refused."""
+
+    sender: NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +263,8 @@ Event = (
     | ContributionEncoded
     | ReceiptCame
     | PayloadCame
+    | ContributionBegan
+    | ContributionEnded
     | PushBegan
     | PushEnded
     | MeanTaken

@@ -12,11 +12,14 @@ from typing import Any
 
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.round.admission import refusal
+from node.exchange.round.awaiting import LEAST_SECONDS, TIMES_OTHERS, Awaited
 from node.exchange.round.state import (
     Action,
     Closed,
     Committed,
+    ContributionBegan,
     ContributionEncoded,
+    ContributionEnded,
     Drop,
     Event,
     Fetch,
@@ -85,7 +88,7 @@ def step(state: RoundState, event: Event, now: float) -> Transition:
         _take_in(turn, event)
     _reduce_what_is_here(turn)
     _fetch_what_is_due(turn)
-    times = [known.deadline for known in collecting(turn.state)]
+    times = [collects_until(turn.state, known) for known in collecting(turn.state)]
     times += [at for at in _due_times(turn.state).values() if at < math.inf]
     wake_at = min(times, default=None)
     return Transition(state=turn.state, actions=tuple(turn.actions), wake_at=wake_at, refusal=why)
@@ -101,6 +104,26 @@ def late_for(state: RoundState, known: SliceState) -> frozenset[NodeId]:
     """Whose contributions to a slice are waited for."""
     assigned = {assignment.node_id for assignment in state.plan.assignments}
     return frozenset(assigned - known.contributions.keys() - state.silent)
+
+
+def collects_until(state: RoundState, known: SliceState) -> float:
+    """When the reducer takes the mean of what is here; never, for as long as it is early, of all.
+
+    Some are not waited for as long: see node.exchange.round.awaiting.
+    """
+    awaited = {n: state.awaited.get(n, Awaited.FULLY) for n in late_for(state, known)}
+    if known.others_at is None or Awaited.FULLY in awaited.values():
+        return known.deadline
+    briefly = [node_id for node_id, each in awaited.items() if each is Awaited.BRIEFLY]
+    if any(state.num_coming.get(node_id) for node_id in briefly):
+        return known.deadline
+    took = known.others_at - known.begun_at
+    until = known.begun_at + (max(TIMES_OTHERS * took, took + LEAST_SECONDS) if briefly else took)
+    # A node's next contribution begins a little after the one before.
+    came = [
+        state.came_at[n] + state.rules.waits.grace_seconds for n in briefly if n in state.came_at
+    ]
+    return min(known.deadline, max([until, *came]))
 
 
 def is_wanted(state: RoundState, send: Send) -> bool:
@@ -160,6 +183,12 @@ def _take_in(turn: _Turn, event: Event) -> None:
         case PayloadCame(payload=payload) if payload.header.kind == RESULT:
             if turn.state.slices[payload.header.slice_index].held is None:
                 _hold(turn, payload)
+        case ContributionBegan(sender=sender):
+            _note_coming(turn, sender, 1)
+        case ContributionEnded(sender=sender):
+            came_at = {**turn.state.came_at, sender: turn.now}
+            turn.state = replace(turn.state, came_at=came_at)
+            _note_coming(turn, sender, -1)
         case PushBegan(index=index):
             num_arriving = turn.state.slices[index].num_arriving + 1
             turn.put(index, num_arriving=num_arriving, is_broken=False)
@@ -207,7 +236,15 @@ def _keep(turn: _Turn, payload: Payload) -> None:
     known = turn.state.slices[header.slice_index]
     if known.phase is Phase.COLLECTING:
         contributions = {header.sender_id: payload, **known.contributions}  # the first one counts
-        turn.put(header.slice_index, contributions=contributions)
+        is_less_awaited = header.sender_id in turn.state.awaited
+        others_at = known.others_at if is_less_awaited else turn.now
+        turn.put(header.slice_index, contributions=contributions, others_at=others_at)
+
+
+def _note_coming(turn: _Turn, sender: NodeId, more: int) -> None:
+    num_coming = {**turn.state.num_coming}
+    num_coming[sender] = num_coming.get(sender, 0) + more
+    turn.state = replace(turn.state, num_coming=num_coming)
 
 
 def _excuse(turn: _Turn, event: ParticipantsDeparted | ParticipantsIdle) -> None:
@@ -232,6 +269,8 @@ def _take_over(turn: _Turn, event: SliceTakenOver) -> None:
         attempt=event.attempt,
         phase=Phase.COLLECTING if is_ours else Phase.ELSEWHERE,
         deadline=max(deadline, known.deadline) if goes_on else deadline,
+        begun_at=known.begun_at if goes_on else turn.now,
+        others_at=known.others_at if goes_on else None,
         own=known.own,
         contributions=known.contributions if goes_on else {},
     )
@@ -252,7 +291,7 @@ def _reduce_what_is_here(turn: _Turn) -> None:
     """Takes the mean of each slice of ours of which all is here, or whose deadline has passed."""
     for known in collecting(turn.state):
         late = late_for(turn.state, known)
-        if not late or turn.now >= known.deadline:
+        if not late or turn.now >= collects_until(turn.state, known):
             turn.put(known.part.index, phase=Phase.AVERAGING)
             reduction = Reduction(
                 plan=turn.state.plan,
