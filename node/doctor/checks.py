@@ -283,7 +283,7 @@ def libp2p_findings(
     folder: Path, settings: NodeSettings, *, network: Network | None = None
 ) -> list[Finding]:
     """Whether the libp2p daemon starts, and a router forwards its port. Loading hivemind takes seconds."""
-    from node.exchange.transport.libp2p import forwarded_among
+    from node.exchange.transport.announcing import forwarded_among
     from node.exchange.transport.p2pd import P2pd
 
     host = _coordinator_host(folder)  # none: it is not known yet from where peers come

@@ -102,6 +102,12 @@ def wire_in_words(node: pb.NodeStatus) -> tuple[str, str]:
     return bytes_in_words(sent_bytes(node)), bytes_in_words(received)
 
 
+def carried_in_words(node: pb.NodeStatus) -> str:
+    """What it has passed on for pairs that do not reach each other; empty where that is nothing."""
+    num_bytes = sum(c.sent_bytes for c in node.heartbeat.wire if c.kind == "carried")
+    return f"{bytes_in_words(num_bytes)} for others" if num_bytes else ""
+
+
 MOST_NAMED = 4
 """Nodes in a line; of the others the number."""
 
@@ -546,6 +552,7 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
         "state held": f"round {beat.outer_round}" if node.HasField("heartbeat") else "",
         "sent": sent,
         "received": received,
+        "carried": carried_in_words(node),
         "let go": f"{beat.let_go_rounds:.1f} rounds of late work" if beat.let_go_rounds else "",
         "gave": f"{node.given.num_rounds} rounds, {given_in_words(node.given)}, "
         f"{seconds_in_words(node.given.present_seconds)} present"

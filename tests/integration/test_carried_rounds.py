@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typed_commands import Swarm, atoll, done
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
+from lab.network.router import NatKind
 from tests.tiny_runs import tiny_text
 
 SYMMETRIC, STRICT, LEFT, RIGHT = NODES = ("symmetric", "strict", "left", "right")
@@ -108,3 +110,36 @@ def test_where_nobody_reaches_everybody_members_carry_and_every_slice_has_everyb
     until(lambda: asked(lab, swarm, "status")["run"]["committed_round"] > last)
     until(lambda: whole_rounds(lab, swarm, of=3, after=last))
     assert asked(lab, swarm, "status")["run"]["digests_agree"]
+
+
+OPEN = "open"
+HOMES: dict[str, NatKind] = {
+    **dict.fromkeys(("far", "away"), "symmetric"),
+    **dict.fromkeys(("near", "next", "last"), "port restricted"),
+}
+SIX = tiny_text(
+    run={"name": "homes", "rounds": 1000, "min_nodes": 6},
+    inner={"steps": 1_000_000},
+    deadlines={"train": 4, "contribute": 16, "commit": 24, "lease": 15},
+)
+
+
+@pytest.mark.nightly
+def test_two_symmetric_routers_three_port_restricted_ones_and_an_open_host_lose_nobodys_work(
+    tmp_path: Path,
+) -> None:
+    """The open host alone reaches all, and weighs too little to reduce all."""
+    names = (*HOMES, OPEN)
+    routers = {name: [kind] for name, kind in HOMES.items()}
+    with (
+        NetworkLab(dict.fromkeys((COORDINATOR, *names), ACCESS), routers=routers) as lab,
+        swarm_in(lab, tmp_path / "swarm", SIX) as swarm,
+    ):
+        started(lab, swarm, names)
+        until(lambda: len(whole_rounds(lab, swarm, of=6)) > 2)
+        told = carriers(lab, swarm)
+        assert set(told.values()) == {OPEN}
+        assert carried_bytes(lab, swarm, OPEN) > 100_000
+        for one, other in combinations(HOMES, 2):
+            is_punched = "symmetric" not in (HOMES[one], HOMES[other])
+            assert (lab.traffic(one, other).delivered_bytes > 0) == is_punched

@@ -16,7 +16,8 @@ from transport_peers import Desk, Peer, introduce, make_payload, start_transport
 
 from node.exchange.limits import Limits
 from node.exchange.transport import libp2p
-from node.exchange.transport.libp2p import Libp2pTransport, announced
+from node.exchange.transport.announcing import announced
+from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.transport import (
     PeerUnreachableError,

@@ -9,7 +9,7 @@ import pytest
 
 from lab.network.namespace import inside, new_namespace
 from lab.network.switch import _ip as ip
-from node.exchange.transport.libp2p import forwarded_among, visible_now
+from node.exchange.transport.announcing import forwarded_among, visible_now
 from node.machine import addresses
 from node.machine.addresses import address_changes, address_in, most_useful, own_addresses
 

@@ -4,6 +4,7 @@ from node.exchange.transport.rates.narrow import (
     MOST_SMALL_BYTES,
     REMEMBERED_SECONDS,
     TIMES_IN_A_ROW,
+    WITHIN_SECONDS,
     NarrowPaths,
     Progress,
 )
@@ -43,6 +44,16 @@ def test_a_host_that_answers_nothing_is_gone_and_its_path_is_not_narrow() -> Non
     paths = NarrowPaths()
     ends(paths, seen(acked=0), times=10)
     assert paths.hosts(0.0) == frozenset()
+
+
+def test_connections_that_end_now_and_then_say_nothing() -> None:
+    paths = NarrowPaths()
+    for number in range(10):
+        ends(paths, seen(), now=number * WITHIN_SECONDS)
+    assert paths.hosts(0.0) == frozenset()
+    for number in range(TIMES_IN_A_ROW):
+        ends(paths, seen(), now=1000.0 + number * WITHIN_SECONDS / TIMES_IN_A_ROW)
+    assert paths.hosts(1000.0) == {HOST}
 
 
 def test_a_long_connection_that_ends_says_nothing_and_clears_its_host() -> None:

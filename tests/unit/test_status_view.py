@@ -457,3 +457,10 @@ def test_a_coordinator_that_a_relay_carries_says_by_which() -> None:
     carried = drawn(a_status(relay="through relay relay.example.org:7720"))
     assert "coordinator through relay relay.example.org:7720" in carried
     assert "relay" not in drawn(a_status())
+
+
+def test_what_a_node_carried_for_others_is_shown_where_it_is_something():
+    one = a_node("node-1")
+    assert "carried" not in node_details(one, a_status(one))
+    one.heartbeat.wire.add(kind="carried", sent_bytes=5_000_000, received_bytes=5_100_000)
+    assert node_details(one, a_status(one))["carried"] == "5.0 MB for others"

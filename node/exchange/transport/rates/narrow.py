@@ -6,18 +6,21 @@ stands still at its first full packet until TCP gives it up. From one connection
 gone. But a peer that is gone takes no new connection, and shakes no hand.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
 TIMES_IN_A_ROW = 3
 """So many connections to a host must end so before it is said. A bad radio ends one or two."""
 
+WITHIN_SECONDS = 60.0
+"""So soon one after the other: a node that moves, or a router that forgets, ends one now and then."""
+
 SHOOK_HANDS_BYTES = 500
 """Acknowledged of a connection on which both sides have spoken."""
 
-MOST_SMALL_BYTES = 32 * 1024
-"""Acknowledged of one on which handshakes and offers went, and nothing else."""
+MOST_SMALL_BYTES = 8 * 1024
+"""Acknowledged of one on which handshakes and offers went, and nothing else: they take half of that."""
 
 STANDS_STILL = 2
 """So often in a row TCP has sent the same again."""
@@ -41,7 +44,7 @@ class NarrowPaths:
 
     def __init__(self) -> None:
         self._still: dict[str, str] = {}  # hosts of connections that stand still, by their names
-        self._strikes: Counter[str] = Counter()
+        self._ended: defaultdict[str, list[float]] = defaultdict(list)  # when, by host, lately
         self._since: dict[str, float] = {}  # hosts that are known for it
 
     def hosts(self, now: float) -> frozenset[str]:
@@ -65,10 +68,11 @@ class NarrowPaths:
                 self._still.pop(name, None)
         for name in self._still.keys() - connections.keys():
             host = self._still.pop(name)
-            self._strikes[host] += 1
-            if self._strikes[host] >= TIMES_IN_A_ROW:
+            lately = [at for at in self._ended[host] if at + WITHIN_SECONDS >= now]
+            self._ended[host] = [*lately, now]
+            if len(self._ended[host]) >= TIMES_IN_A_ROW:
                 self._since.setdefault(host, now)
 
     def _clear(self, host: str) -> None:
-        self._strikes.pop(host, None)
+        self._ended.pop(host, None)
         self._since.pop(host, None)
