@@ -324,6 +324,8 @@ def report(known: dict[Try, dict[str, Any]]) -> Iterator[str]:
                 if (each.ratio, each.num_nodes, each.optimizer) == (ratio, num_nodes, optimizer)
             }
             rows += _rows(of_case, optimizer)
+        if not rows:  # somebody has not raced yet
+            continue
         yield f"R = {ratio}, {num_nodes} nodes: {RACES[ratio].says}"
         columns = (
             "contender",
