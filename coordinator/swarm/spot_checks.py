@@ -66,14 +66,10 @@ KEPT_FINDINGS = 64
 """On one member, the newest."""
 
 MOST_CHECKERS = 16
-"""So many members check one, and decide, where they are less than half of the weight."""
+"""So many members decide, where they are less than half of the weight."""
 
-LEAST_ACCUSING = 3.0
-"""What the findings of one member take from a balance, at least, if it accuses: 20 to 1.
-
-Liars may supply the rest of what convicts, so it is this that honest checkers of one that trains must come to
-by bad luck. Where scores are usual that is a random walk with a drift of 0.93 to a variance of 1. The chance
-is exp(-1.86 · 3)."""
+LEAST_ACCUSING = 1.0
+"""What the findings of one member take from a balance, at least, if it accuses."""
 
 
 def draw(turn: Turn, closed: Round, commit: Commit) -> None:
@@ -300,8 +296,6 @@ def _drawn(state: SwarmState, round: int, node_id: NodeId, may: Sequence[Member]
         say.weights.get(member.node_id, 0) / (1 + num) ** 2
         for member, num in zip(may, before, strict=True)
     ]
-    if sum(num > 0 for num in before) >= MOST_CHECKERS:  # others would each show too little
-        weights = [weight if num else 0.0 for weight, num in zip(weights, before, strict=True)]
     left = _lot(state, round, node_id, "checker") * sum(weights)
     for member, weight in zip(may, weights, strict=True):
         left -= weight

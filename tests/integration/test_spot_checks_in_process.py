@@ -22,7 +22,7 @@ from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
 from tests.tiny_runs import tiny
 
-NUM_NODES, LIAR_PLACE, ROUNDS = 5, 4, 28
+NUM_NODES, LIAR_PLACE, ROUNDS = 5, 4, 18
 LIAR = identity_of(LIAR_PLACE).node_id
 MODEL = {"hidden_size": 32, "num_heads": 2, "ffn_size": 64, "context": 32}
 HONEST = Life(seconds_per_inner_step=1.0)
@@ -152,7 +152,7 @@ def test_who_is_readmitted_and_trains_stays_and_a_restart_of_the_coordinator_los
     done = run(
         corpus,
         [*map(copier.watch, range(LIAR_PLACE)), liar],
-        rounds=36,
+        rounds=24,
         script=readmit,
         outage=[Outage(dies_at=at, returns_at=at + 3) for at in restarts],
         disks=tmp_path,

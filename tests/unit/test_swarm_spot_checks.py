@@ -91,14 +91,14 @@ def freeloading(*names: str) -> Scores:
     return lambda checker, contributor: NOTHING if contributor in names else TRAINED
 
 
-def test_who_trains_nothing_is_convicted_within_sixteen_checks_and_all_its_work_counts_no_more() -> (
+def test_who_trains_nothing_is_convicted_within_ten_checks_and_all_its_work_counts_no_more() -> (
     None
 ):
     scene = scene_of(*NAMES)
 
     rounds = rounds_until_convicted(scene, freeloading("c"), *NAMES)
 
-    assert rounds <= 16
+    assert rounds <= 10
     assert convicted(scene) == ["c"]
     assert scene.member("c").work == Work()
     (reason,) = [a.conviction.reason for a in scene.log if isinstance(a, QuarantineAsked)]
@@ -140,7 +140,7 @@ def test_an_accomplice_that_praises_saves_nobody() -> None:
     def scores(checker: NodeId, contributor: NodeId) -> float:
         return 1e9 if checker == "a" and contributor == "c" else freeloading("c")("b", contributor)  # type: ignore[arg-type]
 
-    assert rounds_until_convicted(scene, scores, *NAMES) <= 20
+    assert rounds_until_convicted(scene, scores, *NAMES) <= 10
     assert convicted(scene) == ["c"]
 
 
