@@ -34,9 +34,6 @@ FEW_CHECKED, MOST_CHECKED = 32, 128
 """Of a lease, and as many other samples: each costs two passes without gradients. Between the two a quarter
 of the lease, so that a check takes a third of the time that training it did."""
 
-LEAST_LEASE_CHECKED = 16
-"""Of fewer samples a check shows nothing."""
-
 PASSES_OF_TRAINING = 3
 """A sample takes so many times as long to train as to pass through the model without gradients."""
 
