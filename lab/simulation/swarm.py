@@ -52,7 +52,7 @@ from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
-from protocol.wire.rounds import PASSES_OF_TRAINING, Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, Digest, NodeId
 from protocol.wire.wire_count import WIRE_KINDS, WireCounts
 
 Wire = TypeVar("Wire", bound=Message)
@@ -128,7 +128,6 @@ class PacedIsland(InlineIsland):
         self._on_published = on_published
         self._trained_share = trained_share
         self.compute_seconds = 0.0
-        self.checked_seconds = 0.0  # virtual, of spot checks
         self._halted = asyncio.Event()
 
     async def train(
@@ -157,15 +156,6 @@ class PacedIsland(InlineIsland):
             report = replace(report, inner_steps=steps, samples=samples, tokens=tokens)
         self.compute_seconds += pace * report.inner_steps
         return replace(report, seconds=pace * report.inner_steps)
-
-    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float]:
-        """See Island. A pass without gradients takes a third of what its sample takes to train."""
-        pace = self.seconds_per_inner_step
-        if pace:
-            seconds = pace * len(places) / (PASSES_OF_TRAINING * self._spec.inner.batch)
-            self.checked_seconds += seconds
-            await asyncio.sleep(seconds)
-        return await super().losses_at(parameters, places)
 
     def halt(self) -> None:
         """See Island."""

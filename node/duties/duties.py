@@ -45,7 +45,7 @@ from protocol.wire.messages import (
     RunFinished,
     Trained,
 )
-from protocol.wire.rounds import AUDIT_ROUNDS, Assignment, Commit, Digest, NodeId
+from protocol.wire.rounds import Assignment, Commit, Digest, NodeId
 from protocol.wire.wire_count import WireTotals, grown
 
 if TYPE_CHECKING:
@@ -96,7 +96,6 @@ class Duties:
         self._counted: WireTotals = {}  # when the outer state moved the last time
         self._times = RoundTimes()
         self._work: asyncio.Queue[Work] = asyncio.Queue()
-        self._checks: list[SpotCheckReady] = []  # until this node has trained for the next round
         self._ahead = Ahead(
             island, self._on_progress, on_fault=lambda: self._work.put_nowait(AheadFailed())
         )
@@ -228,8 +227,6 @@ class Duties:
                     await self._apply(commit)
                 case EvaluationAsked() as wanted:
                     await self._evaluate(wanted)
-                case SpotCheckReady() as ready if not self.is_round_in_flight:
-                    self._checks.append(ready)
                 case SpotCheckReady() as ready:
                     await self._spot_check(ready)
                 case CatchUpNeeded(round=round):
@@ -349,14 +346,6 @@ class Duties:
             await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
         else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
             self._exchange.tell(ParticipantsIdle(round=plan.round, node_ids=(self._node_id,)))
-        self._check_while_waiting()
-
-    def _check_while_waiting(self) -> None:
-        """Others train, or results travel: the plan has less training in it for those that check."""
-        checks, self._checks = self._checks, []
-        for ready in checks:
-            if ready.asked.round > self._outer.round - AUDIT_ROUNDS:
-                self.put(ready)
 
     def _by_rules(self, work: InnerWork) -> InnerWork:
         """The work by the rules of its round, where amendments have changed them."""

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def run(
         outer={"audit": 1.0},
         run={"min_nodes": NUM_NODES - 1, "rounds": rounds},
         model=MODEL,
-        inner={"steps": 16, "batch": 4, "learning_rate": 1e-2},
+        inner={"steps": 16, "batch": 2, "learning_rate": 1e-2},
         evaluation={"every_rounds": 100},
     )
     private = replace(corpus, context=MODEL["context"])
@@ -99,22 +98,6 @@ def test_nobody_that_trains_is_put_out_and_all_are_found_to_have_trained(corpus:
         assert np.mean(scores) > 1.5
 
 
-def test_rounds_take_no_longer_where_members_check_each_other(corpus: Corpus) -> None:
-    """Who checks trains less, and checks while the others train: else a round lasts a third longer."""
-    spec = tiny(
-        outer={"audit": 0.5},
-        run={"min_nodes": NUM_NODES, "rounds": 8},
-        inner={"steps": 16, "batch": 8},
-        evaluation={"every_rounds": 100},
-    )
-    done = simulate(spec, lives=[HONEST] * NUM_NODES, corpus=corpus, within_seconds=2000)
-
-    assert sum(len(member.spots) for member in done.final.members.values()) > 8
-    assert max(after - before for before, after in pairwise(done.begins)) <= 16.01
-    least = [min(a.inner_steps for a in commit.assignments) for commit in done.commits]
-    assert min(least) <= 16 - 6 and max(least) == 16
-
-
 def test_who_copies_the_mean_of_the_others_is_put_out(corpus: Corpus) -> None:
     copier = Copier()
     liar = replace(HONEST, seconds_per_inner_step=1.01, on_published=copier.copy)
@@ -158,8 +141,8 @@ def test_who_is_readmitted_and_trains_stays_and_a_restart_of_the_coordinator_los
         disks=tmp_path,
     )
 
-    about_nodes = [(r.kind, r.node_id) for r in done.final.rulings if r.node_id]
-    assert about_nodes == [(RulingKind.QUARANTINED, LIAR), (RulingKind.READMITTED, LIAR)]
+    kinds = [(ruling.kind, ruling.node_id) for ruling in done.final.rulings]
+    assert kinds == [(RulingKind.QUARANTINED, LIAR), (RulingKind.READMITTED, LIAR)]
     rounds = [
         session_pb2.SpotCheckedReport.FromString(bytes.fromhex(piece.split()[1])).round
         for piece in done.final.rulings[0].evidence
