@@ -8,7 +8,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -59,7 +59,7 @@ from protocol.wire.messages import (
     RoundCommitted,
     RulingsTold,
 )
-from protocol.wire.payload import PayloadHeader
+from protocol.wire.payload import PayloadError, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId
 from protocol.wire.versions import WIRE, refuse_foreign_wire
 from protocol.wire.wire_count import WireTotals
@@ -269,9 +269,8 @@ class SessionDesk:
         self._driver.session_of(*session)  # a report of an ended one is not worth reading
         checks.at_most(request.reports, MAX_REPORTS, of="reports")
         current = self._driver.state.open_round
-        participants = {} if current is None else {current.number: len(current.assignments)}
         told = [
-            _reported(node_id, report, participants, self._driver.state.run_digest)
+            _reported(node_id, report, current, self._driver.state.run_digest)
             for report in request.reports
         ]
         proofs = [one.report for one in told if isinstance(one.report, EquivocationSeen)]
@@ -287,7 +286,7 @@ class SessionDesk:
                 isinstance(one.report, Reduced)
                 and current is not None
                 and one.round == current.number
-                and _is_of_another_plan(one.report, current.opened_at)
+                and _is_of_another_plan(one.report.header, current)
             )
         )
         if reports:
@@ -437,17 +436,22 @@ class SessionDesk:
 
 
 def _reported(
-    node_id: NodeId, wire: pb.Report, participants: Mapping[int, int], run_digest: Digest
+    node_id: NodeId, wire: pb.Report, current: Round | None, run_digest: Digest
 ) -> Reported:
-    """A report that can be. `participants` says how many rounds have whose reports can still matter.
+    """A report that can be. `current` is the round whose reports can still matter.
 
     Of a round that is over, or has another plan here, nothing but its number is looked at: the plan is
-    another where the coordinator goes on from an older copy.
+    another where the coordinator goes on from an older copy, or the run has gone back.
     """
     number = checks.count(wire.round, of="the round")
-    report = report_from_wire(wire, most_contributors=participants.get(number, 0))
-    report = checks.report(report)
-    if isinstance(report, Reduced) and participants.get(number):
+    current = current if current is not None and current.number == number else None
+    most = 0 if current is None else len(current.assignments)
+    report = checks.report(report_from_wire(wire, most_contributors=most))
+    if (
+        isinstance(report, Reduced)
+        and current is not None
+        and not _is_of_another_plan(report.header, current)
+    ):
         report = checks.reduced(report, node_id=node_id, round=number)
     if isinstance(report, Finding):
         checks.finding(report, node_id=node_id, round=number, run_digest=run_digest)
@@ -465,9 +469,12 @@ def _report_on(current: Round | None, receipt: Receipt) -> Reduced:
     )
 
 
-def _is_of_another_plan(told: Reduced, opened_at: float) -> bool:
-    """Whether a result was made by an earlier plan of the round; its header was looked at before."""
-    return bool(told.header) and PayloadHeader.decode(told.header).plan_opened_at != opened_at
+def _is_of_another_plan(header: bytes, current: Round) -> bool:
+    """Whether a result was made by an earlier plan of the round, as its header says."""
+    try:
+        return bool(header) and PayloadHeader.decode(header).plan_opened_at != current.opened_at
+    except PayloadError:
+        return False
 
 
 def _kept_of(

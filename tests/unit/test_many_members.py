@@ -328,7 +328,9 @@ async def test_a_result_of_more_than_a_thousand_contributors_is_reported_and_com
         plan_opened_at=scene.round.opened_at,
     ).header
 
-    def report(num_contributors: int, number: int = 1) -> session_pb2.ReportRequest:
+    def report(
+        num_contributors: int, number: int = 1, header: PayloadHeader = header
+    ) -> session_pb2.ReportRequest:
         request = session_pb2.ReportRequest(session_id=session_id)
         reduced = request.reports.add(round=number).reduced
         reduced.digest, reduced.header = header.digest, header.encode()
@@ -338,7 +340,10 @@ async def test_a_result_of_more_than_a_thousand_contributors_is_reported_and_com
             )
         return request
 
-    await desk.report(reducer_id, report(MANY + 1))  # of another plan of the round
+    other = replace(header, plan_opened_at=1.0, report_digest=b"d" * 32)
+    # Of an earlier plan of the round, of more members: who was away when the run went back repeats it.
+    await desk.report(reducer_id, report(MANY + 1, header=other))
+    await desk.report(reducer_id, report(MANY + 1))  # of more than there are
     await desk.report(reducer_id, report(MANY, number=7))  # of no round that there is
     assert driver.state.open_round is not None
     assert driver.state.open_round.slices[0].digest is None
