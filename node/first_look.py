@@ -23,8 +23,8 @@ from protocol.errors import AtollError
 from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import console
+from protocol.terminal.node_words import is_present
 from protocol.terminal.query import StatusLink
-from protocol.terminal.status_words import is_present
 from protocol.trust.credentials import Credentials
 from protocol.v1 import status_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub

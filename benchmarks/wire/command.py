@@ -26,8 +26,8 @@ from lab.processes.ending import nothing_left
 from node.demo.children import Child, Children
 from node.exchange.transport.rates.traffic import CONNECTION_BYTES
 from protocol.terminal import console
+from protocol.terminal.node_words import by_name
 from protocol.terminal.query import StatusLink
-from protocol.terminal.status_words import by_name
 from protocol.v1 import status_pb2 as pb
 
 TOLERANCE = 0.1

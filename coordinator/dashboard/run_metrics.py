@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from coordinator.dashboard.round_tally import RoundCounts
-from protocol.terminal.status_words import bits_per_byte, name_of
+from protocol.terminal.node_words import name_of
+from protocol.terminal.status_words import bits_per_byte
 from protocol.v1 import status_pb2 as pb
 from protocol.web.metrics import Board, Metric
 from protocol.web.node_metrics import NODE_METRICS, put_node

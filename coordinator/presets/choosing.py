@@ -6,7 +6,7 @@ or one that sends fewer bytes and costs hardly more: no more than NEAR.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from coordinator.presets import reasons
@@ -228,21 +228,19 @@ def chosen(
 
 def _taken(every: list[Found]) -> Found:
     """The best of dense codecs, or where that misses the goal of one sparse pair more, and then of both."""
-    taken = best_of(every)
-    for count in range(len(SPARSE_PAIRS) + 1):
+    for count in range(len(SPARSE_PAIRS)):
         without = SPARSE_PAIRS[count:]
         some = [f for f in every if (f.setting.uplink, f.setting.downlink) not in without]
-        if some and (taken := best_of(some)).prediction.utilisation >= GOAL:
-            break
-    return taken
+        if some and (best := best_of(some)).prediction.utilisation >= GOAL:
+            return best
+    return best_of(every)
 
 
-def best_of(every: Iterable[Found]) -> Found:
+def best_of(every: list[Found]) -> Found:
     """Of all that lose hardly more than the best, the one with the fewest bytes.
 
     Of several that send as many, headers apart, the one that loses least.
     """
-    every = list(every)
     least = min(each.loss for each in every)
     near = [each for each in every if each.loss <= least + NEAR]
     fewest = min(each.bytes_of_step for each in near)
@@ -272,7 +270,7 @@ def _choices(case: _Case) -> Iterator[Choice]:
     situation, setting, given = case.situation, case.setting, case.given
     prediction = case.taken.prediction
     rounds = -(-situation.total_steps // setting.steps)
-    why_uplink = reasons.of_uplink(setting, situation, prediction)
+    why_uplink = reasons.of_uplink(setting, situation, prediction, codecs=case.taken.above.codecs)
     why_steps = reasons.of_steps(
         setting,
         case.taken.exchanges,

@@ -26,8 +26,8 @@ exchanges were seen to achieve on it.
     exchange = bytes · 8 / (share · slower direction) + slow start + ROUND_TRIPS · round trip + host work
     host work = what a node does with the fragment on the cores that training leaves, one thing after the
                 other: encode, decode the contributions to its slice, screen and average them, encode
-                their mean, decode all results, form sums and apply them, and digest what has changed of the
-                outer state
+                their mean, decode all results, form sums and apply them, and digest what has changed of
+                the outer state; and what the coordinator does for each node
 
 Without overlap a round takes training + exchange. With overlap the exchange goes on beside the next
 round's training and may take as long as that; nodes wait for what it takes longer:
@@ -113,14 +113,12 @@ CODEC_COSTS: Mapping[str, CodecCost] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpeeds:
-    """GB/s of a fragment's fp32 parameters on one core, codecs apart.
+    """GB/s of a fragment's fp32 parameters on one core, codecs apart, and the coordinator's time.
 
     From docs/results/outer-arithmetic.jsonl, the copies from island-speed.jsonl, where slowest.
     """
 
-    member_seconds: float = (
-        0.008  # the coordinator's, for each node (docs/results/coordinator.jsonl)
-    )
+    member_seconds: float = 0.008  # of a round, for each node (docs/results/coordinator.jsonl)
     sums: float = 2.9  # pseudo-gradient, residual, and what they become after the commit
     reduce: float = 5.7  # screening and the mean of what all sent to a slice
     apply: float = 7.5  # a first look at results, and the outer optimizer

@@ -32,9 +32,10 @@ Every 80 steps that was 6.4 and 1.2 %. Two nodes lost two thirds as much."""
 LATE = 0.5
 """Of results that come late by the whole interval; by half of it about half as much is lost.
 
-In four times the steps that is half as much, not a quarter."""
+In four times the steps that is half as much, not a quarter. It is the mean of AdamW and Muon, of
+which AdamW loses up to four times as much by it."""
 
-MEASURED_STEPS, MOST_STEPS = 12_000, 100_000
+MOST_STEPS, MOST_STEPS_OF_CODECS = 12_000, 100_000
 """Longer runs cost as one of the first by what is seldom and late, as one of the second by codecs.
 
 6,400 steps are the longest that were measured, and published runs lose more by long intervals."""
@@ -71,6 +72,7 @@ CODEC_LOSSES: Mapping[str, CodecLoss] = {
     "topk256": CodecLoss(delay=3.3),
     "topk64": CodecLoss(delay=3.9),
 }
+"""Of int4, ec2 and top-k by those runs; of the others assumed, by what they round away beside these."""
 
 PAIRS = (("int4", "int4"), ("ec2", "int4"), ("ec2", "ec2"))
 """Contributions and results."""
@@ -125,12 +127,12 @@ class Above:
 def above(setting: Setting, *, num_nodes: int, total_steps: int, late_steps: int) -> Above:
     """See the formula above."""
     interval = setting.interval
-    steps = min(total_steps, MEASURED_STEPS)
+    steps = min(total_steps, MOST_STEPS)
     losses = [CODEC_LOSSES[codec] for codec in (setting.uplink, setting.downlink)]
     return Above(
         seldom=SELDOM * (1 - 1 / num_nodes) * interval**POWER / steps,
         codecs=sum(each.noise + each.delay * interval for each in losses)
-        / min(total_steps, MOST_STEPS),
+        / min(total_steps, MOST_STEPS_OF_CODECS),
         late=LATE * late_steps / interval / math.sqrt(steps),
     )
 

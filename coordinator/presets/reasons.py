@@ -51,10 +51,13 @@ def of_steps(setting: Setting, exchanges: int, *, seldom: float, oftener: str) -
     return f"{every(setting.interval, 'step')}: {why}"
 
 
-def of_uplink(setting: Setting, situation: Situation, prediction: Prediction) -> str:
-    """Why this codec; and what is counted on of the link."""
+def of_uplink(
+    setting: Setting, situation: Situation, prediction: Prediction, *, codecs: float
+) -> str:
+    """Why this codec, what both ways cost in parts of the loss, and what is counted on of the link."""
     share = share_in_words(situation.link, prediction.bytes_per_round)
-    return "; ".join(why for why in (_of_codec(setting.uplink), share) if why)
+    cost = f"with the downlink's about {100 * codecs:.1g} % of the loss" if codecs < 0.1 else ""
+    return "; ".join(why for why in (_of_codec(setting.uplink), cost, share) if why)
 
 
 def of_downlink(setting: Setting, situation: Situation) -> str:
@@ -77,8 +80,8 @@ def of_downlink(setting: Setting, situation: Situation) -> str:
 def _of_codec(codec: str) -> str:
     often = f"each parameter is exchanged {LEAST_FOR_SPARSE} times or more, which it wants"
     return {
-        "int4": "4 bits lose little: 0.3 % both ways",
-        "ec2": "2 bits with error feedback, which cost 0.8 % both ways, let parameters be exchanged oftener",
+        "int4": "4 bits round little away",
+        "ec2": "2 bits with error feedback let parameters be exchanged oftener",
         "topk256": f"256 of 4096 values: nothing finer is enough, and {often}",
         "topk64": f"64 of 4096 values: nothing finer is enough, and {often}",
     }.get(codec, "")

@@ -10,7 +10,7 @@ from protocol.terminal.console import (
     digest_in_words,
     seconds_in_words,
 )
-from protocol.terminal.status_words import by_name, name_of, sent_bytes
+from protocol.terminal.node_words import by_name, name_of, sent_bytes
 from protocol.v1 import status_pb2 as pb
 
 

@@ -33,8 +33,8 @@ from protocol.run.layout import layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.terminal import console
 from protocol.terminal.console import printable
+from protocol.terminal.node_words import NARROW, NARROW_STEP, is_present, ways_of
 from protocol.terminal.query import StatusLink
-from protocol.terminal.status_words import NARROW, NARROW_STEP, is_present, ways_of
 from protocol.trust.credentials import LINK_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
@@ -283,8 +283,8 @@ def libp2p_findings(
     folder: Path, settings: NodeSettings, *, network: Network | None = None
 ) -> list[Finding]:
     """Whether the libp2p daemon starts, and a router forwards its port. Loading hivemind takes seconds."""
-    from node.exchange.transport.announcing import forwarded_among
     from node.exchange.transport.p2pd import P2pd
+    from node.machine.addresses import forwarded_among
 
     host = _coordinator_host(folder)  # none: it is not known yet from where peers come
     is_public = any(ip_address(own).is_global for own in own_addresses())

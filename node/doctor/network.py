@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from node.doctor.findings import Finding
-from protocol.terminal.status_words import NARROW, NARROW_STEP
+from protocol.terminal.node_words import NARROW, NARROW_STEP
 
 ABOUT_NETWORK = "network"
 

@@ -80,12 +80,7 @@ def facts(node: "pb.NodeStatus", run: "pb.RunStatus") -> dict[str, object]:
 
 def in_words(node: "pb.NodeStatus", run: "pb.RunStatus") -> dict[str, str]:
     """For people."""
-    from protocol.terminal.status_words import (
-        given_in_words,
-        name_of,
-        state_in_words,
-        work_in_words,
-    )
+    from protocol.terminal.node_words import given_in_words, name_of, state_in_words, work_in_words
 
     told = facts(node, run)
     return {

@@ -310,7 +310,7 @@ def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: P
     if is_json:
         console.print_json([as_json(node) for node in answer.nodes])
         return
-    from protocol.terminal.status_words import (
+    from protocol.terminal.node_words import (
         by_name,
         copies_in_words,
         cut_off,
@@ -363,7 +363,7 @@ def show_node(name: str, is_json: bool, directory: Path | None) -> None:
     Example:
       atoll nodes show basement-4090
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from protocol.terminal.status_words import by_name, name_of, node_details
+    from protocol.terminal.node_words import by_name, name_of, node_details
 
     with StatusLink(directory) as link:
         answer = link.status()

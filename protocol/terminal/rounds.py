@@ -260,7 +260,7 @@ def bar(node: "pb.NodeInRound", *, whole: float, is_open: bool) -> str:
 
 
 def _row(node: "pb.NodeInRound") -> dict[str, str]:
-    from protocol.terminal.status_words import screening_in_words
+    from protocol.terminal.node_words import screening_in_words
 
     def at(field: str) -> str:
         return f"{getattr(node, field):.1f} s" if node.HasField(field) else "-"  # type: ignore[arg-type]
@@ -292,6 +292,6 @@ def _by_name(answer: "pb.GetRoundResponse") -> Sequence["pb.NodeInRound"]:
 
 
 def _short(node: "pb.NodeInRound") -> str:
-    from protocol.terminal.status_words import short_name
+    from protocol.terminal.node_words import short_name
 
     return short_name(node.node_name or node.node_id[:8])

@@ -7,30 +7,32 @@ from rich.text import Text
 from protocol.terminal.console import (
     count_in_words,
 )
-from protocol.terminal.status_words import (
+from protocol.terminal.node_words import (
     GONE,
-    PHASES,
     SILENT_SECONDS,
     activity_in_words,
-    agreement_in_words,
     by_name,
-    clock_in_words,
-    compute_share,
     copies_in_words,
     cut_off,
-    held_out_in_words,
-    mean_time_in_words,
     name_of,
     rates_in_words,
+    short_name,
+    styled_state,
+    wire_in_words,
+)
+from protocol.terminal.status_words import (
+    PHASES,
+    agreement_in_words,
+    clock_in_words,
+    compute_share,
+    held_out_in_words,
+    mean_time_in_words,
     relay_in_words,
     releases_in_words,
     round_shown,
     saving_in_words,
-    short_name,
     sparkline,
-    styled_state,
     training_loss,
-    wire_in_words,
     written_in_words,
 )
 from protocol.v1 import status_pb2 as pb

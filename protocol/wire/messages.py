@@ -6,6 +6,7 @@ the node's duties do the reverse. How they travel stands in convert_messages; he
 signed, or digested, as it is on the wire.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -315,7 +316,7 @@ SignedT = TypeVar("SignedT", bound="Finding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(ABC):
     """What a member has found out about another one's work, with its signature once it has signed it."""
 
     run_digest: bytes = b""
@@ -324,14 +325,14 @@ class Finding:
     signature: bytes = b""
 
     @property
+    @abstractmethod
     def statement(self) -> bytes:
         """What is signed: all but the signature, after a tag of its kind."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def subject(self) -> str:
         """What it is about, in words."""
-        raise NotImplementedError
 
     def signed(self: SignedT, by: Identity, *, run_digest: bytes, round: int) -> SignedT:
         """The same, found in a round of a run, with a signature."""

@@ -1,7 +1,8 @@
 """Swarms of real processes whose members are hosts of the network laboratory."""
 
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from lab.network.lab import NetworkLab
 
 COORDINATOR = "coordinator"
 """The host that it runs on."""
+
+PATIENCE_SECONDS = 150.0
+"""On a busy machine."""
 
 
 @contextmanager
@@ -31,6 +35,12 @@ def asked(lab: NetworkLab, swarm: Swarm, command: str) -> Any:
         return json.loads(done(atoll(command, "--json", "--dir", swarm.home)))
 
 
+def said(lab: NetworkLab, swarm: Swarm, *command: str) -> str:
+    """What a query tells people, on one line."""
+    with lab.inside(COORDINATOR):
+        return " ".join(done(atoll(*command, "--dir", swarm.home)).split())
+
+
 def started(lab: NetworkLab, swarm: Swarm, names: Iterable[str]) -> dict[str, Running]:
     """Nodes that have joined, each started on the host of its name."""
     names = tuple(names)
@@ -42,3 +52,12 @@ def started(lab: NetworkLab, swarm: Swarm, names: Iterable[str]) -> dict[str, Ru
             swarm.join(name, invite)
             running[name] = swarm.start_node(name)
     return running
+
+
+def until(is_so: Callable[[], Any]) -> Any:
+    """What is asked for, once it is true of the swarm."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, "it did not come to be so"
+        time.sleep(1)
+    return found

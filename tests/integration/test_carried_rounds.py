@@ -1,14 +1,13 @@
 """Real processes in a network lab where nobody reaches everybody: members carry for each other, unread."""
 
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started, swarm_in
+from lab_swarm import COORDINATOR, asked, started, swarm_in, until
 from typed_commands import Swarm, atoll, done
 
 from lab.network.lab import NetworkLab
@@ -23,9 +22,6 @@ RUN = tiny_text(
     deadlines={"train": 2, "contribute": 8, "commit": 14, "lease": 10},
 )
 ACCESS = Link(up_bits_per_second=20e6, down_bits_per_second=100e6, delay_seconds=0.02)
-
-PATIENCE_SECONDS = 150.0
-"""On a busy machine."""
 
 pytestmark = pytest.mark.usefixtures("may_make_network_labs")
 
@@ -44,15 +40,6 @@ def lab() -> Iterator[NetworkLab]:
 def swarm(lab: NetworkLab, tmp_path: Path) -> Iterator[Swarm]:
     with swarm_in(lab, tmp_path / "swarm", RUN) as swarm:
         yield swarm
-
-
-def until(is_so: Callable[[], Any]) -> Any:
-    """What is asked for, once it is true of the swarm."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, "it did not come to be so"
-        time.sleep(1)
-    return found
 
 
 def whole_rounds(lab: NetworkLab, swarm: Swarm, *, of: int, after: int = 0) -> list[dict[str, Any]]:

@@ -1,13 +1,12 @@
 """Real processes in a network lab: between two of three nodes large packets vanish, and nobody is told."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started, swarm_in
-from typed_commands import Swarm, atoll, done
+from lab_swarm import COORDINATOR, asked, said, started, swarm_in, until
+from typed_commands import Swarm
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
@@ -22,9 +21,6 @@ RUN = tiny_text(
 ACCESS = Link(up_bits_per_second=20e6, down_bits_per_second=100e6, delay_seconds=0.02)
 LEAST_MTU = 1280
 
-PATIENCE_SECONDS = 150.0
-"""On a busy machine."""
-
 pytestmark = pytest.mark.usefixtures("may_make_network_labs")
 
 
@@ -38,21 +34,6 @@ def lab() -> Iterator[NetworkLab]:
 def swarm(lab: NetworkLab, tmp_path: Path) -> Iterator[Swarm]:
     with swarm_in(lab, tmp_path / "swarm", RUN) as swarm:
         yield swarm
-
-
-def until(is_so: Callable[[], Any]) -> Any:
-    """What is asked for, once it is true of the swarm."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, "it did not come to be so"
-        time.sleep(1)
-    return found
-
-
-def said(lab: NetworkLab, swarm: Swarm, *command: str) -> str:
-    """What a query tells people, on one line."""
-    with lab.inside(COORDINATOR):
-        return " ".join(done(atoll(*command, "--dir", swarm.home)).split())
 
 
 def whole_rounds(lab: NetworkLab, swarm: Swarm, *, after: int) -> list[dict[str, Any]]:

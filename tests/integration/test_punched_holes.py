@@ -1,14 +1,13 @@
 """Real processes in a network lab: nodes at home whose routers map no port, and holes that they punch."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started, swarm_in
-from typed_commands import Running, Swarm, atoll, done
+from lab_swarm import COORDINATOR, asked, said, started, swarm_in, until
+from typed_commands import Running, Swarm
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
@@ -22,9 +21,6 @@ RUN = tiny_text(
     deadlines={"train": 2, "contribute": 8, "commit": 14},
 )
 ACCESS = Link(up_bits_per_second=20e6, down_bits_per_second=100e6, delay_seconds=0.02)
-
-PATIENCE_SECONDS = 150.0
-"""On a busy machine."""
 
 pytestmark = pytest.mark.usefixtures("may_make_network_labs")
 
@@ -52,21 +48,6 @@ def _start_helper(lab: NetworkLab, swarm: Swarm) -> None:
     with lab.inside(HELPER):
         swarm.join(HELPER, invite)
         swarm.start("helper", "start", "--dir", swarm.folder / HELPER).says("attached")
-
-
-def said(lab: NetworkLab, swarm: Swarm, *command: str) -> str:
-    """What a query tells people, on one line."""
-    with lab.inside(COORDINATOR):
-        return " ".join(done(atoll(*command, "--dir", swarm.home)).split())
-
-
-def until(is_so: Callable[[], Any]) -> Any:
-    """What is asked for, once it is true of the swarm."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, "it did not come to be so"
-        time.sleep(1)
-    return found
 
 
 def punched(lab: NetworkLab, swarm: Swarm) -> dict[str, list[str]]:

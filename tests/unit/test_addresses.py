@@ -9,9 +9,15 @@ import pytest
 
 from lab.network.namespace import inside, new_namespace
 from lab.network.switch import _ip as ip
-from node.exchange.transport.announcing import forwarded_among, visible_now
 from node.machine import addresses
-from node.machine.addresses import address_changes, address_in, most_useful, own_addresses
+from node.machine.addresses import (
+    address_changes,
+    address_in,
+    forwarded_among,
+    most_useful,
+    own_addresses,
+    visible_now,
+)
 
 ADDRESS, LOCAL, LABEL = 1, 2, 3
 DEPRECATED, TENTATIVE, PERMANENT = 0x20, 0x40, 0x80

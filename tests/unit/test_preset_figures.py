@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
+from benchmarks import race
 from benchmarks.exchange.shares import (
     Exchange,
     exchanges,
@@ -19,7 +20,7 @@ from benchmarks.exchange.shares import (
 )
 from benchmarks.learning import intervals
 from benchmarks.presets import situation_of
-from benchmarks.race import RATES
+from benchmarks.race import RATES, known_in, report
 from coordinator.presets import loss
 from coordinator.presets.choosing import MANY_SPARSE_EXCHANGES
 from coordinator.presets.cost import (
@@ -81,6 +82,33 @@ def test_the_tables_of_intervals_in_the_docs_are_what_the_benchmark_prints() -> 
     known = intervals.known_in(RESULTS / "intervals.jsonl")
     for table in intervals.report(known, 1200):
         assert table in said
+
+
+def test_why_sparse_codecs_are_not_for_short_intervals_was_measured() -> None:
+    known = intervals.known_in(RESULTS / "intervals.jsonl")
+    every_two = [tried for tried in known if (tried.codec, tried.interval) == ("topk256", 2)]
+    assert [tried.steps // tried.interval for tried in every_two] == [600, 600]
+    assert all(0.04 < mean(intervals.above(known, tried)) < 0.05 for tried in every_two)
+    assert loss.LEAST_SPARSE_INTERVAL > 2
+
+
+def test_the_table_of_the_race_in_the_docs_is_of_its_results() -> None:
+    said = (DOCS / "performance.md").read_text().partition("## As fast to a loss as peers")[2]
+    (_, table) = report(known_in(race.RESULTS))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert len(rows) == 8
+    for name, _, _, steps, _, _, loss_, above_, times, speed in rows:
+        contender, optimizer = name.split(", ")[:2]
+        (line,) = [
+            line
+            for line in said.splitlines()
+            if line.startswith(f"| {contender}") and optimizer in line.lower()
+        ]
+        assert f"| {loss_.split()[0]} |" in line, name
+        assert contender == race.CEILING or f"{float(above_.split('%')[0]):+.1f} %" in line, name
+        assert times.partition(" ")[0] in line, name
+        assert speed.partition(" (")[0] in line, name
+        assert contender in (race.CEILING, race.ATOLL) or f"| {steps} |" in line, name
 
 
 def is_over(exchange: Exchange, congestion_control: CongestionControl) -> bool:

@@ -10,20 +10,18 @@ from rich.console import Console
 
 from protocol.errors import NotPermittedError, UnavailableError, UsageError
 from protocol.terminal import query
-from protocol.terminal.query import StatusLink
-from protocol.terminal.status_view import render
-from protocol.terminal.status_words import (
-    clock_in_words,
+from protocol.terminal.node_words import (
     copies_in_words,
     device_in_words,
     memory_in_words,
     mfu_in_words,
     node_details,
-    sparkline,
-    summary_line,
     time_in_words,
     ways_to_others,
 )
+from protocol.terminal.query import StatusLink
+from protocol.terminal.status_view import render
+from protocol.terminal.status_words import clock_in_words, sparkline, summary_line
 from protocol.terminal.watch import LineScreen, watch
 from protocol.v1 import session_pb2, status_pb2
 

@@ -9,7 +9,8 @@ from coordinator.closed_rows import MOST_SCREENED, figures_of
 from coordinator.services.status import confirmed_shares
 from coordinator.swarm.books import SCREENED_ROUNDS, book, recent_screening, screenings_of, unbook
 from coordinator.swarm.state import Screening, SwarmState
-from protocol.terminal.status_words import screened_in_words, screening_in_words, work_in_words
+from protocol.terminal.node_words import screening_in_words, work_in_words
+from protocol.terminal.status_words import screened_in_words
 from protocol.v1 import status_pb2
 from protocol.wire.rounds import WHOLE, Commit, NodeId
 

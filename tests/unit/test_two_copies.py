@@ -15,8 +15,9 @@ from node.link.session import Session
 from node.rulings import KeptRulings
 from protocol.errors import UnavailableError
 from protocol.run.run_spec import RunSpec
+from protocol.terminal.node_words import copies_in_words
 from protocol.terminal.query import as_json
-from protocol.terminal.status_words import copies_in_words, summary_line
+from protocol.terminal.status_words import summary_line
 from protocol.v1 import status_pb2
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.rounds import CorpusSummary, Digest, LayoutSummary, PeerAddress

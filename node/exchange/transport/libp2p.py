@@ -8,11 +8,11 @@ import resource
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
 from node.exchange.limits import Limits
-from node.exchange.transport.announcing import announced, forwarded_among, visible_now
 from node.exchange.transport.carrying import Carrying
 from node.exchange.transport.p2pd import Connections, DaemonError, P2pd, StreamCallback
 from node.exchange.transport.punching import Observer, Punching, punching_daemon
@@ -30,7 +30,7 @@ from node.exchange.transport.transport import (
     do_nothing,
 )
 from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer
-from node.machine.addresses import own_addresses
+from node.machine.addresses import announced, forwarded_among, own_addresses, visible_now
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, PayloadHeader
@@ -108,7 +108,10 @@ class Libp2pTransport:
             token=punching_token,
             start_daemon=punching_daemon(
                 identity,
-                on_streams={PROTOCOL: self._on_stream, CARRYING: self._on_carried},
+                on_streams={
+                    PROTOCOL: self._on_stream,
+                    CARRYING: partial(self._serve, self._admit_carried),
+                },
                 limits=self._limits,
             ),
             limits=self._limits,
@@ -136,8 +139,8 @@ class Libp2pTransport:
             listen_multiaddrs=self._listen_multiaddrs,
             on_streams={
                 PROTOCOL: self._on_tcp_stream,
-                CARRYING: self._on_carried,
-                WHEREABOUTS: self._on_question,
+                CARRYING: partial(self._serve, self._admit_carried),
+                WHEREABOUTS: partial(self._serve, self._tell_whereabouts),
             },
             limits=self._limits,
             asks_router=self._asks_router,
@@ -450,18 +453,6 @@ class Libp2pTransport:
     ) -> None:
         """Serves one inbound stream. Must not raise: asyncio would print it."""
         await self._serve(self._admit_stream, peer_id, reader, writer)
-
-    async def _on_carried(
-        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Serves one that is carried, to us or by us."""
-        await self._serve(self._admit_carried, peer_id, reader, writer)
-
-    async def _on_question(
-        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Serves one of somebody who may be nobody yet, and holds an invite."""
-        await self._serve(self._tell_whereabouts, peer_id, reader, writer)
 
     async def _tell_whereabouts(
         self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -1,0 +1,388 @@
+"""What a status says of nodes and of how they reach each other, in words and figures. Pure."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from protocol.terminal.console import (
+    age_in_words,
+    bytes_in_words,
+    count_in_words,
+    seconds_in_words,
+)
+from protocol.v1 import status_pb2 as pb
+from protocol.wire.vitals import upload_in_words
+
+SILENT_SECONDS = 6.0
+"""A node not heard for this long is shown as silent: two heartbeats at the default lease."""
+
+
+_NAME_WIDTH = 16
+
+
+_STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
+    pb.NODE_STATE_JOINING: ("joining", "cyan"),
+    pb.NODE_STATE_READY: ("ready", "green"),
+    pb.NODE_STATE_DIVERGED: ("diverged", "bold red"),
+    pb.NODE_STATE_LOST: ("lost", "red"),
+    pb.NODE_STATE_LEFT: ("left", "dim"),
+    pb.NODE_STATE_UNAPPROVED: ("unapproved", "yellow"),
+    pb.NODE_STATE_QUARANTINED: ("quarantined", "yellow"),
+    pb.NODE_STATE_EXPELLED: ("expelled", "red"),
+}
+
+
+GONE = frozenset(
+    {
+        *(pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT, pb.NODE_STATE_UNAPPROVED),
+        *(pb.NODE_STATE_QUARANTINED, pb.NODE_STATE_EXPELLED),
+    }
+)
+"""States of a node that takes no part now."""
+
+
+def is_present(node: pb.NodeStatus) -> bool:
+    """Whether the node is a member with a live session."""
+    return node.state not in GONE
+
+
+def state_in_words(node: pb.NodeStatus) -> str:
+    """How the node stands with the swarm, in one word."""
+    return styled_state(node)[0]
+
+
+def styled_state(node: pb.NodeStatus) -> tuple[str, str]:
+    """In one word, and its colour."""
+    if node.is_draining and node.state not in GONE:
+        return "leaving", "yellow"
+    return _STATES.get(node.state, ("unknown", ""))
+
+
+def name_of(node: pb.NodeStatus) -> str:
+    """What people call the node; the beginning of its id when it has no name."""
+    return node.node_name or node.node_id[:8]
+
+
+def by_name(nodes: Iterable[pb.NodeStatus]) -> list[pb.NodeStatus]:
+    """The nodes as people look for them; their ids, by which they come, say nothing to people."""
+    return sorted(nodes, key=lambda node: (name_of(node), node.node_id))
+
+
+def device_in_words(node: pb.NodeStatus) -> str:
+    """What it trains on, and how its ranks share the work; of a helper, that it is one."""
+    if node.is_helper:
+        return "helper"
+    ranks = f"{node.device} ×{node.num_ranks}"
+    mesh = node.heartbeat.mesh
+    return f"{ranks}, {mesh}" if mesh and node.num_ranks > 1 else ranks
+
+
+def sent_bytes(node: pb.NodeStatus) -> int:
+    """Bytes that the node has sent since it started, of all kinds."""
+    return sum(count.sent_bytes for count in node.heartbeat.wire)
+
+
+def wire_in_words(node: pb.NodeStatus) -> tuple[str, str]:
+    """Bytes that the node has sent and received since it started; before it has said so, nothing."""
+    counts = node.heartbeat.wire
+    if not counts:
+        return "-", "-"
+    received = sum(count.received_bytes for count in counts)
+    return bytes_in_words(sent_bytes(node)), bytes_in_words(received)
+
+
+def carried_in_words(node: pb.NodeStatus) -> str:
+    """What it has passed on for pairs that do not reach each other; empty where that is nothing."""
+    num_bytes = sum(c.sent_bytes for c in node.heartbeat.wire if c.kind == "carried")
+    return f"{bytes_in_words(num_bytes)} for others" if num_bytes else ""
+
+
+MOST_NAMED = 4
+"""Nodes in a line; of the others the number."""
+
+
+MOST_PAIRS = 20
+"""Of nodes that do not reach each other, in one sentence."""
+
+
+def cut_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
+    """The ids of each two present nodes of which one says that it does not reach the other."""
+    return _pairs(nodes, lambda node: node.heartbeat.unreachable_ids)
+
+
+def punched_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
+    """The ids of each two present nodes that reach each other through holes in their routers."""
+    known = list(nodes)
+    return _pairs(known, lambda node: node.heartbeat.punched_ids) - cut_pairs(known)
+
+
+def carried_pairs(nodes: Iterable[pb.NodeStatus]) -> dict[tuple[str, str], str]:
+    """Who carries between two present nodes of which one says so, by their ids."""
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    return {
+        (min(node.node_id, told.node_id), max(node.node_id, told.node_id)): told.through_id
+        for node in present.values()
+        for told in node.heartbeat.through
+        if {told.node_id, told.through_id} <= present.keys()
+    }
+
+
+NARROW = "only small packets get through"
+
+
+NARROW_STEP = "lower the MTU of one of the two: 'sudo ip link set dev NAME mtu 1280'"
+
+
+def narrow_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
+    """The ids of each two present nodes of which one says that large packets between them get lost."""
+    return _pairs(nodes, lambda node: node.heartbeat.narrow_ids)
+
+
+def _pairs(
+    nodes: Iterable[pb.NodeStatus], others_of: Callable[[pb.NodeStatus], Iterable[str]]
+) -> set[tuple[str, str]]:
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    return {
+        (min(node.node_id, other), max(node.node_id, other))
+        for node in present.values()
+        for other in others_of(node)
+        if other in present
+    }
+
+
+def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which nodes do not reach each other, and which do by other ways than directly; empty when all do."""
+    present = {node.node_id: node for node in nodes if is_present(node)}
+    pairs, carried = cut_pairs(present.values()), carried_pairs(present.values())
+    narrow = narrow_pairs(present.values())
+    helpers = [node.node_id for node in by_name(present.values()) if node.is_helper]
+    apart: list[str] = []
+    through: dict[str, set[str]] = {}  # names, by who is between
+    for pair in pairs:
+        names = sorted(name_of(present[node_id]) for node_id in pair)
+        if between := carried.get(pair) or _helper_of(pair, helpers, pairs):
+            through.setdefault(name_of(present[between]), set()).update(names)
+        if pair in narrow:
+            apart.append(f"between {names[0]} and {names[1]} {NARROW}: {NARROW_STEP}")
+        elif not between:
+            strict = [name_of(present[n]) for n in pair if present[n].has_symmetric_router]
+            why = f" (symmetric router: {', '.join(sorted(strict))})" if strict else ""
+            apart.append(f"{names[0]} and {names[1]} do not reach each other{why}")
+    told = _some_of(apart)
+    for between, ends in sorted(through.items()):
+        names = sorted(ends)
+        who = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} nodes"
+        told.append(f"{who} reach each other through {between}")
+    holes = (sorted(name_of(present[n]) for n in pair) for pair in punched_pairs(present.values()))
+    told += _some_of(f"{one} and {other} reach each other, punched" for one, other in holes)
+    return "; ".join(told)
+
+
+def _some_of(pairs: Iterable[str]) -> list[str]:
+    told = sorted(pairs)
+    if len(told) > MOST_PAIRS:
+        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more pairs"]
+    return told
+
+
+def ways_to_others(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> str:
+    """How a present node reaches the others, in words."""
+    told = [f"{name} {way}" for name, way in ways_of(node, nodes)]
+    if len(told) > MOST_PAIRS:
+        told[MOST_PAIRS:] = [f"and {len(told) - MOST_PAIRS} more"]
+    return ", ".join(told)
+
+
+def ways_of(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> list[tuple[str, str]]:
+    """The others by name, each with its way: direct, punched, through another one, or not reached.
+
+    Nothing of a node that is not present.
+    """
+    present = {each.node_id: each for each in nodes if is_present(each)}
+    if node.node_id not in present:
+        return []
+    cut, punched = cut_pairs(present.values()), punched_pairs(present.values())
+    carried, narrow = carried_pairs(present.values()), narrow_pairs(present.values())
+    helpers = [each.node_id for each in by_name(present.values()) if each.is_helper]
+    told = []
+    for other in by_name(present.values()):
+        pair = (min(node.node_id, other.node_id), max(node.node_id, other.node_id))
+        if pair[0] == pair[1]:
+            continue
+        way = "punched" if pair in punched else "direct"
+        if pair in cut:
+            between = carried.get(pair) or _helper_of(pair, helpers, cut)
+            way = f"through {name_of(present[between])}" if between else "not reached"
+            if pair in narrow:
+                way = f"{way} ({NARROW})" if between else NARROW
+        told.append((name_of(other), way))
+    return told
+
+
+def _helper_of(
+    pair: tuple[str, str], helpers: Sequence[str], pairs: Collection[tuple[str, str]]
+) -> str:
+    """The first helper that both of a pair reach, by node id; empty when there is none."""
+    if not {*pair}.isdisjoint(helpers):
+        return ""
+    for helper in helpers:
+        if not any((min(node, helper), max(node, helper)) in pairs for node in pair):
+            return helper
+    return ""
+
+
+def copies_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which nodes run twice, in words; empty when none does."""
+    twice = [name_of(node) for node in by_name(nodes) if node.has_waiting_copy]
+    if not twice:
+        return ""
+    verb, whose = ("has", "its") if len(twice) == 1 else ("have", "their")
+    return (
+        f"{', '.join(twice)} {verb} a second process with {whose} key waiting: stop one of the two"
+    )
+
+
+def rates_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """What the links of nodes carry; empty before anything was measured."""
+    return "; ".join(
+        f"{name_of(node)} {link_in_words(node)}"
+        for node in by_name(nodes)
+        if node.HasField("link_rates") and node.state not in GONE
+    )
+
+
+def link_in_words(node: pb.NodeStatus) -> str:
+    """What the node's link carries, as plans count on it."""
+    if not node.HasField("link_rates"):
+        return "-"
+    rates = node.link_rates
+    return f"{_rate(rates.up_bytes_per_second)} up, {_rate(rates.down_bytes_per_second)} down"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_in_words(bytes_per_second)}/s" if bytes_per_second else "?"
+
+
+def time_in_words(node: pb.NodeStatus) -> str:
+    """Where the time of its latest round went; what was not measured is said to be so."""
+    if node.state in GONE or not node.heartbeat.HasField("utilisation"):
+        return "-"
+    made = node.heartbeat.utilisation
+    local = (
+        f"{made.local_communication_share:.0%} local"
+        if made.HasField("local_communication_share")
+        else "local not measured"
+    )
+    exchange = made.exchange_share + made.publish_share + made.adopt_share
+    return (
+        f"{made.compute_share:.0%} compute, {local}, {exchange:.0%} exchange, "
+        f"{made.waiting_share:.0%} waiting"
+    )
+
+
+def mfu_in_words(node: pb.NodeStatus) -> str:
+    """Of the peak of its devices, and whether that peak is the vendor's."""
+    made = node.heartbeat.utilisation
+    if node.state in GONE or not made.HasField("mfu"):
+        return "-"
+    return f"{made.mfu:.1%} of {'a measured' if made.is_peak_measured else 'the'} peak"
+
+
+def memory_in_words(node: pb.NodeStatus) -> str:
+    """Most memory of one of its ranks."""
+    made = node.heartbeat.utilisation
+    return bytes_in_words(made.peak_memory_bytes) if made.peak_memory_bytes else "-"
+
+
+def screening_in_words(told: pb.Screening) -> str:
+    """How many of a node's contributions screening left out or clipped; "-" where it has had none."""
+    if not told.num_contributions:
+        return "-"
+    counts = ((told.num_left_out, "left out"), (told.num_clipped, "clipped"))
+    cut = ", ".join(f"{count} {word}" for count, word in counts if count)
+    return f"{cut} of {told.num_contributions}" if cut else f"none of {told.num_contributions}"
+
+
+def work_in_words(node: pb.NodeStatus) -> str:
+    """A node's part of the confirmed work of those present."""
+    if not node.HasField("confirmed_work_share"):
+        return "-"
+    return f"{100 * node.confirmed_work_share:.0f}%"
+
+
+def given_in_words(given: pb.Given) -> str:
+    """The bytes that a node has moved for the run."""
+    return (
+        f"{bytes_in_words(given.sent_bytes)} sent, {bytes_in_words(given.received_bytes)} received"
+    )
+
+
+def node_facts(node: pb.NodeStatus) -> dict[str, str]:
+    """All columns of `atoll nodes`, in words."""
+    return {
+        "node": name_of(node),
+        "id": node.node_id[:12],
+        "state": state_in_words(node),
+        "device": device_in_words(node),
+        "heard": age_in_words(node.silent_seconds),
+        "tokens": count_in_words(node.committed_tokens),
+        "work": work_in_words(node),
+        "screened": screening_in_words(node.screening),
+        "link": link_in_words(node),
+        "upload": upload_in_words(node.heartbeat.upload_pace) or "-",
+        "tcp": node.heartbeat.congestion_control or "-",
+        "time of a round": time_in_words(node),
+        "mfu": mfu_in_words(node),
+        "peak memory": memory_in_words(node),
+        "text": "same" if node.same_corpus else "other",
+        "version": node.version,
+        "addresses": " ".join(node.address.multiaddrs),
+    }
+
+
+def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str, str]:
+    """All that is known of one node, in words; what is not known is left out."""
+    beat = node.heartbeat
+    sent, received = wire_in_words(node)
+    told = node_facts(node) | {
+        "id": node.node_id,
+        "standing": node.standing,
+        "does": activity_in_words(node, status.run),
+        "waits for": beat.waiting_for,
+        "loss": f"{beat.loss:.3f}" if beat.loss > 0 else "",
+        "speed": f"{count_in_words(beat.tokens_per_second)} tokens a second"
+        if beat.tokens_per_second > 0
+        else "",
+        "steps asked": str(node.inner_steps or ""),
+        "state held": f"round {beat.outer_round}" if node.HasField("heartbeat") else "",
+        "sent": sent,
+        "received": received,
+        "carried": carried_in_words(node),
+        "let go": f"{beat.let_go_rounds:.1f} rounds of late work" if beat.let_go_rounds else "",
+        "gave": f"{node.given.num_rounds} rounds, {given_in_words(node.given)}, "
+        f"{seconds_in_words(node.given.present_seconds)} present"
+        if node.HasField("given")
+        else "",
+        "reaches": ways_to_others(node, status.nodes),
+        "second process": "waits with the same key: stop one of the two"
+        if node.has_waiting_copy
+        else "",
+    }
+    return {label: words for label, words in told.items() if words not in ("", "-")}
+
+
+def short_name(name: str) -> str:
+    """A name that fits its column, with its end: nodes of one name differ there."""
+    if len(name) <= _NAME_WIDTH:
+        return name
+    tail = _NAME_WIDTH // 3
+    return f"{name[: _NAME_WIDTH - tail - 1]}…{name[-tail:]}"
+
+
+def activity_in_words(node: pb.NodeStatus, run: pb.RunStatus) -> str:
+    """What the node does now, or for how long it has been silent."""
+    if node.silent_seconds > SILENT_SECONDS:
+        return f"silent {seconds_in_words(node.silent_seconds)}"
+    beat = node.heartbeat
+    if beat.activity.startswith("training"):
+        # Nothing is asked of a node that trains on after its round has ended without it.
+        return f"{beat.activity} {beat.inner_step}/{node.inner_steps or run.inner_steps}"
+    return beat.activity or "-"
