@@ -1,7 +1,6 @@
 """A relay on loopback, and coordinators that it carries: the same ports on another address."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ from coordinator.relay.doors import Limits
 from coordinator.relay.line import PORTS_FILE, Carriage, KeptPorts, RelayKey
 from coordinator.relay.server import Relay
 from coordinator.relay.through import Through
+from tests import ports
 
 HOST = "127.0.0.1"
 AT_HOME = "127.0.0.2"
@@ -20,8 +20,8 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def free_port() -> int:
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
+    """On the address that all is started on."""
+    return ports.free_port(HOST)
 
 
 async def until(is_done: Callable[[], bool], seconds: float = 30.0) -> None:

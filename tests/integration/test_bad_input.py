@@ -8,7 +8,6 @@ import json
 import os
 import pty
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typed_commands import Swarm, atoll, done, refused
 
 from protocol.trust.invite import Invite
 from protocol.v1 import status_pb2
+from tests import ports
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(
@@ -54,9 +54,7 @@ def other_swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+    return ports.free_port()
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -17,7 +17,6 @@ from tls_coordinator import (
     both_ways,
     get_run,
     get_run_blocking,
-    unused_port,
 )
 
 from protocol import errors
@@ -37,6 +36,7 @@ from protocol.trust.pki import server_name
 from protocol.v1 import session_pb2_grpc
 from protocol.wire.channel import channel_options, open_channel
 from protocol.wire.status_codes import abort
+from tests.ports import free_port
 
 
 async def test_a_member_gets_through_and_is_known_by_its_certificate(
@@ -96,7 +96,7 @@ async def test_a_caller_without_a_certificate_never_reaches_the_control_plane(
 async def test_where_nothing_listens_the_next_step_is_to_start_a_coordinator(
     coordinator: Coordinator,
 ) -> None:
-    lonely = replace(coordinator.credentials(), control_port=unused_port())
+    lonely = replace(coordinator.credentials(), control_port=free_port())
     async for answer in both_ways(lonely):
         with pytest.raises(UnavailableError, match=f"no coordinator answers at {lonely.endpoint}"):
             await answer

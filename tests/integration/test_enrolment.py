@@ -11,7 +11,6 @@ import pytest
 from tls_coordinator import (
     Coordinator,
     get_run,
-    unused_port,
 )
 
 from protocol.errors import (
@@ -23,6 +22,7 @@ from protocol.trust import pki
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from protocol.wire.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_enrolment, server_options
+from tests.ports import free_port
 
 
 async def test_a_second_coordinator_cannot_take_the_port(coordinator: Coordinator) -> None:
@@ -53,7 +53,7 @@ async def test_an_invite_for_another_certificate_is_refused_before_its_secret_is
         elsewhere = replace(another.invite(), port=coordinator.enrolment_port)
         with pytest.raises(ProtocolMismatchError, match="the invite is for"):
             await enrol(elsewhere, Identity.generate(), "node")
-    gone = replace(coordinator.invite(), port=unused_port())
+    gone = replace(coordinator.invite(), port=free_port())
     with pytest.raises(UnavailableError, match="no coordinator answers"):
         await enrol(gone, Identity.generate(), "node")
 

@@ -3,13 +3,13 @@
 import json
 import shutil
 import signal
-import socket
 import tomllib
 
 from typed_commands import Swarm, atoll, done, refused
 
 from node.kept import kept_model
 from protocol.trust.invite import Invite
+from tests.ports import free_port
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 1000  # it is stopped before
@@ -22,14 +22,6 @@ RUN = tiny_text(
 NODES = ("one", "two")
 
 
-def free_ports() -> list[str]:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as other,
-    ):
-        return [str(server.getsockname()[1]) for server in (one, other)]
-
-
 def test_an_old_invite_finds_the_coordinator_by_a_helper_that_it_names_when_the_old_machine_is_gone(
     swarm: Swarm,
 ) -> None:
@@ -38,7 +30,7 @@ def test_an_old_invite_finds_the_coordinator_by_a_helper_that_it_names_when_the_
     helper.says("attached")
     invite, viewer = swarm.invite(), swarm.invite("--role", "viewer")
     assert [member.host for member in Invite.decode(invite).members] == ["127.0.0.1"]
-    control, enrolment = free_ports()
+    control, enrolment = str(free_port()), str(free_port())
     move = ("run", "move", "127.0.0.1", "--port", control, "--enrolment-port", enrolment)
     done(atoll(*move, "--dir", swarm.home))
     helper.says("the coordinator will move")
@@ -76,7 +68,7 @@ def test_nodes_find_a_coordinator_at_the_address_that_it_was_said_to_move_to(swa
         running[name] = swarm.start_node(name)
     swarm.coordinator.says("round opened", times=2)
 
-    control, enrolment = free_ports()
+    control, enrolment = str(free_port()), str(free_port())
     move = ("run", "move", "127.0.0.1", "--port", control, "--enrolment-port", enrolment)
     done(atoll(*move, "--reason", "a larger machine", "--dir", swarm.home))
     refused(atoll(*move, "--dir", swarm.home), 64, "told already", f"127.0.0.1, port {control}")

@@ -1,7 +1,6 @@
 """A coordinator's two servers over real TLS, whose answers a test chooses; and how to call them."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -152,9 +151,3 @@ async def both_ways(credentials: Credentials) -> AsyncIterator[Awaitable[str]]:
     """The same question over both kinds of channels: they must answer alike."""
     yield get_run(credentials)
     yield asyncio.to_thread(get_run_blocking, credentials)
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
