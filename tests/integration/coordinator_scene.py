@@ -23,6 +23,7 @@ from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.v1.status_pb2_grpc import StatusServiceStub
 from protocol.wire.channel import open_blocking_channel, open_channel
 from protocol.wire.convert import layout_to_wire
+from tests.ports import free_port
 
 PATIENCE_SECONDS = 30.0
 LOCAL = CoordinatorConfig(
@@ -41,7 +42,9 @@ def described(folder: Path, text: str = RUN) -> str:
 
 
 def new_home(folder: Path, *, host: str = "127.0.0.1") -> Home:
-    return create_home(folder, config=LOCAL.with_changes(host=host), text=described)
+    """One with ports of its own, for it may come back to them."""
+    config = LOCAL.with_changes(host=host, control_port=free_port(), enrolment_port=free_port())
+    return create_home(folder, config=config, text=described)
 
 
 @asynccontextmanager

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from coordinator_scene import (
+    LOCAL,
     FakeNode,
+    described,
     invite_from,
     joined,
     new_home,
@@ -18,6 +20,7 @@ from coordinator_scene import (
 )
 
 from coordinator.cli import invite as invite_command
+from coordinator.config import Home, create_home
 from protocol.errors import (
     BadDataError,
     NoInputError,
@@ -42,14 +45,15 @@ async def test_the_owner_types_invite_create_and_the_one_line_printed_lets_a_nod
 ) -> None:
     home = new_home(tmp_path / "home")
 
-    async def typed(*arguments: str) -> Result:
-        line = [*arguments, "--dir", str(home.directory)]
+    unstarted = create_home(tmp_path / "unstarted", config=LOCAL, text=described)
+
+    async def typed(*arguments: str, of: Home = home) -> Result:
+        line = [*arguments, "--dir", str(of.directory)]
         return await asyncio.to_thread(CliRunner().invoke, invite_command, line)
 
-    before = await typed("create")
-    assert (
-        isinstance(before.exception, UnavailableError) and "never started" in before.exception.what
-    )
+    for asked, words in ((home, "no coordinator answers"), (unstarted, "was never started")):
+        before = await typed("create", of=asked)
+        assert isinstance(before.exception, UnavailableError) and words in before.exception.what
     async with serving(home):
         created = await typed("create", "--uses", "3", "--expires", "7d")
         match = re.search(r"(?m)^atoll join (\S+)\n", created.stdout)

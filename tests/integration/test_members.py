@@ -35,6 +35,7 @@ from protocol.v1 import (
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_channel
 from protocol.wire.convert_messages import rulings_from_wire, rulings_to_wire
+from tests.ports import free_port
 
 
 @asynccontextmanager
@@ -201,7 +202,8 @@ async def test_a_coordinator_from_an_older_copy_learns_rulings_from_a_node(
         while kept.number < 4:
             kept.take(rulings_from_wire((await a.next("rulings")).rulings))
         copy = Home.load(tmp_path / "copy")
-        async with serving(copy):
+        apart = copy.config.with_changes(control_port=free_port(), enrolment_port=free_port())
+        async with serving(replace(copy, config=apart)):
             port = Credentials.load(copy.directory).control_port
             for node in (a, b):
                 node.credentials = replace(node.credentials, control_port=port)

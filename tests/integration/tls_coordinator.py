@@ -24,6 +24,7 @@ from protocol.wire.server import (
     caller,
 )
 from protocol.wire.wire_count import WireCounts
+from tests.ports import free_port
 
 GET_RUN = session_pb2.GetRunRequest()
 SUBSCRIBE = session_pb2.SubscribeRequest(session_id=1)
@@ -43,7 +44,7 @@ class Coordinator(
         )
         self.may_enrol = asyncio.Event()
         self.may_enrol.set()
-        self.control_port = self.bind(0)
+        self.control_port = self.bind(free_port())
         self.enrolment_port = bind_enrolment(
             self.enrolment,
             "127.0.0.1",

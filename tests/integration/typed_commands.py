@@ -24,6 +24,7 @@ from lab.processes.family import (
 )
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
+from tests.ports import free_port
 
 ROOT = SOURCES
 PATIENCE_SECONDS = (
@@ -221,7 +222,8 @@ class Running:
 
 
 def _ports_of(host: str) -> tuple[str, ...]:
-    return ("--host", host, "--port", "0", "--enrolment-port", "0")
+    """Nobody takes them while a coordinator is down that comes back to them."""
+    return ("--host", host, "--port", str(free_port()), "--enrolment-port", str(free_port()))
 
 
 class Swarm:
