@@ -27,8 +27,8 @@ from protocol.files.leftovers import TemporaryFolder
 from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec
 
-LOSSES_AGREE = 2e-3
-"""Of the mean loss of a chunk, relative; sums in another order part slowly."""
+LOSSES_AGREE = {"fp32": 2e-3, "bf16": 2e-2}
+"""Of the mean loss of a chunk, relative; sums in another order part slowly, and in bf16 less so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ async def compare(
                     mine.append(await atoll.train(chunk))
                 else:
                     theirs.append(await asyncio.to_thread(_train_loop, loop, chunk))
-            _check_losses(mine[-1], theirs[-1])
+            _check_losses(mine[-1], theirs[-1], LOSSES_AGREE[local.precision])
     finally:
         loop.close()
         await atoll.stop()
@@ -190,8 +190,8 @@ def _train_loop(loop: Loop, chunk: Chunk) -> Measured:
     )
 
 
-def _check_losses(mine: Measured, theirs: Measured) -> None:
-    if abs(mine.loss - theirs.loss) > LOSSES_AGREE * theirs.loss:
+def _check_losses(mine: Measured, theirs: Measured, agree: float) -> None:
+    if abs(mine.loss - theirs.loss) > agree * theirs.loss:
         raise AssertionError(f"not the same work: losses {mine.loss} and {theirs.loss}")
 
 

@@ -33,6 +33,7 @@ from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
+from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from protocol.run.run_spec import RunSpec, validated
 
@@ -52,7 +53,14 @@ def demo_spec(*, seed: int, rounds: int, num_nodes: int, codec: str) -> RunSpec:
     return validated(tables, origin="the demo's run file")
 
 
-def train_data_parallel(spec: RunSpec, corpus: Corpus, *, learning_rate: float) -> float:
+def train_data_parallel(
+    spec: RunSpec,
+    corpus: Corpus,
+    *,
+    learning_rate: float,
+    device: str = "cpu",
+    local: LocalTraining = PLAIN,
+) -> float:
     """Held-out loss after as many inner steps and tokens as the whole swarm takes."""
     num_nodes = spec.run.min_nodes
     tables = spec.model_dump(mode="json")
@@ -65,9 +73,10 @@ def train_data_parallel(spec: RunSpec, corpus: Corpus, *, learning_rate: float) 
     trainer = Trainer(
         spec=joined,
         corpus=corpus,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         mesh=Mesh(),
         clock=time.monotonic,
+        local=local,
     )
     trainer.adopt(initial_parameters(spec))
     trainer.train(lone_work(joined, joined.inner.steps), unseen)

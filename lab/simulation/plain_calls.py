@@ -20,6 +20,7 @@ from node.island.data.corpus import Corpus
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
+from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec, validated
@@ -56,7 +57,15 @@ class Trained:
 class LocalNode:
     """One node's island and replica of the outer state."""
 
-    def __init__(self, spec: RunSpec, place: int, corpus: Corpus) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        place: int,
+        corpus: Corpus,
+        *,
+        device: str = "cpu",
+        local: LocalTraining = PLAIN,
+    ) -> None:
         self.node_id = NodeId(f"node-{place + 1:02}")
         self.contributed_bytes = 0  # bodies only, its own slice included
         self.reduced_bytes = 0
@@ -71,7 +80,12 @@ class LocalNode:
             node_id=self.node_id,
         )
         self.trainer = Trainer(
-            spec=spec, corpus=corpus, device=torch.device("cpu"), mesh=Mesh(), clock=time.monotonic
+            spec=spec,
+            corpus=corpus,
+            device=torch.device(device),
+            mesh=Mesh(),
+            clock=time.monotonic,
+            local=local,
         )
         self.trainer.adopt(self.parameters)
         self._not_adopted: int | None = None  # the fragment whose results are on their way
@@ -116,10 +130,17 @@ class LocalNode:
         return sent
 
 
-def train_swarm(setting: Setting, spec: RunSpec, corpus: Corpus) -> Trained:
-    """Trains a swarm of [run] min_nodes to the end of its run."""
+def train_swarm(
+    setting: Setting,
+    spec: RunSpec,
+    corpus: Corpus,
+    *,
+    device: str = "cpu",
+    local: LocalTraining = PLAIN,
+) -> Trained:
+    """Trains a swarm of [run] min_nodes to the end of its run; all nodes take turns on one device."""
     began = time.monotonic()
-    nodes = swarm_at_end(setting, spec, corpus)
+    nodes = swarm_at_end(setting, spec, corpus, device=device, local=local)
     nodes[0].trainer.adopt(nodes[0].parameters)
     parameters = sum(
         nodes[0].layout.fragments[fragment_of(round, spec)].num_elements
@@ -140,6 +161,8 @@ def swarm_at_end(
     *,
     is_late: Callable[[int, int], bool] = lambda place, round: False,
     watch: Callable[[int, list[LocalNode]], None] = lambda round, nodes: None,
+    device: str = "cpu",
+    local: LocalTraining = PLAIN,
 ) -> list[LocalNode]:
     """All rounds of the run; the nodes' outer states are equal to the bit.
 
@@ -150,7 +173,9 @@ def swarm_at_end(
     if setting.late_steps > (steps if spec.exchange.overlap != "none" else 0):
         raise ValueError(f"{setting.name}: results cannot be {setting.late_steps} inner steps late")
     texts = parts_of(corpus, num_nodes) if setting.own_text else [corpus] * num_nodes
-    nodes = [LocalNode(spec, place, text) for place, text in enumerate(texts)]
+    nodes = [
+        LocalNode(spec, place, text, device=device, local=local) for place, text in enumerate(texts)
+    ]
     rng = random.Random(f"drops of seed {spec.run.seed}")
     watch(0, nodes)
     for round in range(1, spec.run.rounds + 1):

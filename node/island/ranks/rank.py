@@ -81,13 +81,14 @@ def run_rank(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) ->
         _send_last(connection, Failed(_as_people_see_it(error, setup)))
 
 
-_NO_MEMORY_ON_CPU = "can't allocate memory"  # torch has no error of its own for it
+_FULL = ("can't allocate memory", "out of memory")
+"""What torch says of the CPU's memory, and of a GPU without room for so much as a context."""
 
 
 def _as_people_see_it(error: Exception, setup: RankSetup) -> AtollError:
     """Too little memory is no bug: it is said by itself, with what takes less."""
     is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if not is_full and _NO_MEMORY_ON_CPU not in str(error):
+    if not is_full and not any(said in str(error) for said in _FULL):
         return RankFailedError(
             f"rank {setup.rank} failed: {type(error).__name__}: {error}",
             next_step="see the traceback in the log, and report it",

@@ -1,0 +1,274 @@
+"""What exchanges cost models of 5 and 20 million parameters, beside data parallelism. For a GPU.
+
+    python -m benchmarks.learning.larger_models [--device cuda] [--sizes 5M 20M] [--processes 12]
+        [--text 'FOLDER/**/*.py'] [--report] [--results docs/results/larger-models.jsonl]
+
+Two nodes train a byte language model by plain calls (lab.simulation.plain_calls), turn by turn on one
+device, in bf16 on a GPU; several runs share it. First data parallelism is tried with three inner rates for a
+fifth of the steps, and the best is everybody's. What is in the file of results is not run again.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from benchmarks.learning.data_parallel import train_data_parallel
+from benchmarks.measurement import Rows, add_results, markdown, parser_of, read_rows
+from lab.processes.ending import nothing_left
+from lab.simulation.plain_calls import Setting, spec_of, train_swarm
+from node.island.data.corpus import read_corpus
+from node.island.training.local_training import LocalTraining
+
+RESULTS = Path("docs/results/larger-models.jsonl")
+NUM_NODES = 2
+PLAIN_MEAN, NESTEROV = (1.0, 0.0), (0.7, 0.6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A model, its batch, and the rates that are tried."""
+
+    model: dict[str, Any]
+    batch: int  # samples of a node and inner step
+    steps: int
+    rates: dict[str, tuple[float, ...]]
+    beside: float  # AdamW's, of what Muon leaves to it
+
+
+SIZES = {
+    "5M": Size(
+        model={
+            "hidden_size": 256,
+            "num_layers": 6,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "ffn_size": 704,
+            "context": 256,
+            "qk_norm": True,
+        },
+        batch=32,
+        steps=2800,
+        rates={"adamw": (1e-3, 2e-3, 4e-3), "muon": (5e-3, 1e-2, 2e-2)},
+        beside=3e-3,
+    ),
+    "20M": Size(
+        model={
+            "hidden_size": 512,
+            "num_layers": 6,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "ffn_size": 1408,
+            "context": 512,
+            "qk_norm": True,
+        },
+        batch=32,
+        steps=2800,
+        rates={"adamw": (7e-4, 1.4e-3, 2.8e-3), "muon": (4e-3, 8e-3, 1.6e-2)},
+        beside=2e-3,
+    ),
+    "tiny": Size(
+        model={
+            "hidden_size": 16,
+            "num_layers": 1,
+            "num_heads": 1,
+            "num_kv_heads": 1,
+            "ffn_size": 32,
+            "context": 16,
+        },
+        batch=2,
+        steps=20,
+        rates={"adamw": (3e-3, 6e-3), "muon": (1e-2, 2e-2)},
+        beside=6e-3,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """One run; without an interval it is data parallelism."""
+
+    size: str
+    optimizer: str
+    rate: float
+    steps: int
+    interval: int = 0  # inner steps between two exchanges
+    codec: str = ""  # both ways
+    outer: tuple[float, float] = PLAIN_MEAN  # rate and momentum of Nesterov's step
+    late_steps: int = 0  # inner steps that results are late; nodes train on meanwhile
+    seed: int = 0
+
+
+def run(tried: Try, device: str, text: str, threads: int) -> float:
+    """The held-out loss at the end, in nats per byte."""
+    torch.set_num_threads(threads)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    size = SIZES[tried.size]
+    inner: dict[str, Any] = {
+        "batch": size.batch,
+        "learning_rate": tried.rate,
+        "steps": tried.interval or 1,
+    }
+    if tried.optimizer == "muon":
+        inner |= {"optimizer": "muon", "muon_learning_rate": tried.rate}
+        inner["learning_rate"] = size.beside
+    outer_rate, momentum = tried.outer
+    exchange = {"uplink": tried.codec or "fp32", "downlink": tried.codec or "fp32"}
+    late = {"overlap": "keep", "blend": 0.5} if tried.late_steps else {}
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"rounds": tried.steps // (tried.interval or 1), "min_nodes": NUM_NODES},
+        "model": size.model,
+        "inner": inner,
+        "outer": {"learning_rate": outer_rate, "momentum": momentum},
+        "exchange": exchange | late,
+        "evaluation": {"samples": 512},
+    }
+    if text:
+        tables["data"] = {"source": "text", "paths": [text]}
+    spec = spec_of(tables, seed=tried.seed)
+    corpus = read_corpus(
+        spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
+    )
+    local = LocalTraining(precision="bf16" if device != "cpu" else "fp32")
+    if not tried.interval:
+        return train_data_parallel(
+            spec, corpus, learning_rate=spec.inner.learning_rate, device=device, local=local
+        )
+    setting = Setting(name="larger", tables=tables, late_steps=tried.late_steps)
+    return train_swarm(setting, spec, corpus, device=device, local=local).loss
+
+
+def tuning(size: str) -> list[Try]:
+    """Data parallelism with each rate, for a fifth of the steps."""
+    steps = max(1, SIZES[size].steps // 5)
+    return [
+        Try(size=size, optimizer=optimizer, rate=rate, steps=steps)
+        for optimizer, rates in SIZES[size].rates.items()
+        for rate in rates
+    ]
+
+
+def tries_of(size: str, best: dict[str, float], seed: int) -> list[Try]:
+    """The runs that are compared, those that say most first."""
+    found = []
+    for optimizer in sorted(best, reverse=True):
+        ceiling = Try(
+            size=size, optimizer=optimizer, rate=best[optimizer], steps=SIZES[size].steps, seed=seed
+        )
+        swarm = replace(ceiling, interval=50, codec="ec2", outer=NESTEROV)
+        if size == "tiny":
+            swarm = replace(swarm, interval=5)
+            found += [ceiling, swarm, replace(swarm, late_steps=5)]
+            continue
+        found += [
+            ceiling,
+            swarm,
+            replace(swarm, interval=10, outer=PLAIN_MEAN),
+            replace(swarm, interval=140),
+            replace(swarm, late_steps=50),
+        ]
+    return sorted(found, key=lambda tried: (tried.interval not in (0, 50), tried.late_steps))
+
+
+def best_rates(known: dict[Try, float], size: str) -> dict[str, float]:
+    """By the tuning runs, of each optimizer."""
+    found: dict[str, float] = {}
+    for optimizer in SIZES[size].rates:
+        runs = [tried for tried in tuning(size) if tried.optimizer == optimizer and tried in known]
+        if runs:
+            found[optimizer] = min(runs, key=known.__getitem__).rate
+    return found
+
+
+def report(known: dict[Try, float]) -> Iterator[str]:
+    """A table for each size: the loss of data parallelism, and how far above it the others end."""
+    for size in SIZES:
+        ceilings = {
+            (t.optimizer, t.seed): (t, loss)
+            for t, loss in known.items()
+            if t.size == size and not t.interval and t.steps == SIZES[size].steps
+        }
+        rows: list[Sequence[object]] = []
+        for tried, loss in sorted(known.items(), key=lambda each: str(each[0])):
+            if tried.size != size or not tried.interval:
+                continue
+            if (tried.optimizer, tried.seed) not in ceilings:
+                continue
+            least = ceilings[tried.optimizer, tried.seed][1]
+            rows.append(
+                (
+                    tried.optimizer,
+                    tried.interval,
+                    tried.late_steps or "no",
+                    f"{least:.4f}",
+                    f"{loss:.4f}",
+                    f"{100 * (loss / least - 1):+.1f} %",
+                )
+            )
+        if rows:
+            yield f"{size}\n\n" + markdown(
+                ("optimizer", "every", "late by", "data parallel", "swarm", "above"), rows
+            )
+
+
+def known_in(file: Path) -> dict[Try, float]:
+    """What was run already."""
+    names = Try.__dataclass_fields__
+    return {
+        Try(**({name: row[name] for name in names} | {"outer": tuple(row["outer"])})): row["loss"]
+        for row in read_rows(file)
+    }
+
+
+def main() -> None:
+    """Tunes, runs what is missing, and prints the tables."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["5M"])
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text", default="", help="a glob; else the standard library's source")
+    parser.add_argument("--report", action="store_true", help="print what is there, run nothing")
+    add_results(parser, RESULTS)
+    options = parser.parse_args()
+    known, results = known_in(options.results), Rows(options.results)
+    if not options.report:
+        threads = max(1, len(os.sched_getaffinity(0)) // options.processes)
+        about = {"device": options.device, "text": options.text or "python-stdlib"}
+        if options.device != "cpu":
+            about["device"] = torch.cuda.get_device_name()
+        pool = ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"))
+        with pool:
+
+            def all_of(tries: list[Try]) -> None:
+                missing = [tried for tried in tries if tried not in known]
+                futures = {
+                    pool.submit(run, tried, options.device, options.text, threads): tried
+                    for tried in missing
+                }
+                for future in as_completed(futures):
+                    tried = futures[future]
+                    known[tried] = future.result()
+                    results.add(about | asdict(tried) | {"loss": known[tried]})
+
+            all_of([tried for size in options.sizes for tried in tuning(size)])
+            all_of(
+                [
+                    tried
+                    for size in options.sizes
+                    for tried in tries_of(size, best_rates(known, size), options.seed)
+                ]
+            )
+    print("\n\n".join(report(known)))
+
+
+if __name__ == "__main__":
+    with nothing_left():
+        main()
