@@ -69,6 +69,20 @@ def test_the_figure_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
     assert (DOCS / "figures" / "island-memory.svg").read_text() == drawn_memory(rows)
 
 
+def test_the_table_of_a_gpu_in_the_docs_is_what_was_measured() -> None:
+    section = (DOCS / "performance.md").read_text().partition("## An island on a GPU")[2]
+    rows = [
+        row for row in read_rows(DOCS / "results" / "island-gpu.jsonl") if row["part"] == "speed"
+    ]
+    lines = [line for line in section.splitlines() if line.startswith(("| 164", "| 85"))]
+    for row, line in zip(rows, lines, strict=True):
+        ratio, whole = row["training_time_ratio"], row["time_ratio"]
+        assert f"| {row['parameters']:,} |" in line
+        assert f"× {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" in line
+        assert f"| {row['loop_tokens_per_second']:,.0f} |" in line
+        assert line.endswith(f"steps: × {whole['median']:.3f} |")
+
+
 def test_the_frontier_in_the_docs_is_drawn_from_the_results_beside_it() -> None:
     """Run 'python -m benchmarks.convergence --report --figure FIGURE' after either has changed."""
     points = frontier(read_rows(DOCS / "results" / "convergence.jsonl"))
