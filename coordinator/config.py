@@ -175,8 +175,8 @@ scaling = "none"            # of the rate, by tokens / a full round of min_nodes
 # node) and inner_step = "1.2s": the first start then writes down what it chose, and why.
 [exchange]
 uplink = "int4"             # codec of contributions, with bits a value: "fp32" 32, "bf16" 16,
-                            # "int8" 8.1, "fp8" 8.1, "int4" 4.1, "fp4" 4.1, "ec3" 3.1, "ec2" 2.1,
-                            # "int2" 2.0, "ec1" 1.1, "sign" 1.0, "topk256" 0.45, "topk64" 0.15;
+                            # "int8" 8.1, "int4" 4.1, "ec3" 3.1, "ec2" 2.1, "int2" 2.0, "ec1" 1.1,
+                            # "sign" 1.0, "topk256" 0.45, "topk64" 0.15;
                             # below 4 bits better with error_feedback, below 2 only so
 downlink = "int4"           # codec of results, likewise; 2 bits or more lost nothing measurable
 error_feedback = true       # whether a node still owes what encoding rounds away

@@ -17,7 +17,7 @@ NOTHING_LOST = "fp32"
 
 SERIES = {
     "integers in blocks, signs": ("int8", "int4", "int2", "sign"),
-    "floats": ("bf16", "fp8", "fp4"),
+    "floats": ("bf16",),
     "entropy-coded": ("ec3", "ec2", "ec1"),
     "largest of each chunk": ("topk256", "topk64"),
 }

@@ -26,7 +26,7 @@ IDS = (A, B, C)
 SLICES = cut_into_slices(NUM_ELEMENTS, IDS)
 
 EXACT = ["fp32", "int8", "int4"]
-ROUNDED_ONCE = ["bf16", "fp8", "fp4", "ec3", "ec2", "int2", "ec1", "sign", "topk256", "topk64"]
+ROUNDED_ONCE = ["bf16", "ec3", "ec2", "int2", "ec1", "sign", "topk256", "topk64"]
 
 # What a node does in a round: "late" contributes and nobody takes it, "restarts" dies after it has
 # contributed and comes back with what was saved after the round before.

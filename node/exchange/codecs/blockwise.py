@@ -1,4 +1,4 @@
-"""Codecs with a scale for each block of 256 values: "int8/1", "int4/1"; floats.py has more.
+"""Codecs with a scale for each block of 256 values: "int8/1" and "int4/1".
 
 Absmax quantisation by block (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization",
 section 2.1, with linear instead of dynamic codes). With `top` the largest code, 127 or 7:
@@ -110,6 +110,7 @@ Blocks = npt.NDArray[np.float32]
 
 _INFINITY = np.float32(np.inf)
 _MAGNITUDE = np.int32(0x7FFF_FFFF)
+_SMALLEST_PEAK = np.float32(2.0**-118)
 FORBIDDEN, NOT_ZERO = 1, 2
 """What a kernel found: a code that is none, or codes of a block with scale 0 that are not 0."""
 
@@ -146,7 +147,6 @@ def scales_of(
     blocks: Blocks,
     scales: Vector,
     top: np.float32,
-    smallest_peak: np.float32,
     largest_scale: np.float32,
 ) -> int:
     """Writes the scale of each block; returns the first block that is not finite, or ALL_RIGHT."""
@@ -154,7 +154,7 @@ def scales_of(
         peak = peak_of(blocks[b])
         if not peak < _INFINITY:
             return b
-        scales[b] = min(peak / top, largest_scale) if peak >= smallest_peak else np.float32(0)
+        scales[b] = min(peak / top, largest_scale) if peak >= _SMALLEST_PEAK else np.float32(0)
     return ALL_RIGHT
 
 
@@ -192,7 +192,6 @@ class Blockwise(DecodesByTile, FixedSize):
     top: ClassVar[np.float32]  # the largest code's value
     codes_in_byte: ClassVar[int]
     zero_byte: ClassVar[int]  # of codes that are 0
-    smallest_peak: ClassVar[np.float32] = np.float32(2.0**-118)
     largest_scale: ClassVar[np.float32]
     allowed_scale_bits: ClassVar[tuple[np.uint32, np.uint32]]
     forbidden: ClassVar[str]  # what an error calls codes that are none
@@ -201,7 +200,7 @@ class Blockwise(DecodesByTile, FixedSize):
         """Derives the scales that an encoder can write."""
         cls.largest_scale = largest_scale(cls.top)
         # Non-negative fp32 numbers are ordered like their bits read as integers.
-        bounds = np.array([cls.smallest_peak / cls.top, cls.largest_scale], dtype=np.float32)
+        bounds = np.array([_SMALLEST_PEAK / cls.top, cls.largest_scale], dtype=np.float32)
         lowest, highest = bounds.view(np.uint32)
         cls.allowed_scale_bits = (lowest, highest)
 
@@ -251,7 +250,7 @@ class Blockwise(DecodesByTile, FixedSize):
         return body.tobytes()
 
     def _encode_whole(self, blocks: Blocks, scales: Vector, codes: Bytes, start: int) -> None:
-        wrong = scales_of(blocks, scales, self.top, self.smallest_peak, self.largest_scale)
+        wrong = scales_of(blocks, scales, self.top, self.largest_scale)
         if wrong != ALL_RIGHT:
             refuse_not_finite(blocks[wrong], start=start + wrong * BLOCK)
         self.encode_blocks(blocks, scales, codes.reshape(len(blocks), -1))

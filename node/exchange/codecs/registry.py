@@ -14,7 +14,7 @@ from node.exchange.codecs.blockwise import Int4, Int8
 from node.exchange.codecs.chunkwise import CHUNK, Int2, Sign
 from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles
 from node.exchange.codecs.entropy import Ec1, Ec2, Ec3
-from node.exchange.codecs.floats import Bf16, Fp4, Fp8, Fp32
+from node.exchange.codecs.floats import Bf16, Fp32
 from node.exchange.codecs.top_k import TopK64, TopK256
 from protocol.errors import ConfigError
 from protocol.run.run_spec import RunSpec
@@ -27,9 +27,7 @@ def all_codecs(tiles: Tiles) -> tuple[Codec, ...]:
         Fp32(tiles),
         Bf16(tiles),
         Int8(tiles),
-        Fp8(tiles),
         Int4(tiles),
-        Fp4(tiles),
         Int2(tiles),
         Sign(tiles),
         TopK64(tiles),
