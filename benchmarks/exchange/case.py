@@ -79,6 +79,15 @@ class Case:
     stripes: int = Limits().max_streams_per_body  # for one body, at most
     keeps_window: bool = False  # whether TCP remembers over a pause what the links carry
     slow_motion: float = 1.0  # how many times as long everything takes
+    num_helpers: int = 0  # with any, nobody dials a node, and helpers reduce everything
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The nodes', then the helpers'."""
+        return (
+            *(f"node-{i}" for i in range(self.num_nodes)),
+            *(f"helper-{i}" for i in range(self.num_helpers)),
+        )
 
     @property
     def megabytes(self) -> float:
@@ -95,6 +104,8 @@ class Case:
         """For every step of a round, as this machine's clock has it: far more than it takes."""
         bits = self.num_elements * (self.codecs.up_bits + self.codecs.down_bits)
         slowest = min(self.rate(number) for number in range(self.num_nodes))
+        if self.num_helpers:
+            bits *= self.num_nodes
         return LEAST_PATIENCE_SECONDS + TIMES_THE_LIMIT * self.slow_motion * bits / slowest
 
     @property
@@ -106,10 +117,10 @@ class Case:
 
     def links(self) -> dict[str, Link]:
         """Of the lab: so much slower, and further apart, as the motion is slow."""
-        return {f"node-{i}": self._link(i) for i in range(self.num_nodes)}
+        return {host: self._link(number) for number, host in enumerate(self.hosts)}
 
     def rate(self, number: int) -> float:
-        """Bits per second of a node's link, in each direction."""
+        """Bits per second of a host's link, in each direction."""
         return 1e6 * self.mbit * (self.slow if number == self.num_nodes - 1 else 1.0)
 
     def _link(self, number: int) -> Link:
@@ -164,11 +175,18 @@ def cases_of(
     by_bandwidth: Sequence[bool],
     slow: float,
     slow_motion: float,
+    helpers: Sequence[int] = (0,),
 ) -> Iterator[Case]:
     """Every combination."""
-    for num_nodes, pair, size, num_stripes, keeps_window, is_by_bandwidth in itertools.product(
-        nodes, codecs, sizes, stripes, keep_window, by_bandwidth
-    ):
+    for (
+        num_nodes,
+        num_helpers,
+        pair,
+        size,
+        num_stripes,
+        keeps_window,
+        is_by_bandwidth,
+    ) in itertools.product(nodes, helpers, codecs, sizes, stripes, keep_window, by_bandwidth):
         yield Case(
             num_nodes=num_nodes,
             codecs=pair,
@@ -180,4 +198,5 @@ def cases_of(
             stripes=num_stripes,
             keeps_window=keeps_window,
             slow_motion=slow_motion,
+            num_helpers=num_helpers,
         )

@@ -2,7 +2,7 @@
 
     python -m benchmarks.exchange [--nodes 2 4 8] [--codecs int4 topk64/topk256] [--megabytes 4 16]
                                   [--parameters 8m] [--mbit-each 20 --slow-motion 10] [--slow 0.2]
-                                  [--slices equal bandwidth]
+                                  [--slices equal bandwidth] [--helpers 1 2]
                                   [--keep-window 0 1] [--congestion-control bbr] [--plain]
     python -m benchmarks.exchange --report docs/results/exchange-nodes.jsonl [--figure FILE.svg]
 
@@ -23,7 +23,8 @@ the former comes near to their number, or the latter is much more than the forme
 links.
 
 With --slow one node has so much of the others' rate: --slices equal bandwidth shows what slices by
-bandwidth gain then. --plain adds what plain TCP takes for as many bytes between two nodes, in the same
+bandwidth gain then. With --helpers nobody can dial a node, and so many helpers, with links as fast as the
+nodes', reduce everything. --plain adds what plain TCP takes for as many bytes between two nodes, in the same
 lab: what is more than that is ours. Needs root. Prints JSON and, last, a table; --output appends the
 JSON lines to a file.
 """
@@ -134,6 +135,7 @@ def chosen_cases(chosen: argparse.Namespace) -> list[Case]:
             by_bandwidth=[slices == BY_BANDWIDTH for slices in chosen.slices],
             slow=chosen.slow,
             slow_motion=chosen.slow_motion,
+            helpers=chosen.helpers,
         )
     )
 
@@ -193,6 +195,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--slow", type=float, default=1.0, help="the last node's share of the others' rate"
+    )
+    made.add_argument(
+        "--helpers",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="hosts that reduce for nodes whom nobody can dial (default: none, and all can)",
     )
     made.add_argument(
         "--slices",

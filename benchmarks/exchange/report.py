@@ -16,12 +16,14 @@ _DEFAULTS: Row = {
     "congestion_control": "bbr",  # what the kernel had
     "pause_seconds": 1.0,
     "slow_motion": 1.0,
+    "num_helpers": 0,
     "plain_seconds": None,
     "note": "",
 }
 
 _CASE = (
     "num_nodes",
+    "num_helpers",
     "codec",
     "megabytes",
     "mbit",
@@ -72,12 +74,17 @@ def has_even_slices(row: Row) -> bool:
     return bool(max(row["slices"]) <= 1.5 * min(row["slices"]))
 
 
+def _helpers(row: Row) -> str:
+    number = row["num_helpers"]
+    return f"{number} helper" + ("s" if number > 1 else "")
+
+
 def cells_of(row: Row) -> tuple[str, ...]:
     """A line of the table."""
     row = _DEFAULTS | row
     ours, machine = row.get("cores_ours"), row.get("cores_machine")
     return (
-        f"{row['num_nodes']}",
+        f"{row['num_nodes']}" + (f" by {_helpers(row)}" if row["num_helpers"] else ""),
         row["codec"],
         f"{row['megabytes']:.3g}",
         f"{row['mbit']:g}",
@@ -103,7 +110,9 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 _SAID: tuple[Callable[[Row], str], ...] = (
-    lambda row: f"{row['num_nodes']} nodes",
+    lambda row: (
+        f"{row['num_nodes']} nodes" + (f" by {_helpers(row)}" if row["num_helpers"] else "")
+    ),
     lambda row: f"{row['mbit']:g} Mbit/s",
     lambda row: f"round trip {row['round_trip_ms']:g} ms",
     lambda row: row["congestion_control"] + (", window kept" if row["keeps_window"] else ""),

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from benchmarks.exchange.case import Case
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.events import Attached, Event, HeartbeatSeen, Reported
-from coordinator.swarm.shares import Rates
+from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from lab.network.lab import NetworkLab
@@ -59,6 +59,11 @@ class Node:
     totals: WireTotals = field(default_factory=dict)  # when the latest round was counted
     sent_bytes: int = 0  # in that round, to peers
     received_bytes: int = 0
+
+    @property
+    def is_helper(self) -> bool:
+        """Whether it reduces only."""
+        return self.host.startswith("helper")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,28 +136,16 @@ class Swarm:
             node = Node(host=host, process=process)
             self.nodes.append(node)
             self._tell(node, host=self._lab.address(host), tokens=TOKENS, **order)
-        for number, node in enumerate(self.nodes):
-            told = await self._hear(node, "started")
-            key = bytes.fromhex(told["public_key"])
+        told = [await self._hear(node, "started") for node in self.nodes]
+        for node, started in zip(self.nodes, told, strict=True):
+            key = bytes.fromhex(started["public_key"])
             node.node_id = node_id_of(key)
-            node.address = PeerAddress(public_key=key, multiaddrs=tuple(told["multiaddrs"]))
-            layout = session_pb2.LayoutSummary.FromString(base64.b64decode(told["layout"]))
-            self._step(
-                Attached(
-                    node_id=node.node_id,
-                    node_name=node.host,
-                    address=node.address,
-                    device="cpu",
-                    num_ranks=1,
-                    version="1",
-                    run_digest=RUN,
-                    layout=convert.layout_from_wire(layout),
-                    corpus=CorpusSummary(digest=RUN, num_samples=10**9, num_bytes=10**9),
-                    outer_round=0,
-                    outer_digest=Digest(bytes.fromhex(told["digest"])),
-                    process_id=number + 1,
-                )
-            )
+            node.address = PeerAddress(public_key=key, multiaddrs=tuple(started["multiaddrs"]))
+        # The first plan comes with the last node, so helpers are there before.
+        for node, started in reversed(list(zip(self.nodes, told, strict=True))):
+            self._attach(node, started)
+            if self._case.num_helpers and not node.is_helper:
+                self._shut_out(node)
         roster = convert.roster_to_wire(
             tuple(
                 RosterEntry(node_id=n.node_id, node_name=n.host, address=n.address)
@@ -161,6 +154,51 @@ class Swarm:
             )
         )
         await self._all("roster", roster, answer="met")
+
+    @property
+    def _training(self) -> list[Node]:
+        return [node for node in self.nodes if not node.is_helper]
+
+    def _attach(self, node: Node, started: dict[str, Any]) -> None:
+        assert node.address is not None
+        layout = session_pb2.LayoutSummary.FromString(base64.b64decode(started["layout"]))
+        self._step(
+            Attached(
+                node_id=node.node_id,
+                node_name=node.host,
+                address=node.address,
+                device="cpu",
+                num_ranks=1,
+                version="1",
+                run_digest=RUN,
+                layout=convert.layout_from_wire(layout),
+                corpus=CorpusSummary(digest=RUN, num_samples=10**9, num_bytes=10**9),
+                outer_round=0,
+                outer_digest=Digest(bytes.fromhex(started["digest"])),
+                process_id=1,
+                is_helper=node.is_helper,
+            )
+        )
+
+    def _shut_out(self, node: Node) -> None:
+        """Nobody dials the node any more, as behind a symmetric NAT; the core is told of it."""
+        self._lab.firewall(node.host)
+        self._alive(node, unreachable=tuple(n.node_id for n in self._training if n is not node))
+
+    def _alive(
+        self, node: Node, *, unreachable: tuple[NodeId, ...], rates: Rates = UNKNOWN
+    ) -> None:
+        member = self._state.members[node.node_id]
+        self._step(
+            HeartbeatSeen(
+                node_id=node.node_id,
+                session_id=member.session_id,
+                outer_round=member.outer_round,
+                outer_digest=member.outer_digest,
+                unreachable=unreachable,
+                rates=rates,
+            )
+        )
 
     async def stop(self) -> None:
         """Ends the nodes."""
@@ -183,9 +221,9 @@ class Swarm:
         await self._all("plan", convert.plan_to_wire(plan), answer="opened")
         seen_before = self._seen()
         trained = Trained(inner_steps=1, samples=1, tokens=TOKENS, loss=1.0, seconds=1.0)
-        for node in self.nodes:
+        for node in self._training:
             self._step(Reported(node_id=node.node_id, round=plan.round, report=trained))
-        for node in self.nodes:
+        for node in self._training:
             self._tell(node, do="contribute")
         began: list[float] = []
         ended: list[float] = []
@@ -286,17 +324,10 @@ class Swarm:
 
     def _note(self, node: Node, told: dict[str, Any]) -> None:
         """Takes in that a node has applied a round."""
-        member = self._state.members[node.node_id]
         if self._case.by_bandwidth:
-            self._step(
-                HeartbeatSeen(
-                    node_id=node.node_id,
-                    session_id=member.session_id,
-                    outer_round=member.outer_round,
-                    outer_digest=member.outer_digest,
-                    rates=Rates(up=told["up"], down=told["down"]),
-                )
-            )
+            unreachable = self._state.members[node.node_id].unreachable
+            rates = Rates(up=told["up"], down=told["down"])
+            self._alive(node, unreachable=unreachable, rates=rates)
         digest = Digest(bytes.fromhex(told["digest"]))
         self._step(
             Reported(node_id=node.node_id, round=told["round"], report=Applied(outer_digest=digest))
