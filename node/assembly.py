@@ -46,12 +46,13 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.rankless import RanklessIsland
 from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
+from node.island.training.local_training import PLAIN, LocalTraining
 from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
 from node.machine.addresses import ROUTER_LOOKS, address_changes, has_ipv6
-from node.machine.hardware import Hardware, likely_devices
+from node.machine.hardware import Hardware, has_compilers, likely_devices
 from node.machine.kernel import congestion_control
-from node.machine.placement import mesh_for, num_ranks_of
+from node.machine.placement import local_training_of, mesh_for, num_ranks_of
 from node.machine.usage import Usage
 from node.models.reading import read_first
 from node.models.writing import TextWriter
@@ -110,6 +111,7 @@ class _Ranks:
 
     devices: tuple[str, ...]  # on this machine; none of a helper
     shape: MeshShape
+    local: LocalTraining = PLAIN
     desk: HostDesk | None = None  # for the hosts that follow
 
 
@@ -302,10 +304,15 @@ async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:
     if settings.loop:
         return _Ranks(devices=OWN_LOOP, shape=MeshShape())
     usable = await _devices_of(settings, hardware)
+    shape, kind = _mesh_of(settings, spec, usable), kind_of(usable.names)
+    local = local_training_of(settings, spec, shape, kind=kind, has_compilers=has_compilers)
+    if local.compile and settings.compile == "auto":
+        log.info("layers are compiled at the start; 'compile = false' in node.toml leaves it out")
     return _Ranks(
         devices=usable.names,
-        shape=_mesh_of(settings, spec, usable),
-        desk=await _desk_of(start.folder, settings, kind_of(usable.names)),
+        shape=shape,
+        local=local,
+        desk=await _desk_of(start.folder, settings, kind),
     )
 
 
@@ -361,7 +368,7 @@ def _island_and_tokens(
     if is_supplied:
         supply = TokenSupply(spec=spec, places=data, held=held, heavy=in_thread)
         supplied = SuppliedIsland(
-            island=island, supply=supply, spec=spec, compiles=settings.compile
+            island=island, supply=supply, spec=spec, compiles=ranks.local.compile
         )
     tokens = Tokens(held=held, is_given=settings.serve_data, supplied=supplied)
     return supplied or island, tokens
@@ -391,7 +398,7 @@ def _island_of(
         names=shared.names,
         ranks=RanksHere(devices=ranks.devices, shape=ranks.shape, ranks=here),
         data=data,
-        local=settings.local_training,
+        local=ranks.local,
         checkpoints=checkpoints,
         hang_seconds=settings.hang_seconds,
     )

@@ -90,8 +90,9 @@ precision = "auto"
 # matrix products and attention: a little slower); or "full" (whole layers: about a third slower).
 activation_checkpointing = "none"
 
-# Whether torch compiles the layers: faster steps on GPUs, half a minute at each start.
-compile = false
+# Whether torch compiles the layers: faster steps on GPUs, half a minute at each start. "auto": on CUDA GPUs,
+# Atoll's own models of 50 million parameters or more, where Triton and a C compiler are; or true, false.
+compile = "auto"
 
 # Whether the same work gives the same bits each time on one machine; slower on GPUs.
 deterministic = false
@@ -323,7 +324,7 @@ class NodeSettings(Section):
     accumulate: Accumulating = "sharded"
     precision: Precision = "auto"
     activation_checkpointing: Recomputing = "none"
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
     deterministic: bool = False
     data: str = ""
     may_read: Annotated[tuple[str, ...], Field(strict=False)] = ()  # TOML gives lists
@@ -489,13 +490,13 @@ class NodeSettings(Section):
 
     @property
     def local_training(self) -> LocalTraining:
-        """What the ranks are told of it."""
+        """What the ranks are told of it; "auto" compiles nothing (see node.machine.placement)."""
         return LocalTraining(
             micro_batch=self.micro_batch,
             accumulate=self.accumulate,
             precision=self.precision,
             activation_checkpointing=self.activation_checkpointing,
-            compile=self.compile,
+            compile=self.compile is True,
             deterministic=self.deterministic,
             load=self.load,
         )

@@ -4,9 +4,14 @@ What only torch can tell (GPUs of other makers) stays unknown here, and is check
 """
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from node.island.ranks.devices import check_choice, free_bytes
@@ -57,6 +62,16 @@ def _of_answer(answer: str, memory: int) -> Hardware:
     if "problem" in told:
         return Hardware(memory_bytes=memory, gpus=(), problem=told["problem"])
     return Hardware(memory_bytes=memory, gpus=tuple(Gpu(**gpu) for gpu in told["gpus"]))
+
+
+def has_compilers(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch could compile for a CUDA GPU: with Triton, a C compiler, and Python's own headers."""
+    names = [environment["CC"]] if environment.get("CC") else ["gcc", "cc", "clang"]
+    return (
+        find_spec("triton") is not None
+        and any(shutil.which(name) for name in names)
+        and Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+    )
 
 
 def _has_others(root: Path) -> bool:

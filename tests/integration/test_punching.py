@@ -67,10 +67,10 @@ class AtHome:
         self.other.transport.punch(self.one.node_id, one)
 
     def is_punched(self) -> bool:
-        return (self.one.transport.punched, self.other.transport.punched) == (
-            (self.other.node_id,),
-            (self.one.node_id,),
-        )
+        """Whether both have the hole, and neither still dials: that would come after what ends it."""
+        dials = [peer.transport._punching._dials for peer in (self.one, self.other)]  # type: ignore[attr-defined]
+        holes = (self.one.transport.punched, self.other.transport.punched)
+        return not any(dials) and holes == ((self.other.node_id,), (self.one.node_id,))
 
 
 async def until(is_so: Callable[[], object]) -> None:

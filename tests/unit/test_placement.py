@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from node.config import NodeSettings
-from node.island.parallel.auto_mesh import need_of, node_bytes
+from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes
 from node.island.parallel.mesh_shape import MeshShape
+from node.machine import hardware
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
-from node.machine.placement import mesh_for, refuse_small_helper, refuse_what_cannot_work
+from node.machine.placement import (
+    COMPILES_FROM,
+    local_training_of,
+    mesh_for,
+    refuse_small_helper,
+    refuse_what_cannot_work,
+)
 from protocol.errors import ConfigError
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, TransformersModel
 from protocol.run.run_spec import InnerSection, RunSpec
 
 GIB = 1 << 30
@@ -121,3 +128,53 @@ def test_a_helper_needs_room_for_the_state_and_for_all_contributions_of_a_round(
         refuse_small_helper(LARGE, hardware_of(memory_gib=24))
     with pytest.raises(ConfigError, match="the outer state of"):
         refuse_small_helper(many, hardware_of(memory_gib=32))
+
+
+def compiles(
+    *, spec: RunSpec = LARGE, kind: DeviceKind = "cuda", there: bool = True, **settings: object
+) -> bool:
+    chosen = settings_of(**settings)
+    return local_training_of(
+        chosen, spec, chosen.mesh_shape, kind=kind, has_compilers=lambda: there
+    ).compile
+
+
+def test_layers_are_compiled_unasked_where_that_was_tried_and_pays() -> None:
+    assert LARGE.num_parameters > COMPILES_FROM
+    assert compiles() and compiles(shard=8) and compiles(pp=2, microbatches=4)
+    assert not compiles(kind="cpu") and not compiles(kind="xpu")
+    assert not compiles(there=False), "without Triton or a C compiler it would end the node"
+    assert not compiles(spec=RunSpec()), "a small run is over before it has paid"
+    assert not compiles(deterministic=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2},
+        {"shard": 2, "offload": True},
+        {"pp": 2, "schedule": "zbv", "microbatches": 4},
+        {"activation_checkpointing": "selective"},
+    ],
+    ids=str,
+)
+def test_auto_compiles_nothing_beside_what_it_does_not_go_with(settings: dict[str, object]) -> None:
+    assert not compiles(**settings)
+
+
+def test_models_of_others_are_compiled_only_when_they_are_asked_for() -> None:
+    model = TransformersModel(source="transformers", context=16)
+    other = LARGE.model_copy(update={"model": model})
+    assert not compiles(spec=other)
+    assert compiles(spec=other, compile=True), "asked for is asked for"
+    assert not compiles(compile=False)
+
+
+def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "find_spec", lambda name: name)
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: name == "clang" or None)
+    monkeypatch.setattr(hardware.Path, "is_file", lambda path: path.name == "Python.h")
+    assert hardware.has_compilers({})
+    assert not hardware.has_compilers({"CC": "gcc"}), "torch takes what CC names"
+    monkeypatch.setattr(hardware, "find_spec", lambda name: None)
+    assert not hardware.has_compilers({})
