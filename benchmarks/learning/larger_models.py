@@ -3,9 +3,9 @@
     python -m benchmarks.learning.larger_models [--device cuda] [--sizes 5M 20M] [--processes 12]
         [--text 'FOLDER/**/*.py'] [--report] [--results docs/results/larger-models.jsonl]
 
-Two nodes train a byte language model by plain calls (lab.simulation.plain_calls), turn by turn on one
-device, in bf16 on a GPU; several runs share it. First data parallelism is tried with three inner rates for a
-fifth of the steps, and the best is everybody's. What is in the file of results is not run again.
+Two nodes train a byte language model by plain calls (lab.simulation.plain_calls), turn by turn on one device,
+compiled and in bf16 on a GPU; several runs share it. First data parallelism is tried with three inner rates
+for a fifth of the steps, and the best is everybody's. What is in the file of results is not run again.
 
 No swarm of these has been run to its end yet.
 """
@@ -138,7 +138,8 @@ def run(tried: Try, device: str, text: str, threads: int) -> float:
     corpus = read_corpus(
         spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
     )
-    local = LocalTraining(precision="bf16" if device != "cpu" else "fp32")
+    on_gpu = device != "cpu"
+    local = LocalTraining(precision="bf16" if on_gpu else "fp32", compile=on_gpu)
     if not tried.interval:
         return train_data_parallel(
             spec, corpus, learning_rate=spec.inner.learning_rate, device=device, local=local

@@ -1,0 +1,46 @@
+"""The benchmark for GPUs, with a tiny model on the CPU: all of it runs, and its table says what was run."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.learning.larger_models import (
+    SIZES,
+    Try,
+    best_rates,
+    report,
+    run,
+    tries_of,
+    tuning,
+)
+
+
+def test_the_best_rate_of_the_ceiling_is_everybodys_and_losses_stand_beside_the_ceilings() -> None:
+    rates = SIZES["tiny"].rates
+    known = {tried: 4.0 + tried.rate for tried in tuning("tiny")}
+    best = best_rates(known, "tiny")
+    assert best == {optimizer: min(tried) for optimizer, tried in rates.items()}
+    tries = tries_of("tiny", best, seed=3)
+    assert {tried.rate for tried in tries} == set(best.values())
+    assert all(tried.seed == 3 and tried.steps == SIZES["tiny"].steps for tried in tries)
+    for tried in tries:
+        known[tried] = 3.3 if tried.interval else 3.0
+    (table,) = report(known)
+    assert table.count("+10.0 %") == sum(1 for tried in tries if tried.interval) == 4
+    assert "3.0000" in table and "3.3000" in table
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_results_that_are_late_are_late_by_no_more_than_an_interval(size: str) -> None:
+    best = {optimizer: rates[0] for optimizer, rates in SIZES[size].rates.items()}
+    for tried in tries_of(size, best, seed=0):
+        assert tried.late_steps <= tried.interval
+        assert tried.steps % (tried.interval or 1) == 0, "the schedule ends with a round"
+
+
+def test_a_swarm_and_its_ceiling_take_as_many_steps_and_both_learn() -> None:
+    ceiling = Try(size="tiny", optimizer="muon", rate=2e-2, steps=20)
+    swarm = replace(ceiling, interval=5, codec="ec2", outer=(0.7, 0.6))
+    losses = [run(tried, "cpu", "", 1) for tried in (ceiling, swarm)]
+    assert losses[0] != losses[1]
+    assert all(4.0 < loss < 5.3 for loss in losses), "of 5.55 without having learned anything"
