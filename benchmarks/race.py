@@ -103,8 +103,7 @@ class Race:
         """R."""
         return 8 * FP32_BYTES * self.num_parameters / self.bits_per_second / self.step_seconds
 
-    @property
-    def situation(self) -> Situation:
+    def situation(self, optimizer: str) -> Situation:
         """As presets are told of it."""
         return Situation(
             num_parameters=self.num_parameters,
@@ -115,6 +114,7 @@ class Race:
             round_trip_seconds=0.05,
             seconds_per_inner_step=self.step_seconds,
             total_steps=self.steps,
+            inner_optimizer=optimizer,
             flops_per_second=self.flops_per_second,
         )
 
@@ -187,11 +187,11 @@ def course_of(tried: Try, race: Race) -> Course:
             late_steps=0 if waits else math.ceil(sent),
             exchange=bf16 if waits else bf16 | {"overlap": "blend", "blend": 0.5},
         )
-    plan = chosen(race.situation)
+    plan = chosen(race.situation(tried.optimizer))
     setting: Setting = replace(
         plan.setting, steps=max(1, round(plan.setting.steps * tried.interval))
     )
-    prediction = predicted(race.situation, setting)
+    prediction = predicted(plan.situation, setting)
     exchange = {each.key: each.value for each in plan.choices if each.table == "exchange"}
     return Course(
         steps=setting.steps,
@@ -266,7 +266,8 @@ def first_try(race: Race, ratio: int, contender: str, optimizer: str) -> Try:
     """Where a contender's tries begin; Atoll's with the outer setting that presets choose."""
     outer = OUTERS[0]
     if contender == ATOLL:
-        told = {choice.key: choice.value for choice in chosen(race.situation).choices}
+        plan = chosen(race.situation(optimizer))
+        told = {choice.key: choice.value for choice in plan.choices}
         outer = (float(told["learning_rate"]), float(told["momentum"]))
     return Try(
         ratio=ratio,

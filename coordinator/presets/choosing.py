@@ -50,6 +50,11 @@ OFTEN_STEPS = 12
 """Exchanged every so many inner steps or fewer, the plain mean is best: in 600 exchanges, every two steps,
 Nesterov's 0.7, 0.6 ended 2 to 5 % higher (benchmarks.learning.intervals)."""
 
+BLENDS = "adamw"
+"""Whose results are better blended where they are late by a quarter of a short interval or more, and the
+outer step is then Nesterov's: exchanging every 4 to 10 of 1,200 inner steps, AdamW ended 0 to 2 % lower so,
+and Muon 0.4 and 0.6 % higher (benchmarks.learning.intervals)."""
+
 MERGES_BY_MOMENTUM = ("centred-clipping", "trust")
 """Which sgd, without any, cannot have."""
 
@@ -160,6 +165,20 @@ class _Case:
     @property
     def setting(self) -> Setting:
         return self.taken.setting
+
+    @property
+    def is_often(self) -> bool:
+        """Whether each parameter is exchanged so often that momentum has little to do."""
+        return self.setting.interval <= OFTEN_STEPS
+
+    @property
+    def blends(self) -> bool:
+        """Whether ranks move half of the way to results that are late, instead of by them: see BLENDS."""
+        told = self.given.get(("exchange", "overlap"), "blend")
+        is_late = 4 * self.taken.prediction.late_steps >= self.setting.interval
+        may_blend = self.setting.has_overlap and told == "blend" and is_late
+        is_dense = self.setting.uplink not in SPARSE
+        return may_blend and self.is_often and is_dense and self.situation.inner_optimizer == BLENDS
 
     @property
     def why_not_oftener(self) -> str:
@@ -289,7 +308,7 @@ def _choices(case: _Case) -> Iterator[Choice]:
         ("exchange", "downlink", setting.downlink, reasons.of_downlink(setting, situation)),
         *_owed(setting, situation, given),
         ("exchange", "fragments", setting.fragments, why_fragments),
-        *_overlap(setting, case.waiting.prediction),
+        *_overlap(case),
         *_evaluation(setting, situation.total_steps, given),
     ]
     for table, key, value, reason in values:
@@ -317,15 +336,16 @@ def _outer(case: _Case) -> list[Told]:
         return _outer_step("nesterov", 1.0, momentum, why, why, lost)
     told = bool(case.given.get(("outer", "momentum")))
     wants_momentum = told or case.given.get(("outer", "merge")) in MERGES_BY_MOMENTUM
-    is_often = setting.interval <= OFTEN_STEPS
-    if (is_sparse or is_often) and not wants_momentum:
+    if (is_sparse or case.is_often) and not (wants_momentum or case.blends):
         why = reasons.SPARSE_RATE if is_sparse else reasons.OFTEN
         if is_sparse and setting.downlink in SPARSE:
             why += " where results do not hold all that nodes send"
         return _outer_step("sgd", 1.0, 0.0, why, why, reasons.NO_MOMENTUM)
     often = f"{reasons.counted(case.taken.exchanges, 'exchange')} of each parameter"
     rate, why_rate = 0.7, "1.0 overshot in short runs"
-    if is_often:
+    if case.blends:
+        momentum, why = 0.6, reasons.BLENDED
+    elif case.is_often:
         momentum, why = 0.3, reasons.OFTEN
     elif case.taken.exchanges >= MANY_EXCHANGES:
         rate, why_rate = 0.6 if nodes < 8 else 0.8, f"usual for {nodes} nodes with momentum 0.9"
@@ -375,14 +395,16 @@ def _audits(setting: Setting) -> list[Told]:
     return [("outer", "audit", setting.audit, why)]
 
 
-def _overlap(setting: Setting, plain: Prediction) -> list[Told]:
-    if not setting.has_overlap:
+def _overlap(case: _Case) -> list[Told]:
+    plain = case.waiting.prediction
+    if not case.setting.has_overlap:
         why = f"waiting leaves {100 * plain.utilisation:.1f} % of the time for inner steps"
         return [("exchange", "overlap", "none", why)]
     waited = f"waiting would leave {100 * plain.utilisation:.0f} % for inner steps"
+    why = reasons.BLENDED if case.blends else "late results cost least so"
     return [
-        ("exchange", "overlap", "keep", waited),
-        ("exchange", "blend", 0.5, "late results cost least so, whatever the inner optimizer"),
+        ("exchange", "overlap", "blend" if case.blends else "keep", waited),
+        ("exchange", "blend", 0.5, why),
     ]
 
 

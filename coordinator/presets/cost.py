@@ -164,6 +164,9 @@ class Situation:
     """How fast the slowest node does an exchange's arithmetic, in multiples of HostSpeeds and CODEC_COSTS, as
     nodes measured it; None: assumed, by flops_per_second."""
 
+    inner_optimizer: str = "muon"
+    """As run files name it, and 'atoll init' writes it."""
+
     flops_per_second: float = 0.0
     """What a node achieves, by 6 operations for each parameter and token; 0: as a CPU does."""
 

@@ -8,6 +8,7 @@ from coordinator.presets.link_shares import share_in_words
 from coordinator.presets.loss import LEAST_FOR_SPARSE, SPARSE, results_hold_all
 
 OFTEN = "the plain mean: in exchanges as frequent as these, momentum ended higher"
+BLENDED = "AdamW with late results from frequent exchanges ended up to 2 % lower so"
 MORE_MOMENTUM_FOR_SPARSE = "in 304 exchanges top-k ended 0.5 % lower with it than with 0.3"
 NO_MOMENTUM = "sgd has none"
 SPARSE_RATE = "top-k with error feedback wants no momentum"

@@ -92,6 +92,30 @@ def test_why_sparse_codecs_are_not_for_short_intervals_was_measured() -> None:
     assert loss.LEAST_SPARSE_INTERVAL > 2
 
 
+def test_late_results_are_blended_for_the_optimizer_that_ended_lower_so() -> None:
+    """Beside the rule for the other: in per cent of the loss, by interval and lateness."""
+    known = intervals.known_in(RESULTS / "intervals.jsonl")
+
+    def lower_by(optimizer: str, interval: int, late_steps: int) -> float:
+        keeps = intervals.Try(
+            optimizer=optimizer,
+            interval=interval,
+            codec="int4",
+            late_steps=late_steps,
+            overlap="keep",
+            blend=0.5,
+        )
+        blends = replace(keeps, overlap="blend", outer=(0.7, 0.6))
+        return 100 * (1 - known[blends] / known[keeps])
+
+    assert [round(lower_by("adamw", *late), 1) for late in ((4, 2), (5, 5), (10, 5))] == [
+        0.4,
+        2.1,
+        2.0,
+    ]
+    assert [round(lower_by("muon", *late), 1) for late in ((4, 2), (10, 10))] == [-0.6, -0.4]
+
+
 def test_the_table_of_the_race_in_the_docs_is_of_its_results() -> None:
     said = (DOCS / "performance.md").read_text().partition("## As fast to a loss as peers")[2]
     (_, table) = report(known_in(race.RESULTS))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.presets import situation_of
+from benchmarks.race import RACES
 from coordinator.presets.choosing import OFTEN_STEPS, chosen
 from coordinator.presets.cost import Setting, Situation, predicted
 from coordinator.presets.loss import Given, above
@@ -56,6 +57,32 @@ def test_a_short_run_over_a_fast_link_exchanges_often_and_takes_the_plain_mean()
     assert "ended higher" in why(plan, "optimizer")
     said = f"{plan.exchanges} exchanges of each parameter cost about"
     assert said in why(plan, "steps") and "gains less than 0.2 %" in why(plan, "steps")
+
+
+def test_late_results_of_frequent_exchanges_are_blended_for_adamw_with_the_momentum_that_wants() -> (
+    None
+):
+    race = RACES[5]
+    plan, of_muon = chosen(race.situation("adamw")), chosen(race.situation("muon"))
+    assert plan.setting == of_muon.setting and plan.setting.interval <= OFTEN_STEPS
+    assert plan.setting.has_overlap
+    assert (plan.overlap, of_muon.overlap) == ("blend", "keep")
+    steps = [
+        tuple(value(each, f"outer.{key}") for key in ("learning_rate", "momentum"))
+        for each in (plan, of_muon)
+    ]
+    assert steps == [(0.7, 0.6), (1.0, 0.0)]
+    assert "AdamW" in why(plan, "blend") and "AdamW" in why(plan, "momentum")
+    asked = chosen(race.situation("adamw"), {("exchange", "overlap"): "keep"})
+    assert value(asked, "outer.momentum") == 0.0, "what is given stays, and gets its own step"
+
+
+def test_where_nodes_wait_or_exchange_seldom_the_inner_optimizer_decides_nothing() -> None:
+    for situation in (replace(SHORT, seconds_per_inner_step=60.0), RACES[50].situation("muon")):
+        plan, of_adamw = (
+            chosen(replace(situation, inner_optimizer=optimizer)) for optimizer in ("muon", "adamw")
+        )
+        assert plan.choices == of_adamw.choices
 
 
 @pytest.mark.parametrize("merge", ["centred-clipping", "trust"])
