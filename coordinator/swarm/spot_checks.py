@@ -37,7 +37,7 @@ from coordinator.swarm.turn import Turn, is_present, present_members
 from coordinator.swarm.weighing import is_enough, say_of
 from protocol.trust.evidence import of_spot_checks
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
-from protocol.wire.rounds import AUDIT_ROUNDS, WHOLE, Commit, NodeId
+from protocol.wire.rounds import AUDIT_ROUNDS, LEAST_CHECKED, WHOLE, Commit, NodeId
 
 CHANCE = 1e-6
 """That a member whose scores are what is expected is convicted, if its checkers tell what they measured."""
@@ -50,9 +50,6 @@ USUAL_FINDINGS = 8
 
 LEAST_USUAL = 4
 """Findings on two other members at least, before it is known what is usual."""
-
-LEAST_SAMPLES = 16
-"""Of a lease; fewer show nothing."""
 
 LEAST_SECONDS = 2.0
 """A checker has so long at least."""
@@ -76,7 +73,7 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
         return
     convicted = {conviction.node_id for conviction in state.convicted}
     for node_id, samples in sorted(_wholly_taken(commit).items()):
-        if samples < LEAST_SAMPLES or not is_present(turn.state, node_id) or node_id in convicted:
+        if samples < LEAST_CHECKED or not is_present(turn.state, node_id) or node_id in convicted:
             continue
         if _lot(turn.state, closed.number, node_id, "is checked") >= state.rules.audited_share:
             continue
@@ -91,7 +88,7 @@ def spot_checked(turn: Turn, node_id: NodeId, round: int, report: SpotChecked) -
         c for c in turn.state.spot_checks if (c.round, c.contributor_id, c.checker_id) == place
     ]
     member = turn.state.members.get(report.contributor_id)
-    if not asked or member is None or not report.num_samples >= LEAST_SAMPLES:
+    if not asked or member is None or not report.num_samples >= LEAST_CHECKED:
         return
     rest = tuple(check for check in turn.state.spot_checks if check not in asked)
     turn.state = replace(turn.state, spot_checks=rest)
