@@ -15,7 +15,7 @@ no other checker's findings, for it may be an accomplice.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from blake3 import blake3
@@ -37,7 +37,16 @@ from coordinator.swarm.turn import Turn, is_present, present_members
 from coordinator.swarm.weighing import is_enough, say_of
 from protocol.trust.evidence import of_spot_checks
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
-from protocol.wire.rounds import AUDIT_ROUNDS, LEAST_CHECKED, WHOLE, Commit, NodeId
+from protocol.wire.rounds import (
+    AUDIT_ROUNDS,
+    LEAST_CHECKED,
+    PASSES_OF_CHECK,
+    PASSES_OF_TRAINING,
+    WHOLE,
+    Commit,
+    NodeId,
+    num_spot_checked,
+)
 
 CHANCE = 1e-6
 """That a member whose scores are what is expected is convicted, if its checkers tell what they measured."""
@@ -105,6 +114,34 @@ def spot_checked(turn: Turn, node_id: NodeId, round: int, report: SpotChecked) -
     )
     turn.put_member(replace(member, spots=(*member.spots, finding)[-KEPT_FINDINGS:]))
     _decide(turn, member.node_id)
+
+
+def plan_for_checks(turn: Turn, node_ids: Collection[NodeId]) -> dict[NodeId, float]:
+    """So many inner steps less these should be asked for, who check others while the rest trains.
+
+    Not for what of that they would wait anyway, as rounds were lately. Each check counts in one plan.
+    """
+    state, steps = turn.state, dict[NodeId, float]()
+    due = [c for c in state.spot_checks if c.checker_id in node_ids and not c.is_planned_for]
+    if not due:
+        return {}
+    rest = tuple(replace(c, is_planned_for=True) if c in due else c for c in state.spot_checks)
+    turn.state = replace(state, spot_checks=rest)
+    for check in due:
+        passes = PASSES_OF_CHECK * num_spot_checked(check.num_samples)
+        taken = passes / (PASSES_OF_TRAINING * state.rules.batch)
+        steps[check.checker_id] = steps.get(check.checker_id, 0.0) + taken
+    waited = _seconds_waited(state)
+    speeds = {n: state.members[n].inner_steps_per_second or 0.0 for n in steps}
+    return {n: taken - waited * speeds[n] for n, taken in steps.items()}
+
+
+def _seconds_waited(state: SwarmState) -> float:
+    """Between training and commit, at least, in the latest rounds; none where ranks train on meanwhile."""
+    taken = [measured.seconds for measured in state.phase_times.exchange]
+    if state.rules.has_overlap:
+        return 0.0
+    return min((seconds for seconds in taken if seconds is not None), default=0.0)
 
 
 def orders_for(state: SwarmState, node_id: NodeId) -> tuple[SpotCheckAsked, ...]:

@@ -34,6 +34,7 @@ from protocol.wire.payload import Payload, PayloadError
 from protocol.wire.rounds import (
     AUDIT_ROUNDS,
     BOOK_PLACES,
+    PASSES_OF_CHECK,
     PASSES_OF_TRAINING,
     Commit,
     NodeId,
@@ -43,9 +44,6 @@ from protocol.wire.rounds import (
 )
 
 log = structlog.get_logger()
-
-PASSES_OF_CHECK = 4
-"""Without gradients, for each leased sample: itself and another one, with the contribution and against it."""
 
 MOST_PIECES = 16
 """Of one check."""
@@ -66,7 +64,7 @@ class SpotCheckReady:
     unleased: tuple[int, ...]  # as many
 
     def found(self, leased: Sequence[float], unleased: Sequence[float]) -> SpotChecked:
-        """What follows from how much better samples are known [as many] with the contribution than against it.
+        """What follows from how much better samples are known with the contribution than against it.
 
         The score goes by ranks (Mann and Whitney 1947): a few samples learned by heart hardly move it. Its
         standard error is 1 for any number of samples, so one of the first few says no more than these show.
@@ -82,12 +80,12 @@ class SpotCheckReady:
 
 
 def piece_of(num: int, batch: int) -> int:
-    """How many of a check's leased samples are measured in one go: the node's other duties wait so long.
+    """How many of a check's leased samples are measured in one go: a commit may wait so long.
 
-    An inner step takes as long, which they wait for as well; or a 16th of the check, for each piece moves the
-    whole model twice.
+    Half of an inner step takes as long; or a 16th of the check, for each piece moves the whole model twice.
     """
-    return max(1, PASSES_OF_TRAINING * batch // PASSES_OF_CHECK, -(-num // MOST_PIECES))
+    in_half_a_step = PASSES_OF_TRAINING * batch // (2 * PASSES_OF_CHECK)
+    return max(1, in_half_a_step, -(-num // MOST_PIECES))
 
 
 class NotGivenError(Exception):

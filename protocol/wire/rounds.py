@@ -39,6 +39,10 @@ LEAST_CHECKED = 16
 PASSES_OF_TRAINING = 3
 """A sample takes so many times as long to train as to pass through the model without gradients."""
 
+PASSES_OF_CHECK = 4
+"""Without gradients, for each leased sample that is checked: itself and another one, with the contribution
+and against it."""
+
 
 def num_spot_checked(samples: int) -> int:
     """How many samples of a lease a spot check measures; so many others, and both of them twice."""

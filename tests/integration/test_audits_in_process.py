@@ -230,4 +230,5 @@ def test_an_auditor_that_does_not_answer_costs_the_audit_alone(
     assert not any(m.audits.num_disputed for m in attacked.final.members.values())
     record = attacked.final.members[LIAR].audits
     assert 0 < record.num_unanswered < 4, "it is asked less and less"
-    assert attacked.begins[-1] < 7 * 5.5, "and no round waits for it"
+    # Of a spot check a piece may be under way: less than an inner step here.
+    assert attacked.begins[-1] < 7 * 6, "and no round waits for it"
