@@ -267,7 +267,7 @@ class Exchange:
         places: Sequence[int],
         losses_at: Callable[[Vector, Sequence[int]], Awaitable[Sequence[float] | None]],
     ) -> Sequence[float] | None:
-        """How much better ranks know samples [places] with a spot check's difference than against it, in nats.
+        """How much better ranks know samples [places] with a check's difference than against it, in nats.
 
         None where they do not measure.
         """
