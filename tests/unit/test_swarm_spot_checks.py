@@ -140,7 +140,7 @@ def test_an_accomplice_that_praises_saves_nobody() -> None:
     def scores(checker: NodeId, contributor: NodeId) -> float:
         return 1e9 if checker == "a" and contributor == "c" else freeloading("c")("b", contributor)  # type: ignore[arg-type]
 
-    assert rounds_until_convicted(scene, scores, *NAMES) <= 10
+    assert rounds_until_convicted(scene, scores, *NAMES) <= 20
     assert convicted(scene) == ["c"]
 
 
