@@ -12,7 +12,7 @@ from statistics import median_low
 
 from coordinator.swarm.state import Member, Rules
 from protocol.wire.messages import Trained
-from protocol.wire.rounds import FEW_CHECKED, NodeId
+from protocol.wire.rounds import LEAST_CHECKED, NodeId
 
 SMOOTHING = 0.5
 """What a new measurement counts beside all before it. A disturbed round is forgotten in a few."""
@@ -38,7 +38,7 @@ name, "cpu" above all, so this catches what cannot be; what is asked of a member
 
 MOST_FOR_CHECKS = 0.75
 """The part of its inner steps that a member takes less, at most, in a round in which it checks others. Nor
-does its lease become smaller than what a check of it measures."""
+does its lease become smaller than what shows anything to those that check it."""
 
 MOST_OF_MEAN = 2.0
 """No member is asked for more than so many times the mean of a round's participants: its weight is its
@@ -126,7 +126,7 @@ def step_budgets(
 
 def _left(steps: int, for_checks: float, batch: int) -> float:
     """The part of its steps that is left to a member when checks take the time of so many."""
-    least = max(1.0 - MOST_FOR_CHECKS, FEW_CHECKED / (batch * steps))
+    least = max(1.0 - MOST_FOR_CHECKS, LEAST_CHECKED / (batch * steps))
     return min(1.0, max(least, 1.0 - for_checks / steps))
 
 

@@ -18,7 +18,7 @@ from protocol.wire.rounds import NodeId
 from tests.unit.swarm_scene import Scene, digest_of
 
 NAMES = tuple("abcdefg")
-STEPS, SAMPLES, ROUNDS = 32, 32, 60  # of two samples; who checks another has half of the steps
+STEPS, SAMPLES, ROUNDS = 64, 32, 60  # of two samples; who checks others has a quarter of the steps
 MUCH = 1_000_000  # beside what a round earns
 
 
