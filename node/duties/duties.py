@@ -226,7 +226,8 @@ class Duties:
                 if self._trained is not None and self._trained.tokens > 0:
                     await self._island.keep(self.last_planned_round, is_last=True)
                 return self.how_drained()
-            if self._work.empty() and self.is_round_in_flight and self._checks.of is not None:
+            has_time = self._work.empty() and self.is_round_in_flight and not self.is_draining
+            if has_time and self._checks.of is not None:
                 await self._check(self._checks.of)
                 continue
             await self._ahead.resume()
