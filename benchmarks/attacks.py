@@ -1,20 +1,25 @@
 """What members that lie do to a swarm: its loss, rounds and time beside those of the same swarm without them.
 
     python -m benchmarks.attacks [--quick] [--attacks NAME ...] [--liars 2] [--merges mean ...] [--seeds 0 1]
+        [--uneven] [--audit 0.05]
 
 Eight nodes in virtual time (lab.simulation.swarm): the coordinator's core, store and desks, and the nodes'
 daemons, exchange and codecs are those of production. Liars are ordinary nodes whose island publishes other
 things than it has trained, or that tell the coordinator something else than what they do. They know what
 honest nodes published last. Each row has the held-out loss of the final state over the one without liars
 (same seed, same merge), the time of the run over that one's, whether all honest nodes hold the same state,
-in which round a contribution of a liar was first clipped or left out, and how many of the honest ones were
-in all rounds.
+in which round a contribution of a liar was first clipped or left out, how many of the honest ones were
+in all rounds, and in which round the last of the liars that were put out took part last.
+
+With `--uneven` each node trains on an eighth of the text of its own. `--audit` is the share of contributions
+that members spot-check, and of slices that they make again: who only says that it trains is found by that.
 
 With `--results FILE` each row is written when it is there, and a command that was cut goes on after the
 last.
 """
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,17 +34,22 @@ import torch
 from google.protobuf.message import Message
 
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
+from coordinator.swarm.state import BARRED
 from lab.simulation.plain_calls import spec_of
 from lab.simulation.swarm import Life, RunStuckError, SimulatedRun, identity_of, simulate
 from node.island.data.corpus import Corpus, read_corpus
 from node.outer_state import Vector
 from protocol.errors import AtollError
+from protocol.run.run_spec import OuterSection
 from protocol.v1 import session_pb2 as pb
 from protocol.wire.rounds import WHOLE, NodeId
 
 NODES = 8
-SECONDS_A_STEP = 0.05  # virtual
-MOST_SECONDS = 3600.0  # virtual; a clean run takes half a minute
+SECONDS_A_STEP = 1.0  # virtual
+MOST_SECONDS = 36_000.0  # virtual; a clean run takes four minutes
+LIARS_LIVE_SECONDS = (
+    9000.0  # virtual, longer than any of these runs: one in quarantine waits for ever
+)
 Z_OF_ALIE = 1.5
 """Standard deviations off the mean: what Baruch et al. 2019 ("A Little Is Enough") find to go unnoticed."""
 
@@ -225,7 +235,16 @@ UNSCREENED = "unscreened"
 WORST = ("sign flip × 10", "ALIE", "inner product", "label poison")
 
 
-def lives_of(attack: Attack, corpus: Corpus, *, liars: int, seed: int) -> list[Life]:
+def part_of(corpus: Corpus, place: int) -> Corpus:
+    """The same number of samples, all of them from one eighth of the text."""
+    size = len(corpus.training)
+    own = corpus.training[place * size // NODES : (place + 1) * size // NODES]
+    return replace(corpus, training=np.resize(own, size))
+
+
+def lives_of(
+    attack: Attack, corpus: Corpus, *, liars: int, seed: int, is_uneven: bool
+) -> list[Life]:
     """Honest nodes, and behind them the liars."""
     known = Known()
 
@@ -247,10 +266,20 @@ def lives_of(attack: Attack, corpus: Corpus, *, liars: int, seed: int) -> list[L
         return publish
 
     honest = NODES - liars
-    poisoned = replace(corpus, training=255 - corpus.training)
+
+    def data_of(place: int) -> Corpus | None:
+        own = part_of(corpus, place) if is_uneven else corpus
+        if place >= honest and attack.has_poisoned_labels:
+            return replace(own, training=255 - own.training)
+        return own
+
     return [
         *(
-            Life(seconds_per_inner_step=SECONDS_A_STEP, on_published=watched(place))
+            Life(
+                seconds_per_inner_step=SECONDS_A_STEP,
+                on_published=watched(place),
+                corpus=data_of(place),
+            )
             for place in range(honest)
         ),
         *(
@@ -261,28 +290,32 @@ def lives_of(attack: Attack, corpus: Corpus, *, liars: int, seed: int) -> list[L
                 says=attack.says,
                 trained_share=attack.trained_share,
                 is_liar=True,
-                corpus=poisoned if attack.has_poisoned_labels else None,
+                absences=((LIARS_LIVE_SECONDS, None),),
+                corpus=data_of(place),
             )
             for place in range(honest, NODES)
         ),
     ]
 
 
-def outcome_of(name: str, *, liars: int, merge: str, seed: int, rounds: int) -> Row:
-    """Runs one swarm; `name` is an attack's, or "clean" for a swarm without liars."""
+def outcome_of(wanted: Row) -> Row:
+    """Runs one swarm; the attack is one of ATTACKS, or "clean" for a swarm without liars."""
+    name, liars, merge, seed = (wanted[key] for key in ("attack", "liars", "merge", "seed"))
     rules = {"merge": "mean", "screening": False} if merge == UNSCREENED else {"merge": merge}
-    outer = TABLES["outer"] | rules
-    run = TABLES["run"] | {"rounds": rounds}
+    outer = TABLES["outer"] | rules | {"audit": wanted["audit"]}
+    run = TABLES["run"] | {"rounds": wanted["rounds"]}
     spec = spec_of(TABLES | {"run": run, "outer": outer}, seed=seed)
     corpus = read_corpus(
         spec.data, context=spec.model.context, batch=spec.inner.batch, folder=Path.cwd()
     )
-    liars = 0 if name == "clean" else liars
-    lives = lives_of(ATTACKS.get(name, Attack()), corpus, liars=liars, seed=seed)
-    row: Row = {"attack": name, "liars": liars, "merge": merge, "seed": seed, "rounds": rounds}
-    began = time.monotonic()
+    attack, is_uneven = ATTACKS.get(name, Attack()), wanted["uneven"]
+    lives = lives_of(attack, corpus, liars=liars, seed=seed, is_uneven=is_uneven)
+    row, began = dict(wanted), time.monotonic()
     try:
-        done = simulate(spec, lives=lives, corpus=corpus, within_seconds=MOST_SECONDS)
+        with tempfile.TemporaryDirectory() as disks:  # whose snapshots the run goes back to
+            done = simulate(
+                spec, lives=lives, corpus=corpus, disks=Path(disks), within_seconds=MOST_SECONDS
+            )
     except (RunStuckError, AtollError) as error:
         return row | {"ended": f"{type(error).__name__}: {error}"[:200]}
     return row | _figures(done, liars) | {"took": round(time.monotonic() - began, 1)}
@@ -290,6 +323,8 @@ def outcome_of(name: str, *, liars: int, merge: str, seed: int, rounds: int) -> 
 
 def _figures(done: SimulatedRun, liars: int) -> Row:
     honest = {identity_of(place).node_id for place in range(NODES - liars)}
+    barred = {n for n, m in done.final.members.items() if m.state in BARRED} - honest
+    put_out = [c.round for c in done.commits if barred & {a.node_id for a in c.assignments}]
     noticed: int | None = None
     refused = 0
     for commit in done.commits:
@@ -307,10 +342,12 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
             noticed = commit.round
     return {
         "loss": done.held_out[-1].loss,
-        "seconds": done.seconds,
+        "seconds": done.seconds if done.final.finished_at is None else done.final.finished_at,
         "same": len({done.digests.get(node_id) for node_id in honest}) == 1,
         "noticed": noticed,
         "honest_refused": refused,
+        "put_out": len(barred),
+        "put_out_after": max(put_out, default=None),
     }
 
 
@@ -320,31 +357,31 @@ def rows_of(
     liars: Sequence[int],
     merges: Sequence[str],
     seeds: Sequence[int],
-    rounds: int,
+    **alike: Any,
 ) -> Iterator[Row]:
-    """What is to be run: the clean swarms first."""
+    """What is to be run: the clean swarms first. `alike` is what all rows have in common."""
     for merge, seed in product(merges, seeds):
-        yield {"attack": "clean", "liars": 0, "merge": merge, "seed": seed, "rounds": rounds}
+        yield {"attack": "clean", "liars": 0, "merge": merge, "seed": seed, **alike}
     for name, count, merge, seed in product(names, liars, merges, seeds):
-        yield {"attack": name, "liars": count, "merge": merge, "seed": seed, "rounds": rounds}
+        yield {"attack": name, "liars": count, "merge": merge, "seed": seed, **alike}
 
 
 def report(rows: Sequence[Row]) -> str:
     """One line for each attack, number of liars and merge: means over the seeds, and their spread."""
-    clean = {(r["merge"], r["seed"], r["rounds"]): r for r in rows if r["attack"] == "clean"}
-    groups: dict[tuple[str, int, str], list[Row]] = {}
+    same = ("merge", "seed", "rounds", "uneven", "audit")
+    clean = {tuple(r[key] for key in same): r for r in rows if r["attack"] == "clean"}
+    groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["attack"], row["liars"], row["merge"]), []).append(row)
+        where = "uneven, " if row["uneven"] else ""
+        where += f"{row['rounds']} rounds, audit {row['audit']:g}"
+        groups.setdefault((row["attack"], row["liars"], row["merge"], where), []).append(row)
     lines = []
-    for (name, liars, merge), runs in groups.items():
+    for (name, liars, merge, where), runs in groups.items():
         ended = [run for run in runs if "ended" in run]
-        pairs = [
-            (run, clean[run["merge"], run["seed"], run["rounds"]])
-            for run in runs
-            if run not in ended
-        ]
+        pairs = [(run, clean[*(run[key] for key in same)]) for run in runs if run not in ended]
         if ended or not pairs:
-            lines.append((name, liars, merge, ended[0]["ended"] if ended else "", "", "", "", ""))
+            why = ended[0]["ended"] if ended else ""
+            lines.append((name, liars, merge, where, why, "", "", "", "", ""))
             continue
         losses = [run["loss"] / base["loss"] for run, base in pairs]
         lines.append(
@@ -352,15 +389,28 @@ def report(rows: Sequence[Row]) -> str:
                 name,
                 liars,
                 merge,
+                where,
                 f"{mean(losses):.3f} ({min(losses):.3f}–{max(losses):.3f})",
                 f"{max(run['seconds'] / base['seconds'] for run, base in pairs):.2f}",
                 "yes" if all(run["same"] for run, _ in pairs) else "NO",
                 min((run["noticed"] for run, _ in pairs if run["noticed"]), default="–"),
                 sum(run["honest_refused"] for run, _ in pairs),
+                _put_out_in_words([run for run, _ in pairs]),
             )
         )
-    columns = ("attack", "liars", "merge", "loss ×", "time ×", "same", "noticed", "honest refused")
+    columns = (
+        *("attack", "liars", "merge", "of", "loss ×", "time ×", "same", "noticed"),
+        *("honest refused", "put out"),
+    )
     return markdown(columns, lines)
+
+
+def _put_out_in_words(runs: Sequence[Row]) -> str:
+    after = [run["put_out_after"] for run in runs if run["put_out_after"] is not None]
+    if not after:
+        return "–"
+    num, of = sum(run["put_out"] for run in runs), sum(run["liars"] for run in runs)
+    return f"{num} of {of} after {max(after)}"
 
 
 def main() -> None:
@@ -371,6 +421,8 @@ def main() -> None:
     parser.add_argument("--merges", nargs="+", default=["mean"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=TABLES["run"]["rounds"])
+    parser.add_argument("--uneven", action="store_true", help="each node has text of its own")
+    parser.add_argument("--audit", type=float, default=OuterSection().audit)
     parser.add_argument("--quick", action="store_true", help="the four worst, 6 rounds, one seed")
     add_results(parser)
     chosen = parser.parse_args()
@@ -387,20 +439,14 @@ def main() -> None:
             merges=chosen.merges,
             seeds=chosen.seeds,
             rounds=chosen.rounds,
+            uneven=chosen.uneven,
+            audit=chosen.audit,
         )
     )
     todo = [row for row in wanted if not any(row.items() <= there.items() for there in known)]
     began = time.monotonic()
     for place, row in enumerate(todo):
-        rows.add(
-            outcome_of(
-                row["attack"],
-                liars=row["liars"],
-                merge=row["merge"],
-                seed=row["seed"],
-                rounds=row["rounds"],
-            )
-        )
+        rows.add(outcome_of(row))
         left = (time.monotonic() - began) / (place + 1) * (len(todo) - place - 1)
         print(f"{place + 1} of {len(todo)}, about {left / 60:.0f} min left", flush=True)
     print(report([*known, *rows.rows]))

@@ -370,6 +370,7 @@ def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple
         round_trip_seconds=_span(wanted.rtt, "--rtt", may_be_zero=True),
         seconds_per_inner_step=step_seconds,
         total_steps=wanted.total_steps,
+        batch=trained.batch,
         congestion_control=wanted.congestion or CUBIC if found is None else None,
         arithmetic=None if found is None else found.arithmetic,
         flops_per_second=operations / step_seconds,

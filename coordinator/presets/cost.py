@@ -17,7 +17,11 @@ fetches what it has not reduced of it:
     p · (N - 1) / N · S · u / 8       more bytes again
 
 These travel beside training, so they take time where training is over before them, or an exchange is
-beside it.
+beside it. To measure one, its checker passes four times through the model for each of n samples of a lease of
+steps · batch, without gradients (protocol.wire.rounds.num_spot_checked). It trains as much less, so that no
+round takes longer:
+
+    p · 4 · n / (3 · steps · batch)   of the time in inner steps is for checks; a third of p for most leases
 
 Both ways fill at once, so the slower direction of the link counts (coordinator/presets/link_shares.py): of
 what it is said to carry a share is achieved, after TCP's slow start where there is one, and all of what
@@ -35,7 +39,7 @@ round's training and may take as long as that; nodes wait for what it takes long
     round = training + exchange                          without overlap
     round = max(training, exchange) + publish and adopt  with it
             where audits take time: max(training, audits) + exchange, or max(training, exchange + audits)
-    utilisation = training / round
+    utilisation = training / round                       checks are training here
 
 Fragments cut what a round sends and trains alike, so bytes for an inner step go by fragments · steps, the
 inner steps between two exchanges of the same parameters: more fragments at the same interval save none of
@@ -52,6 +56,13 @@ from types import MappingProxyType
 
 from coordinator.presets.link_shares import CUBIC, CongestionControl, Link
 from protocol.run.node_memory import CODEC_BITS
+from protocol.run.run_spec import InnerSection
+from protocol.wire.rounds import (
+    LEAST_CHECKED,
+    PASSES_OF_CHECK,
+    PASSES_OF_TRAINING,
+    num_spot_checked,
+)
 
 FP32_BYTES = 4
 
@@ -155,6 +166,7 @@ class Situation:
     round_trip_seconds: float
     seconds_per_inner_step: float
     total_steps: int  # inner steps of one node in the whole run
+    batch: int = InnerSection().batch  # samples of an inner step
     congestion_control: CongestionControl | None = (
         CUBIC  # None: the rates are what exchanges achieved
     )
@@ -219,7 +231,8 @@ class Prediction:
     peak_bits_per_second: float  # in each direction, while bytes travel
     late_steps: int  # inner steps trained on, with overlap, before a round's results are taken over
     enough_bits_per_second: float | None  # the link at which GOAL is just met; None: no link does
-    utilisation: float  # part of the time in inner steps
+    utilisation: float  # part of the time in inner steps, and in checks
+    checking_share: float  # part of that time in spot checks
     times_fewer_bytes: float  # than a ring all-reduce of fp32 gradients at every inner step
 
 
@@ -244,6 +257,15 @@ def audit_bytes(situation: Situation, setting: Setting) -> float:
     checks = (nodes - 1) / nodes if nodes > 2 else 0.0
     bodies = _values(situation, setting) * ((1 + checks) * contribution + error) / 8
     return setting.audit * (bodies + (nodes + 1 + nodes * checks) * PAYLOAD_HEADER_BYTES)
+
+
+def checking_share(situation: Situation, setting: Setting) -> float:
+    """The part of the time for inner steps that nodes spot-check each other in, on average."""
+    samples = setting.steps * situation.batch
+    if situation.num_nodes < 3 or samples < LEAST_CHECKED:
+        return 0.0
+    passes = PASSES_OF_CHECK * num_spot_checked(samples)
+    return setting.audit * passes / (PASSES_OF_TRAINING * samples)
 
 
 def _values(situation: Situation, setting: Setting) -> float:
@@ -321,5 +343,6 @@ def predicted(
         late_steps=_late_steps(situation, setting, exchange),
         enough_bits_per_second=enough,
         utilisation=training / round_seconds,
+        checking_share=checking_share(situation, setting),
         times_fewer_bytes=saved,
     )

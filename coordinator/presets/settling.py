@@ -219,6 +219,7 @@ def _situation(
         ),
         seconds_per_inner_step=step_seconds,
         total_steps=keys.total_steps or told,
+        batch=spec.inner.batch,
         congestion_control=keys.congestion,
         inner_optimizer=spec.inner.optimizer,
         flops_per_second=6.0 * spec.num_parameters * spec.tokens_per_inner_step / step_seconds,

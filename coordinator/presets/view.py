@@ -47,6 +47,7 @@ def prediction_lines(plan: Plan) -> list[str]:
             if prediction.audit_bytes
             else ""
         ),
+        *_checks_in_words(prediction.checking_share),
         f"an exchange takes {prediction.exchange_seconds:.3g} s {beside} "
         f"{prediction.training_seconds:.3g} s of inner steps; it {share}",
         f"each parameter is exchanged {every(plan.setting.interval, 'inner step')}, "
@@ -67,6 +68,14 @@ def prediction_lines(plan: Plan) -> list[str]:
         enough = rate_in_words(prediction.enough_bits_per_second)
         lines.append(f"a link of {enough} would do for 95 %")
     return lines + warnings_of(plan)
+
+
+def _checks_in_words(share: float) -> list[str]:
+    if not share:
+        return []
+    return [
+        f"spot checks take {100 * share:.2g} % of the time for inner steps; rounds take no longer"
+    ]
 
 
 def _loss_in_words(above: Above) -> str:

@@ -17,6 +17,7 @@ from coordinator.swarm.speeds import (
     step_budgets,
     usual_speeds,
 )
+from coordinator.swarm.spot_checks import plan_for_checks
 from coordinator.swarm.standing import counted_on
 from coordinator.swarm.state import (
     Member,
@@ -260,7 +261,8 @@ def _leased(
     """Inner steps by speed, and leases of the samples for them, for all participants but some."""
     rules = turn.state.rules
     settled = {node_id: assignment.inner_steps for node_id, assignment in but.items()}
-    asked = step_budgets(participants, rules, settled)
+    checking = plan_for_checks(turn, {m.node_id for m in participants}.difference(but))
+    asked = step_budgets(participants, rules, settled, checking)
     books: dict[int, list[NodeId]] = {}
     for node_id in asked:
         digest = turn.state.members[node_id].corpus.digest

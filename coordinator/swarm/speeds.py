@@ -12,7 +12,7 @@ from statistics import median_low
 
 from coordinator.swarm.state import Member, Rules
 from protocol.wire.messages import Trained
-from protocol.wire.rounds import NodeId
+from protocol.wire.rounds import LEAST_CHECKED, NodeId
 
 SMOOTHING = 0.5
 """What a new measurement counts beside all before it. A disturbed round is forgotten in a few."""
@@ -35,6 +35,10 @@ and one that was disturbed for a while has its steps back in three."""
 MOST_OF_ALIKE = 10.0
 """No member counts as faster than so many times the median of those with the same device. Much has one
 name, "cpu" above all, so this catches what cannot be; what is asked of a member has a bound of its own."""
+
+MOST_FOR_CHECKS = 0.75
+"""The part of its inner steps that a member takes less, at most, in a round in which it checks others. Nor
+does its lease become smaller than what shows anything to those that check it."""
 
 MOST_OF_MEAN = 2.0
 """No member is asked for more than so many times the mean of a round's participants: its weight is its
@@ -86,26 +90,44 @@ def usual_speeds(members: Sequence[Member]) -> dict[str, float]:
 
 
 def step_budgets(
-    participants: Sequence[Member], rules: Rules, settled: Mapping[NodeId, int] | None = None
+    participants: Sequence[Member],
+    rules: Rules,
+    settled: Mapping[NodeId, int] | None = None,
+    checking: Mapping[NodeId, float] | None = None,
 ) -> dict[NodeId, int]:
     """The inner steps of each participant whose steps are not settled: at least one each.
 
     All of `rules.inner_steps` for the fastest, and in proportion for the slower; a member that was
     never measured gets all: it stops at the deadline, and is measured then. With `rules.round_steps`
-    all participants share these in proportion, so the tokens of a round stay the same.
+    all participants share these in proportion, so the tokens of a round stay the same. Those that check
+    others take so many steps less in the same time.
     """
-    settled = settled or {}
+    settled, checking = settled or {}, checking or {}
     speeds = _capped({m.node_id: m.inner_steps_per_second for m in participants})
     fastest = max((speed for speed in speeds.values() if speed is not None), default=None)
     if rules.round_steps is None:
+        budgets = {n: _budget(speed, fastest, rules.inner_steps) for n, speed in speeds.items()}
         return {
-            node_id: _budget(speed, fastest, rules.inner_steps)
-            for node_id, speed in speeds.items()
+            node_id: max(
+                1, math.floor(steps * _left(steps, checking.get(node_id, 0.0), rules.batch))
+            )
+            for node_id, steps in budgets.items()
             if node_id not in settled
         }
     here = {n: _evened(speed, fastest) for n, speed in speeds.items() if n not in settled}
     longest = math.inf if fastest is None else FILLED * rules.train_seconds
-    return shared_out(rules.round_steps - sum(settled.values()), here, longest)
+    steps_left = rules.round_steps - sum(settled.values())
+    budgets = shared_out(steps_left, here, longest)
+    if not checking:
+        return budgets
+    slowed = {n: s * _left(budgets[n], checking.get(n, 0.0), rules.batch) for n, s in here.items()}
+    return shared_out(steps_left, slowed, longest)
+
+
+def _left(steps: int, for_checks: float, batch: int) -> float:
+    """The part of its steps that is left to a member when checks take the time of so many."""
+    least = max(1.0 - MOST_FOR_CHECKS, LEAST_CHECKED / (batch * steps))
+    return min(1.0, max(least, 1.0 - for_checks / steps))
 
 
 def _capped(speeds: Mapping[NodeId, float | None]) -> dict[NodeId, float | None]:
@@ -184,7 +206,8 @@ def budgets_in_words(budgets: Sequence[int], rules: Rules) -> str:
     fewer = [steps for steps in budgets if steps < rules.inner_steps]
     if not fewer:
         return ""
-    nodes = "1 slower node takes" if len(fewer) == 1 else f"{len(fewer)} slower nodes take"
+    which = "slower or checking" if rules.audited_share else "slower"
+    nodes = f"1 {which} node takes" if len(fewer) == 1 else f"{len(fewer)} {which} nodes take"
     return f"; {nodes} {_range(fewer)} of {rules.inner_steps} inner steps"
 
 

@@ -5,8 +5,9 @@ Who trained on its lease has learned more of it; who copies others, trains a par
 not (Lidin et al. 2025, "Incentivizing Permissionless Distributed Learning of LLMs"; docs/decisions.md has our
 figures). One check shows little, so scores add up as in Wald's sequential test (1945): each finding moves a
 member's balance by the logarithm of how much likelier its score is for a member that trains than for one that
-does not. Where that comes to one in CHANCE, and the findings of most of the weight say the same each by
-itself, the member is put in quarantine and its confirmed work counts no more.
+does not. Liars may be among the checkers, so the half of the weight that accuses most is not counted. Where
+what is left comes to one in CHANCE, the member is put in quarantine and its confirmed work counts no more. So
+liars of less than half of the weight add nothing: without them the others would convict it all the same.
 
 What training scores depends on the run, and is taken from the other members: the middle one by weight, and
 a part of that. So nobody is convicted where honest members score nothing either, and lies of less than half
@@ -15,7 +16,7 @@ no other checker's findings, for it may be an accomplice.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from blake3 import blake3
@@ -34,13 +35,23 @@ from coordinator.swarm.state import (
     Work,
 )
 from coordinator.swarm.turn import Turn, is_present, present_members
-from coordinator.swarm.weighing import is_enough, say_of
+from coordinator.swarm.weighing import is_enough, say_of, weight_of
 from protocol.trust.evidence import of_spot_checks
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
-from protocol.wire.rounds import AUDIT_ROUNDS, WHOLE, Commit, NodeId
+from protocol.wire.rounds import (
+    AUDIT_ROUNDS,
+    LEAST_CHECKED,
+    PASSES_OF_CHECK,
+    PASSES_OF_TRAINING,
+    WHOLE,
+    Commit,
+    NodeId,
+    num_spot_checked,
+)
 
-CHANCE = 1e-6
-"""That a member whose scores are what is expected is convicted, if its checkers tell what they measured."""
+CHANCE = 1e-3
+"""That a member whose scores are what is expected is convicted, whatever liars with less than half of the
+weight say. Where all tell what they measured both halves must go astray: the chance is the square of this."""
 
 EXPECTED_SHARE = 0.7
 """Of what other members usually score: from a lease of twice as many samples less is learned of each."""
@@ -51,9 +62,6 @@ USUAL_FINDINGS = 8
 LEAST_USUAL = 4
 """Findings on two other members at least, before it is known what is usual."""
 
-LEAST_SAMPLES = 16
-"""Of a lease; fewer show nothing."""
-
 LEAST_SECONDS = 2.0
 """A checker has so long at least."""
 
@@ -61,10 +69,10 @@ KEPT_FINDINGS = 64
 """On one member, the newest."""
 
 MOST_CHECKERS = 16
-"""So many members decide, where they are less than half of the weight."""
+"""So many members check one, and decide, where they are less than half of the weight."""
 
 LEAST_ACCUSING = 1.0
-"""What the findings of one member take from a balance, at least, if it accuses."""
+"""What the findings of one member take from a balance, at least, if a conviction names it."""
 
 
 def draw(turn: Turn, closed: Round, commit: Commit) -> None:
@@ -76,7 +84,7 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
         return
     convicted = {conviction.node_id for conviction in state.convicted}
     for node_id, samples in sorted(_wholly_taken(commit).items()):
-        if samples < LEAST_SAMPLES or not is_present(turn.state, node_id) or node_id in convicted:
+        if samples < LEAST_CHECKED or not is_present(turn.state, node_id) or node_id in convicted:
             continue
         if _lot(turn.state, closed.number, node_id, "is checked") >= state.rules.audited_share:
             continue
@@ -91,7 +99,7 @@ def spot_checked(turn: Turn, node_id: NodeId, round: int, report: SpotChecked) -
         c for c in turn.state.spot_checks if (c.round, c.contributor_id, c.checker_id) == place
     ]
     member = turn.state.members.get(report.contributor_id)
-    if not asked or member is None or not report.num_samples >= LEAST_SAMPLES:
+    if not asked or member is None or not report.num_samples >= LEAST_CHECKED:
         return
     rest = tuple(check for check in turn.state.spot_checks if check not in asked)
     turn.state = replace(turn.state, spot_checks=rest)
@@ -108,6 +116,34 @@ def spot_checked(turn: Turn, node_id: NodeId, round: int, report: SpotChecked) -
     )
     turn.put_member(replace(member, spots=(*member.spots, finding)[-KEPT_FINDINGS:]))
     _decide(turn, member.node_id)
+
+
+def plan_for_checks(turn: Turn, node_ids: Collection[NodeId]) -> dict[NodeId, float]:
+    """So many inner steps less these should be asked for, who check others while the rest trains.
+
+    Not for what of that they would wait anyway, as rounds were lately. Each check counts in one plan.
+    """
+    state, steps = turn.state, dict[NodeId, float]()
+    due = [c for c in state.spot_checks if c.checker_id in node_ids and not c.is_planned_for]
+    if not due:
+        return {}
+    rest = tuple(replace(c, is_planned_for=True) if c in due else c for c in state.spot_checks)
+    turn.state = replace(state, spot_checks=rest)
+    for check in due:
+        passes = PASSES_OF_CHECK * num_spot_checked(check.num_samples)
+        taken = passes / (PASSES_OF_TRAINING * state.rules.batch)
+        steps[check.checker_id] = steps.get(check.checker_id, 0.0) + taken
+    waited = _seconds_waited(state)
+    speeds = {n: state.members[n].inner_steps_per_second or 0.0 for n in steps}
+    return {n: taken - waited * speeds[n] for n, taken in steps.items()}
+
+
+def _seconds_waited(state: SwarmState) -> float:
+    """Between training and commit, at least, in the latest rounds; none where ranks train on meanwhile."""
+    taken = [measured.seconds for measured in state.phase_times.exchange]
+    if state.rules.has_overlap:
+        return 0.0
+    return min((seconds for seconds in taken if seconds is not None), default=0.0)
 
 
 def orders_for(state: SwarmState, node_id: NodeId) -> tuple[SpotCheckAsked, ...]:
@@ -150,19 +186,35 @@ def balances(state: SwarmState, member: Member) -> dict[NodeId, float]:
     return by_checker
 
 
+def evidence(say: Say, by_checker: Mapping[NodeId, float], among: Collection[NodeId]) -> float:
+    """What accuses a member, in nats below 0, without the half of the weight that accuses most.
+
+    Of whoever has less than half of the weight of those among whom it is decided all is left out so, or what
+    accuses more. A member that is part of either half counts in part, and one without weight not at all.
+    """
+    left_out, counted = weight_of(say, among) / 2, 0.0
+    weighing = [n for n in among if by_checker.get(n, 0.0) < 0.0 and say.weights.get(n, 0)]
+    for node_id in sorted(weighing, key=lambda n: (by_checker[n] / say.weights[n], n)):
+        weight = say.weights[node_id]
+        part = min(weight, left_out)
+        left_out -= part
+        counted += by_checker[node_id] * (1.0 - part / weight)
+    return counted
+
+
 def _decide(turn: Turn, node_id: NodeId) -> None:
     state, member = turn.state, turn.state.members[node_id]
     by_checker = balances(state, member)
+    others = [m.node_id for m in present_members(state) if m.node_id != node_id and not m.is_helper]
+    among = sorted(by_checker) if len(by_checker) >= MOST_CHECKERS else others
+    say = say_of((state.members[n] for n in others), state.committed_round)
     # Of each checker only what accuses counts. So each may go astray once in two more ways: 2 to the power
     # of their number bounds the mean of the product of likelihood ratios, instead of 1.
-    if sum(min(0.0, b) for b in by_checker.values()) >= _threshold(len(by_checker)):
+    if evidence(say, by_checker, among) >= _threshold(len(by_checker)):
         return
     accusing = [n for n, balance in by_checker.items() if balance <= -LEAST_ACCUSING]
-    among = [m.node_id for m in present_members(state) if m.node_id != node_id and not m.is_helper]
-    say = say_of((state.members[n] for n in among), state.committed_round)
     if not (
-        _are_independent(state, accusing, [*among, node_id])
-        and _decides(say, accusing, by_checker, among)
+        is_enough(say, accusing, among) and _are_independent(state, accusing, [*others, node_id])
     ):
         return
     signed = [f.signed for f in member.spots if f.checker_id in accusing]
@@ -191,16 +243,6 @@ def _are_independent(
     invites = {state.members[n].invite_id for n in accusing}
     all_invites = {state.members[n].invite_id for n in among}
     return len(accusing) > 1 and (len(invites) > 1 or len(all_invites) == 1)
-
-
-def _decides(
-    say: Say, accusing: Sequence[NodeId], checkers: Iterable[NodeId], among: Sequence[NodeId]
-) -> bool:
-    """Whether those that accuse have most of the weight; among so many checkers, most of theirs."""
-    checkers = list(checkers)
-    if is_enough(say, accusing, among):
-        return True
-    return len(checkers) >= MOST_CHECKERS and is_enough(say, accusing, checkers)
 
 
 def _effect(finding: SpotFinding) -> float:
@@ -259,6 +301,8 @@ def _drawn(state: SwarmState, round: int, node_id: NodeId, may: Sequence[Member]
         say.weights.get(member.node_id, 0) / (1 + num) ** 2
         for member, num in zip(may, before, strict=True)
     ]
+    if sum(num > 0 for num in before) >= MOST_CHECKERS:  # of more each would show too little
+        weights = [weight if num else 0.0 for weight, num in zip(weights, before, strict=True)]
     left = _lot(state, round, node_id, "checker") * sum(weights)
     for member, weight in zip(may, weights, strict=True):
         left -= weight

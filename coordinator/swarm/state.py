@@ -117,6 +117,7 @@ class SpotCheck:
     num_samples: int  # of the lease
     seed: int
     seconds: float  # that the checker may take
+    is_planned_for: bool = False  # a plan asks the checker to train less for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
-from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import PASSES_OF_TRAINING, Commit, Digest, NodeId
 from protocol.wire.wire_count import WIRE_KINDS, WireCounts
 
 Wire = TypeVar("Wire", bound=Message)
@@ -156,6 +156,14 @@ class PacedIsland(InlineIsland):
             report = replace(report, inner_steps=steps, samples=samples, tokens=tokens)
         self.compute_seconds += pace * report.inner_steps
         return replace(report, seconds=pace * report.inner_steps)
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float]:
+        """See Island. A pass without gradients takes a third of what its sample takes to train."""
+        batch = self._spec.inner.batch
+        await asyncio.sleep(
+            self.seconds_per_inner_step * len(places) / (PASSES_OF_TRAINING * batch)
+        )
+        return await super().losses_at(parameters, places)
 
     def halt(self) -> None:
         """See Island."""

@@ -6,6 +6,7 @@ here for their turn. What they are is in node.duties.work; how they come is the 
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -16,6 +17,7 @@ from node.duties.work import (
     Ahead,
     AheadFailed,
     CatchUpNeeded,
+    Checks,
     PlanReceived,
     Work,
     Writing,
@@ -98,6 +100,13 @@ class Duties:
         self._work: asyncio.Queue[Work] = asyncio.Queue()
         self._ahead = Ahead(
             island, self._on_progress, on_fault=lambda: self._work.put_nowait(AheadFailed())
+        )
+        self._checks = Checks(
+            gains=partial(exchange.gains, losses_at=island.losses_at),
+            report=lambda round, found: session.report(
+                round, self._outer.signed_finding(found, round)
+            ),
+            batch=spec.inner.batch,
         )
         self._trains_for: int | None = None  # the round, while ranks train
         self._trained: Trained | None = None  # in the round that was planned last
@@ -217,6 +226,10 @@ class Duties:
                 if self._trained is not None and self._trained.tokens > 0:
                     await self._island.keep(self.last_planned_round, is_last=True)
                 return self.how_drained()
+            has_time = self._work.empty() and self.is_round_in_flight and not self.is_draining
+            if has_time and self._checks.of is not None:
+                await self._check(self._checks.of)
+                continue
             await self._ahead.resume()
             match await self._work.get():
                 case PlanReceived() | EvaluationAsked() | SpotCheckReady() if self.is_draining:
@@ -228,7 +241,7 @@ class Duties:
                 case EvaluationAsked() as wanted:
                     await self._evaluate(wanted)
                 case SpotCheckReady() as ready:
-                    await self._spot_check(ready)
+                    self._checks.add(ready)
                 case CatchUpNeeded(round=round):
                     await self._catch_up(round)
                 case RefetchAsked() as asked:
@@ -468,6 +481,7 @@ class Duties:
         self._trained, self._published_round = None, 0
         self.last_planned_round, self._planned_base = round, None
         self._ahead.lease(None)
+        self._checks.forget_after(round)
         await self._exchange.forget_after(round)
         await self._island.begin_anew(round)
 
@@ -491,6 +505,7 @@ class Duties:
             log.debug("phase", phase="adopting", round=self._outer.round)
             await self._adopt(commit)
         await self.saved()
+        self._checks.applied(self._outer.round)
         self._saving = asyncio.ensure_future(self._exchange.save())  # while the ranks train on
         self._saving.add_done_callback(_tell_unsaved)
 
@@ -572,16 +587,14 @@ class Duties:
             ),
         )
 
-    async def _spot_check(self, ready: SpotCheckReady) -> None:
-        """Has ranks measure what a member has learned of its lease, at the state that is here now."""
-        asked = ready.asked
-        self._doing = f"checking what {asked.contributor_id[:12]} trained"
+    async def _check(self, node_id: NodeId) -> None:
+        """Has ranks measure a piece of what a member has learned of its lease, at the state that is here now.
+
+        This node waits for others meanwhile: before it has trained for a round, that is what it owes.
+        """
+        self._doing = f"checking what {node_id[:12]} trained"
         await self._ahead.pause()
-        found = await self._exchange.measured(ready, self._island.losses_at)
-        if found is None:
-            log.info("not checked", round=asked.round, why="ranks here do not measure samples")
-            return
-        self._session.report(asked.round, found)
+        await self._checks.go_on()
 
 
 def _tell_unsaved(saving: asyncio.Future[None]) -> None:

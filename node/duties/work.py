@@ -2,26 +2,39 @@
 
 The coordinator leases the next round's samples with the plan of this one, and ranks train them while the
 bytes of this round travel (`Ahead`). Ranks train one thing at a time, so whoever needs them for something
-else pauses this first. A model may write from prompts beside them (`Writing`). All else here is pure.
+else pauses this first. What others have trained is checked in pieces (`Checks`), and a model may write from
+prompts beside all that (`Writing`). All else here is pure.
 """
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+import structlog
+
 from node.duties.lasting_island import LastingIsland
-from node.exchange.spot_checks import SpotCheckReady
+from node.exchange.spot_checks import SpotCheckReady, piece_of
 from node.island.island import InnerReport, InnerWork, Progress
 from protocol.wire.messages import (
     EvaluationAsked,
     RefetchAsked,
     RoundCommitted,
     RunFinished,
+    SpotChecked,
     Trained,
     Wrote,
 )
-from protocol.wire.rounds import BOOK_PLACES, Assignment, NodeId, Plan
+from protocol.wire.rounds import (
+    AUDIT_ROUNDS,
+    BOOK_PLACES,
+    LEAST_CHECKED,
+    Assignment,
+    NodeId,
+    Plan,
+)
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +205,79 @@ class Ahead:
     def _tell_fault(self, stint: asyncio.Task[None]) -> None:
         if not stint.cancelled() and stint.exception() is not None:
             self._on_fault()
+
+
+class Checks:
+    """Spot checks of other members, a piece at a time, so that nothing that a round wants waits for them.
+
+    The oldest comes first. What is measured of a check when the coordinator forgets it soon is reported.
+    """
+
+    def __init__(
+        self,
+        *,
+        gains: Callable[[SpotCheckReady, Sequence[int]], Awaitable[Sequence[float] | None]],
+        report: Callable[[int, SpotChecked], None],
+        batch: int,
+    ) -> None:
+        self._gains = gains
+        self._report = report
+        self._batch = batch  # samples of an inner step
+        self._waiting: list[SpotCheckReady] = []
+        self._leased: list[float] = []  # gains of the first of them, as far as it was measured
+        self._unleased: list[float] = []  # as many
+
+    @property
+    def of(self) -> NodeId | None:
+        """Whose work is checked now, or next; None for nobody's."""
+        return self._waiting[0].asked.contributor_id if self._waiting else None
+
+    def add(self, ready: SpotCheckReady) -> None:
+        """Has something checked after all that was added before."""
+        self._waiting.append(ready)
+
+    async def go_on(self) -> None:
+        """Measures one piece of a check, and reports what is whole by it."""
+        ready, done = self._waiting[0], len(self._leased)
+        num = len(ready.leased)
+        piece = slice(done, done + piece_of(num, self._batch))
+        leased, unleased = ready.leased[piece], ready.unleased[piece]
+        gains = await self._gains(ready, (*leased, *unleased))
+        if gains is None:
+            self._leave_out("ranks here do not measure samples")
+            return
+        self._leased += gains[: len(leased)]
+        self._unleased += gains[len(leased) :]
+        if len(self._leased) == num:
+            self._tell()
+
+    def applied(self, round: int) -> None:
+        """Ends checks whose findings count no more once one more round is committed."""
+        while self._waiting and self._waiting[0].asked.round <= round + 1 - AUDIT_ROUNDS:
+            if len(self._leased) >= LEAST_CHECKED:
+                self._tell()
+            else:
+                self._leave_out("this node had no time for it between its rounds")
+
+    def forget_after(self, round: int) -> None:
+        """Later rounds are undone: nobody counts what is found of them."""
+        while any(late := [ready.asked.round > round for ready in self._waiting]):
+            self._drop(late.index(True))
+
+    def _tell(self) -> None:
+        ready = self._waiting[0]
+        self._report(ready.asked.round, ready.found(self._leased, self._unleased))
+        self._drop(0)
+
+    def _leave_out(self, why: str) -> None:
+        asked = self._waiting[0].asked
+        log.info("not checked", round=asked.round, of=asked.contributor_id, why=why)
+        self._drop(0)
+
+    def _drop(self, place: int) -> None:
+        del self._waiting[place]
+        if place == 0:
+            self._leased, self._unleased = [], []
 
 
 _STILL_WRITING = (

@@ -34,7 +34,7 @@ from node.exchange.transport.transport import (
     WantTokens,
 )
 from node.outer_state import Vector
-from protocol.wire.messages import AuditAsked, SliceTakenOver, SpotCheckAsked, SpotChecked
+from protocol.wire.messages import AuditAsked, SliceTakenOver, SpotCheckAsked
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, RosterEntry
 
@@ -261,22 +261,26 @@ class Exchange:
         # Who asks for earlier ones gets them from the disk.
         self._held.forget_before(self.outer.round - 1)
 
-    async def measured(
+    async def gains(
         self,
         ready: SpotCheckReady,
+        places: Sequence[int],
         losses_at: Callable[[Vector, Sequence[int]], Awaitable[Sequence[float] | None]],
-    ) -> SpotChecked | None:
-        """What ranks find along a spot check's difference, signed; None where they do not measure."""
+    ) -> Sequence[float] | None:
+        """How much better ranks know samples [places] with a check's difference than against it, in nats.
+
+        None where they do not measure.
+        """
         span = self.outer.layout.fragments[ready.fragment].span
         losses = []
         for sign in (-1, 1):
             async with self._lock:
                 beside = await self._heavy(partial(self.outer.beside, span, ready.half, sign))
-            measured = await losses_at(beside, (*ready.leased, *ready.unleased))
+            measured = await losses_at(beside, places)
             if measured is None:
                 return None
             losses.append(measured)
-        return self.outer.signed_finding(ready.found(*losses), ready.asked.round)
+        return [before - after for before, after in zip(*losses, strict=True)]
 
     async def answer_auditors(self) -> None:
         """See Audits.answer."""

@@ -2,7 +2,7 @@
 
 It fetches the contribution from those that reduced it, as an auditor does, and compares it with the round's
 results, which it holds: ranks then measure losses a little along that difference, and against it, at whatever
-state the node has (node.duties.spot_checks). The base of the round is not needed: it has moved by little.
+state the node has (node.duties.work). The base of the round is not needed: it has moved by little.
 """
 
 import asyncio
@@ -31,13 +31,22 @@ from node.history import History
 from node.outer_state import Vector
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.payload import Payload, PayloadError
-from protocol.wire.rounds import AUDIT_ROUNDS, BOOK_PLACES, Commit, NodeId, Slice, SliceOutcome
+from protocol.wire.rounds import (
+    AUDIT_ROUNDS,
+    BOOK_PLACES,
+    PASSES_OF_CHECK,
+    PASSES_OF_TRAINING,
+    Commit,
+    NodeId,
+    Slice,
+    SliceOutcome,
+    num_spot_checked,
+)
 
 log = structlog.get_logger()
 
-FEW_SAMPLES, MOST_SAMPLES = 32, 128
-"""Of a lease, and as many others: each costs two passes without gradients. Between the two a quarter of the
-lease, so that a check takes a third of the time that training it did, while others wait."""
+MOST_PIECES = 16
+"""Of one check."""
 
 UNLEASED_FROM, UNLEASED = 1 << 38, 1 << 30
 """Places of the sample order, from the first on, that no run gets to. Samples of a small dataset come there
@@ -51,24 +60,32 @@ class SpotCheckReady:
     asked: SpotCheckAsked
     fragment: int
     half: Vector  # [fragment]: half of what lies between contribution and results
-    leased: tuple[int, ...]  # places of the sample order
+    leased: tuple[int, ...]  # places of the sample order, in an order by lot
     unleased: tuple[int, ...]  # as many
 
-    def found(self, before: Sequence[float], after: Sequence[float]) -> SpotChecked:
-        """What follows from losses [leased, then unleased] with the difference added, and subtracted.
+    def found(self, leased: Sequence[float], unleased: Sequence[float]) -> SpotChecked:
+        """What follows from how much better samples are known with the contribution than against it.
 
-        The score goes by ranks (Mann and Whitney 1947): a few samples learned by heart hardly move it.
+        The score goes by ranks (Mann and Whitney 1947): a few samples learned by heart hardly move it. Its
+        standard error is 1 for any number of samples, so one of the first few says no more than these show.
         """
-        gains = np.asarray(before, np.float64) - np.asarray(after, np.float64)
-        n = len(self.leased)
-        leased, unleased = gains[:n], gains[n:]
-        ahead = (leased[:, None] > unleased).mean() + (leased[:, None] == unleased).mean() / 2
+        n, ours, others = len(leased), np.asarray(leased), np.asarray(unleased)
+        ahead = (ours[:, None] > others).mean() + (ours[:, None] == others).mean() / 2
         return SpotChecked(
             contributor_id=self.asked.contributor_id,
             num_samples=n,
-            gap=float(leased.mean() - unleased.mean()),
+            gap=float(ours.mean() - others.mean()),
             score=float(ahead - 0.5) * math.sqrt(12 * n * n / (2 * n + 1)),
         )
+
+
+def piece_of(num: int, batch: int) -> int:
+    """How many of a check's leased samples are measured in one go: a commit may wait so long.
+
+    Half of an inner step takes as long; or a 16th of the check, for each piece moves the whole model twice.
+    """
+    in_half_a_step = PASSES_OF_TRAINING * batch // (2 * PASSES_OF_CHECK)
+    return max(1, in_half_a_step, -(-num // MOST_PIECES))
 
 
 class NotGivenError(Exception):
@@ -151,7 +168,7 @@ class SpotChecks:
             raise NotGivenError(why)
         rng = np.random.default_rng(asked.seed)
         first = assignment.first_sample % BOOK_PLACES
-        num = min(MOST_SAMPLES, samples, max(FEW_SAMPLES, samples // 4))
+        num = num_spot_checked(samples)
         leased = first + rng.choice(samples, num, replace=False)
         unleased = UNLEASED_FROM + rng.choice(UNLEASED, num, replace=False)
         return SpotCheckReady(

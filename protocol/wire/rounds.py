@@ -29,6 +29,25 @@ def contribution_digest(body_digest: Digest) -> ContributionDigest:
 AUDIT_ROUNDS = 4
 """A result may be audited until so many later rounds are committed; nodes keep for so long what made it."""
 
+FEW_CHECKED, MOST_CHECKED = 32, 128
+"""Of a lease, and as many other samples: each costs two passes without gradients. Between the two a quarter
+of the lease, so that a check takes a third of the time that training it did."""
+
+LEAST_CHECKED = 16
+"""Of a lease; fewer show nothing."""
+
+PASSES_OF_TRAINING = 3
+"""A sample takes so many times as long to train as to pass through the model without gradients."""
+
+PASSES_OF_CHECK = 4
+"""Without gradients, for each leased sample that is checked: itself and another one, with the contribution
+and against it."""
+
+
+def num_spot_checked(samples: int) -> int:
+    """How many samples of a lease a spot check measures; so many others, and both of them twice."""
+    return min(MOST_CHECKED, samples, max(FEW_CHECKED, samples // 4))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:

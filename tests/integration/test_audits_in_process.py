@@ -101,8 +101,11 @@ def test_all_honest_reducers_are_found_right_bit_for_bit(
     assert not any(member.audits.num_disputed for member in audited.final.members.values())
 
 
-def test_audits_change_no_bit_of_an_honest_run(clean: SimulatedRun, corpus: Corpus) -> None:
-    audited = run(corpus, has_liar=False)
+def test_audits_change_no_bit_of_an_honest_run(corpus: Corpus) -> None:
+    """Of leases of 15 samples: larger ones are spot-checked too, and who does that trains less."""
+    small: dict[str, Any] = {"has_liar": False, "inner": {"batch": 3}}
+    clean, audited = run(corpus, audit=0.0, **small), run(corpus, **small)
+    assert audited.num_audits > 0
     assert [each.loss for each in audited.held_out] == [each.loss for each in clean.held_out]
     assert set(audited.digests.values()) == set(clean.digests.values())
 
@@ -230,4 +233,5 @@ def test_an_auditor_that_does_not_answer_costs_the_audit_alone(
     assert not any(m.audits.num_disputed for m in attacked.final.members.values())
     record = attacked.final.members[LIAR].audits
     assert 0 < record.num_unanswered < 4, "it is asked less and less"
-    assert attacked.begins[-1] < 7 * 5.5, "and no round waits for it"
+    # Of a spot check a piece may be under way: less than an inner step here.
+    assert attacked.begins[-1] < 7 * 6, "and no round waits for it"

@@ -71,6 +71,25 @@ def test_work_on_a_machine_half_as_fast_takes_twice_as_long_and_bytes_no_longer(
     assert slow.utilisation < usual.utilisation
 
 
+def test_spot_checks_take_a_third_of_their_share_of_most_leases_and_it_is_said() -> None:
+    setting = Setting(
+        uplink="int4", downlink="int4", fragments=1, has_overlap=False, steps=30, audit=0.06
+    )
+    usual = replace(situation_of("125m", 1000), batch=8)  # 240 samples of a lease
+    for situation, expected in (
+        (usual, 0.02),
+        (replace(usual, batch=32), 0.06 * 4 * 128 / (3 * 960)),
+        (replace(usual, batch=1), 0.06 * 4 * 30 / (3 * 30)),
+        (replace(usual, num_nodes=2), 0.0),
+    ):
+        assert predicted(situation, setting).checking_share == pytest.approx(expected)
+    assert predicted(usual, replace(setting, steps=1)).checking_share == 0, "8 samples show nothing"
+    without = predicted(usual, replace(setting, audit=0.0))
+    assert predicted(usual, setting).utilisation == without.utilisation
+    told = "\n".join(prediction_lines(chosen(replace(usual, num_nodes=8))))
+    assert "spot checks take" in told and "% of the time for inner steps" in told
+
+
 def test_a_fast_link_exchanges_often_whole_and_in_two_bits_or_more() -> None:
     plan = chosen(situation_of("0.2m", 1000))
     assert 10 < plan.setting.interval <= 32

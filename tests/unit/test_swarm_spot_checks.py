@@ -9,8 +9,9 @@ from coordinator.store import Store
 from coordinator.streams import what_holds_for
 from coordinator.swarm.actions import QuarantineAsked, Tell
 from coordinator.swarm.events import Reported, Ruled
+from coordinator.swarm.speeds import step_budgets
 from coordinator.swarm.spot_checks import EXPECTED_SHARE, most_score
-from coordinator.swarm.state import Work
+from coordinator.swarm.state import SpotCheck, Work
 from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError
 from protocol.trust.evidence import of_spot_checks, proven_by
@@ -20,7 +21,7 @@ from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import Digest, NodeId
 from tests.unit.swarm_scene import Scene, digest_of
 
-STEPS = 20  # of two samples
+STEPS = 64  # of two samples
 NAMES = ("a", "b", "c", "d", "e")
 TRAINED, NOTHING = 4.0, 0.0  # what honest checkers score, on average
 
@@ -42,7 +43,8 @@ def do_round(scene: Scene, *names: str) -> list[tuple[NodeId, SpotCheckAsked]]:
     """All train and commit a round and apply it; returns who is asked to check what."""
     before = len(scene.log)
     for name in names:
-        scene.train(name, tokens=2 * STEPS * 8, inner_steps=STEPS)
+        steps = asked_steps(scene)[NodeId(name)]
+        scene.train(name, tokens=2 * steps * 8, inner_steps=steps, seconds=steps / 20)
     scene.commit(*names)
     number = scene.state.committed_round
     scene.apply(digest_of(f"state {number}"), *names)
@@ -53,7 +55,13 @@ def do_round(scene: Scene, *names: str) -> list[tuple[NodeId, SpotCheckAsked]]:
     ]
 
 
-def answer(scene: Scene, checker: NodeId, asked: SpotCheckAsked, score: float, n: int = 40) -> None:
+def order_of(check: SpotCheck) -> SpotCheckAsked:
+    return SpotCheckAsked(
+        round=check.round, contributor_id=check.contributor_id, seed=check.seed, seconds=1.0
+    )
+
+
+def answer(scene: Scene, checker: NodeId, asked: SpotCheckAsked, score: float, n: int = 32) -> None:
     found = SpotChecked(
         contributor_id=asked.contributor_id, num_samples=n, gap=score / 100, score=score
     )
@@ -132,7 +140,7 @@ def test_an_accomplice_that_praises_saves_nobody() -> None:
     def scores(checker: NodeId, contributor: NodeId) -> float:
         return 1e9 if checker == "a" and contributor == "c" else freeloading("c")("b", contributor)  # type: ignore[arg-type]
 
-    assert rounds_until_convicted(scene, scores, *NAMES) <= 10
+    assert rounds_until_convicted(scene, scores, *NAMES) <= 20
     assert convicted(scene) == ["c"]
 
 
@@ -188,7 +196,7 @@ def test_only_who_was_asked_is_heard_and_once() -> None:
     assert (finding.checker_id, finding.score) == (checker, TRAINED)
 
 
-@pytest.mark.parametrize("num_samples", [0, 15, 41])
+@pytest.mark.parametrize("num_samples", [0, 15, 129])
 def test_a_finding_of_too_few_samples_or_of_more_than_were_leased_shows_nothing(
     num_samples: int,
 ) -> None:
@@ -206,7 +214,7 @@ def test_a_score_counts_no_more_than_can_be() -> None:
 
     answer(scene, checker, asked, -1e9)
 
-    assert scene.member(asked.contributor_id).spots[0].score == -most_score(40)
+    assert scene.member(asked.contributor_id).spots[0].score == -most_score(32)
 
 
 def test_what_is_expected_is_what_others_scored_by_then() -> None:
@@ -220,6 +228,54 @@ def test_what_is_expected_is_what_others_scored_by_then() -> None:
     spots = [scene.member(name).spots for name in NAMES]
     assert min(finding.expected for (finding, _) in spots) == 0, "nothing was known at first"
     assert spots[0][1].expected == pytest.approx(EXPECTED_SHARE * TRAINED)
+
+
+def asked_steps(scene: Scene) -> dict[NodeId, int]:
+    return {a.node_id: a.inner_steps for a in scene.round.assignments}
+
+
+def test_who_checks_is_asked_to_train_less_by_the_time_that_its_checks_take() -> None:
+    scene = Scene(min_nodes=5, rounds=1000, inner_steps=100)
+    rules = replace(scene.state.rules, audited_share=0.3, batch=8)
+    scene.state = replace(scene.state, rules=rules, audit_secret=b"secret")
+    for name in NAMES:
+        scene.attach(name, invite=name)
+    assert set(asked_steps(scene).values()) == {100}
+    for _ in range(8):
+        for name in NAMES:
+            steps = asked_steps(scene)[NodeId(name)]
+            scene.train(name, tokens=8 * steps * 8, inner_steps=steps, seconds=steps / 20)
+        scene.commit(*NAMES)
+        asked = {check.checker_id for check in scene.state.spot_checks if not check.is_planned_for}
+        scene.apply(digest_of(f"state {scene.state.committed_round}"), *NAMES)
+        for node_id, steps in asked_steps(scene).items():
+            # 128 samples and as many others, at two states, are 512 passes: 21.3 steps of 8 samples.
+            assert steps == 100 if node_id not in asked else 35 <= steps <= 100 - 21
+        assert all(check.is_planned_for for check in scene.state.spot_checks)
+        for check in scene.state.spot_checks:
+            answer(scene, check.checker_id, order_of(check), TRAINED)
+
+
+def test_a_lease_stays_as_large_as_what_a_check_of_it_wants() -> None:
+    scene = Scene(min_nodes=5, rounds=1000, inner_steps=20)
+    rules = replace(scene.state.rules, audited_share=1.0)
+    scene.state = replace(scene.state, rules=rules, audit_secret=b"secret")
+    for name in NAMES:
+        scene.attach(name, invite=name)
+    do_round(scene, *NAMES)
+    assert min(asked_steps(scene).values()) == 8, "16 samples"
+
+
+def test_steps_of_a_round_that_all_share_stay_the_same_where_some_check() -> None:
+    scene = Scene(min_nodes=4, inner_steps=100, round_steps=400)
+    scene.attach(*NAMES[:4])
+    members = [scene.member(name) for name in NAMES[:4]]
+    rules = replace(scene.state.rules, batch=8)
+
+    asked = step_budgets(members, rules, checking={NodeId("a"): 50.0, NodeId("b"): -5.0})
+
+    assert sum(asked.values()) == 400
+    assert asked[NodeId("a")] < 60 and min(asked[NodeId(n)] for n in "bcd") >= 110
 
 
 def test_who_comes_back_hears_what_it_is_to_check() -> None:
