@@ -15,8 +15,12 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Row = dict[str, Any]
 
@@ -83,6 +87,15 @@ def read_rows(*files: Path) -> list[Row]:
     """All rows of some files, in their order; none of one that is not there yet."""
     there = [file for file in files if file.exists()]
     return [json.loads(line) for file in there for line in file.read_text().splitlines()]
+
+
+Asked = TypeVar("Asked", bound="DataclassInstance")
+
+
+def asked_by(kind: type[Asked], row: Row) -> Asked:
+    """The try, a frozen dataclass, whose line of results this is; JSON has lists for its tuples."""
+    values = {each.name: row[each.name] for each in fields(kind)}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

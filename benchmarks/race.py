@@ -36,7 +36,7 @@ import structlog
 import torch
 
 from benchmarks.learning.data_parallel import train_data_parallel
-from benchmarks.measurement import Rows, add_results, markdown, parser_of, read_rows
+from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
 from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import FP32_BYTES, Setting, Situation, predicted
 from lab.processes.ending import nothing_left
@@ -293,13 +293,6 @@ def compete(
                     break
 
 
-def identity(row: dict[str, Any]) -> Try:
-    """Whose line it is."""
-    names = Try.__dataclass_fields__
-    values = {name: row[name] for name in names}
-    return Try(**(values | {"outer": tuple(row["outer"])}))
-
-
 def share_at(goal: float, curve: Sequence[tuple[float, float]]) -> tuple[float, str]:
     """The part of the time in which a loss is reached by (share, loss), and whether it is less or more.
 
@@ -407,7 +400,7 @@ def _range(values: Sequence[float], form: str) -> str:
 
 def known_in(file: Path) -> dict[Try, dict[str, Any]]:
     """What was run already."""
-    return {identity(row): row for row in read_rows(file)}
+    return {asked_by(Try, row): row for row in read_rows(file)}
 
 
 def compete_alone(

@@ -305,9 +305,19 @@ async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:
         return _Ranks(devices=OWN_LOOP, shape=MeshShape())
     usable = await _devices_of(settings, hardware)
     shape, kind = _mesh_of(settings, spec, usable), kind_of(usable.names)
-    local = local_training_of(settings, spec, shape, kind=kind, has_compilers=has_compilers)
-    if local.compile and settings.compile == "auto":
-        log.info("layers are compiled at the start; 'compile = false' in node.toml leaves it out")
+
+    def may_compile() -> bool:
+        if found := has_compilers():
+            log.info(
+                "layers are compiled at the start; 'compile = false' in node.toml leaves it out"
+            )
+        else:
+            log.warning(
+                "layers are not compiled, which trains slower: install triton, gcc and python3-dev"
+            )
+        return found
+
+    local = local_training_of(settings, spec, shape, kind=kind, has_compilers=may_compile)
     return _Ranks(
         devices=usable.names,
         shape=shape,

@@ -23,7 +23,7 @@ import structlog
 import torch
 
 from benchmarks.learning.data_parallel import train_data_parallel
-from benchmarks.measurement import Rows, add_results, markdown, parser_of, read_rows
+from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
 from lab.processes.ending import nothing_left
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
 from node.island.data.corpus import read_corpus
@@ -222,11 +222,7 @@ def report(known: dict[Try, float]) -> Iterator[str]:
 
 def known_in(file: Path) -> dict[Try, float]:
     """What was run already."""
-    names = Try.__dataclass_fields__
-    return {
-        Try(**({name: row[name] for name in names} | {"outer": tuple(row["outer"])})): row["loss"]
-        for row in read_rows(file)
-    }
+    return {asked_by(Try, row): row["loss"] for row in read_rows(file)}
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 import torch
 
-from benchmarks.measurement import Rows, add_results, markdown, parser_of, read_rows
+from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
 from benchmarks.race import RATES, TRAINED, inner_table
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
 from node.island.data.corpus import read_corpus
@@ -91,10 +91,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    known = {
-        Try(**{name: row[name] for name in Try.__dataclass_fields__}): float(row["loss"])
-        for row in read_rows(chosen.results)
-    }
+    known = {asked_by(Try, row): float(row["loss"]) for row in read_rows(chosen.results)}
     results = Rows(chosen.results)
     for seed, optimizer in itertools.product(chosen.seeds, RATES):
         tries = [Try(optimizer=optimizer, seed=seed)]

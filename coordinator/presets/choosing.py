@@ -51,9 +51,9 @@ OFTEN_STEPS = 12
 Nesterov's 0.7, 0.6 ended 2 to 5 % higher (benchmarks.learning.intervals)."""
 
 BLENDS = "adamw"
-"""Whose results are better blended where they are late by a quarter of a short interval or more, and the
-outer step is then Nesterov's: exchanging every 4 to 10 of 1,200 inner steps, AdamW ended 0 to 2 % lower so,
-and Muon 0.4 and 0.6 % higher (benchmarks.learning.intervals)."""
+"""Whose results are better blended where they are late by half of a short interval or more, and the outer
+step is then Nesterov's: exchanging every 4 to 10 of 1,200 inner steps, AdamW ended 0 to 2 % lower so, and
+Muon 0.4 and 0.6 % higher (benchmarks.learning.intervals)."""
 
 MERGES_BY_MOMENTUM = ("centred-clipping", "trust")
 """Which sgd, without any, cannot have."""
@@ -175,7 +175,7 @@ class _Case:
     def blends(self) -> bool:
         """Whether ranks move half of the way to results that are late, instead of by them: see BLENDS."""
         told = self.given.get(("exchange", "overlap"), "blend")
-        is_late = 4 * self.taken.prediction.late_steps >= self.setting.interval
+        is_late = 2 * self.taken.prediction.late_steps >= self.setting.interval
         may_blend = self.setting.has_overlap and told == "blend" and is_late
         is_dense = self.setting.uplink not in SPARSE
         return may_blend and self.is_often and is_dense and self.situation.inner_optimizer == BLENDS

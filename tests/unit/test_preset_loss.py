@@ -63,9 +63,12 @@ def test_late_results_of_frequent_exchanges_are_blended_for_adamw_with_the_momen
     None
 ):
     race = RACES[5]
-    plan, of_muon = chosen(race.situation("adamw")), chosen(race.situation("muon"))
+    whole_every_four = {("exchange", "fragments"): 1, ("inner", "steps"): 4}
+    plan, of_muon = (
+        chosen(race.situation(optimizer), whole_every_four) for optimizer in ("adamw", "muon")
+    )
     assert plan.setting == of_muon.setting and plan.setting.interval <= OFTEN_STEPS
-    assert plan.setting.has_overlap
+    assert plan.setting.has_overlap and 2 * plan.prediction.late_steps >= plan.setting.interval
     assert (plan.overlap, of_muon.overlap) == ("blend", "keep")
     steps = [
         tuple(value(each, f"outer.{key}") for key in ("learning_rate", "momentum"))
@@ -73,7 +76,7 @@ def test_late_results_of_frequent_exchanges_are_blended_for_adamw_with_the_momen
     ]
     assert steps == [(0.7, 0.6), (1.0, 0.0)]
     assert "AdamW" in why(plan, "blend") and "AdamW" in why(plan, "momentum")
-    asked = chosen(race.situation("adamw"), {("exchange", "overlap"): "keep"})
+    asked = chosen(race.situation("adamw"), whole_every_four | {("exchange", "overlap"): "keep"})
     assert value(asked, "outer.momentum") == 0.0, "what is given stays, and gets its own step"
 
 
