@@ -159,7 +159,6 @@ def coordinator_findings(
     round_trip = f"{1e3 * (answered_at - asked_at):.0f} ms"
     node_id = credentials.principal.node_id or ""
     if network is not None:
-        network.relay = printable(status.run.relay, most=200)
         network.ways = _ways_of(status.nodes, node_id)
     what = f"{credentials.endpoint} answers within {round_trip}"
     if status.run.relay:

@@ -21,8 +21,6 @@ class Network:
     has_joined: bool = False
     is_local: bool = False
     """The coordinator is on this machine, and dialled by loopback."""
-    relay: str = ""
-    """Through which the coordinator is reached."""
     own_address: str = ""
     """Of this machine, that the whole internet dials."""
     has_ipv6_only: bool = False
@@ -62,12 +60,7 @@ def what_to_use(network: Network) -> Finding:
             f"a port was mapped at {network.forwarded} when the router was asked: nothing more is needed"
         )
     known = _known_of(network)
-    why_not = network.why_no_holes or (
-        f"the coordinator is behind a relay ({network.relay}), which sees no datagrams"
-        if network.relay
-        else ""
-    )
-    if why_not:
+    if why_not := network.why_no_holes:
         return Finding(
             about=ABOUT_NETWORK,
             verdict="advice",

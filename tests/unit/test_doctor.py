@@ -318,11 +318,6 @@ def joined(**facts: object) -> Network:
         (joined(forwarded="203.0.113.9"), "fine", "a port was mapped at 203.0.113.9"),
         (joined(), "note", "holes in this router and the others' will do"),
         (joined(why_no_holes="not permitted"), "advice", "can be punched: not permitted"),
-        (
-            joined(relay="through relay r:1"),
-            "advice",
-            "through relay r:1), which sees no datagrams",
-        ),
         (joined(ways=[("a", "direct")]), "fine", "all other members are reached directly"),
         (joined(ways=[("a", "punched"), ("b", "direct")]), "fine", "holes do here"),
         (joined(ways=[("a", "through b"), ("b", "direct")]), "fine", "it reaches through b"),
