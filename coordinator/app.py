@@ -208,17 +208,19 @@ class Coordinator:
                 clock=driver.clock.now,
                 wall_clock=time.time,
             )
-            if carriage is not None:
+            lookout = Lookout(driver.clock.now)
+            if carriage is None:
+                listening = await listen(lookout.saw, config.host, (control_port, enrolment_port))
+                lookout.ports = listening.ports
+            else:
                 through = Through(
                     carriage,
                     name=home.run.run.name,
                     host=local_host(config.host),
                     ports=(control_port, enrolment_port),
+                    lookout=lookout,
                 )
                 driver.may_be_cut_off = lambda: through is not None and through.is_away
-            lookout = Lookout(driver.clock.now)
-            if through is None:  # a relay carries no datagrams
-                listening = await listen(lookout, config.host, (control_port, enrolment_port))
             status = _add_member_services(
                 control,
                 home,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from node.config import NodeSettings, load_settings, require_node_folder
+from node.config import OF_HELPERS, NodeSettings, load_settings, require_node_folder
 from node.installed import HELPER, NODE, require_installed
 from protocol.errors import AtollError, NotPermittedError
 from protocol.files.folder_lock import FolderLock
@@ -51,21 +51,37 @@ LOG_JSON = click.option("--log-json", is_flag=True, help="Log one JSON object a 
 @click.argument("invite", required=False)
 @DIRECTORY
 @click.option("--name", help="What people call this node. Default: the name of this machine.")
-def join(invite: str | None, folder: Path | None, name: str | None) -> None:
+@MAX_UPLOAD
+@click.option(
+    "--hours", help="When it trains, by this machine's clock: 22:00-07:00. Default: always."
+)
+@click.option(
+    "--only-idle", is_flag=True, default=None, help="Train only while nobody uses this machine."
+)
+@click.option(
+    "--on-battery/--no-battery", default=None, help="Train on battery too. Default: it does."
+)
+@click.option("--load", type=float, help="The part of the time that it trains, from 0.1 to 1.")
+def join(
+    invite: str | None, folder: Path | None, name: str | None, **limits: str | float | bool | None
+) -> None:
     """Trade an invite for membership in a swarm.
 
     INVITE is the text from the run owner, a file that holds it, or - for standard input; without
     it, $ATOLL_INVITE is read, or you are asked. This machine gets an identity of its own that never
     leaves it. Then it says what this machine has, what the run takes of it, and what it may give a day.
 
-    Example: atoll join atoll1-… --name basement-4090
+    Limits are written into the node.toml of the folder, and hold until you change them there.
+
+    Example: atoll join --name basement-4090 --max-upload 10mbit --hours 22:00-07:00
     """
     from node.link.join import join as enrol
     from node.link.join import read_invite
 
     home, given = find_home(folder), read_invite(invite)
     called = name or socket.gethostname()[:64] or "node"
-    credentials = asyncio.run(enrol(given, home, name=called, elsewhere=_elsewhere))
+    told = {key: value for key, value in limits.items() if value is not None}
+    credentials = asyncio.run(enrol(given, home, name=called, elsewhere=_elsewhere, limits=told))
     if (credentials.host, credentials.enrolment_port) != (given.host, given.port):
         click.echo("the coordinator has moved: a member that the invite names knew where to")
     suffix = f" --dir {folder}" if folder is not None else ""
@@ -78,6 +94,10 @@ def join(invite: str | None, folder: Path | None, name: str | None) -> None:
         f"your {credentials.principal.role} lives in {home}"
     )
     is_helper = credentials.principal.role is Role.HELPER
+    if is_helper and (vain := sorted(told.keys() - OF_HELPERS)):
+        click.echo(
+            f"a helper does not train: {', '.join(vain)} means nothing to it, and is not kept"
+        )
     _look_around(home, is_helper=is_helper)
     click.echo(f"next: atoll {'helper' if is_helper else 'node'} start{suffix}")
 

@@ -1,7 +1,9 @@
 """A node's folder and its settings: what a contributor may change about their own machine."""
 
 import ipaddress
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -512,13 +514,35 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def write_settings(folder: Path, *, name: str, is_helper: bool = False) -> None:
-    """Writes a commented node.toml, unless the contributor has one already."""
+Limit = str | float | bool
+
+
+def check_limits(folder: Path, limits: Mapping[str, Limit]) -> None:
+    """Raises UsageError for limits that 'atoll join' cannot write: wrong ones, or where a node.toml is."""
+    load_settings(folder, **limits)
+    if limits and (folder / SETTINGS_FILE).exists():
+        options = ", ".join(f"--{key.replace('_', '-')}" for key in limits)
+        raise UsageError(
+            f"{options}: {folder / SETTINGS_FILE} is there already, and stays as it is",
+            next_step="write limits there; its comments say how",
+        )
+
+
+def write_settings(
+    folder: Path, *, name: str, is_helper: bool = False, limits: Mapping[str, Limit] | None = None
+) -> None:
+    """Writes a commented node.toml with these limits in it, unless the contributor has one already."""
     path = folder / SETTINGS_FILE
-    if not path.exists():
-        escaped = name.replace("\\", "\\\\").replace('"', '\\"')
-        text = helper_template() if is_helper else TEMPLATE
-        write_atomically(path, text.format(name=f'"{escaped}"').encode())
+    if path.exists():
+        return
+    text = (helper_template() if is_helper else TEMPLATE).format(
+        name=json.dumps(name, ensure_ascii=False)
+    )
+    for key, value in (limits or {}).items():
+        # A helper's has no line for what means nothing to it.
+        line = f"{key} = {json.dumps(value)}".replace("\\", "\\\\")
+        text = re.sub(rf"^{key} = .*$", line, text, count=1, flags=re.M)
+    write_atomically(path, text.encode())
 
 
 def helper_template() -> str:

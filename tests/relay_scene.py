@@ -10,6 +10,7 @@ from coordinator.relay.doors import Limits
 from coordinator.relay.line import PORTS_FILE, Carriage, KeptPorts, RelayKey
 from coordinator.relay.server import Relay
 from coordinator.relay.through import Through
+from coordinator.services.outside import Lookout
 from tests import ports
 
 HOST = "127.0.0.1"
@@ -57,11 +58,18 @@ class World:
 
     @asynccontextmanager
     async def coordinator(
-        self, port: int, *, carriage: Carriage | None = None, serve: Serve | None = None
+        self,
+        port: int,
+        *,
+        carriage: Carriage | None = None,
+        serve: Serve | None = None,
+        lookout: Lookout | None = None,
     ) -> AsyncIterator[Through]:
         """One whose port answers with what it is sent, or as `serve` does."""
         server = await asyncio.start_server(serve or echo, AT_HOME, port)
-        through = Through(carriage or self.carriage(), name="run", host=AT_HOME, ports=(port,))
+        through = Through(
+            carriage or self.carriage(), name="run", host=AT_HOME, ports=(port,), lookout=lookout
+        )
         try:
             await through.start()
             yield through

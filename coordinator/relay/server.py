@@ -1,7 +1,8 @@
 """The relay itself: who is carried, who connects to whom, and by which connection.
 
 Coordinators dial one port, with the secret of the relay's line; for each the relay listens on its ports as
-long as it is here. It reads nothing of what it carries, has no key of any run, and dials nobody.
+long as it is here. It reads nothing of what it carries, has no key of any run, and dials nobody. Of datagrams
+to those ports it tells the coordinator from where they come, and answers none (coordinator.services.outside).
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from coordinator.relay.stream import (
     Message,
     joined,
 )
+from coordinator.services.outside import TOKEN_BYTES, Listening, listen
 from protocol.errors import AtollError, ProtocolMismatchError, SystemRefusedError
 from protocol.terminal.console import printable
 
@@ -40,6 +42,9 @@ MOST_PORTS = 3
 
 MOST_NAME = 128
 """Characters of what a coordinator says of itself."""
+
+MOST_DATAGRAMS = 200
+"""A second, that one coordinator is told of: anybody can send them. Its nodes send one a second at most."""
 
 MOST_SPARES = 64
 """Connections that wait for somebody, of one coordinator."""
@@ -90,9 +95,23 @@ class _Carried:
     def __init__(self, hello: "_Hello", address: str) -> None:
         self.name, self.process, self.address = hello.name, hello.process, address
         self.listening: dict[int, asyncio.Task[None]] = {}
+        self.datagrams = Listening({})
+        self._told_in_second = (0, 0)  # the second, and of how many datagrams
         self.num_connections = 0
         self.spares: deque[_Spare] = deque()
         self.came = asyncio.Condition()
+
+    def saw(self, datagram: bytes, host: str, port: int, on_port: int) -> None:
+        """Tells the coordinator, by a connection that waits."""
+        second = int(asyncio.get_running_loop().time())
+        num = self._told_in_second[1] if self._told_in_second[0] == second else 0
+        if len(datagram) != TOKEN_BYTES or not self.spares or num == MOST_DATAGRAMS:
+            return
+        self._told_in_second = (second, num + 1)
+        # By all in turns: one of them may be dead, and nobody has noticed.
+        self.spares[num % len(self.spares)].mention(
+            saw=datagram.hex(), host=host, port=port, on_port=on_port
+        )
 
     async def connection_for(self, port: int) -> _Spare:
         """One that carries from now on; waits for it."""
@@ -176,6 +195,8 @@ class Relay:
 
     async def stop(self) -> None:
         """Ends all connections."""
+        for carried in self._carried.values():
+            carried.datagrams.close()
         await self._doors.close()
 
     def in_words(self) -> str:
@@ -197,7 +218,7 @@ class Relay:
             if refusal is None:
                 hello = _Hello.read(message)
                 async with self._changing:
-                    refusal = self._let_in(hello, connection.address)
+                    refusal = await self._let_in(hello, connection.address)
             if refusal is not None:
                 _log.warning("a coordinator is refused", why=refusal.what, address=place.source)
                 await connection.send(
@@ -228,11 +249,11 @@ class Relay:
             "copy the line again from relay.line in the relay's folder",
         )
 
-    def _let_in(self, hello: _Hello, address: str) -> "_Refusal | None":
+    async def _let_in(self, hello: _Hello, address: str) -> "_Refusal | None":
         """Counts its connection in, and listens for it from its first on; or says why not."""
         carried = self._carried.get(hello.owner)
         if carried is None:
-            refusal = self._listen(hello, address)
+            refusal = await self._listen(hello, address)
             if refusal is not None:
                 return refusal
             carried = self._carried[hello.owner]
@@ -247,7 +268,7 @@ class Relay:
         carried.num_connections += 1
         return None
 
-    def _listen(self, hello: _Hello, address: str) -> "_Refusal | None":
+    async def _listen(self, hello: _Hello, address: str) -> "_Refusal | None":
         outside = [port for port in hello.ports if port not in self._allowed]
         first, last = self._allowed[0], self._allowed[-1]
         if outside:
@@ -277,6 +298,7 @@ class Relay:
         for port, listener in zip(hello.ports, sockets, strict=True):
             serve = partial(self._client, carried, port)
             carried.listening[port] = self._doors.open(listener, lambda _: self._places, serve)
+        carried.datagrams = await listen(carried.saw, self._host, hello.ports)
         _log.info("a coordinator is here", run=carried.name, address=address, ports=hello.ports)
         return None
 
@@ -285,6 +307,7 @@ class Relay:
         if carried.num_connections or self._carried.get(owner) is not carried:
             return
         del self._carried[owner]
+        carried.datagrams.close()
         for task in carried.listening.values():
             task.cancel()
         await asyncio.gather(*carried.listening.values(), return_exceptions=True)
@@ -292,7 +315,7 @@ class Relay:
 
     async def _wait_for_somebody(self, connection: Connection, carried: _Carried) -> None:
         spare = _Spare(connection)
-        await spare.send(waits=True)
+        await spare.send(waits=True, datagrams=carried.datagrams.ports)
         async with carried.came:
             carried.spares.append(spare)
             carried.came.notify()

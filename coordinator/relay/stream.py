@@ -45,8 +45,16 @@ class Connection:
 
     async def send(self, **message: object) -> None:
         """Sends a message."""
-        self.writer.write(json.dumps(message).encode() + b"\n")
+        self._write(message)
         await self.writer.drain()
+
+    def mention(self, **message: object) -> None:
+        """Sends what may as well be lost: not to who reads slowly."""
+        if self.writer.transport.get_write_buffer_size() < CHUNK_BYTES:
+            self._write(message)
+
+    def _write(self, message: Message) -> None:
+        self.writer.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self) -> Message:
         """The next message. Raises OSError at the end, ProtocolMismatchError for nonsense."""

@@ -6,13 +6,21 @@ The relay sees who connects, when and how much; what goes through is TLS between
 import asyncio
 import secrets
 import ssl
+from ipaddress import IPv4Address
 from random import Random
 from typing import Any
 
 import structlog
 
 from coordinator.relay.line import Carriage, RelayLine
-from coordinator.relay.stream import CHUNK_BYTES, SILENT_SECONDS, Connection, joined
+from coordinator.relay.stream import (
+    CHUNK_BYTES,
+    SILENT_SECONDS,
+    Connection,
+    Message,
+    joined,
+)
+from coordinator.services.outside import Lookout
 from protocol.errors import (
     AtollError,
     NotPermittedError,
@@ -51,9 +59,13 @@ class Through:
         name: str,
         host: str,
         ports: tuple[int, ...],
+        lookout: Lookout | None = None,
         random: Random | None = None,
     ) -> None:
-        """`host` is where `ports` listen on this machine; they have the same numbers at the relay."""
+        """`host` is where `ports` listen on this machine; they have the same numbers at the relay.
+
+        `lookout` hears of the datagrams that come to those of the relay.
+        """
         self.line = carriage.line
         self._host, self._ports = host, ports
         self._hello = {
@@ -63,6 +75,7 @@ class Through:
             "ports": list(ports),
             "name": name,
         }
+        self._lookout = lookout
         self._random = random or Random()
         self._num_waiting = 0
         self._away = ""  # why
@@ -163,6 +176,7 @@ class Through:
                     answer = await connection.receive()
                     if answer.get("waits") is not True:
                         raise _refusal(self.line, answer)
+                    self._look_out_on(answer.get("datagrams"))
                     return connection
                 except BaseException:
                     connection.abort()
@@ -179,7 +193,27 @@ class Through:
                 message = await connection.receive()
                 if "carry" in message:
                     return message["carry"] if message["carry"] in self._ports else 0
-                await connection.send(ping=True)
+                if "saw" in message:
+                    self._saw(message)
+                else:
+                    await connection.send(ping=True)
+
+    def _look_out_on(self, ports: object) -> None:
+        if self._lookout is not None:
+            heard = ports if isinstance(ports, list) else []
+            self._lookout.ports = tuple(port for port in self._ports if port in heard)
+
+    def _saw(self, message: Message) -> None:
+        """Raises ProtocolMismatchError."""
+        try:
+            host, port = str(IPv4Address(message["host"])), message["port"]
+            datagram = bytes.fromhex(message["saw"])
+            if type(port) is not int or not 0 < port < 1 << 16:
+                raise ValueError(port)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolMismatchError("the relay has seen what cannot be") from error
+        if self._lookout is not None and message.get("on_port") in self._ports:
+            self._lookout.saw(datagram, host, port, message["on_port"])
 
     async def _carry(self, connection: Connection, port: int) -> None:
         """Joins a stream with the coordinator's own port."""

@@ -1,5 +1,7 @@
 """From where nodes' datagrams come, as routers on the way have translated it: UDP beside the control port.
 
+A coordinator behind a relay hears them through it (coordinator.relay).
+
 A node that does not reach a member sends its token here, from the socket that it would dial by QUIC from.
 The token comes by the node's session first, so a stranger's datagram says nothing and is not kept. Nothing
 is ever answered: nobody can have this port send anything to anybody.
@@ -7,7 +9,7 @@ is ever answered: nobody can have this port send anything to anybody.
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
@@ -18,6 +20,9 @@ TOKEN_BYTES = 16
 
 FRESH_SECONDS = 20.0
 """What was seen is true for so long: routers forget a conversation of UDP after 30 s and more."""
+
+Saw = Callable[[bytes, str, int, int], None]
+"""A datagram, host and port that it came from, and the port that it came to."""
 
 _log = structlog.get_logger(__name__)
 
@@ -56,7 +61,7 @@ class Lookout:
         self._node_ids.pop(self._tokens.pop(node_id, b""), None)
         self._seen.pop(node_id, None)
 
-    def saw(self, datagram: bytes, *, host: str, port: int, on_port: int) -> None:
+    def saw(self, datagram: bytes, host: str, port: int, on_port: int) -> None:
         """A datagram has come, from anybody."""
         if (node_id := self._node_ids.get(datagram)) is not None:
             where = f"/ip4/{host}/udp/{port}/quic-v1"
@@ -64,30 +69,30 @@ class Lookout:
 
 
 class Listening:
-    """The sockets, one on each port."""
+    """The sockets, by the port of each."""
 
-    def __init__(self, transports: Sequence[asyncio.DatagramTransport]) -> None:
+    def __init__(self, transports: Mapping[int, asyncio.DatagramTransport]) -> None:
+        self.ports = tuple(transports)
         self._transports = transports
 
     def close(self) -> None:
         """Hears nothing any more."""
-        for transport in self._transports:
+        for transport in self._transports.values():
             transport.close()
 
 
-async def listen(lookout: Lookout, host: str, ports: Sequence[int]) -> Listening:
+async def listen(saw: Saw, host: str, ports: Sequence[int]) -> Listening:
     """Hears datagrams by IPv4 on the numbers of these ports; where it cannot, says so and goes without.
 
     Two ports tell a router that gives each place another port from all others.
     """
     loop = asyncio.get_running_loop()
-    transports: list[asyncio.DatagramTransport] = []
-    heard: list[int] = []
+    transports: dict[int, asyncio.DatagramTransport] = {}
     address = "0.0.0.0" if host == "::" else host
     for port in ports:
         try:
-            transport, _ = await loop.create_datagram_endpoint(
-                lambda port=port: _Heard(lookout, port),  # type: ignore[misc]
+            transports[port], _ = await loop.create_datagram_endpoint(
+                lambda port=port: _Heard(saw, port),  # type: ignore[misc]
                 local_addr=(address, port),
                 family=socket.AF_INET,
             )
@@ -97,17 +102,13 @@ async def listen(lookout: Lookout, host: str, ports: Sequence[int]) -> Listening
                 port=port,
                 why=str(error),
             )
-            continue
-        transports.append(transport)
-        heard.append(port)
-    lookout.ports = tuple(heard)
     return Listening(transports)
 
 
 class _Heard(asyncio.DatagramProtocol):
-    def __init__(self, lookout: Lookout, on_port: int) -> None:
-        self._lookout = lookout
+    def __init__(self, saw: Saw, on_port: int) -> None:
+        self._saw = saw
         self._on_port = on_port
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
-        self._lookout.saw(data, host=addr[0], port=addr[1], on_port=self._on_port)
+        self._saw(data, addr[0], addr[1], self._on_port)

@@ -12,6 +12,7 @@ tried a few times, and then left to helpers.
 """
 
 from dataclasses import replace
+from ipaddress import ip_address
 
 from coordinator.swarm.actions import Tell
 from coordinator.swarm.state import PRESENT, Member, PunchTries
@@ -47,6 +48,8 @@ def punch(turn: Turn, node_id: NodeId) -> None:
         other = turn.state.members.get(other_id)
         if other is None or other.state not in PRESENT or not other.outside or other_id == node_id:
             continue
+        if _is_seen_from_inside(member) != _is_seen_from_inside(other):
+            continue
         num_told += _tell_if_due(turn, turn.state.members[node_id], other)
         if num_told == MOST_PAIRS_AT_ONCE:
             break
@@ -73,6 +76,11 @@ def _tell_if_due(turn: Turn, member: Member, other: Member) -> bool:
 def wait_after(num_tries: int) -> float:
     """Seconds between the beginning of a try, the first or a later one, and the next."""
     return min(LAST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(num_tries - 1, 16))
+
+
+def _is_seen_from_inside(member: Member) -> bool:
+    """Whether it is in the coordinator's own network: nobody elsewhere is let in where it is seen there."""
+    return not ip_address(_host_of(member)).is_global
 
 
 def _host_of(member: Member) -> str:

@@ -159,7 +159,6 @@ def coordinator_findings(
     round_trip = f"{1e3 * (answered_at - asked_at):.0f} ms"
     node_id = credentials.principal.node_id or ""
     if network is not None:
-        network.relay = printable(status.run.relay, most=200)
         network.ways = _ways_of(status.nodes, node_id)
     what = f"{credentials.endpoint} answers within {round_trip}"
     if status.run.relay:
@@ -287,7 +286,8 @@ def libp2p_findings(
     from node.machine.addresses import forwarded_among
 
     host = _coordinator_host(folder)  # none: it is not known yet from where peers come
-    is_public = any(ip_address(own).is_global for own in own_addresses())
+    # IPv6 of one's own helps those who have it, and many a router closes it.
+    is_public = any(_is_public_ipv4(own) for own in own_addresses())
     asks_router = host != "" and settings.asks_router(host) and not is_public
 
     async def nobody(
@@ -320,6 +320,7 @@ def libp2p_findings(
     if network is not None:
         network.why_no_holes = why_not or _why_no_holes(settings, host)
         network.forwarded = forwarded[0].split("/")[2] if forwarded else ""
+        network.is_forwarded_wide = bool(forwarded) and ip_address(network.forwarded).is_global
     starts = Finding(about="libp2p", verdict="fine", what="its daemon starts")
     pacing = pacing_finding(why_not, congestion_control())
     return [starts, pacing, *([router_finding(forwarded)] if asks_router else [])]
@@ -329,15 +330,22 @@ def _why_no_holes(settings: NodeSettings, coordinator_host: str) -> str:
     return "" if settings.punches(coordinator_host) else "node.toml names one address in listen"
 
 
+def _is_public_ipv4(address: str) -> bool:
+    return ":" not in address and ip_address(address).is_global
+
+
 def network_here(folder: Path, settings: NodeSettings) -> Network:
     """What is known of this machine's network before anything is asked."""
     host = _coordinator_host(folder)
     is_wide = not host or settings.punches(host)
-    public = [own for own in own_addresses() if ip_address(own).is_global]
+    own = own_addresses()
+    public = sorted((one for one in own if ip_address(one).is_global), key=lambda one: ":" in one)
+    is_ipv6 = bool(public) and ":" in public[0]
     return Network(
         has_joined=(folder / LINK_FILE).is_file(),
         is_local=is_loopback(host),
         own_address=public[0] if public and is_wide else "",
+        has_ipv6_only=is_ipv6 and any(":" not in one for one in own),
         announce=settings.announce,
         port=settings.port,
     )
@@ -347,13 +355,22 @@ def router_finding(forwarded: Sequence[str]) -> Finding:
     """Whether peers reach this machine, which has no address of its own, through its router."""
     if forwarded:
         host = forwarded[0].split("/")[2]
+        if not ip_address(host).is_global:
+            return Finding(
+                about="router",
+                verdict="note",
+                what=f"it forwards a node's port when it is asked, but of {host}: it is itself behind "
+                "another router, so peers beyond that one do not dial this machine",
+                next_step="ask the provider for a public IPv4 address, or forward the port in the other "
+                "router too; or have a helper",
+            )
         what = f"it forwards a node's port when it is asked: peers dial this machine at {host}"
         return Finding(about="router", verdict="fine", what=what)
     return Finding(
         about="router",
         verdict="note",
-        what="it forwards no port by UPnP or NAT-PMP, and this machine has no address of its own: it dials "
-        "others, and a peer that cannot be dialled either needs a helper",
+        what="it forwards no port by UPnP or NAT-PMP, and this machine has no IPv4 address of its own: "
+        "it dials others, and a peer that cannot be dialled either needs a helper",
         next_step="forward a TCP port there, and set port and announce in node.toml; or have a helper",
     )
 

@@ -21,15 +21,17 @@ class Network:
     has_joined: bool = False
     is_local: bool = False
     """The coordinator is on this machine, and dialled by loopback."""
-    relay: str = ""
-    """Through which the coordinator is reached."""
     own_address: str = ""
     """Of this machine, that the whole internet dials."""
+    has_ipv6_only: bool = False
+    """That address is of IPv6, and beside it there is IPv4 behind a router."""
     announce: str = ""
     port: int = 0
     """As in node.toml."""
     forwarded: str = ""
     """From where its router forwards a port that was asked for."""
+    is_forwarded_wide: bool = True
+    """That address is one of the internet, and not of another router's network."""
     why_no_holes: str = ""
     ways: Sequence[tuple[str, str]] = ()
     """The other members by name, and how the running node reaches each; none while it does not run."""
@@ -48,31 +50,43 @@ def what_to_use(network: Network) -> Finding:
         return _fine(
             f"nothing more is needed if {port} of {network.announce} leads to this machine"
         )
-    if network.own_address:
+    if network.own_address and not network.has_ipv6_only:
         port = f"its TCP port {network.port}" if network.port else "its TCP ports"
         return _fine(
             f"nothing is needed if no firewall closes {port}: {network.own_address} is this machine's own"
         )
-    if network.forwarded:
+    if network.forwarded and network.is_forwarded_wide:
         return _fine(
             f"a port was mapped at {network.forwarded} when the router was asked: nothing more is needed"
         )
-    why_not = network.why_no_holes or (
-        f"the coordinator is behind a relay ({network.relay}), which sees no datagrams"
-        if network.relay
-        else ""
-    )
-    if why_not:
+    known = _known_of(network)
+    if why_not := network.why_no_holes:
         return Finding(
             about=ABOUT_NETWORK,
             verdict="advice",
-            what=f"an open port or a helper is needed here, for no holes can be punched: {why_not}",
+            what=f"{known}an open port or a helper is needed here, for no holes can be punched: {why_not}",
             next_step=HELPER_STEP,
         )
     return _note(
-        "holes in this router and the others' will do, but where one of two is symmetric a helper is needed",
+        f"{known}holes in this router and the others' will do, but where one of two is symmetric a helper is "
+        "needed",
         HELPER_STEP,
     )
+
+
+def _known_of(network: Network) -> str:
+    """What does not suffice by itself."""
+    if network.forwarded:
+        return (
+            f"the router forwards a port of {network.forwarded}, and is behind another router itself (the "
+            "provider's, or a second one here), so others do not get there: "
+        )
+    if network.own_address:
+        return (
+            f"{network.own_address} serves those who have IPv6, if no firewall closes its TCP ports, and for "
+            "all others "
+        )
+    return ""
 
 
 def _as_it_runs(ways: Sequence[tuple[str, str]]) -> Finding:

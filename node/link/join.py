@@ -3,12 +3,12 @@
 import contextlib
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from node.config import write_settings
+from node.config import Limit, check_limits, write_settings
 from protocol.errors import (
     AnswerLostError,
     AtollError,
@@ -97,20 +97,28 @@ async def nowhere(invite: Invite) -> Sequence[Invite]:
 
 
 async def join(
-    invite: Invite, folder: Path, *, name: str, elsewhere: Elsewhere = nowhere
+    invite: Invite,
+    folder: Path,
+    *,
+    name: str,
+    elsewhere: Elsewhere = nowhere,
+    limits: Mapping[str, Limit] | None = None,
 ) -> Credentials:
     """Enrols this machine with the swarm that the invite is of; returns what it got.
+
+    `limits` are keys of the node.toml that it writes.
 
     Where the invite's coordinator is not at its address, it looks `elsewhere`. A folder that belongs to
     another swarm is left as it is. Raises AtollError.
     """
     _check_is_free(folder)
+    check_limits(folder, limits or {})
     with _held(folder):
         _check_is_free(folder)  # again: another 'atoll join' may just have used it
         with _identity(folder) as identity:
             credentials = await _enrolled(invite, identity, name, elsewhere)
         is_helper = credentials.principal.role is Role.HELPER
-        write_settings(folder, name=name, is_helper=is_helper)
+        write_settings(folder, name=name, is_helper=is_helper, limits=limits)
         credentials.save(folder)
     return credentials
 

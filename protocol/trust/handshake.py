@@ -10,6 +10,7 @@ import ssl
 import tempfile
 import threading
 from pathlib import Path
+from urllib.request import getproxies
 
 from protocol.errors import (
     AtollError,
@@ -19,7 +20,7 @@ from protocol.errors import (
 )
 from protocol.trust.credentials import Credentials
 from protocol.trust.invite import Invite, endpoint_of
-from protocol.trust.pki import pin_of, server_name
+from protocol.trust.pki import is_coordinators, pin_of, server_name
 
 TIMEOUT_SECONDS = 5.0
 """For connecting and for each answer within a handshake."""
@@ -46,8 +47,28 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
             f"if this machine is in a network, it is one without {family}: ask the run owner for an invite "
             "to another address of the coordinator ('atoll invite create --host HOST')"
         )
+    elif proxy := getproxies().get("https"):
+        next_step += (
+            f"; Atoll goes through no proxy, though https_proxy names {proxy_in_words(proxy)}: have TCP port "
+            f"{port} let out of this network"
+        )
     return UnavailableError(
         f"no coordinator answers at {endpoint_of(host, port)} ({reason})", next_step=next_step
+    )
+
+
+def proxy_in_words(url: str) -> str:
+    """Host and port of a proxy, without the password that may stand before them."""
+    return url.rsplit("@", 1)[-1].split("//", 1)[-1].rstrip("/")
+
+
+def another_in_its_place(endpoint: str) -> UnavailableError:
+    """The sentence for what answers by TLS and is no coordinator at all."""
+    return UnavailableError(
+        f"what answers at {endpoint} is no coordinator: the sign-in page of a guest network, or a firewall "
+        "that looks into connections, is in its place",
+        next_step="sign in to this network in a browser, or use another network; if it is none of these, ask "
+        "the run owner for the coordinator's host and port",
     )
 
 
@@ -90,11 +111,13 @@ def fetch_certificate(host: str, port: int) -> bytes:
 def fetch_pinned_certificate(invite: Invite) -> bytes:
     """The certificate at the invite's address, PEM, which is known to be the one it pins. Blocks.
 
-    Raises UnavailableError when nothing is there and ProtocolMismatchError when it is another.
+    Raises UnavailableError when no coordinator is there and ProtocolMismatchError when it is another one.
     """
     certificate = fetch_certificate(invite.host, invite.port)
     pin = pin_of(certificate)
     if pin != invite.pin:
+        if not is_coordinators(certificate):
+            raise another_in_its_place(invite.endpoint)
         raise ProtocolMismatchError(
             f"the coordinator at {invite.endpoint} has certificate {pin.hex()[:16]}…, "
             f"the invite is for {invite.pin.hex()[:16]}…",
@@ -141,6 +164,8 @@ class Diagnosis:
                     f"({error.verify_message})",
                     next_step="set this machine's clock",
                 )
+            if self._is_another_in_its_place():
+                return another_in_its_place(endpoint)
             return CertificateRefusedError(
                 f"the coordinator at {endpoint} is not of swarm {swarm_id}",
                 next_step="check host and port, or join its swarm with 'atoll join INVITE'",
@@ -166,6 +191,14 @@ class Diagnosis:
                     next_step="join again with 'atoll join INVITE'",
                 )
             )
+
+    def _is_another_in_its_place(self) -> bool:
+        # Not for good: a laptop in a guest network finds its coordinator again elsewhere.
+        try:
+            certificate = fetch_certificate(self._credentials.host, self._credentials.control_port)
+        except AtollError:
+            return False
+        return not is_coordinators(certificate)
 
     def _context(self) -> ssl.SSLContext:
         """Made once, since it needs the key in a file for a moment."""

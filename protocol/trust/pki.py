@@ -150,13 +150,16 @@ def new_swarm_id() -> str:
     return secrets.token_hex(16)
 
 
+_OF_COORDINATORS = ".atoll.invalid"
+
+
 def server_name(swarm_id: str) -> str:
     """The name in a swarm's server certificate.
 
     Clients expect this name whatever host they dial, so that coordinators may move between hosts
     and another swarm's coordinator is never taken for ours. It can never be registered (RFC 6761).
     """
-    return f"{swarm_id}.atoll.invalid"
+    return f"{swarm_id}{_OF_COORDINATORS}"
 
 
 def pin_of(certificate_pem: bytes) -> bytes:
@@ -170,6 +173,14 @@ def name_in(certificate_pem: bytes) -> str:
     if len(names) != 1:
         raise ProtocolMismatchError(f"a coordinator's certificate has one name, not {names}")
     return names[0]
+
+
+def is_coordinators(certificate_pem: bytes) -> bool:
+    """Whether a certificate says that it is of a coordinator, of whatever swarm. Anybody can make one."""
+    try:
+        return name_in(certificate_pem).endswith(_OF_COORDINATORS)
+    except (ProtocolMismatchError, ValueError):  # many names, or none; or it cannot be read
+        return False
 
 
 def principal_of(certificate_pem: bytes) -> Principal:

@@ -9,10 +9,16 @@ from typing import Any
 
 from typed_commands import Running, Swarm, atoll, done
 
+from coordinator.relay.line import LINE_FILE, Carriage
 from lab.network.lab import NetworkLab
 
 COORDINATOR = "coordinator"
 """The host that it runs on."""
+
+RELAY = "relay"
+"""The host of a relay for it, where there is one."""
+
+RELAY_PORT = "7720"
 
 PATIENCE_SECONDS = 150.0
 """On a busy machine."""
@@ -27,6 +33,26 @@ def swarm_in(lab: NetworkLab, folder: Path, run_text: str) -> Iterator[Swarm]:
         yield swarm
     finally:
         swarm.end()
+
+
+def start_relay(lab: NetworkLab, folder: Path) -> Running:
+    """A relay on its host, that is ready."""
+    with lab.inside(RELAY):
+        relay = Running(
+            *("relay", "start", folder, "--port", RELAY_PORT, "--advertise", lab.address(RELAY)),
+            *("--ports", "1024-65535", "--max-rate", "20mbit"),
+        )
+    relay.says("relay ready")
+    return relay
+
+
+def relayed_swarm(lab: NetworkLab, folder: Path, run_text: str, *, relay_folder: Path) -> Swarm:
+    """A swarm whose coordinator is reached through the relay of that folder; to be ended."""
+    line = (relay_folder / LINE_FILE).read_text()
+    with lab.inside(COORDINATOR):
+        return Swarm(
+            folder, run_text, host="0.0.0.0", complete=lambda home: Carriage.chosen(home, line)
+        )
 
 
 def asked(lab: NetworkLab, swarm: Swarm, command: str) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from typed_commands import Swarm, atoll, done, refused
 
+from node.config import load_settings
 from protocol.trust.invite import Invite
 from protocol.v1 import status_pb2
 from tests import ports
@@ -163,7 +164,11 @@ def test_an_invite_is_taken_from_a_file_standard_input_the_environment_and_a_ter
 ) -> None:
     file, invite = tmp_path / "invite.txt", swarm.invite("--uses", "4")
     file.write_text(f"atoll join {invite}\n")
-    done(atoll("join", file, "--dir", tmp_path / "a"))
+    refused(atoll("join", file, "--hours", "late", "--dir", tmp_path / "a"), 64, "--hours 'late'")
+    assert not (tmp_path / "a").exists(), "the invite is as good as before"
+    done(atoll("join", file, "--hours", "22-7", "--no-battery", "--dir", tmp_path / "a"))
+    settings = load_settings(tmp_path / "a")
+    assert (settings.hours, settings.on_battery, settings.only_idle) == ("22-7", False, False)
     done(atoll("join", "-", "--dir", tmp_path / "b", stdin=f"{invite}\n"))
     done(atoll("join", "--dir", tmp_path / "c", ATOLL_INVITE=invite))
     asked = joined_at_a_terminal(invite, tmp_path / "e")

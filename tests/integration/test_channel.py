@@ -4,12 +4,17 @@ import asyncio
 import ssl
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from tls_coordinator import (
     GET_RUN,
     SUBSCRIBE,
@@ -30,7 +35,7 @@ from protocol.errors import (
 from protocol.trust import pki
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
-from protocol.trust.handshake import Diagnosis
+from protocol.trust.handshake import Diagnosis, nothing_answers
 from protocol.trust.identity import Identity
 from protocol.trust.pki import server_name
 from protocol.v1 import session_pb2_grpc
@@ -100,6 +105,86 @@ async def test_where_nothing_listens_the_next_step_is_to_start_a_coordinator(
     async for answer in both_ways(lonely):
         with pytest.raises(UnavailableError, match=f"no coordinator answers at {lonely.endpoint}"):
             await answer
+
+
+async def test_a_proxy_that_the_environment_names_is_never_asked(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readline())
+        writer.write(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+        for name in ("no_proxy", "no_grpc_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        async for answer in both_ways(coordinator.credentials()):
+            assert await answer
+        await enrol(coordinator.invite(), Identity.generate(), "node")
+    assert asked == []
+
+
+async def test_where_a_portal_answers_in_the_coordinators_place_a_node_waits(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    async def sign_in(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 302 Found\r\nLocation: https://login.hotel.example/\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(
+        sign_in, "127.0.0.1", 0, ssl=certificate_of("login.hotel.example", tmp_path)
+    ) as portal:
+        port = portal.sockets[0].getsockname()[1]
+        # Unavailable, which a node waits through: its laptop will be in another network.
+        async for answer in both_ways(replace(coordinator.credentials(), control_port=port)):
+            with pytest.raises(UnavailableError, match=r"is no coordinator: .*sign in to this"):
+                await answer
+        with pytest.raises(UnavailableError, match=r"is no coordinator: .*sign in to this"):
+            await enrol(replace(coordinator.invite(), port=port), Identity.generate(), "node")
+
+
+def certificate_of(name: str, folder: Path) -> ssl.SSLContext:
+    """What somebody who is no coordinator serves TLS with."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    return context
+
+
+def test_where_nothing_answers_and_a_proxy_is_set_the_sentence_says_that_it_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = ConnectionRefusedError(111, "Connection refused")
+    monkeypatch.delenv("https_proxy", raising=False)
+    monkeypatch.delenv("HTTPS_PROXY", raising=False)
+    assert "proxy" not in nothing_answers("run.example", 7700, refused).next_step
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example:3128/")
+    said = nothing_answers("run.example", 7700, refused).next_step
+    assert "https_proxy names proxy.example:3128: have TCP port 7700 let out" in said
+    assert "secret" not in said
 
 
 async def test_what_listens_but_is_no_coordinator_is_called_so(coordinator: Coordinator) -> None:

@@ -1,12 +1,22 @@
 """Real processes in a network lab: nodes at home whose routers map no port, and holes that they punch."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_swarm import COORDINATOR, asked, said, started, swarm_in, until
+from lab_swarm import (
+    COORDINATOR,
+    RELAY,
+    asked,
+    relayed_swarm,
+    said,
+    start_relay,
+    started,
+    swarm_in,
+    until,
+)
 from typed_commands import Running, Swarm
 
 from lab.network.lab import NetworkLab
@@ -109,3 +119,26 @@ def test_what_no_hole_can_be_punched_in_goes_through_a_helper_and_is_told(tmp_pa
         assert punched(lab, swarm) == {ONE: [], OTHER: [], HELPER: []}
         assert lab.traffic(ONE, OTHER).delivered_packets == 0
         assert lab.traffic(ONE, HELPER).delivered_bytes > 10_000
+
+
+@pytest.mark.nightly
+def test_nodes_at_home_punch_holes_though_the_coordinator_is_at_home_as_well(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as stack:
+        lab = stack.enter_context(
+            NetworkLab(
+                dict.fromkeys((COORDINATOR, RELAY, ONE, OTHER), ACCESS),
+                routers={ONE: ["port restricted"], OTHER: ["port restricted"]},
+            )
+        )
+        lab.firewall(COORDINATOR)
+        stack.callback(start_relay(lab, tmp_path / RELAY).clean_up)
+        swarm = relayed_swarm(lab, tmp_path / "swarm", RUN, relay_folder=tmp_path / RELAY)
+        stack.callback(swarm.end)
+        started(lab, swarm, (ONE, OTHER))
+        until(lambda: punched(lab, swarm) == {ONE: [OTHER], OTHER: [ONE]})
+        last = asked(lab, swarm, "status")["run"]["committed_round"]
+        until(lambda: whole_rounds(lab, swarm, after=last))
+        assert lab.traffic(ONE, OTHER).delivered_bytes > 10_000  # and nothing of it by the relay
+        assert not lab.traffic(COORDINATOR, ONE).delivered_packets

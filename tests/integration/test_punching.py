@@ -94,8 +94,9 @@ async def at_home(one: NatKind, other: NatKind) -> AsyncIterator[AtHome]:
         clock = asyncio.get_running_loop().time
         lookout = Lookout(clock)
         with lab.inside(OUTSIDE):
-            stack.callback((await listen(lookout, lab.address(OUTSIDE), PORTS)).close)
-        assert lookout.ports == PORTS
+            listening = await listen(lookout.saw, lab.address(OUTSIDE), PORTS)
+        stack.callback(listening.close)
+        assert listening.ports == PORTS
         peers = [await stack.enter_async_context(_member(lab, host)) for host in (ONE, OTHER)]
         for peer in peers:
             peer.transport.set_roster(tuple(each.entry for each in peers))

@@ -6,10 +6,18 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started
-from typed_commands import Running, Swarm, atoll, done, refused
+from lab_swarm import (
+    COORDINATOR,
+    RELAY,
+    RELAY_PORT,
+    asked,
+    relayed_swarm,
+    start_relay,
+    started,
+)
+from typed_commands import atoll, done, refused
 
-from coordinator.relay.line import LINE_FILE, Carriage
+from coordinator.relay.line import LINE_FILE
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from node.kept import kept_model
@@ -23,8 +31,7 @@ RUN = tiny_text(
     evaluation={"every_rounds": ROUNDS},
 )
 
-RELAY, NODES = "relay", ("one", "two")
-PORT = "7720"
+NODES = ("one", "two")
 ACCESS = Link(up_bits_per_second=20e6, down_bits_per_second=100e6, delay_seconds=0.02)
 
 pytestmark = pytest.mark.usefixtures("may_make_network_labs")
@@ -37,16 +44,6 @@ def lab() -> Iterator[NetworkLab]:
         yield lab
 
 
-def start_relay(lab: NetworkLab, folder: Path) -> Running:
-    with lab.inside(RELAY):
-        relay = Running(
-            *("relay", "start", folder, "--port", PORT, "--advertise", lab.address(RELAY)),
-            *("--ports", "1024-65535", "--max-rate", "20mbit"),
-        )
-    relay.says("relay ready")
-    return relay
-
-
 @pytest.mark.nightly
 def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies_and_comes_back(
     lab: NetworkLab, tmp_path: Path
@@ -56,13 +53,7 @@ def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies
         stack.callback(relay.clean_up)
         line = (tmp_path / RELAY / LINE_FILE).read_text()
         assert f"--through {line.strip()}" in relay.log
-        with lab.inside(COORDINATOR):
-            swarm = Swarm(
-                tmp_path / "swarm",
-                RUN,
-                host="0.0.0.0",
-                complete=lambda home: Carriage.chosen(home, line),
-            )
+        swarm = relayed_swarm(lab, tmp_path / "swarm", RUN, relay_folder=tmp_path / RELAY)
         stack.callback(swarm.end)
         relay.says("a coordinator is here")
         running = started(lab, swarm, NODES)
@@ -89,7 +80,7 @@ def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies
             swarm.start_coordinator()
         for name in NODES:
             with lab.inside(name):
-                assert f"through relay {lab.address(RELAY)}:{PORT}" in done(
+                assert f"through relay {lab.address(RELAY)}:{RELAY_PORT}" in done(
                     atoll("status", "--dir", swarm.folder / name)
                 )
         swarm.coordinator.says("round opened", times=2)

@@ -213,7 +213,7 @@ async def test_where_a_router_puts_a_node_is_told_to_that_node_and_shown_to_nobo
     )
     answer = await desk.heartbeat(NODE.node_id, heartbeat)
     assert (list(answer.outside_ports), list(answer.outside)) == ([7700], [])
-    lookout.saw(token, host="203.0.113.1", port=20_000, on_port=7700)
+    lookout.saw(token, "203.0.113.1", 20_000, 7700)
     answer = await desk.heartbeat(NODE.node_id, heartbeat)
     assert list(answer.outside) == ["/ip4/203.0.113.1/udp/20000/quic-v1"]
     shown = status.get_status(status_pb2.GetStatusRequest())

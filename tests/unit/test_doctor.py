@@ -290,16 +290,34 @@ def joined(**facts: object) -> Network:
         (Network(), "note", "shows once a swarm is joined"),
         (joined(is_local=True), "fine", "nothing is needed: the coordinator and its nodes are on"),
         (joined(own_address="203.0.113.5"), "fine", "nothing is needed if no firewall closes its"),
+        (joined(own_address="2001:db8::5"), "fine", "nothing is needed if no firewall closes its"),
+        (
+            joined(own_address="2001:db8::5", has_ipv6_only=True),
+            "note",
+            "2001:db8::5 serves those who have IPv6, if no firewall closes its TCP ports, and for all others "
+            "holes in this router",
+        ),
+        (
+            joined(own_address="2001:db8::5", has_ipv6_only=True, forwarded="203.0.113.9"),
+            "fine",
+            "a port was mapped at 203.0.113.9",
+        ),
+        (
+            joined(forwarded="100.72.3.4", is_forwarded_wide=False),
+            "note",
+            "100.72.3.4, and is behind another router itself (the provider's, or a second one here), so "
+            "others do not get there: holes in this router",
+        ),
+        (
+            joined(forwarded="100.72.3.4", is_forwarded_wide=False, why_no_holes="not permitted"),
+            "advice",
+            "can be punched: not permitted",
+        ),
         (joined(announce="my.example", port=7710), "fine", "if TCP port 7710 of my.example leads"),
         (joined(announce="my.example"), "fine", "set port in node.toml"),
         (joined(forwarded="203.0.113.9"), "fine", "a port was mapped at 203.0.113.9"),
         (joined(), "note", "holes in this router and the others' will do"),
         (joined(why_no_holes="not permitted"), "advice", "can be punched: not permitted"),
-        (
-            joined(relay="through relay r:1"),
-            "advice",
-            "through relay r:1), which sees no datagrams",
-        ),
         (joined(ways=[("a", "direct")]), "fine", "all other members are reached directly"),
         (joined(ways=[("a", "punched"), ("b", "direct")]), "fine", "holes do here"),
         (joined(ways=[("a", "through b"), ("b", "direct")]), "fine", "it reaches through b"),
@@ -350,10 +368,42 @@ def test_the_first_thing_that_is_wrong_decides_on_the_exit_code() -> None:
 
 
 def test_what_a_router_does_is_said_in_one_sentence() -> None:
-    fine = router_finding(("/ip4/203.0.113.5/tcp/51000",))
-    assert fine.verdict == "fine" and "at 203.0.113.5" in fine.what
+    fine = router_finding(("/ip4/93.184.215.14/tcp/51000",))
+    assert fine.verdict == "fine" and "at 93.184.215.14" in fine.what
     note = router_finding(())
     assert note.verdict == "note" and "helper" in note.what and "announce" in note.next_step
+
+
+@pytest.mark.parametrize("host", ["192.168.1.7", "10.0.0.2", "172.16.9.9", "100.72.3.4"])
+def test_a_router_behind_another_one_is_not_called_reachable(host: str) -> None:
+    found = router_finding((f"/ip4/{host}/tcp/51000",))
+    assert (
+        found.verdict == "note" and f"of {host}: it is itself behind another router" in found.what
+    )
+    assert "helper" in found.next_step
+
+
+@pytest.mark.parametrize(
+    ("own", "address", "has_ipv6_only"),
+    [
+        (["192.168.1.5"], "", False),
+        (["93.184.215.14"], "93.184.215.14", False),
+        (["2606:2800::5"], "2606:2800::5", False),
+        (["192.168.1.5", "2606:2800::5"], "2606:2800::5", True),
+        (["2606:2800::5", "fd00::1", "192.168.1.5"], "2606:2800::5", True),
+        (["2606:2800::5", "93.184.215.14"], "93.184.215.14", False),
+    ],
+)
+def test_an_address_of_ipv6_does_not_stand_for_one_of_ipv4(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: list[str],
+    address: str,
+    has_ipv6_only: bool,
+) -> None:
+    monkeypatch.setattr(checks, "own_addresses", lambda: tuple(own))
+    found = checks.network_here(tmp_path, NodeSettings(name="here"))
+    assert (found.own_address, found.has_ipv6_only) == (address, has_ipv6_only)
 
 
 @pytest.mark.parametrize("is_json", [False, True])

@@ -34,7 +34,7 @@ def lookout(clock: Clock) -> Lookout:
 
 
 def see(lookout: Lookout, datagram: bytes = MINE, *, port: int = 20_000, on_port: int = 1) -> None:
-    lookout.saw(datagram, host="203.0.113.1", port=port, on_port=on_port)
+    lookout.saw(datagram, "203.0.113.1", port, on_port)
 
 
 def test_a_node_is_where_its_datagrams_come_from(lookout: Lookout) -> None:
@@ -86,9 +86,9 @@ async def test_datagrams_are_heard_by_udp_on_the_ports_and_never_answered(
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    listening = await listen(lookout, "127.0.0.1", (port,))
+    listening = await listen(lookout.saw, "127.0.0.1", (port,))
     try:
-        assert lookout.ports == (port,)
+        assert listening.ports == (port,)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as node:
             node.bind(("127.0.0.1", 0))
             node.setblocking(False)
@@ -104,9 +104,9 @@ async def test_datagrams_are_heard_by_udp_on_the_ports_and_never_answered(
         listening.close()
 
 
-async def test_a_port_that_is_taken_is_told_to_nobody(lookout: Lookout) -> None:
+async def test_a_port_that_is_taken_is_left_out(lookout: Lookout) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", 0))
-        listening = await listen(lookout, "127.0.0.1", (taken.getsockname()[1],))
+        listening = await listen(lookout.saw, "127.0.0.1", (taken.getsockname()[1],))
         listening.close()
-    assert lookout.ports == ()
+    assert listening.ports == ()

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from node.config import OF_HELPERS, SETTINGS_FILE, NodeSettings, load_settings, write_settings
+from node.config import (
+    OF_HELPERS,
+    SETTINGS_FILE,
+    NodeSettings,
+    check_limits,
+    load_settings,
+    write_settings,
+)
 from protocol.errors import ConfigError, UsageError
 
 
@@ -24,6 +31,37 @@ def test_a_helpers_file_has_the_keys_that_mean_something_to_it(tmp_path: Path) -
     assert tomllib.loads(text).keys() == OF_HELPERS
     assert "atoll helper start" in text and "atoll node start" not in text
     assert load_settings(tmp_path) == NodeSettings(name="helper-1")
+
+
+LIMITS = {
+    "max_upload": "10mbit",
+    "hours": "22-7",
+    "only_idle": True,
+    "on_battery": False,
+    "load": 0.5,
+}
+
+
+def test_limits_that_joining_is_told_stand_in_the_file_beside_all_other_keys(
+    tmp_path: Path,
+) -> None:
+    write_settings(tmp_path, name="größe 🌋 \\", limits=LIMITS)
+    written = tomllib.loads((tmp_path / SETTINGS_FILE).read_text())
+    assert written.keys() == NodeSettings.model_fields.keys()
+    assert load_settings(tmp_path) == NodeSettings(name="größe 🌋 \\", **LIMITS)  # type: ignore[arg-type]
+    (tmp_path / SETTINGS_FILE).unlink()
+    write_settings(tmp_path, name="h", is_helper=True, limits=LIMITS)
+    assert load_settings(tmp_path) == NodeSettings(name="h", max_upload="10mbit")
+
+
+def test_limits_that_cannot_be_written_are_refused_before_anybody_is_asked(tmp_path: Path) -> None:
+    check_limits(tmp_path, LIMITS)
+    with pytest.raises(UsageError, match="--hours 'late'"):
+        check_limits(tmp_path, {"hours": "late"})
+    write_settings(tmp_path, name="node")
+    check_limits(tmp_path, {})
+    with pytest.raises(UsageError, match=r"--max-upload, --load: .*node\.toml is there already"):
+        check_limits(tmp_path, {"max_upload": "1mbit", "load": 0.5})
 
 
 def test_a_router_is_asked_for_a_port_unless_that_is_refused_or_makes_no_sense() -> None:

@@ -82,6 +82,17 @@ def test_nobody_is_told_of_a_member_that_was_not_seen() -> None:
     assert told(on_stage) == []
 
 
+def test_nobody_is_told_to_dial_an_address_in_the_coordinators_own_network() -> None:
+    inside, outside = "/ip4/192.168.1.7/udp/1/quic-v1", "/ip4/93.184.215.14/udp/2/quic-v1"
+    on_stage = scene()
+    apart(on_stage, (inside,), (outside,))
+    assert told(on_stage) == []
+    for alike in (inside, outside):  # of one network, or both beyond the coordinator's router
+        on_stage = scene()
+        apart(on_stage, (alike,), (alike.replace("udp/", "udp/1"),))
+        assert len(told(on_stage)) == 2
+
+
 def test_those_that_reach_each_other_are_left_alone() -> None:
     on_stage = scene()
     beat(on_stage, "a", outside=A)
