@@ -1,17 +1,20 @@
 """How often, in which codec and how late: what each costs in held-out loss, beside data parallelism.
 
-    python -m benchmarks.learning.intervals [--seeds 0] [--steps 1200] [--report]
+    python -m benchmarks.learning.intervals [--seeds 0] [--steps 1200] [--report] [--fit]
         [--results docs/results/intervals.jsonl]
 
 Two nodes train a byte language model of 0.1 million parameters by plain calls (lab.simulation.plain_calls),
 1,024 tokens a node and inner step, at one inner rate for each optimizer. Presets go by these figures
-(coordinator/presets/loss.py). What is in the file of results is not run again.
+(coordinator/presets/loss.py): `--fit` prints what they take for SELDOM and LATE from the runs that are as
+they choose. What is in the file of results is not run again.
 
-Runs of other settings in the file, of 600 and 4,800 steps and of other rates, were made by the same calls.
+Runs of other settings in the file, of 600, 800 and 4,800 steps, of other seeds and rates, were made by the
+same calls.
 """
 
 import itertools
 import logging
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +27,8 @@ import torch
 from benchmarks.learning.data_parallel import train_data_parallel
 from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
 from benchmarks.race import RATES, TRAINED, inner_table
+from coordinator.presets.choosing import BLENDS, OFTEN_STEPS
+from coordinator.presets.loss import CODEC_LOSSES, POWER, SPARSE
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
 from node.island.data.corpus import read_corpus
 
@@ -121,6 +126,51 @@ def usual_outer(interval: int) -> tuple[float, float]:
 Losses = Mapping[Try, float]
 
 
+def is_as_presets_choose(tried: Try) -> bool:
+    """By the outer step and the overlap that they take for such an interval, with a dense codec."""
+    blends = (
+        tried.optimizer == BLENDS
+        and tried.interval <= OFTEN_STEPS
+        and 0 < tried.interval <= 2 * tried.late_steps
+    )
+    outer = NESTEROV if blends else usual_outer(tried.interval)
+    overlap = "none" if not tried.late_steps else "blend" if blends else "keep"
+    is_dense = tried.codec in CODEC_LOSSES and tried.codec not in SPARSE
+    is_usual = not tried.rate and tried.blend in (None, 0.5)
+    return is_usual and is_dense and (tried.outer, tried.overlap) == (outer, overlap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What presets would take for an inner optimizer."""
+
+    seldom: float
+    late: float
+    spread: float  # root of the mean square of what is not explained, in parts of the loss
+    num_runs: int
+
+
+def fitted(known: Losses, optimizer: str) -> Fit:
+    """Least squares over runs that are as presets choose; what the codecs cost is taken as it stands."""
+    rows = []
+    for tried in known:
+        if tried.optimizer == optimizer and is_as_presets_choose(tried):
+            codecs = 2 * CODEC_LOSSES[tried.codec].noise / tried.steps
+            ceiling = Try(optimizer=optimizer, steps=tried.steps, seed=tried.seed)
+            if ceiling in known:
+                rows.append((tried, known[tried] / known[ceiling] - 1 - codecs))
+
+    def explained(late: float) -> Fit:
+        apart = [(t.interval + late * t.late_steps) ** POWER / t.steps / NUM_NODES for t, _ in rows]
+        lost = [lost for _, lost in rows]
+        seldom = sum(map(math.prod, zip(apart, lost, strict=True))) / sum(x * x for x in apart)
+        left = [one - seldom * x for x, one in zip(apart, lost, strict=True)]
+        spread = math.sqrt(statistics.mean(one * one for one in left))
+        return Fit(seldom=seldom, late=late, spread=spread, num_runs=len(rows))
+
+    return min((explained(tenths / 10) for tenths in range(101)), key=lambda fit: fit.spread)
+
+
 def report(known: Losses, steps: int) -> Iterator[str]:
     """Three tables: intervals, codecs and late results, above data parallelism of the same seed."""
     rows: list[Sequence[object]] = []
@@ -202,11 +252,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--report", action="store_true", help="print what is there, run nothing")
+    parser.add_argument("--fit", action="store_true", help="print what presets go by, run nothing")
     add_results(parser, RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     known, results = known_in(options.results), Rows(options.results)
+    if options.fit:
+        print("\n".join(f"{optimizer}: {fitted(known, optimizer)}" for optimizer in RATES))
+        return
     for seed, tried in itertools.product(options.seeds, tries_of(options.steps)):
         each = replace(tried, seed=seed)
         if each not in known and not options.report:

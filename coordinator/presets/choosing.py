@@ -213,6 +213,7 @@ def chosen(
                 num_nodes=situation.num_nodes,
                 total_steps=situation.total_steps,
                 late_steps=prediction.late_steps,
+                inner_optimizer=situation.inner_optimizer,
             ),
         )
 

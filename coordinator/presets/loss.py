@@ -2,19 +2,18 @@
 
 How much higher than data parallelism over links without limits a run ends, as a part of that loss:
 
-    above = (SELDOM · (1 - 1 / nodes) · interval ** 0.65 + the codecs') / steps
-          + LATE · late steps / interval / sqrt(steps)
+    above = (SELDOM · (1 - 1 / nodes) · (interval + LATE · late steps) ** 0.65 + the codecs') / steps
 
 The steps are the inner steps of a node in the whole run; the interval is those between two exchanges of the
-same parameters, which is fragments times the steps of a round. Four times the steps cost a quarter: so it was
-from 1,200 to 4,800 and from 1,600 to 6,400 steps, whatever the interval and the codecs. All figures are of
-models of 0.1 million parameters, and none of a large one (benchmarks.convergence, "frontier" and "long";
-benchmarks.learning.intervals).
+same parameters, which is fragments times the steps of a round. What is late is apart for longer, and an inner
+step of that costs as several of the interval. Four times the steps cost a quarter: so it was from 1,200 to
+4,800 and from 1,600 to 6,400 steps, whatever the interval and the codecs. All figures are of models of 0.1
+million parameters, and none of a large one (benchmarks.convergence, "frontier" and "long";
+benchmarks.learning.intervals, whose --fit finds SELDOM and LATE).
 
 Fragments send as much for an inner step, headers apart. They bring results sooner, and cost round trips.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -24,16 +23,14 @@ from protocol.run.run_spec import OuterSection
 Given = Mapping[tuple[str, str], object]
 """What the run file says already, by table and key."""
 
-SELDOM, POWER = 6.7, 0.65
-"""Four nodes that exchanged int4 every 32 steps ended 3.3 % above in 1,600 steps, and 0.7 % in 6,400.
+SELDOM, POWER = {"adamw": 8.0, "muon": 4.5}, 0.65
+"""By the inner optimizer; others are taken for AdamW.
 
-Every 80 steps that was 6.4 and 1.2 %. Two nodes lost two thirds as much."""
+By that four nodes that exchanged int4 every 32 steps ended 3.3 % above in 1,600 steps, and 0.7 % in 6,400;
+every 80 steps that was 6.4 and 1.2 %. Two nodes lost two thirds as much."""
 
-LATE = 0.5
-"""Of results that come late by the whole interval; by half of it about half as much is lost.
-
-In four times the steps that is half as much, not a quarter. It is the mean of AdamW and Muon, of
-which AdamW loses up to four times as much by it."""
+LATE = {"adamw": 4.0, "muon": 2.5}
+"""Of AdamW, every 4 steps and 2 to 3 late costs as much as every 12 to 20 and in time (--fit)."""
 
 MOST_STEPS, MOST_STEPS_OF_CODECS = 12_000, 100_000
 """Longer runs cost as one of the first by what is seldom and late, as one of the second by codecs.
@@ -122,16 +119,21 @@ class Above:
         return self.seldom + self.codecs + self.late
 
 
-def above(setting: Setting, *, num_nodes: int, total_steps: int, late_steps: int) -> Above:
-    """See the formula above."""
+def above(
+    setting: Setting, *, num_nodes: int, total_steps: int, late_steps: int, inner_optimizer: str
+) -> Above:
+    """See the formula above; what is lost by the interval alone is seldom, and the rest of that late."""
     interval = setting.interval
+    optimizer = inner_optimizer if inner_optimizer in LATE else "adamw"
+    apart = interval + LATE[optimizer] * late_steps
+    scale = SELDOM[optimizer] * (1 - 1 / num_nodes)
     steps = min(total_steps, MOST_STEPS)
     losses = [CODEC_LOSSES[codec] for codec in (setting.uplink, setting.downlink)]
     return Above(
-        seldom=SELDOM * (1 - 1 / num_nodes) * interval**POWER / steps,
+        seldom=scale * interval**POWER / steps,
         codecs=sum(each.noise + each.delay * interval for each in losses)
         / min(total_steps, MOST_STEPS_OF_CODECS),
-        late=LATE * late_steps / interval / math.sqrt(steps),
+        late=scale * (apart**POWER - interval**POWER) / steps,
     )
 
 

@@ -118,6 +118,7 @@ def test_nothing_loses_much_less_than_what_is_chosen_and_nothing_as_good_sends_l
             num_nodes=situation.num_nodes,
             total_steps=situation.total_steps,
             late_steps=there.late_steps,
+            inner_optimizer=situation.inner_optimizer,
         ).whole
         - SLOPE * math.log(there.utilisation)
         for setting, there in dense

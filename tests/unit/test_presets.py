@@ -46,12 +46,12 @@ def test_examples_in_the_docs_are_what_is_chosen() -> None:
         " ".join((DOCS / page).read_text().split()) for page in ("footguns.md", "coordinators.md")
     )
     cubic, bbr = (
-        chosen(replace(situation_of("42m", 40, kind), seconds_per_inner_step=0.1)).setting.interval
+        chosen(replace(situation_of("42m", 60, kind), seconds_per_inner_step=0.1)).setting.interval
         for kind in get_args(CongestionControl)
     )
     assert cubic > bbr
     assert (
-        "42m at 40 Mbit/s over 100 ms with inner steps of 0.1 s exchanges every "
+        "42m at 60 Mbit/s over 100 ms with inner steps of 0.1 s exchanges every "
         f"{cubic} steps, and every {bbr} with bbr"
     ) in footguns
     slow, fast = (chosen(situation_of("125m", mbit)).prediction.link_share for mbit in (10, 100))
@@ -147,7 +147,7 @@ def test_cubic_exchanges_more_seldom_than_bbr_and_the_reason_says_why() -> None:
     """Inner steps are short, so round trips count."""
 
     def plan_over(kind: CongestionControl) -> Plan:
-        return chosen(replace(situation_of("42m", 40, kind), seconds_per_inner_step=0.1))
+        return chosen(replace(situation_of("42m", 60, kind), seconds_per_inner_step=0.1))
 
     cubic, bbr = plan_over("cubic"), plan_over("bbr")
     assert cubic.setting.interval > bbr.setting.interval
