@@ -476,17 +476,23 @@ class RunSpec(Section):
     def canonical_json(self) -> str:
         """The run as JSON with sorted keys and no spaces: what the digest is taken of.
 
-        Without prompts there is no word of them: runs from before there were any keep their digest, and
-        nodes from then take part.
+        Keys that came later say nothing where they have their default: runs from before there were any
+        keep their digest, and nodes from then take part.
         """
-        tables = self.model_dump(mode="json")
-        if not self.evaluation.prompts:
-            del tables["evaluation"]["prompts"], tables["evaluation"]["prompt_tokens"]
+        tables, default = self.model_dump(mode="json"), RunSpec().model_dump(mode="json")
+        for table, key in LATER_KEYS:
+            if tables[table][key] == default[table][key]:
+                del tables[table][key]
         return json.dumps(tables, sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> Digest:
         """BLAKE3 of the canonical JSON; stands in every payload's header."""
         return Digest(blake3.blake3(self.canonical_json().encode()).digest())
+
+
+LATER_KEYS = (("evaluation", "prompts"), ("evaluation", "prompt_tokens"))
+"""Of tables that were there already: a new key of a run file goes here, and never changes its default, which
+is what was so before."""
 
 
 def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:

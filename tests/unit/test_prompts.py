@@ -43,6 +43,7 @@ def test_a_run_without_prompts_is_the_run_that_it_was_before_there_were_any() ->
         RunSpec(outer=OuterSection(audit=0)).digest().hex()
         == "d96d54c8d175b68fc8ee4b05978c5e4c379dc43044d5a0a2b4a05ba5ef4a3b69"
     )
+    assert "prompt_tokens" not in with_prompts(RunSpec(), prompt_tokens=64).canonical_json()
     spec = with_prompts(RunSpec())
     assert spec.digest() != RunSpec().digest()
     assert validated(spec.model_dump(mode="json"), origin="sent").evaluation.prompts == PROMPTS

@@ -1,5 +1,6 @@
 """What this release reads of its own and of the one before: messages, and the coordinator's database."""
 
+import json
 import os
 import sqlite3
 from pathlib import Path
@@ -12,6 +13,7 @@ from coordinator.store import Store
 from coordinator.swarm.events import Ruled
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import ProtocolMismatchError
+from protocol.run.run_spec import LATER_KEYS, RunSpec, run_from_json
 from protocol.terminal.status_words import releases_in_words
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2
@@ -113,3 +115,44 @@ def test_a_status_says_who_runs_which_release_where_they_differ() -> None:
     assert releases_in_words([node("a", "0.1.0"), node("b", "0.1.0")]) == ""
     mixed = [node("a", "0.1.0"), node("b", "0.2.0"), node("c", "0.1.0")]
     assert releases_in_words(mixed) == "0.1.0: a, c; 0.2.0: b"
+
+
+# Runs of the release before: a digest that changes ends each of them at an upgrade
+
+KEYS = """
+data: across_documents arguments digest function held_out most_weight paths private source tokenizer
+deadlines: adapt apply commit contribute floor lease train
+description:
+evaluation: every_rounds go_back samples
+exchange: blend downlink error_feedback fragments overlap reducer_error residual_decay uplink
+inner: batch beta1 beta2 clip decay_fraction final_fraction learning_rate muon_learning_rate
+    muon_momentum optimizer round_tokens scaling schedule sparse steps total_tokens warmup_tokens
+    weight_decay
+lora: alpha rank targets
+model: attention_bias context ffn_size head_size hidden_size logit_softcap mlp_bias norm_epsilon
+    num_heads num_kv_heads num_layers qk_norm rope_scaling rope_theta sliding_layers sliding_window
+    source tie_embeddings vocab_size
+outer: audit learning_rate merge momentum optimizer scaling screening
+run: min_nodes name rounds seed
+"""
+
+
+def test_keys_of_run_files_that_came_later_are_left_out_where_they_say_nothing() -> None:
+    """A new key goes into LATER_KEYS, and not into KEYS."""
+    known: dict[str, list[str]] = {}
+    for line in KEYS.replace("\n    ", " ").strip().splitlines():
+        table, _, keys = line.partition(":")
+        known[table] = keys.split()
+    tables = json.loads(RunSpec().canonical_json())
+    assert {table: sorted(values or ()) for table, values in tables.items()} == known
+    assert run_from_json(RunSpec().canonical_json()) == RunSpec()
+    for table, key in LATER_KEYS:
+        assert key not in known[table]
+
+
+def test_a_later_key_that_says_something_is_part_of_the_run() -> None:
+    spec = RunSpec()
+    told = spec.model_copy(
+        update={"evaluation": spec.evaluation.model_copy(update={"prompts": ("Once",)})}
+    )
+    assert told.digest() != spec.digest() and run_from_json(told.canonical_json()) == told
