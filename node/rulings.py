@@ -48,14 +48,15 @@ class KeptRulings:
         self._spec = spec
         self._verifier = verifier
         self._signed: tuple[SignedRuling, ...] = ()
+        self.rulings: tuple[Ruling, ...] = ()
+        """All of them, in order."""
+        # Validating a run file takes milliseconds, and the same few rounds are asked for again and again.
+        self._in_force = lru_cache(maxsize=8)(
+            lambda round: in_force(spec, self.rulings, round=round)
+        )
         self._file = None if path is None else AppendedFile(path)
         if self._file is not None:
             self._read(self._file)
-
-    @property
-    def rulings(self) -> tuple[Ruling, ...]:
-        """All of them, in order."""
-        return tuple(signed.ruling for signed in self._signed)
 
     @property
     def number(self) -> int:
@@ -109,8 +110,14 @@ class KeptRulings:
             self._file.replace(b"".join(map(_framed, kept)))
         elif self._file is not None and news:
             self._file.append(b"".join(map(_framed, news)), is_forced=True)
-        self._signed, self._verifier = tuple(kept), verifier
+        self._verifier = verifier
+        self._keep(kept)
         return tuple(signed.ruling for signed in news)
+
+    def _keep(self, signed: Sequence[SignedRuling]) -> None:
+        self._signed = tuple(signed)
+        self.rulings = tuple(each.ruling for each in signed)
+        self._in_force.cache_clear()
 
     @property
     def are_amending(self) -> bool:
@@ -130,7 +137,7 @@ class KeptRulings:
 
     def spec_in(self, round: int) -> RunSpec:
         """The run's rules in a round."""
-        return _in_force(self._spec.digest(), self.digest, round, self)
+        return self._in_force(round)
 
     def check_commit(self, commit: Commit) -> None:
         """Raises BadDataError for a commit that the run's coordinator did not sign."""
@@ -143,9 +150,6 @@ class KeptRulings:
     def span_in(self, round: int) -> Span:
         """How far the run is where a round begins and ends, by rounds."""
         return span_of(self._spec, self.rulings, round)
-
-    def _made(self, round: int) -> RunSpec:
-        return in_force(self._spec, self.rulings, round=round)
 
     def _read(self, file: AppendedFile) -> None:
         """Takes in whole frames; what follows the first damaged one is left out, and written over."""
@@ -163,14 +167,8 @@ class KeptRulings:
             at = end
         if self._verifier is not None:
             self._verifier = checked_chain(found, self._verifier)
-        self._signed = tuple(found)
+        self._keep(found)
         file.num_bytes = at
-
-
-@lru_cache(maxsize=8)
-def _in_force(_run: Digest, _rulings: Digest, round: int, kept: KeptRulings) -> RunSpec:
-    """Validating a run file takes milliseconds, and is asked for many rounds in a row."""
-    return kept._made(round)
 
 
 def _framed(signed: SignedRuling) -> bytes:
