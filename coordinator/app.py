@@ -17,8 +17,7 @@ from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, ru
 from coordinator.dashboard.given import GivenFile, Tally
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
-from coordinator.dashboard.round_tally import RoundTally
-from coordinator.dashboard.timeline import Timeline
+from coordinator.dashboard.timeline import RoundTally, Timeline
 from coordinator.dashboard.times_file import TimesFile
 from coordinator.driver import Driver
 from coordinator.journal import (

@@ -8,8 +8,8 @@ from typing import Literal
 import structlog
 
 from coordinator.presets.choosing import Plan
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.books import screenings_of
+from coordinator.swarm.events import Tell
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
 from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState, Verdict

@@ -39,8 +39,7 @@ from coordinator.swarm.state import Round
 from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.run_spec import RunSpec
-from protocol.trust.equivocation import equivocation_in
-from protocol.trust.evidence import of_equivocation, of_omission
+from protocol.trust.evidence import equivocation_in, of_equivocation, of_omission
 from protocol.trust.receipts import Receipt, omission_in
 from protocol.trust.rulings import MOST_RULINGS, digest_of
 from protocol.trust.signing import CommitSigner, statement_of

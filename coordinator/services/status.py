@@ -5,16 +5,15 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from coordinator.closed_rows import screening_to_wire, wire_ledger
 from coordinator.dashboard.given import Given, Tally
 from coordinator.dashboard.timeline import RoundTimes, Timeline
 from coordinator.driver import Driver
+from coordinator.round_rows import screening_to_wire, wire_ledger
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.swarm.books import recent_screening
-from coordinator.swarm.estimates import run_seconds_left
-from coordinator.swarm.explain import explain, paused_in_words
+from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of
 from coordinator.swarm.punching import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import Tell
-from coordinator.swarm.events import HistoryTold
+from coordinator.swarm.events import HistoryTold, Tell
 from coordinator.swarm.state import (
     PRESENT,
     Member,

@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.conviction import (
     MOST_ROUNDS_OUT,
     convict,
@@ -26,6 +25,7 @@ from coordinator.swarm.conviction import (
     next_round,
     strike,
 )
+from coordinator.swarm.events import Tell
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import (
     Audit,

@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.swarm.actions import GoBack, Tell
 from coordinator.swarm.canary import alarm_of, heaviest_loss
+from coordinator.swarm.events import GoBack, Tell
 from coordinator.swarm.state import (
     KEPT_WRITTEN,
     Evaluating,

@@ -21,9 +21,9 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.audit import MOST_CONTRADICTED, STAGE_ROUNDS
 from coordinator.swarm.conviction import convict
+from coordinator.swarm.events import Tell
 from coordinator.swarm.state import (
     Member,
     MemberState,

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from coordinator.swarm.actions import Tell
+from coordinator.swarm.events import Tell
 from coordinator.swarm.state import (
     PRESENT,
     Member,

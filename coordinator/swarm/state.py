@@ -585,7 +585,7 @@ class SwarmState:
     has_untold: bool = False  # whether nodes that are behind were not told of commits learned
     wire: WireTotals = field(default_factory=dict)  # what all rounds have cost, on all nodes
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has
-    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.wire_ledger
+    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.books
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone

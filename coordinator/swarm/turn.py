@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-from coordinator.swarm.actions import Action
+from coordinator.swarm.events import Action
 from coordinator.swarm.state import (
     PRESENT,
     Member,

@@ -30,9 +30,9 @@ from node.duties.work import (
 from node.exchange.exchange import Exchange
 from node.exchange.limits import Patience
 from node.exchange.spot_checks import SpotCheckReady
+from node.history import KeptRulings
 from node.island.island import InnerWork, Progress
 from node.link.session import Session
-from node.rulings import KeptRulings
 from protocol.errors import IncompleteError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, in_words

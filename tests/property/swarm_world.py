@@ -16,8 +16,8 @@ from swarm_edge import obey
 from swarm_laws import MembersStay, check_deadline, check_leases
 from swarm_nodes import CONTEXT, SimulatedNode, Swarm, sender_of
 
-from coordinator.swarm.actions import Action, OpenSession, Tell
 from coordinator.swarm.events import (
+    Action,
     Attached,
     BaseLearned,
     CommitLearned,
@@ -25,9 +25,11 @@ from coordinator.swarm.events import (
     Event,
     HeartbeatSeen,
     HistoryTold,
+    OpenSession,
     Reported,
     Started,
     StreamBroken,
+    Tell,
     Ticked,
 )
 from coordinator.swarm.state import PRESENT, Rules, SwarmState

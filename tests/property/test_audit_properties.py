@@ -6,8 +6,7 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator.swarm.actions import QuarantineAsked
-from coordinator.swarm.events import Reported
+from coordinator.swarm.events import QuarantineAsked, Reported
 from coordinator.swarm.state import Verdict, Work
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import NodeId, RoundSpan

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_reach_properties import NAMES, RULES, member
 
-from coordinator.swarm.actions import Tell
-from coordinator.swarm.events import HeartbeatSeen
+from coordinator.swarm.events import HeartbeatSeen, Tell
 from coordinator.swarm.membership import heartbeat
 from coordinator.swarm.punching import FIRST_WAIT_SECONDS
 from coordinator.swarm.state import PRESENT, MemberState

@@ -9,8 +9,7 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator.swarm.actions import QuarantineAsked, Tell
-from coordinator.swarm.events import Reported
+from coordinator.swarm.events import QuarantineAsked, Reported, Tell
 from coordinator.swarm.spot_checks import evidence
 from coordinator.swarm.state import Member, Say, Work
 from protocol.wire.messages import SpotCheckAsked, SpotChecked

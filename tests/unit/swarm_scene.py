@@ -4,14 +4,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from coordinator.swarm.actions import Action, Tell
 from coordinator.swarm.events import (
+    Action,
     Attached,
     Detached,
     Event,
     HeartbeatSeen,
     Reported,
     StreamBroken,
+    Tell,
     Ticked,
 )
 from coordinator.swarm.shares import UNKNOWN, Rates

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.rulings import KeptRulings
+from node.history import KeptRulings
 from protocol.errors import BadDataError, ConfigError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import (

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import GoBack, QuarantineAsked
-from coordinator.swarm.events import LeftOutProven, Ruled, Ticked
+from coordinator.swarm.events import GoBack, LeftOutProven, QuarantineAsked, Ruled, Ticked
 from coordinator.swarm.state import MemberState
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import RulingKind

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from swarm_scene import Scene, digest_of
 
-from coordinator.closed_rows import MOST_SCREENED, figures_of
+from coordinator.round_rows import MOST_SCREENED, figures_of
 from coordinator.services.status import confirmed_shares
 from coordinator.swarm.books import SCREENED_ROUNDS, book, recent_screening, screenings_of, unbook
 from coordinator.swarm.state import Screening, SwarmState

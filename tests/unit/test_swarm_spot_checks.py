@@ -7,8 +7,7 @@ import pytest
 
 from coordinator.store import Store
 from coordinator.streams import what_holds_for
-from coordinator.swarm.actions import QuarantineAsked, Tell
-from coordinator.swarm.events import Reported, Ruled
+from coordinator.swarm.events import QuarantineAsked, Reported, Ruled, Tell
 from coordinator.swarm.speeds import step_budgets
 from coordinator.swarm.spot_checks import EXPECTED_SHARE, most_score
 from coordinator.swarm.state import SpotCheck, Work

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from swarm_scene import Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import EndSession
-from coordinator.swarm.events import Ruled, RulingsLearned, Started
+from coordinator.swarm.events import EndSession, Ruled, RulingsLearned, Started
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import PRESENT, MemberState, Rules
 from coordinator.swarm.steering import with_rulings
