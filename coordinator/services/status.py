@@ -4,6 +4,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from coordinator.dashboard.given import Given, Tally
 from coordinator.dashboard.timeline import RoundTimes, Timeline
@@ -64,6 +65,16 @@ _NODE_STATES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What is remembered of rounds for people, beside what the swarm decides by."""
+
+    timeline: Timeline = field(default_factory=Timeline)
+    kept_times: Callable[[int], RoundTimes | None] = lambda number: None
+    """Of a round that the timeline has no more. For a thread aside."""
+    given: Tally | None = None
+
+
 class StatusDesk:
     """Answers from the state, the telemetry and the store, as of one instant."""
 
@@ -74,9 +85,7 @@ class StatusDesk:
         run: RunSpec,
         *,
         swarm_id: str,
-        timeline: Timeline | None = None,
-        kept_times: Callable[[int], RoundTimes | None] = lambda number: None,
-        given: Tally | None = None,
+        past: Past | None = None,
         relay: Callable[[], str] = lambda: "",
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -85,9 +94,7 @@ class StatusDesk:
         self._run = run
         self._prompts = run.evaluation.prompts
         self._swarm_id = swarm_id
-        self._timeline = timeline or Timeline()
-        self._kept_times = kept_times
-        self._given = given
+        self._past = past or Past()
         self._relay = relay
         self._started_at = driver.clock.now()
         self._wall_clock = wall_clock
@@ -165,9 +172,9 @@ class StatusDesk:
                 next_step="'atoll rounds' lists the latest",
             )
         figures, closed = await self._driver.aside(lambda: self._driver.store.closed_round(number))
-        times = self._timeline.of(number)
+        times = self._past.timeline.of(number)
         if times is None:
-            times = await self._driver.aside(lambda: self._kept_times(number))
+            times = await self._driver.aside(lambda: self._past.kept_times(number))
         if current is not None and current.number == number:
             return open_round(state, current, figures, times, now=self._driver.clock.now())
         written = next((one for one in state.written if one.round == number), None)
@@ -240,7 +247,7 @@ class StatusDesk:
     ) -> pb.NodeStatus:
         standing = state.latest_rulings.get(member.node_id)
         is_barred = standing is not None and member.state in BARRED
-        heard = self._telemetry.of(member.node_id)
+        heard, given = self._telemetry.of(member.node_id), self._past.given
         screened = recent_screening(member, state.committed_round)
         return pb.NodeStatus(
             node_id=member.node_id,
@@ -269,7 +276,7 @@ class StatusDesk:
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
             is_helper=member.is_helper,
             has_symmetric_router=is_symmetric(member),
-            given=None if self._given is None else given_to_wire(self._given.of(member.node_id)),
+            given=None if given is None else given_to_wire(given.of(member.node_id)),
         )
 
 
