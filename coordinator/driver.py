@@ -31,8 +31,9 @@ from coordinator.swarm.events import (
     Ticked,
     Woke,
 )
+from coordinator.swarm.members import Member
 from coordinator.swarm.membership import require_session, roster_of
-from coordinator.swarm.state import Member, SwarmState
+from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition, next_deadline, step
 from protocol.errors import AtollError, SessionEndedError, SystemRefusedError
 from protocol.wire.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS

@@ -19,14 +19,8 @@ from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.rows import packed, put, row_of, rows_of, unpacked
 from coordinator.swarm.books import all_reduce_bytes, screenings_of
-from coordinator.swarm.state import (
-    KEPT_ROUNDS,
-    ClosedRound,
-    Round,
-    Screening,
-    SliceProgress,
-    SwarmState,
-)
+from coordinator.swarm.members import Screening
+from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Round, SliceProgress, SwarmState
 from protocol.trust.signing import statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import status_pb2 as pb

@@ -22,12 +22,11 @@ from coordinator.rows import DamagedError, put, row_of, rows_of
 from coordinator.swarm.bounds import KEPT_COMMITS, SeenNorms, norms_of
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger, ledger_of
+from coordinator.swarm.members import PRESENT, Member
 from coordinator.swarm.state import (
-    PRESENT,
     ClosedRound,
     HeldOut,
     HolderLoss,
-    Member,
     Round,
     Rules,
     SwarmState,

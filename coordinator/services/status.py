@@ -16,19 +16,11 @@ from coordinator.services.one_round import closed_round, open_round
 from coordinator.swarm.books import recent_screening
 from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of
+from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.punching import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.shares import UNKNOWN, Rates
-from coordinator.swarm.state import (
-    BARRED,
-    PRESENT,
-    HeldOut,
-    Member,
-    MemberState,
-    RoundPhase,
-    SwarmState,
-    Written,
-)
+from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import say_of, weight_of
 from coordinator.telemetry import Telemetry

@@ -26,17 +26,9 @@ from coordinator.swarm.conviction import (
     strike,
 )
 from coordinator.swarm.events import Tell
+from coordinator.swarm.members import MemberState, Work
 from coordinator.swarm.reach_back import latest_in_reach
-from coordinator.swarm.state import (
-    Audit,
-    Finding,
-    MemberState,
-    Round,
-    Say,
-    SwarmState,
-    Verdict,
-    Work,
-)
+from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
 from coordinator.swarm.turn import Turn, is_present, name_of
 from coordinator.swarm.weighing import is_enough, say_of, weight_of
 from protocol.trust.evidence import of_findings

@@ -16,7 +16,8 @@ from coordinator.swarm.ledger import (
     reopen,
     settle,
 )
-from coordinator.swarm.state import Member, Screening, SwarmState, Work
+from coordinator.swarm.members import Member, Screening, Work
+from coordinator.swarm.state import SwarmState
 from coordinator.swarm.turn import Turn
 from coordinator.swarm.weighing import credited, earned, taken_back
 from protocol.wire.rounds import WHOLE, Commit, NodeId

@@ -18,14 +18,13 @@ from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import BaseLearned, CommitLearned, Tell
 from coordinator.swarm.kept_errors import forget_errors
 from coordinator.swarm.ledger import committed_tokens, end_ahead, settle
+from coordinator.swarm.members import PRESENT, MemberState
 from coordinator.swarm.rounds import end_round
 from coordinator.swarm.start import await_participants, bringing, time_of_round
 from coordinator.swarm.state import (
     KEPT_LEFT,
-    PRESENT,
     ClosedRound,
     Left,
-    MemberState,
     Round,
     RoundPhase,
     SliceProgress,

@@ -17,21 +17,19 @@ from coordinator.swarm.events import (
     Tell,
     Woke,
 )
-from coordinator.swarm.punching import punch
-from coordinator.swarm.reach import steadied_carriage
-from coordinator.swarm.shares import UNKNOWN, steadied
-from coordinator.swarm.state import (
+from coordinator.swarm.members import (
     BARRED,
-    KEPT_ROUNDS,
     PRESENT,
     AuditRecord,
     Member,
     MemberState,
-    RoundPhase,
     Standing,
-    SwarmState,
     Work,
 )
+from coordinator.swarm.punching import punch
+from coordinator.swarm.reach import steadied_carriage
+from coordinator.swarm.shares import UNKNOWN, steadied
+from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
 from protocol.errors import (
     BadDataError,

@@ -14,7 +14,7 @@ tried a few times, and then left to helpers.
 from dataclasses import replace
 
 from coordinator.swarm.events import Tell
-from coordinator.swarm.state import PRESENT, Member, PunchTries
+from coordinator.swarm.members import PRESENT, Member, PunchTries
 from coordinator.swarm.turn import Turn, is_present
 from protocol.wire.messages import PunchAsked
 from protocol.wire.rounds import NodeId

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from coordinator.swarm.events import Ruled, RulingsLearned, Tell
 from coordinator.swarm.going_back import completed, go_back, refuse_going_back
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import bar, unbar
-from coordinator.swarm.state import MemberState, Rules, SwarmState
+from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.turn import Turn
 from protocol.errors import UsageError
 from protocol.trust.rulings import (

@@ -32,7 +32,8 @@ from coordinator.swarm.events import (
     Tell,
     Ticked,
 )
-from coordinator.swarm.state import PRESENT, Rules, SwarmState
+from coordinator.swarm.members import PRESENT
+from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.errors import CopyAttachedError, SessionEndedError
 from protocol.wire.messages import (

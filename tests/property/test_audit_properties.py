@@ -7,7 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coordinator.swarm.events import QuarantineAsked, Reported
-from coordinator.swarm.state import Verdict, Work
+from coordinator.swarm.members import Work
+from coordinator.swarm.state import Verdict
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import NodeId, RoundSpan
 from tests.unit.swarm_scene import Scene, asked_of, digest_of

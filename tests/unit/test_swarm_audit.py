@@ -16,7 +16,8 @@ from coordinator.swarm.events import (
     Started,
     Ticked,
 )
-from coordinator.swarm.state import Audit, AuditRecord, MemberState, SwarmState, Verdict, Work
+from coordinator.swarm.members import AuditRecord, MemberState, Work
+from coordinator.swarm.state import Audit, SwarmState, Verdict
 from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings

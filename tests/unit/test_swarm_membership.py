@@ -12,8 +12,8 @@ from coordinator.swarm.events import (
     Ticked,
     Woke,
 )
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import roster_of
-from coordinator.swarm.state import MemberState
 from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
 from protocol.wire.messages import CommitsWanted, ParticipantsDeparted, RefetchAsked, RoundOpened
 from protocol.wire.rounds import NodeId
