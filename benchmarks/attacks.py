@@ -34,7 +34,7 @@ import torch
 from google.protobuf.message import Message
 
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
-from coordinator.swarm.state import BARRED
+from coordinator.swarm.members import BARRED
 from lab.simulation.plain_calls import spec_of
 from lab.simulation.swarm import Life, RunStuckError, SimulatedRun, identity_of, simulate
 from node.island.data.corpus import Corpus, read_corpus

@@ -4,8 +4,8 @@ import asyncio
 import secrets
 import signal
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -14,11 +14,10 @@ import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, rules_of
-from coordinator.dashboard.given import GivenFile, Tally
+from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
-from coordinator.dashboard.round_tally import RoundTally
-from coordinator.dashboard.timeline import Timeline
+from coordinator.dashboard.timeline import RoundTally, Timeline
 from coordinator.dashboard.times_file import TimesFile
 from coordinator.driver import Driver
 from coordinator.journal import (
@@ -33,16 +32,15 @@ from coordinator.relay.line import Carriage
 from coordinator.relay.through import Through
 from coordinator.services.answering import Gate
 from coordinator.services.certificates import Certificates
-from coordinator.services.enrolment import EnrolmentDesk, EnrolmentServicer
-from coordinator.services.operator import OperatorDesk, OperatorServicer
-from coordinator.services.outside import Listening, Lookout, listen
+from coordinator.services.enrolment import ControlEndpoint, EnrolmentDesk, EnrolmentServicer
+from coordinator.services.operator import Entrance, OperatorDesk, OperatorServicer
+from coordinator.services.outside import Lookout, listen
 from coordinator.services.ruling import Rulings, refuse_replaced_key
 from coordinator.services.session import SessionDesk, SessionServicer
-from coordinator.services.status import StatusDesk, StatusServicer
+from coordinator.services.status import Past, StatusDesk, StatusServicer
 from coordinator.store import Store
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
-from coordinator.swarm.turn import present_members
 from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
@@ -95,29 +93,22 @@ class Coordinator:
     def __init__(
         self,
         *,
-        store: Store,
         driver: Driver,
         given: GivenFile,
-        threads: Sequence[ThreadPoolExecutor],
-        control: grpc.aio.Server,
-        enrolment: grpc.aio.Server,
+        opened: AsyncExitStack,
         control_port: int,
         enrolment_port: int,
-        dashboard: "WebServer | None" = None,
-        through: Through | None = None,
-        listening: Listening | None = None,
+        dashboard_port: int | None,
+        through: Through | None,
     ) -> None:
-        self._listening = listening
+        """`opened` closes all that serves, and then the store."""
         self.driver = driver
         self.through = through
-        self.dashboard_port = None if dashboard is None else dashboard.port
-        self._dashboard = dashboard
+        self.dashboard_port = dashboard_port
         self.control_port = control_port
         self.enrolment_port = enrolment_port
-        self._store = store
         self._given = given
-        self._threads = threads
-        self._servers = (control, enrolment)
+        self._opened = opened
         self._clock_task = asyncio.create_task(driver.run_clock())
 
     @classmethod
@@ -130,19 +121,16 @@ class Coordinator:
         the relay of `carriage` refuses with.
         """
         signer = CommitSigner.of_key(home.issuer.key_pem)
-        store = Store.open(home.directory, sign=signer.signature_of)
-        dashboard: WebServer | None = None
         through: Through | None = None
-        listening: Listening | None = None
-        control = grpc.aio.server(options=CONTROL_OPTIONS)
-        enrolment = grpc.aio.server(
-            options=ENROLMENT_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS
-        )
-        threads = writer, reader = [
-            ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-            for name in ("commits", "reads")
-        ]
-        try:
+        async with AsyncExitStack() as opened:
+            store = Store.open(home.directory, sign=signer.signature_of)
+            opened.callback(store.close)
+            writer, reader = (
+                ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+                for name in ("commits", "reads")
+            )
+            opened.callback(writer.shutdown)
+            opened.callback(reader.shutdown)
             store.keep_or_compare(home.run, home.directory / RUN_FILE)
             kept = store.rulings()
             verifier = checked_chain(kept, home.verifier)
@@ -167,6 +155,7 @@ class Coordinator:
                 writer=writer,
                 reader=reader,
             )
+            opened.push_async_callback(driver.settled)
             rulings = Rulings(driver, home.run, signer, verifier=verifier)
             times = TimesFile(home.directory / TIMES_FILE)
             watched = Watched(
@@ -184,6 +173,7 @@ class Coordinator:
                 ),
             )
             await rulings.announce_key(home.key_number, home.tail_pem)
+            control = grpc.aio.server(options=CONTROL_OPTIONS)
             control_port = bind_control(
                 control,
                 config.host,
@@ -191,6 +181,9 @@ class Coordinator:
                 issuers_pem=home.issuer.certificate_pem + home.authority_pem,
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
+            )
+            enrolment = grpc.aio.server(
+                options=ENROLMENT_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS
             )
             enrolment_port = bind_enrolment(
                 enrolment,
@@ -212,6 +205,7 @@ class Coordinator:
             if carriage is None:
                 listening = await listen(lookout.saw, config.host, (control_port, enrolment_port))
                 lookout.ports = listening.ports
+                opened.callback(listening.close)
             else:
                 through = Through(
                     carriage,
@@ -220,6 +214,7 @@ class Coordinator:
                     ports=(control_port, enrolment_port),
                     lookout=lookout,
                 )
+                opened.push_async_callback(through.stop)
                 driver.may_be_cut_off = lambda: through is not None and through.is_away
             status = _add_member_services(
                 control,
@@ -230,57 +225,43 @@ class Coordinator:
                 rulings,
                 certificates,
                 lookout,
-                store=store,
                 driver=driver,
                 enrolment_port=enrolment_port,
-                timeline=watched.timeline,
-                times=times,
-                given=watched.given.tally,
+                past=Past(
+                    timeline=watched.timeline, kept_times=times.of, given=watched.given.tally
+                ),
             )
             _add_enrolment(
                 enrolment,
                 home,
                 rulings,
                 certificates,
-                store=store,
                 driver=driver,
                 control_port=control_port,
             )
+            dashboard: WebServer | None = None
             if config.dashboard:
                 pages = _pages_of(status, watched, driver)
                 dashboard = open_dashboard(
                     config.dashboard, pages, token=page_token(home.directory)
                 )
+            if dashboard is not None:
+                opened.push_async_callback(dashboard.close)
             home.save_link(host=config.host, control_port=control_port)
+            opened.push_async_callback(_end_calls, control, enrolment)
             await control.start()
             await enrolment.start()
             if through is not None:
                 await through.start()
-        except BaseException:
-            if listening is not None:
-                listening.close()
-            if through is not None:
-                await through.stop()
-            await asyncio.gather(control.stop(None), enrolment.stop(None))
-            if dashboard is not None:
-                await dashboard.close()
-            for thread in threads:
-                thread.shutdown()
-            store.close()
-            raise
-        return cls(
-            store=store,
-            driver=driver,
-            given=watched.given,
-            threads=threads,
-            control=control,
-            enrolment=enrolment,
-            control_port=control_port,
-            enrolment_port=enrolment_port,
-            dashboard=dashboard,
-            through=through,
-            listening=listening,
-        )
+            return cls(
+                driver=driver,
+                given=watched.given,
+                opened=opened.pop_all(),
+                control_port=control_port,
+                enrolment_port=enrolment_port,
+                dashboard_port=None if dashboard is None else dashboard.port,
+                through=through,
+            )
 
     async def serve_until(self, stopped: asyncio.Event) -> None:
         """Serves until the event, or until the clock fails, and then raises why."""
@@ -296,8 +277,6 @@ class Coordinator:
     async def stop(self) -> None:
         """Ends event streams, lets calls in flight end, and closes the store."""
         self._clock_task.cancel()
-        if self._listening is not None:
-            self._listening.close()
         # If it failed, serve_until has raised that.
         await asyncio.gather(self._clock_task, return_exceptions=True)
         self.driver.end_all(
@@ -305,16 +284,12 @@ class Coordinator:
                 "the coordinator is stopping", next_step="nodes reconnect when it is back"
             )
         )
-        await asyncio.gather(*(server.stop(GRACE_SECONDS) for server in self._servers))
-        if self.through is not None:
-            await self.through.stop()
-        if self._dashboard is not None:
-            await self._dashboard.close()
-        await self.driver.settled()
-        for thread in self._threads:
-            thread.shutdown()
+        await self._opened.aclose()
         self._given.save()
-        self._store.close()
+
+
+async def _end_calls(*servers: grpc.aio.Server) -> None:
+    await asyncio.gather(*(server.stop(GRACE_SECONDS) for server in servers))
 
 
 def _add_member_services(
@@ -327,12 +302,9 @@ def _add_member_services(
     certificates: Certificates,
     lookout: Lookout,
     *,
-    store: Store,
     driver: Driver,
     enrolment_port: int,
-    timeline: Timeline,
-    times: TimesFile,
-    given: Tally,
+    past: Past,
 ) -> StatusDesk:
     """What is behind mutual TLS; returns the desk that tells how the run is doing.
 
@@ -341,7 +313,10 @@ def _add_member_services(
     telemetry = Telemetry()
     swarm_id = home.issuer.swarm_id
     gate = Gate(
-        swarm_id=swarm_id, store=store, standing_of=rulings.standing_of, clock=driver.clock.now
+        swarm_id=swarm_id,
+        store=driver.store,
+        standing_of=rulings.standing_of,
+        clock=driver.clock.now,
     )
     session = SessionDesk(driver, telemetry, home.run, signer, rulings, lookout)
     status = StatusDesk(
@@ -349,23 +324,16 @@ def _add_member_services(
         telemetry,
         home.run,
         swarm_id=swarm_id,
-        timeline=timeline,
-        kept_times=times.of,
-        given=given,
+        past=past,
         relay=(lambda: "") if through is None else through.in_words,
     )
     operator = OperatorDesk(
-        store,
-        host=host,
-        port=enrolment_port,
-        pin=pin_of(home.server_pem),
+        driver,
+        rulings,
+        entrance=Entrance(host=host, port=enrolment_port, pin=pin_of(home.server_pem)),
+        batch=home.run.inner.batch,
         wall_clock=time.time,
         random_bytes=secrets.token_bytes,
-        write=driver.write,
-        batch=home.run.inner.batch,
-        apply=driver.apply,
-        rulings=rulings,
-        helpers=lambda: [m.address for m in present_members(driver.state) if m.is_helper],
     )
     add_SessionServiceServicer_to_server(SessionServicer(session, gate, certificates), server)
     add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)
@@ -410,18 +378,17 @@ def _add_enrolment(
     rulings: Rulings,
     certificates: Certificates,
     *,
-    store: Store,
     driver: Driver,
     control_port: int,
 ) -> None:
     """What strangers with an invite reach."""
     desk = EnrolmentDesk(
-        store,
-        home.authority_pem,
+        driver.store,
         certificates,
         rulings,
-        run_name=home.run.run.name,
-        control_port=control_port,
+        leads_to=ControlEndpoint(
+            run_name=home.run.run.name, port=control_port, authority_pem=home.authority_pem
+        ),
         clock=driver.clock.now,
         wall_clock=time.time,
         write=driver.write,

@@ -17,18 +17,23 @@ from typing import Any, TypeVar
 from coordinator.clock import Clock
 from coordinator.store import Store
 from coordinator.streams import Stream, what_holds_for
-from coordinator.swarm.actions import (
+from coordinator.swarm.events import (
     Action,
     EndSession,
+    Event,
     GoBack,
     OpenSession,
     QuarantineAsked,
     SendRoster,
+    Started,
+    StreamBroken,
     Tell,
+    Ticked,
+    Woke,
 )
-from coordinator.swarm.events import Event, Started, StreamBroken, Ticked, Woke
+from coordinator.swarm.members import Member
 from coordinator.swarm.membership import require_session, roster_of
-from coordinator.swarm.state import Member, SwarmState
+from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition, next_deadline, step
 from protocol.errors import AtollError, SessionEndedError, SystemRefusedError
 from protocol.wire.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS

@@ -8,11 +8,12 @@ from typing import Literal
 import structlog
 
 from coordinator.presets.choosing import Plan
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.books import screenings_of
+from coordinator.swarm.events import Tell
+from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
-from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState, Verdict
+from coordinator.swarm.state import RoundPhase, SwarmState, Verdict
 from coordinator.swarm.transition import Transition
 from protocol.errors import AtollError
 from protocol.trust.rulings import in_words

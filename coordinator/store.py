@@ -13,22 +13,20 @@ from typing import Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from coordinator import closed_rows, invite_rows
-from coordinator.closed_rows import KeptCommit, Sign
+from coordinator import invite_rows, round_rows
 from coordinator.database import Database
 from coordinator.invite_rows import EnrolledMember, Invite, InviteRecord
 from coordinator.kept_run import keep_or_compare
-from coordinator.round_rows import JSON, load_round, save_round
+from coordinator.round_rows import JSON, KeptCommit, Sign, load_round, save_round
 from coordinator.rows import DamagedError, put, row_of, rows_of
 from coordinator.swarm.bounds import KEPT_COMMITS, SeenNorms, norms_of
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger, ledger_of
+from coordinator.swarm.members import PRESENT, Member
 from coordinator.swarm.state import (
-    PRESENT,
     ClosedRound,
     HeldOut,
     HolderLoss,
-    Member,
     Round,
     Rules,
     SwarmState,
@@ -270,18 +268,18 @@ class Store:
                 [(r.number, r.canonical_json(), sign(r.statement)) for r in change.rulings],
             )
         if change.is_taken_back or change.closed:
-            closed_rows.forget_after(connection, after.committed_round)
+            round_rows.forget_after(connection, after.committed_round)
         for closed in change.closed:
-            closed_rows.save_closed(connection, after, closed, self._sign)
+            round_rows.save_closed(connection, after, closed, self._sign)
         if change.closed:
-            closed_rows.thin_out(connection, after.committed_round)
+            round_rows.thin_out(connection, after.committed_round)
 
     # Closed rounds
 
     def commits_after(self, round_number: int, limit: int = 64) -> tuple[Commit, ...]:
         """The commits of later rounds than this one that are kept whole, oldest first."""
         with self._database.reading() as connection:
-            listed = closed_rows.commits_after(connection, round_number, limit)
+            listed = round_rows.commits_after(connection, round_number, limit)
             return tuple(map(convert.commit_from_wire, listed))
 
     def page_of_commits(
@@ -290,7 +288,7 @@ class Store:
         """The first of them as messages, until one passes so many bytes. For a thread aside."""
         page: list[round_pb2.Commit] = []
         with self._database.reading_aside() as connection:
-            for message in closed_rows.commits_after(connection, round_number, limit):
+            for message in round_rows.commits_after(connection, round_number, limit):
                 page.append(message)
                 max_bytes -= message.ByteSize()
                 if max_bytes < 0:
@@ -300,7 +298,7 @@ class Store:
     def undone_after(self, round_number: int, *, num_fragments: int) -> Undone:
         """What going back to the state after a round undoes, and what was known then. For a thread aside."""
         with self._database.reading_aside() as connection:
-            later = closed_rows.commits_after(connection, round_number, 1 << 60)
+            later = round_rows.commits_after(connection, round_number, 1 << 60)
             return Undone(
                 commits=tuple(
                     replace(convert.commit_from_wire(commit), signature=b"") for commit in later
@@ -312,7 +310,7 @@ class Store:
     def latest_rounds(self, limit: int) -> tuple[ClosedRound, ...]:
         """The latest closed rounds that are kept whole, newest first."""
         with self._database.reading() as connection:
-            return tuple(closed_rows.latest_closed(connection, limit))
+            return tuple(round_rows.latest_closed(connection, limit))
 
     def latest_figures(self, limit: int) -> tuple[RoundSummary, ...]:
         """The latest rounds' figures, newest first; of rounds that are long over only some are kept.
@@ -320,20 +318,20 @@ class Store:
         For a thread aside.
         """
         with self._database.reading_aside() as connection:
-            return tuple(closed_rows.latest_figures(connection, limit))
+            return tuple(round_rows.latest_figures(connection, limit))
 
     def closed_round(self, round_number: int) -> tuple[RoundSummary | None, ClosedRound | None]:
         """What is kept of a closed round: its figures, and all of it. For a thread aside."""
         with self._database.reading_aside() as connection:
-            whole = next(closed_rows.latest_closed(connection, 1, last=round_number), None)
-            return closed_rows.figures_at(connection, round_number), (
+            whole = next(round_rows.latest_closed(connection, 1, last=round_number), None)
+            return round_rows.figures_at(connection, round_number), (
                 whole if whole is not None and whole.commit.round == round_number else None
             )
 
     def kept_commit(self, round_number: int) -> KeptCommit | None:
         """What stays of a round's commit for the whole run; None when the round is not closed."""
         with self._database.reading() as connection:
-            return closed_rows.kept_commit(connection, round_number)
+            return round_rows.kept_commit(connection, round_number)
 
     def rulings(self, after: int = 0, *, limit: int = 1 << 60) -> tuple[SignedRuling, ...]:
         """Rulings of greater numbers, in order, with their signatures; at most so many."""
@@ -452,7 +450,7 @@ def _recent_rounds(
     """Up to round `last` the newest that is not void, and the void ones after it, oldest first."""
     num_read = 8
     while True:
-        closed = tuple(closed_rows.latest_closed(connection, num_read, last=last))[::-1]
+        closed = tuple(round_rows.latest_closed(connection, num_read, last=last))[::-1]
         recent = trimmed(closed)
         if len(recent) < len(closed) or len(closed) < num_read or not recent[0].is_void:
             return recent
@@ -463,7 +461,7 @@ def _norms(
     connection: sqlite3.Connection, num_fragments: int, *, last: int = 1 << 62
 ) -> tuple[SeenNorms, ...]:
     """What the latest commits up to round `last` applied, as far as results are bounded by it."""
-    latest = closed_rows.latest_closed(connection, KEPT_COMMITS * num_fragments, last=last)
+    latest = round_rows.latest_closed(connection, KEPT_COMMITS * num_fragments, last=last)
     return norms_of(closed.commit for closed in reversed(list(latest)))
 
 

@@ -8,18 +8,11 @@ import asyncio
 from coordinator.swarm.agreement import may_bring_commits
 from coordinator.swarm.audit import lacking, order_of, pending_audits
 from coordinator.swarm.explain import explain
+from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.rounds import holders_of, plan_of
 from coordinator.swarm.spot_checks import orders_for
 from coordinator.swarm.start import time_of_round
-from coordinator.swarm.state import (
-    Member,
-    MemberState,
-    Round,
-    RoundPhase,
-    SwarmState,
-    Writing,
-    last_sure_round,
-)
+from coordinator.swarm.state import Round, RoundPhase, SwarmState, Writing, last_sure_round
 from coordinator.swarm.takeover import takeover_of
 from coordinator.swarm.turn import is_present
 from protocol.errors import AtollError

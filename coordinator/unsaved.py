@@ -9,7 +9,8 @@ from itertools import takewhile
 from typing import Self
 
 from coordinator.swarm.ledger import Ledger
-from coordinator.swarm.state import ClosedRound, HeldOut, Member, SwarmState, Written
+from coordinator.swarm.members import Member
+from coordinator.swarm.state import ClosedRound, HeldOut, SwarmState, Written
 from protocol.trust.rulings import Ruling
 from protocol.wire.rounds import NodeId
 

@@ -28,7 +28,7 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.whereabouts import told_by
 from node.heavy import in_thread
-from node.history import History
+from node.history import History, KeptRulings
 from node.hosts.desk import HostDesk
 from node.hosts.leading import HostsIsland
 from node.hosts.wire import LeaderKey, interface_of
@@ -60,7 +60,6 @@ from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
 from node.owner import why_paused
 from node.records import Records
-from node.rulings import KeptRulings
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
 from protocol.run.layout import layout_of

@@ -26,14 +26,13 @@ from node.exchange.state.sources import FirstState, StateHere
 from node.exchange.tokens import HeldTokens, PeerTokens
 from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
-from node.history import History
+from node.history import History, KeptRulings
 from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
 from node.machine.addresses import address_changes, most_useful
 from node.owner import LOOK_SECONDS
-from node.rulings import KeptRulings
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import NOBODY, ServiceManager

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from benchmarks.coordinator.database import IN_A_SAVE, attached, events_of
 from benchmarks.coordinator.nodes import CORPUS, state_at
-from coordinator import closed_rows
+from coordinator import round_rows
 from coordinator.app import NEWS_FILE, TIMES_FILE
-from coordinator.closed_rows import wire_ledger
 from coordinator.config import Home, rules_of
 from coordinator.dashboard.news_file import KEPT, NewsFile
 from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages
 from coordinator.dashboard.times_file import TimesFile
 from coordinator.database import Database
 from coordinator.journal import News
+from coordinator.round_rows import wire_ledger
 from coordinator.rows import put
 from coordinator.store import Store
 from coordinator.swarm.state import HeldOut, SwarmState, Written
@@ -123,7 +123,7 @@ def _write_rows(home: Home, *, num_rounds: int, num_nodes: int, chance: random.R
                 ),
             )
             # In the order in which the store does, at every tenth round.
-            closed_rows.thin_out(connection, num_rounds - num_rounds % closed_rows.THINNED_BY)
+            round_rows.thin_out(connection, num_rounds - num_rounds % round_rows.THINNED_BY)
     finally:
         database.close()
 

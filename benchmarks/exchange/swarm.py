@@ -15,8 +15,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from benchmarks.exchange.case import Case
-from coordinator.swarm.actions import Tell
-from coordinator.swarm.events import Attached, Event, HeartbeatSeen, Reported
+from coordinator.swarm.events import Attached, Event, HeartbeatSeen, Reported, Tell
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step

@@ -12,7 +12,8 @@ from pathlib import Path
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from coordinator.swarm.state import PRESENT, ClosedRound, Member, SwarmState
+from coordinator.swarm.members import PRESENT, Member
+from coordinator.swarm.state import ClosedRound, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.wire.rounds import NodeId
 from protocol.wire.wire_count import WireTotals

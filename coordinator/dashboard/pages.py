@@ -12,7 +12,6 @@ from importlib import metadata, resources
 from time import thread_time
 
 from coordinator.dashboard.news_file import NewsFile
-from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import board_of
 from coordinator.dashboard.run_view import (
     NUM_ROUNDS,
@@ -21,7 +20,7 @@ from coordinator.dashboard.run_view import (
     view_of,
     written_view,
 )
-from coordinator.dashboard.timeline import Timeline, shown
+from coordinator.dashboard.timeline import RoundTally, Timeline, shown
 from coordinator.services.status import MAX_ROUNDS, StatusDesk
 from protocol.v1 import status_pb2 as pb
 from protocol.web.metrics import CONTENT_TYPE

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.dashboard.round_tally import RoundCounts
+from coordinator.dashboard.timeline import RoundCounts
 from protocol.terminal.node_words import name_of
 from protocol.terminal.status_words import bits_per_byte
 from protocol.v1 import status_pb2 as pb

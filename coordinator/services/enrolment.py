@@ -4,6 +4,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 from cryptography import x509
@@ -67,6 +68,15 @@ class Failures:
             self._times.popitem(last=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlEndpoint:
+    """Where a machine goes with its certificate: a run's port, and the authority of who answers there."""
+
+    run_name: str
+    port: int
+    authority_pem: bytes
+
+
 class EnrolmentDesk:
     """Answers machines that hold an invite. `clock` gives seconds, `wall_clock` UTC seconds.
 
@@ -76,22 +86,18 @@ class EnrolmentDesk:
     def __init__(
         self,
         store: Store,
-        authority_pem: bytes,
         certificates: Certificates,
         rulings: Rulings,
         *,
-        run_name: str,
-        control_port: int,
+        leads_to: ControlEndpoint,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         write: Write,
     ) -> None:
         self._store = store
-        self._authority_pem = authority_pem
         self._certificates = certificates
         self._rulings = rulings
-        self._run_name = run_name
-        self._control_port = control_port
+        self._leads_to = leads_to
         self._wall_clock = wall_clock
         self._write = write
         self._failures = Failures(clock)
@@ -157,10 +163,10 @@ class EnrolmentDesk:
         return pb.EnrolResponse(
             swarm_id=self._certificates.swarm_id,
             node_id=node_id,
-            control_port=self._control_port,
+            control_port=self._leads_to.port,
             certificate_pem=certificate_pem,
-            authority_pem=self._authority_pem,
-            run_name=self._run_name,
+            authority_pem=self._leads_to.authority_pem,
+            run_name=self._leads_to.run_name,
         )
 
 

@@ -2,16 +2,18 @@
 
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
 
+from coordinator.driver import Driver
 from coordinator.services import checks
-from coordinator.services.answering import Context, Gate, Write, answered, answered_when_durable
+from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.services.ruling import Rulings, changes_from_wire
-from coordinator.store import Store
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.state import KEPT_ROUNDS
+from coordinator.swarm.turn import present_members
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.trust.invite import (
     MOST_MEMBERS,
@@ -57,41 +59,36 @@ _OF_RUNS = {
 }
 
 
-class OperatorDesk:
-    """Answers the run owner.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrance:
+    """Where invites send nodes, and the pin of the certificate that they are to expect there."""
 
-    `wall_clock` gives UTC seconds, `random_bytes` secrets; `host`, `port` and `pin` say where
-    invites send nodes and whose certificate they are to expect there. `write` makes a change to the
-    database when it is its turn.
-    """
+    host: str
+    port: int
+    pin: bytes
+
+
+class OperatorDesk:
+    """Answers the run owner. `wall_clock` gives UTC seconds, `random_bytes` secrets."""
 
     def __init__(
         self,
-        store: Store,
+        driver: Driver,
+        rulings: Rulings,
         *,
-        host: str,
-        port: int,
-        pin: bytes,
+        entrance: Entrance,
+        batch: int,
         wall_clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
-        write: Write,
-        batch: int,
-        apply: Callable[[SamplesSkipped], Awaitable[object]],
-        rulings: Rulings,
-        helpers: Callable[[], Sequence[PeerAddress]] = tuple,
     ) -> None:
-        """`batch` is samples in an inner step. Invites name the `helpers` that are present."""
-        self._helpers = helpers
-        self._store = store
+        """`batch` is samples in an inner step."""
+        self._driver = driver
+        self._store = driver.store
         self._rulings = rulings
+        self._entrance = entrance
         self._batch = batch
-        self._apply = apply
-        self._host = host
-        self._port = port
-        self._pin = pin
         self._wall_clock = wall_clock
         self._random_bytes = random_bytes
-        self._write = write
 
     async def create_invite(self, request: pb.CreateInviteRequest) -> pb.CreateInviteResponse:
         """Makes an invite; its secret is in the answer and nowhere else."""
@@ -104,20 +101,21 @@ class OperatorDesk:
                 f"an invite cannot be valid for {valid_seconds:g} s",
                 next_step=f"give --expires more than 0 and at most {MAX_VALID_SECONDS / 86400:g}d",
             )
+        helpers = [m.address for m in present_members(self._driver.state) if m.is_helper]
         invite = Invite(
-            host=request.host or self._host,
-            port=self._port,
-            pin=self._pin,
+            host=request.host or self._entrance.host,
+            port=self._entrance.port,
+            pin=self._entrance.pin,
             invite_id=self._random_bytes(INVITE_ID_BYTES).hex(),
             secret=self._random_bytes(SECRET_BYTES),
-            members=members_to_name(self._helpers()),
+            members=members_to_name(helpers),
         )
         label = checks.words(
             request.label, of="the invite's label", max_length=checks.MAX_NAME_LENGTH
         )
         role = _role_of(request.role)
         expires_utc_seconds = self._wall_clock() + valid_seconds
-        await self._write(
+        await self._driver.write(
             lambda: self._store.add_invite(
                 invite_id=invite.invite_id,
                 secret_hash=hash_of_secret(invite.secret),
@@ -157,7 +155,7 @@ class OperatorDesk:
     async def revoke_invite(self, request: pb.RevokeInviteRequest) -> pb.RevokeInviteResponse:
         """Makes an invite useless; raises NoInputError when there is none of that name."""
         invite_id = checks.name(request.invite_id, of="the invite's name")
-        if not await self._write(lambda: self._store.revoke_invite(invite_id)):
+        if not await self._driver.write(lambda: self._store.revoke_invite(invite_id)):
             raise NoInputError(
                 f"there is no invite {invite_id!r}", next_step="'atoll invite list' shows them"
             )
@@ -284,7 +282,7 @@ class OperatorDesk:
             raise BadDataError(
                 "no samples are named", next_step="name a range, as 36000-36800, or --round N"
             )
-        await self._apply(SamplesSkipped(pieces=tuple(pieces)))
+        await self._driver.apply(SamplesSkipped(pieces=tuple(pieces)))
         return pb.SkipSamplesResponse(
             ranges=[pb.SampleRange(first=piece.first, end=piece.end) for piece in pieces]
         )

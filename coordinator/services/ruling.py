@@ -12,9 +12,8 @@ from coordinator.config import Home, rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
-from coordinator.swarm.actions import GoBack, QuarantineAsked
 from coordinator.swarm.canary import COORDINATOR
-from coordinator.swarm.events import Ruled, RulingsLearned, Undone
+from coordinator.swarm.events import GoBack, QuarantineAsked, Ruled, RulingsLearned, Undone
 from coordinator.swarm.going_back import HistoryMovedError
 from coordinator.swarm.state import Alarm
 from protocol.errors import (
@@ -27,8 +26,7 @@ from protocol.errors import (
 )
 from protocol.run.amendments import Changes, amended, in_force
 from protocol.run.run_spec import RunSpec
-from protocol.trust.equivocation import Equivocation
-from protocol.trust.evidence import Evidence
+from protocol.trust.evidence import Equivocation, Evidence
 from protocol.trust.rulings import (
     ABOUT_NODES,
     CERTIFICATES,

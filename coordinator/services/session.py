@@ -39,8 +39,7 @@ from coordinator.swarm.state import Round
 from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.run_spec import RunSpec
-from protocol.trust.equivocation import equivocation_in
-from protocol.trust.evidence import of_equivocation, of_omission
+from protocol.trust.evidence import equivocation_in, of_equivocation, of_omission
 from protocol.trust.receipts import Receipt, omission_in
 from protocol.trust.rulings import MOST_RULINGS, digest_of
 from protocol.trust.signing import CommitSigner, statement_of
@@ -268,11 +267,9 @@ class SessionDesk:
         session = (node_id, request.session_id)
         self._driver.session_of(*session)  # a report of an ended one is not worth reading
         checks.at_most(request.reports, MAX_REPORTS, of="reports")
-        current = self._driver.state.open_round
-        told = [
-            _reported(node_id, report, current, self._driver.state.run_digest)
-            for report in request.reports
-        ]
+        state = self._driver.state
+        current = state.open_round
+        told = [_reported(node_id, report, current, state.run_digest) for report in request.reports]
         proofs = [one.report for one in told if isinstance(one.report, EquivocationSeen)]
         left_out = [one.report for one in told if isinstance(one.report, LeftOutSeen)]
         for shown in left_out[:MOST_PROOFS]:  # before a report that may end the round

@@ -4,31 +4,23 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from coordinator.closed_rows import screening_to_wire, wire_ledger
 from coordinator.dashboard.given import Given, Tally
 from coordinator.dashboard.timeline import RoundTimes, Timeline
 from coordinator.driver import Driver
+from coordinator.round_rows import screening_to_wire, wire_ledger
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.swarm.books import recent_screening
-from coordinator.swarm.estimates import run_seconds_left
-from coordinator.swarm.explain import explain, paused_in_words
+from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of
+from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.punching import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.shares import UNKNOWN, Rates
-from coordinator.swarm.state import (
-    BARRED,
-    PRESENT,
-    HeldOut,
-    Member,
-    MemberState,
-    RoundPhase,
-    SwarmState,
-    Written,
-)
+from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import say_of, weight_of
 from coordinator.telemetry import Telemetry
@@ -65,6 +57,16 @@ _NODE_STATES = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What is remembered of rounds for people, beside what the swarm decides by."""
+
+    timeline: Timeline = field(default_factory=Timeline)
+    kept_times: Callable[[int], RoundTimes | None] = lambda number: None
+    """Of a round that the timeline has no more. For a thread aside."""
+    given: Tally | None = None
+
+
 class StatusDesk:
     """Answers from the state, the telemetry and the store, as of one instant."""
 
@@ -75,9 +77,7 @@ class StatusDesk:
         run: RunSpec,
         *,
         swarm_id: str,
-        timeline: Timeline | None = None,
-        kept_times: Callable[[int], RoundTimes | None] = lambda number: None,
-        given: Tally | None = None,
+        past: Past | None = None,
         relay: Callable[[], str] = lambda: "",
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -86,9 +86,7 @@ class StatusDesk:
         self._run = run
         self._prompts = run.evaluation.prompts
         self._swarm_id = swarm_id
-        self._timeline = timeline or Timeline()
-        self._kept_times = kept_times
-        self._given = given
+        self._past = past or Past()
         self._relay = relay
         self._started_at = driver.clock.now()
         self._wall_clock = wall_clock
@@ -166,9 +164,9 @@ class StatusDesk:
                 next_step="'atoll rounds' lists the latest",
             )
         figures, closed = await self._driver.aside(lambda: self._driver.store.closed_round(number))
-        times = self._timeline.of(number)
+        times = self._past.timeline.of(number)
         if times is None:
-            times = await self._driver.aside(lambda: self._kept_times(number))
+            times = await self._driver.aside(lambda: self._past.kept_times(number))
         if current is not None and current.number == number:
             return open_round(state, current, figures, times, now=self._driver.clock.now())
         written = next((one for one in state.written if one.round == number), None)
@@ -241,7 +239,7 @@ class StatusDesk:
     ) -> pb.NodeStatus:
         standing = state.latest_rulings.get(member.node_id)
         is_barred = standing is not None and member.state in BARRED
-        heard = self._telemetry.of(member.node_id)
+        heard, given = self._telemetry.of(member.node_id), self._past.given
         screened = recent_screening(member, state.committed_round)
         return pb.NodeStatus(
             node_id=member.node_id,
@@ -270,7 +268,7 @@ class StatusDesk:
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
             is_helper=member.is_helper,
             has_symmetric_router=is_symmetric(member),
-            given=None if self._given is None else given_to_wire(self._given.of(member.node_id)),
+            given=None if given is None else given_to_wire(given.of(member.node_id)),
         )
 
 

@@ -2,17 +2,9 @@
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import Tell
-from coordinator.swarm.events import HistoryTold
-from coordinator.swarm.state import (
-    PRESENT,
-    Member,
-    MemberState,
-    Round,
-    RoundPhase,
-    SwarmState,
-    last_sure_round,
-)
+from coordinator.swarm.events import HistoryTold, Tell
+from coordinator.swarm.members import PRESENT, Member, MemberState
+from coordinator.swarm.state import Round, RoundPhase, SwarmState, last_sure_round
 from coordinator.swarm.turn import Turn, holds_undone, present_members, without
 from coordinator.swarm.weighing import heaviest, say_of, weight_of
 from protocol.wire.messages import CommitsWanted, RefetchAsked

@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.conviction import (
     MOST_ROUNDS_OUT,
     convict,
@@ -26,17 +25,10 @@ from coordinator.swarm.conviction import (
     next_round,
     strike,
 )
+from coordinator.swarm.events import Tell
+from coordinator.swarm.members import MemberState, Work
 from coordinator.swarm.reach_back import latest_in_reach
-from coordinator.swarm.state import (
-    Audit,
-    Finding,
-    MemberState,
-    Round,
-    Say,
-    SwarmState,
-    Verdict,
-    Work,
-)
+from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
 from coordinator.swarm.turn import Turn, is_present, name_of
 from coordinator.swarm.weighing import is_enough, say_of, weight_of
 from protocol.trust.evidence import of_findings

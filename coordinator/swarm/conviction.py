@@ -7,11 +7,11 @@ stays away from slices for 1, 2, 4, … rounds.
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import QuarantineAsked
 from coordinator.swarm.evaluation import sound_alarm
-from coordinator.swarm.events import LeftOutProven
+from coordinator.swarm.events import LeftOutProven, QuarantineAsked
+from coordinator.swarm.members import BARRED, Member
 from coordinator.swarm.reach_back import latest_in_reach
-from coordinator.swarm.state import BARRED, Alarm, Conviction, Member, SwarmState
+from coordinator.swarm.state import Alarm, Conviction, SwarmState
 from coordinator.swarm.turn import Turn, name_of
 from protocol.wire.rounds import NodeId
 

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.audit import pending_audits
 from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.evaluation import ask_somebody, awaited_writers, may_be_evaluated
-from coordinator.swarm.state import Member, MemberState, SwarmState
+from coordinator.swarm.events import Tell
+from coordinator.swarm.members import Member, MemberState
+from coordinator.swarm.state import SwarmState
 from coordinator.swarm.turn import Turn, present_members
 from protocol.wire.messages import RunFinished
 

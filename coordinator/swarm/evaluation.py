@@ -7,15 +7,15 @@ for it but the end of the run.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from coordinator.swarm.actions import GoBack, Tell
 from coordinator.swarm.canary import alarm_of, heaviest_loss
+from coordinator.swarm.events import GoBack, Tell
 from coordinator.swarm.state import (
     KEPT_WRITTEN,
     Evaluating,
     HeldOut,
     HolderLoss,
-    Member,
     SwarmState,
     Writing,
     Written,
@@ -23,6 +23,9 @@ from coordinator.swarm.state import (
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
 from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
 from protocol.wire.rounds import NodeId, book_of_data
+
+if TYPE_CHECKING:
+    from coordinator.swarm.members import Member
 
 EVALUATORS = 2
 """Who are asked for one loss where the run goes by it: one that lies is not enough."""

@@ -1,4 +1,8 @@
-"""What can happen to a swarm. Each event is one fact, already authenticated by the edge."""
+"""What can happen to a swarm, and what its core asks the edge to do about it.
+
+Each event is one fact, already authenticated by the edge. All state is in SwarmState; actions only say what
+follows from it.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,10 +10,10 @@ from dataclasses import dataclass, field
 from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.shares import UNKNOWN, Rates
-from coordinator.swarm.state import ClosedRound, Rules
+from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
-from protocol.wire.messages import Report
+from protocol.wire.messages import Message, Report
 from protocol.wire.rounds import (
     Commit,
     CorpusSummary,
@@ -213,3 +217,53 @@ Event = (
     | Ticked
     | Woke
 )
+
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSession:
+    """Answers an attach: this session now speaks for the node; streams of older ones end."""
+
+    node_id: NodeId
+    session_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndSession:
+    """The node is lost or has left: its stream ends."""
+
+    node_id: NodeId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRoster:
+    """The present members changed: every session is told how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """A message to the sessions of these nodes, or of all."""
+
+    message: Message
+    to: tuple[NodeId, ...] | None = None  # None: all
+    is_learned: bool = False  # a commit that was made before the database was copied, or in another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoBack:
+    """The run is to go back by itself, or to pause: the edge makes the ruling, which needs the database."""
+
+    alarm: Alarm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantineAsked:
+    """A member is convicted: the edge makes the ruling, which needs a date and a signature."""
+
+    conviction: Conviction
+
+
+Action = OpenSession | EndSession | SendRoster | Tell | GoBack | QuarantineAsked

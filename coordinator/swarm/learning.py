@@ -11,22 +11,20 @@ nothing was committed since. The end of the run changes none of this.
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import judge_all
 from coordinator.swarm.books import book_learned, unbook
 from coordinator.swarm.bounds import norms_after
 from coordinator.swarm.evaluation import without_evaluations_since
-from coordinator.swarm.events import BaseLearned, CommitLearned
+from coordinator.swarm.events import BaseLearned, CommitLearned, Tell
 from coordinator.swarm.kept_errors import forget_errors
 from coordinator.swarm.ledger import committed_tokens, end_ahead, settle
+from coordinator.swarm.members import PRESENT, MemberState
 from coordinator.swarm.rounds import end_round
 from coordinator.swarm.start import await_participants, bringing, time_of_round
 from coordinator.swarm.state import (
     KEPT_LEFT,
-    PRESENT,
     ClosedRound,
     Left,
-    MemberState,
     Round,
     RoundPhase,
     SliceProgress,

@@ -4,32 +4,33 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
-from coordinator.swarm.actions import EndSession, OpenSession, SendRoster, Tell
 from coordinator.swarm.agreement import judge, note_outer_state
+from coordinator.swarm.books import note_wire
 from coordinator.swarm.events import (
     Attached,
     Detached,
+    EndSession,
     HeartbeatSeen,
+    OpenSession,
+    SendRoster,
     StreamBroken,
+    Tell,
     Woke,
 )
-from coordinator.swarm.punching import punch
-from coordinator.swarm.shares import UNKNOWN, steadied
-from coordinator.swarm.state import (
+from coordinator.swarm.members import (
     BARRED,
-    KEPT_ROUNDS,
     PRESENT,
     AuditRecord,
     Member,
     MemberState,
-    RoundPhase,
     Standing,
-    SwarmState,
     Work,
 )
+from coordinator.swarm.punching import punch
+from coordinator.swarm.reach import steadied_carriage
+from coordinator.swarm.shares import UNKNOWN, steadied
+from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
-from coordinator.swarm.ways import steadied_carriage
-from coordinator.swarm.wire_ledger import note_wire
 from protocol.errors import (
     BadDataError,
     CopyAttachedError,

@@ -3,11 +3,12 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.conviction import may_reduce
 from coordinator.swarm.deadlines import next_deadlines
+from coordinator.swarm.events import Tell
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
-from coordinator.swarm.reach import best_reducers, newcomers
+from coordinator.swarm.members import Member
+from coordinator.swarm.reach import best_reducers, newcomers, ways_between, ways_in_words
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.shares import reducer_shares, shares_in_words
 from coordinator.swarm.speeds import (
@@ -19,16 +20,8 @@ from coordinator.swarm.speeds import (
 )
 from coordinator.swarm.spot_checks import plan_for_checks
 from coordinator.swarm.standing import counted_on
-from coordinator.swarm.state import (
-    Member,
-    Round,
-    RoundPhase,
-    Say,
-    SliceProgress,
-    SwarmState,
-)
+from coordinator.swarm.state import Round, RoundPhase, Say, SliceProgress, SwarmState
 from coordinator.swarm.turn import Turn, available_members
-from coordinator.swarm.ways import ways_between, ways_in_words
 from coordinator.swarm.weighing import say_of
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Assignment, NodeId, book_of_data, cut_into_slices

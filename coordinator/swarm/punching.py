@@ -14,8 +14,8 @@ tried a few times, and then left to helpers.
 from dataclasses import replace
 from ipaddress import ip_address
 
-from coordinator.swarm.actions import Tell
-from coordinator.swarm.state import PRESENT, Member, PunchTries
+from coordinator.swarm.events import Tell
+from coordinator.swarm.members import PRESENT, Member, PunchTries
 from coordinator.swarm.turn import Turn, is_present
 from protocol.wire.messages import PunchAsked
 from protocol.wire.rounds import NodeId

@@ -11,12 +11,13 @@ wrong. Then the others agree anew, and nothing is lost.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
+from coordinator.swarm.events import Tell
 from coordinator.swarm.ledger import committed_tokens
-from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
+from coordinator.swarm.members import Member, MemberState
+from coordinator.swarm.state import ClosedRound, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, members_of, name_of, present_members
 from coordinator.swarm.weighing import heaviest, is_enough, say_of
 from protocol.wire.messages import RoundCommitted

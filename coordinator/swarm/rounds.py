@@ -4,20 +4,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm import spot_checks
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.audit import audits_in_words, draw, pending_audits
 from coordinator.swarm.books import book
 from coordinator.swarm.bounds import bounded, norms_after
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
+from coordinator.swarm.events import Tell
 from coordinator.swarm.kept_errors import errors_after, forget_errors, refuse_untraced
 from coordinator.swarm.ledger import committed_tokens
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.speeds import device_of, measured
 from coordinator.swarm.standing import await_returning, note_appliers, note_parts
 from coordinator.swarm.state import (
     ClosedRound,
-    MemberState,
     Round,
     RoundPhase,
     SliceProgress,

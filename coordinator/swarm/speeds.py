@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from coordinator.swarm.state import Member, Rules
+from coordinator.swarm.members import Member
+from coordinator.swarm.state import Rules
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import LEAST_CHECKED, NodeId
 

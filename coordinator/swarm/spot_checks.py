@@ -21,19 +21,11 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.audit import MOST_CONTRADICTED, STAGE_ROUNDS
 from coordinator.swarm.conviction import convict
-from coordinator.swarm.state import (
-    Member,
-    MemberState,
-    Round,
-    Say,
-    SpotCheck,
-    SpotFinding,
-    SwarmState,
-    Work,
-)
+from coordinator.swarm.events import Tell
+from coordinator.swarm.members import Member, MemberState, SpotFinding, Work
+from coordinator.swarm.state import Round, Say, SpotCheck, SwarmState
 from coordinator.swarm.turn import Turn, is_present, present_members
 from coordinator.swarm.weighing import is_enough, say_of, weight_of
 from protocol.trust.evidence import of_spot_checks

@@ -18,17 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from coordinator.swarm.actions import Tell
-from coordinator.swarm.state import (
-    PRESENT,
-    Member,
-    Round,
-    RoundPhase,
-    Say,
-    Standing,
-    SwarmState,
-    is_void,
-)
+from coordinator.swarm.events import Tell
+from coordinator.swarm.members import PRESENT, Member, Standing
+from coordinator.swarm.state import Round, RoundPhase, Say, SwarmState, is_void
 from coordinator.swarm.turn import (
     Same,
     Turn,

@@ -8,17 +8,9 @@ meanwhile: no round is closed, opened, settled or taken back, and its deadlines 
 from collections.abc import Iterable
 from dataclasses import replace
 
+from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.membership import give_up
-from coordinator.swarm.state import (
-    BARRED,
-    PRESENT,
-    Awaited,
-    Member,
-    MemberState,
-    Round,
-    RoundPhase,
-    SwarmState,
-)
+from coordinator.swarm.state import Awaited, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import (
     Turn,
     holds_undone,

@@ -1,21 +1,18 @@
-"""What the coordinator knows, as immutable values.
+"""What the coordinator knows of the run and its rounds, as immutable values. Members are beside this.
 
 Times are seconds of the coordinator's own clock, which stands still while it is down. What the run
 waits for is not stored: coordinator.swarm.explain says it for any instant.
 """
 
-import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import attrgetter
 
 from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Ledger
-from coordinator.swarm.shares import UNKNOWN, Rates
+from coordinator.swarm.members import Member, Members
 from protocol.trust.rulings import Ruling
-from protocol.wire.messages import Audited, Reduced, SpotChecked, Trained
+from protocol.wire.messages import Audited, Reduced, Trained
 from protocol.wire.rounds import (
     Assignment,
     Commit,
@@ -25,86 +22,11 @@ from protocol.wire.rounds import (
     Digest,
     LayoutSummary,
     NodeId,
-    PeerAddress,
     Plan,
-    RoundSpan,
     Slice,
     Way,
 )
 from protocol.wire.wire_count import WireTotals
-
-
-class MemberState(StrEnum):
-    """How a member stands with the swarm."""
-
-    JOINING = "joining"  # attached, on its way to the committed state
-    READY = "ready"  # holds the committed state
-    DIVERGED = "diverged"  # its outer state differs; told to fetch it anew
-    LOST = "lost"  # silent for longer than its lease
-    LEFT = "left"  # said goodbye
-    QUARANTINED = "quarantined"  # waits until the run owner readmits it
-    EXPELLED = "expelled"  # the run owner refuses its key
-
-
-PRESENT = frozenset({MemberState.JOINING, MemberState.READY, MemberState.DIVERGED})
-
-BARRED = frozenset({MemberState.QUARANTINED, MemberState.EXPELLED})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Confirmed work of a member: coordinator.swarm.weighing has the rules.
-
-    What the newest of its rounds earned is kept apart as well, because that round may be taken back.
-    """
-
-    by_stretch: tuple[tuple[int, int], ...] = ()  # stretches of rounds, and tokens, oldest first
-    newest_round: int = 0
-    newest_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Screening:
-    """What became of a member's contributions to one committed round, one for each slice."""
-
-    round: int
-    num_contributions: int
-    num_clipped: int = 0
-    num_left_out: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """Whether others wait for a member: coordinator.swarm.standing has the rules."""
-
-    num_faults: int = 0  # of which some are forgotten again
-    back_at_round: int = 0  # no plan of an earlier round counts on it
-    is_on_trial: bool = False  # nobody waits for it until it has been in time
-    num_in_time: int = 0  # rounds in a row
-    lateness: int = 0  # grows by late rounds, falls by those in time
-    late_round: int = 0  # the latest of them
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditRecord:
-    """What audits have shown of a member, as a reducer and as an auditor."""
-
-    num_disputed: int = 0  # audits that convicted nobody and found nobody right: a party to each
-    back_at_round: int = 0  # no plan of an earlier round has it reduce, or audit
-    num_contradicted: int = 0  # findings that others of more weight contradict
-    num_unanswered: int = 0  # audits that it was asked for, and was silent on
-    audits_from_round: int = 0  # it is drawn for none of an earlier round
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpotFinding:
-    """What one checker has measured of what a member has learned of its lease."""
-
-    checker_id: NodeId
-    num_samples: int
-    score: float  # standard normal where it has learned nothing more of it
-    expected: float  # what a member that trains was expected to score, when it came
-    signed: SpotChecked  # as its checker has signed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,60 +48,6 @@ class Say:
 
     weights: Mapping[NodeId, int] = field(default_factory=dict)
     is_confirmed: bool = False  # by work; else each invite weighs alike
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PunchTries:
-    """How often two members were told to dial each other: coordinator.swarm.punching has the rules."""
-
-    between: tuple[str, str]  # the addresses of their routers
-    num: int
-    latest_at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One enrolled node that has attached at least once."""
-
-    node_id: NodeId
-    node_name: str  # no other member has it
-    address: PeerAddress
-    device: str
-    num_ranks: int
-    version: str
-    corpus: CorpusSummary
-    state: MemberState
-    session_id: int
-    lease_until: float
-    outer_round: int
-    outer_digest: Digest
-    outer_incarnation: int = 0
-    process_id: int = 0  # told by the node, and another one after each restart of it
-    committed_tokens: int = 0
-    inner_steps_per_second: float | None = None  # smoothed; None before the first measurement
-    is_draining: bool = False  # leaves after the round in flight
-    has_told_history: bool = False  # in this session: all commits that it keeps
-    unreachable: tuple[NodeId, ...] = ()  # members that it has no connection to
-    rates: Rates = UNKNOWN  # what its link carries, as plans count on it
-    wire_told: WireTotals = field(default_factory=dict)  # by its process, at the latest round
-    gone_at_round: int = 0  # the committed round when it was lost or left, or 0 while it is present
-    asked_name: str = ""  # what it calls itself
-    is_heard: bool = True  # since its stream broke, or the coordinator started or could hear nobody
-    cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
-    cannot_evaluate: bool = False  # nobody asks it for a held-out loss
-    invite_id: str = ""  # that it joined with
-    is_helper: bool = False  # by its certificate: it reduces for those who cannot be dialled
-    came_at: float = 0.0  # when its process attached first
-    work: Work = field(default_factory=Work)
-    standing: Standing = field(default_factory=Standing)
-    screenings: tuple[Screening, ...] = ()  # of its rounds among the latest, oldest first
-    reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
-    audits: AuditRecord = field(default_factory=AuditRecord)
-    outside: tuple[str, ...] = ()  # as in its latest heartbeat
-    punches: Mapping[NodeId, PunchTries] = field(default_factory=dict)  # with members of higher ids
-    spots: tuple[SpotFinding, ...] = ()  # of whether it trains what it is leased, oldest first
-    carry_bytes_per_second: float = 0.0  # that it may carry for others, as plans count on it
-    through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # as in its latest heartbeat
 
 
 class RoundPhase(StrEnum):
@@ -489,65 +357,6 @@ class Rules:
     audited_share: float = 0.0  # of slices and contributors, drawn when they are committed
 
 
-_LEASE_UNTIL = attrgetter("lease_until")
-
-
-class Members(dict[NodeId, Member]):
-    """Members by their ids, never changed in place; knows what most steps ask about all of them.
-
-    What a step does not change it need not look at: of a thousand members, one sent a heartbeat.
-    """
-
-    __slots__ = ("_no_lease_ends_before", "ids", "present_ids")
-
-    ids: tuple[NodeId, ...]  # in order
-    present_ids: tuple[NodeId, ...]  # those with a live session, in order
-
-    def __init__(self, members: Mapping[NodeId, Member]) -> None:
-        super().__init__(members)
-        self.ids = tuple(sorted(self))
-        self.present_ids = tuple(n for n in self.ids if self[n].state in PRESENT)
-        self._no_lease_ends_before = -math.inf
-
-    def with_member(self, member: Member) -> "Members":
-        """The same with one more, or with another value of one."""
-        node_id = member.node_id
-        before = self.get(node_id)
-        is_present = member.state in PRESENT
-        after = Members.__new__(Members, ())
-        after.update(self)
-        after[node_id] = member
-        after.ids = self.ids if before is not None else _with(self.ids, node_id)
-        after.present_ids = self.present_ids
-        if is_present and (before is None or before.state not in PRESENT):
-            after.present_ids = _with(self.present_ids, node_id)
-        elif not is_present and before is not None and before.state in PRESENT:
-            place = bisect_left(self.present_ids, node_id)
-            after.present_ids = self.present_ids[:place] + self.present_ids[place + 1 :]
-        after._no_lease_ends_before = self._no_lease_ends_before
-        if is_present:
-            after._no_lease_ends_before = min(after._no_lease_ends_before, member.lease_until)
-        return after
-
-    def is_lease_over(self, now: float) -> bool:
-        """Whether a present member was silent for as long as its lease."""
-        if now < self._no_lease_ends_before:
-            return False
-        self._no_lease_ends_before = self.first_lease_end()  # known better now, and no other fact
-        return self._no_lease_ends_before <= now
-
-    def first_lease_end(self) -> float:
-        """When the first lease of a present member ends; infinity when nobody is present."""
-        present = map(self.__getitem__, self.present_ids)
-        return min(map(_LEASE_UNTIL, present), default=math.inf)
-
-
-def _with(node_ids: tuple[NodeId, ...], node_id: NodeId) -> tuple[NodeId, ...]:
-    """One more, in its place."""
-    place = bisect_left(node_ids, node_id)
-    return (*node_ids[:place], node_id, *node_ids[place:])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmState:
     """All of it."""
@@ -585,7 +394,7 @@ class SwarmState:
     has_untold: bool = False  # whether nodes that are behind were not told of commits learned
     wire: WireTotals = field(default_factory=dict)  # what all rounds have cost, on all nodes
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has
-    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.wire_ledger
+    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.books
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone

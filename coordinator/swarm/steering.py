@@ -6,11 +6,11 @@ signs rulings, refuses those whom they bar, and works out the rules that an amen
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import Tell
-from coordinator.swarm.events import Ruled, RulingsLearned
+from coordinator.swarm.events import Ruled, RulingsLearned, Tell
 from coordinator.swarm.going_back import completed, go_back, refuse_going_back
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import bar, unbar
-from coordinator.swarm.state import MemberState, Rules, SwarmState
+from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.turn import Turn
 from protocol.errors import UsageError
 from protocol.trust.rulings import (

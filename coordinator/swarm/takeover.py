@@ -10,18 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-from coordinator.swarm.actions import Tell
+from coordinator.swarm.events import Tell
+from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.reach import best_reducers, cut_off_from
 from coordinator.swarm.rounds import holders_of
 from coordinator.swarm.standing import late_helper
-from coordinator.swarm.state import (
-    Member,
-    MemberState,
-    Round,
-    RoundPhase,
-    SliceProgress,
-    SwarmState,
-)
+from coordinator.swarm.state import Round, RoundPhase, SliceProgress, SwarmState
 from coordinator.swarm.turn import (
     Same,
     Turn,

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from coordinator.swarm.actions import Action
 from coordinator.swarm.agreement import agree_on_initial_state, history_told
 from coordinator.swarm.audit import audited, decide_audits, next_audit_end
 from coordinator.swarm.conviction import decide_alarm, left_out, sound_convictions
@@ -18,6 +17,7 @@ from coordinator.swarm.evaluation import (
     wrote,
 )
 from coordinator.swarm.events import (
+    Action,
     Attached,
     BaseLearned,
     CommitLearned,

@@ -9,16 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-from coordinator.swarm.actions import Action
-from coordinator.swarm.state import (
-    PRESENT,
-    Member,
-    Members,
-    MemberState,
-    Round,
-    SliceProgress,
-    SwarmState,
-)
+from coordinator.swarm.events import Action
+from coordinator.swarm.members import PRESENT, Member, Members, MemberState
+from coordinator.swarm.state import Round, SliceProgress, SwarmState
 from protocol.trust.rulings import undoes
 from protocol.wire.rounds import Assignment, NodeId
 

@@ -17,7 +17,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from coordinator.swarm.state import Member, Round, Say, SwarmState, Work
+from coordinator.swarm.members import Member, Work
+from coordinator.swarm.state import Round, Say, SwarmState
 from coordinator.swarm.turn import Same
 from protocol.wire.rounds import WHOLE as WHOLE_FACTOR
 from protocol.wire.rounds import Commit, Digest, NodeId

@@ -20,7 +20,7 @@ from coordinator.driver import Driver
 from coordinator.services.ruling import Rulings
 from coordinator.services.session import SessionDesk
 from coordinator.store import Store
-from coordinator.swarm.actions import Tell
+from coordinator.swarm.events import Tell
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry

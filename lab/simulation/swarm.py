@@ -35,7 +35,7 @@ from node.exchange.outer import Outer, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.heavy import in_place
-from node.history import History
+from node.history import History, KeptRulings
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
@@ -46,7 +46,6 @@ from node.island.rankless import RanklessIsland
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
-from node.rulings import KeptRulings
 from protocol.errors import AtollError
 from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec

@@ -6,21 +6,19 @@ here for their turn. What they are is in node.duties.work; how they come is the 
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
 from node.duties.lasting_island import LastingIsland
+from node.duties.measuring import Measuring
 from node.duties.times import Meters, RoundTimes
 from node.duties.work import (
     Ahead,
     AheadFailed,
     CatchUpNeeded,
-    Checks,
     PlanReceived,
     Work,
-    Writing,
     counted,
     counted_anew,
     trained_of,
@@ -30,16 +28,15 @@ from node.duties.work import (
 from node.exchange.exchange import Exchange
 from node.exchange.limits import Patience
 from node.exchange.spot_checks import SpotCheckReady
+from node.history import KeptRulings
 from node.island.island import InnerWork, Progress
 from node.link.session import Session
-from node.rulings import KeptRulings
 from protocol.errors import IncompleteError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, in_words
 from protocol.wire.messages import (
     Applied,
     Draining,
-    Evaluated,
     EvaluationAsked,
     ParticipantsIdle,
     RefetchAsked,
@@ -101,13 +98,14 @@ class Duties:
         self._ahead = Ahead(
             island, self._on_progress, on_fault=lambda: self._work.put_nowait(AheadFailed())
         )
-        self._checks = Checks(
-            gains=partial(exchange.gains, losses_at=island.losses_at),
-            report=lambda round, found: session.report(
-                round, self._outer.signed_finding(found, round)
-            ),
+        self._measuring = Measuring(
+            island,
+            exchange,
+            session.report,
             batch=spec.inner.batch,
+            is_last=lambda round: round >= rulings.spec_in(round).run.rounds,
         )
+        self._checks = self._measuring.checks
         self._trains_for: int | None = None  # the round, while ranks train
         self._trained: Trained | None = None  # in the round that was planned last
         self._published_round = 0  # the last one that the ranks published for
@@ -117,9 +115,6 @@ class Duties:
         self._rulings = rulings
         self._spec = spec
         self._saving: asyncio.Task[None] | None = None
-        self._writing = Writing(
-            island, session.report, is_last=lambda round: round >= rulings.spec_in(round).run.rounds
-        )
         self._limit: asyncio.Timeout | None = None  # of all work, from the end of the run on
         self._finished: RunFinished | None = None
 
@@ -217,7 +212,7 @@ class Duties:
         finally:
             self._limit = None
             self._ahead.cancel()
-            await self._writing.end()
+            await self._measuring.end()
 
     async def _run(self) -> str:
         while True:
@@ -562,30 +557,11 @@ class Duties:
         await self._exchange.save(is_last=True)
 
     async def _evaluate(self, asked: EvaluationAsked) -> None:
-        round = asked.round
-        if round != self._outer.round:
+        if asked.round != self._outer.round:
             return  # the coordinator asks another node when its time limit passes
         self._doing = "evaluating"
         await self._ahead.pause()
-        has_copy = self._writing.begin(round) if asked.writes else None
-        evaluation = await self._island.evaluate()
-        if has_copy is not None:
-            await has_copy.wait()  # from here on the state may move
-        if evaluation is None:
-            log.warning(
-                "not evaluated: there is nothing here to evaluate with now",
-                round=round,
-                waits_for=self._island.ability.waits_for,
-            )
-            return
-        self._session.report(
-            round,
-            Evaluated(
-                held_out_loss=evaluation.loss,
-                tokens=evaluation.tokens,
-                metric=evaluation.metric,
-            ),
-        )
+        await self._measuring.evaluate(asked)
 
     async def _check(self, node_id: NodeId) -> None:
         """Has ranks measure a piece of what a member has learned of its lease, at the state that is here now.

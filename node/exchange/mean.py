@@ -210,7 +210,8 @@ class BlockSums:
         """Of a part that begins with a block, in any order; without `others`, its squares."""
         first = start // BLOCK
         into = self._sums[first : first + -(-values.size // BLOCK)]
-        sum_products(read_only(values), read_only(values if others is None else others), into)
+        values = read_only(values)
+        sum_products(values, values if others is None else read_only(others), into)
 
     def total(self) -> float:
         """Of all parts."""

@@ -1,6 +1,6 @@
 """Signs what a node's process makes, and never two different things for one slot.
 
-Two would be taken for a lie (protocol.trust.equivocation). A process may come to a slot twice: a plan that
+Two would be taken for a lie (protocol.trust.evidence). A process may come to a slot twice: a plan that
 was broken off is opened again, and what is owed is another amount by then. It stays silent the second time,
 and goes on owing what it would have contributed. As a reducer it has lost what it took by then: it signs no
 result without a contribution that it has given a receipt for (protocol.trust.receipts).

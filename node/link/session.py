@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import structlog
 
+from node.history import KeptRulings
 from node.link.calls import Announcement, Attachment, CoordinatorLink
-from node.rulings import KeptRulings
 from protocol.errors import (
     AtollError,
     CopyAttachedError,

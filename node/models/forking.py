@@ -10,10 +10,10 @@ import numpy as np
 from safetensors import SafetensorError
 
 from node.config import RULINGS_FILE
+from node.history import KeptRulings
 from node.kept import KeptModel
 from node.models.reading import digest_of_first, write_first
 from node.outer_state import Vector
-from node.rulings import KeptRulings
 from protocol.errors import CannotCreateError
 from protocol.files.durable import (
     is_taken,

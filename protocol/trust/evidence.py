@@ -3,15 +3,19 @@
 A coordinator that makes a member out to be a liar has no such bytes: a proof of equivocation and one of an
 omission are signed by the liar itself, and what audits found is signed by the auditors. Each piece is a word
 for its kind and its bytes in hexadecimal digits.
+
+Equivocation is two contributions, or two results, that one process signed for one slot. A reducer takes one
+contribution of each node, and a slice has one result; whoever signs two tells different members different
+things. The proof needs no word of who brings it.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.message import Message as WireMessage
 
 from protocol.errors import BadDataError
-from protocol.trust.equivocation import equivocation_in
 from protocol.trust.receipts import omission_in
 from protocol.trust.rulings import Ruling
 from protocol.v1 import session_pb2 as pb
@@ -37,6 +41,41 @@ MOST_CHARACTERS = 1 << 16
 
 _HEADER, _RECEIPT, _REPORT, _FINDING = "header", "receipt", "report", "finding"
 _SPOT = "spot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equivocation:
+    """Who has lied, and how; the same words whoever brings the proof, and in whichever order."""
+
+    node_id: NodeId
+    reason: str
+
+
+def equivocation_in(one: bytes, other: bytes, *, run_digest: Digest) -> Equivocation:
+    """What two encoded headers prove. Raises BadDataError, with what is missing, where they prove nothing."""
+    try:
+        headers = [PayloadHeader.decode(encoded) for encoded in (one, other)]
+    except PayloadError as error:
+        raise BadDataError(f"what is shown of a lie is no header: {error}") from error
+    first, second = sorted(headers, key=lambda header: header.digest)
+    if first.run_digest != run_digest:
+        raise BadDataError("what is shown of a lie is of another run")
+    if not first.contradicts(second):
+        raise BadDataError(
+            f"a {first.kind_name} and a {second.kind_name} of {first.sender_id} and {second.sender_id} "
+            "do not contradict each other"
+        )
+    for header in (first, second):
+        if why := header.forgery():
+            raise BadDataError(f"what is shown of a lie is no proof: {why}")
+    digests = " and ".join(f"{header.digest.hex()[:12]}…" for header in (first, second))
+    return Equivocation(
+        node_id=first.sender_id,
+        reason=(
+            f"it signed two different {first.kind_name}s to slice {first.slice_index} of round "
+            f"{first.round}: {digests}"
+        ),
+    )
 
 
 def of_equivocation(one: bytes, other: bytes) -> Evidence:

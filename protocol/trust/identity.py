@@ -57,6 +57,13 @@ class Identity:
     """An Ed25519 key pair. Make one with `generate` or `load`."""
 
     private_key: Ed25519PrivateKey = field(repr=False)
+    public_key: bytes = field(init=False, repr=False, compare=False)  # 32 bytes
+    node_id: NodeId = field(init=False, compare=False)  # what the swarm calls this node
+
+    def __post_init__(self) -> None:
+        public_key = self.private_key.public_key().public_bytes_raw()
+        object.__setattr__(self, "public_key", public_key)
+        object.__setattr__(self, "node_id", node_id_of(public_key))
 
     @classmethod
     def generate(cls) -> "Identity":
@@ -95,16 +102,6 @@ class Identity:
     def save(self, path: Path) -> None:
         """Writes the identity, readable by its owner only; the folder must exist."""
         write_atomically(path, self.libp2p_key(), mode=0o600)
-
-    @property
-    def public_key(self) -> bytes:
-        """The public half, 32 bytes."""
-        return self.private_key.public_key().public_bytes_raw()
-
-    @property
-    def node_id(self) -> NodeId:
-        """What the swarm calls this node."""
-        return node_id_of(self.public_key)
 
     @property
     def peer_id(self) -> str:

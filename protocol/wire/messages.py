@@ -306,7 +306,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EquivocationSeen:
-    """Two signed headers of one process for one slot, as protocol.trust.equivocation reads them."""
+    """Two signed headers of one process for one slot, as protocol.trust.evidence reads them."""
 
     one: bytes
     other: bytes

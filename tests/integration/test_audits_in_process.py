@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from liar import Turned
 
-from coordinator.swarm.state import MemberState, Verdict
+from coordinator.swarm.members import MemberState
+from coordinator.swarm.state import Verdict
 from lab.simulation.coordinator import Outage
 from lab.simulation.swarm import Life, RunStuckError, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention

@@ -7,7 +7,7 @@ import pytest
 from coordinator_scene import invite_from, joined, new_home, serving
 
 from coordinator.relay.line import RelayKey
-from coordinator.swarm.state import MemberState
+from coordinator.swarm.members import MemberState
 from protocol.errors import AtollError, CertificateRefusedError, ProtocolMismatchError
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity

@@ -13,8 +13,8 @@ from coordinator_scene import START, FakeNode, invite_from, joined, new_home, se
 from coordinator.backup import back_up
 from coordinator.config import Home
 from coordinator.rotation import Rotation, protect
+from node.history import KeptRulings
 from node.link.calls import RenewingCalls
-from node.rulings import KeptRulings
 from protocol.errors import (
     BadDataError,
     CertificateRefusedError,

@@ -12,8 +12,8 @@ from blake3 import blake3
 from structlog.testing import capture_logs
 
 from coordinator.swarm.bounds import MOST_TIMES_USUAL
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.standing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
-from coordinator.swarm.state import MemberState
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention
 from node.exchange.giving import Pushes

@@ -11,7 +11,7 @@ from coordinator_scene import invite_from, joined, new_home, serving, two_nodes
 
 from coordinator.backup import back_up
 from coordinator.config import Home
-from node.rulings import KeptRulings
+from node.history import KeptRulings
 from protocol.errors import (
     AtollError,
     BadDataError,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator.swarm.events import Ruled
-from coordinator.swarm.state import MemberState
+from coordinator.swarm.members import MemberState
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, identity_of, simulate

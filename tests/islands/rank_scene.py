@@ -2,8 +2,8 @@
 
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -11,12 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from node.island.checkpoints.folder import CheckpointFolder
+from node.island.data.places import DataPlaces
+from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.launcher import ProcessIsland, RanksHere
+from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedVectors, Vector
 from protocol.run.layout import layout_of
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+
+ONE_RANK = MeshShape()
 
 
 def small_spec(learning_rate: float = 1e-2, batch: int = 4) -> RunSpec:
@@ -45,6 +52,55 @@ def initial_vectors(model: DecoderModel) -> Iterator[SharedVectors]:
         yield vectors
     finally:
         vectors.close()
+
+
+def island_of(
+    spec: RunSpec,
+    vectors: SharedVectors,
+    place: Path,
+    *,
+    kind: str = "cpu",
+    shape: MeshShape = ONE_RANK,
+    local: LocalTraining = PLAIN,
+    checkpoints: CheckpointFolder | None = None,
+    hang_seconds: float = 0.0,
+) -> ProcessIsland:
+    devices = [f"cuda:{i}" if kind == "cuda" else kind for i in range(shape.num_ranks)]
+    return ProcessIsland(
+        ranks=RanksHere(devices=tuple(devices), shape=shape, num_threads=1),
+        spec=spec,
+        names=vectors.names,
+        data=DataPlaces(folder=place),
+        local=local,
+        checkpoints=checkpoints,
+        hang_seconds=hang_seconds,
+    )
+
+
+@asynccontextmanager
+async def started(island: ProcessIsland) -> AsyncIterator[ProcessIsland]:
+    try:
+        await island.start()
+        await island.adopt()
+        yield island
+    finally:
+        await island.stop()
+
+
+def work_of(spec: RunSpec, round_: int = 1, *, inner_steps: int) -> InnerWork:
+    """As if every round before had been as long, with this node alone."""
+    samples = inner_steps * spec.inner.batch
+    round_tokens = inner_steps * spec.tokens_per_inner_step
+    return InnerWork(
+        round=round_,
+        inner_steps=inner_steps,
+        first_sample=(round_ - 1) * samples,
+        num_samples=samples,
+        token_clock=(round_ - 1) * round_tokens,
+        round_tokens=round_tokens,
+        max_seconds=1e6,
+        num_participants=1,
+    )
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 import torch
 from any_model_scene import text_run
-from rank_scene import with_texts
+from rank_scene import island_of, started, with_texts, work_of
 
 from node.island.checkpoints.folder import CheckpointFolder
-from node.island.data.places import DataPlaces
-from node.island.island import InnerReport, InnerWork
+from node.island.island import InnerReport
 from node.island.measuring.utilisation import peak_of
 from node.island.models.describing import first_vector
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.devices import usable_devices
 from node.island.ranks.faults import OutOfMemoryError, RankDiedError
-from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.machine.gpus import LIBRARY, gpus_of
 from node.outer_state import SharedVectors, Vector
@@ -69,51 +67,6 @@ def vectors_of(spec: RunSpec) -> Iterator[SharedVectors]:
         vectors.close()
 
 
-def island_of(
-    spec: RunSpec,
-    vectors: SharedVectors,
-    place: Path,
-    *,
-    kind: str = "cuda",
-    shape: MeshShape = GPU,
-    local: LocalTraining = PLAIN,
-    checkpoints: CheckpointFolder | None = None,
-) -> ProcessIsland:
-    devices = [f"cuda:{i}" for i in range(shape.num_ranks)] if kind == "cuda" else ["cpu"]
-    return ProcessIsland(
-        ranks=RanksHere(devices=tuple(devices), shape=shape, num_threads=1),
-        spec=spec,
-        names=vectors.names,
-        data=DataPlaces(folder=place),
-        local=local,
-        checkpoints=checkpoints,
-    )
-
-
-@contextlib.asynccontextmanager
-async def started(island: ProcessIsland) -> AsyncIterator[ProcessIsland]:
-    try:
-        await island.start()
-        await island.adopt()
-        yield island
-    finally:
-        await island.stop()
-
-
-def work_of(spec: RunSpec, round_: int = 1) -> InnerWork:
-    samples = STEPS * spec.inner.batch
-    return InnerWork(
-        round=round_,
-        inner_steps=STEPS,
-        first_sample=(round_ - 1) * samples,
-        num_samples=samples,
-        token_clock=0,
-        round_tokens=STEPS * spec.tokens_per_inner_step,
-        max_seconds=1e6,
-        num_participants=1,
-    )
-
-
 async def trained(
     spec: RunSpec,
     place: Path,
@@ -126,7 +79,7 @@ async def trained(
     with vectors_of(spec) as vectors:
         island = island_of(spec, vectors, place, kind=kind, shape=shape, local=local)
         async with started(island):
-            report = await island.train(work_of(spec), lambda progress: None)
+            report = await island.train(work_of(spec, inner_steps=STEPS), lambda progress: None)
             await island.publish(0)
             vectors.parameters[:] = vectors.published
             evaluation = await island.evaluate()
@@ -138,7 +91,7 @@ async def test_weights_come_back_from_the_gpu_as_they_went_there(place: Path) ->
     wide = SPEC.model.model_copy(update={"ffn_size": 100_000})
     spec = SPEC.model_copy(update={"model": wide})
     with vectors_of(spec) as vectors:
-        async with started(island_of(spec, vectors, place)) as island:
+        async with started(island_of(spec, vectors, place, kind="cuda")) as island:
             for seed in (0, 1):
                 vectors.parameters[:] = np.random.default_rng(seed).standard_normal(
                     vectors.parameters.size, dtype=np.float32
@@ -223,13 +176,15 @@ async def test_a_killed_rank_goes_on_where_its_checkpoint_is(place: Path) -> Non
     for is_killed in (False, True):
         with vectors_of(SPEC) as vectors:
             checkpoints = folder(f"killed-{is_killed}")
-            first = island_of(SPEC, vectors, place, local=local, checkpoints=checkpoints)
+            first = island_of(
+                SPEC, vectors, place, kind="cuda", local=local, checkpoints=checkpoints
+            )
             async with started(first):
-                await first.train(work_of(SPEC, 1), lambda progress: None)
+                await first.train(work_of(SPEC, 1, inner_steps=STEPS), lambda progress: None)
                 await first.publish(0)
                 await first.keep(1, is_last=is_killed)
                 if not is_killed:
-                    await first.train(work_of(SPEC, 2), lambda progress: None)
+                    await first.train(work_of(SPEC, 2, inner_steps=STEPS), lambda progress: None)
                     await first.publish(0)
                 else:
                     (process_id,) = first.process_ids
@@ -238,9 +193,11 @@ async def test_a_killed_rank_goes_on_where_its_checkpoint_is(place: Path) -> Non
                         await first.evaluate()
             if is_killed:
                 vectors.parameters[:] = vectors.published
-                again = island_of(SPEC, vectors, place, local=local, checkpoints=checkpoints)
+                again = island_of(
+                    SPEC, vectors, place, kind="cuda", local=local, checkpoints=checkpoints
+                )
                 async with started(again):
-                    await again.train(work_of(SPEC, 2), lambda progress: None)
+                    await again.train(work_of(SPEC, 2, inner_steps=STEPS), lambda progress: None)
                     await again.publish(0)
             ends.append(vectors.published.copy())
     assert ends[0].tobytes() == ends[1].tobytes()
@@ -257,10 +214,10 @@ async def test_a_gpu_that_others_have_filled_is_refused_in_one_sentence(
     others = torch.empty(free - left_bytes, dtype=torch.uint8, device="cuda:0")
     try:
         with vectors_of(spec) as vectors:
-            island = island_of(spec, vectors, place)
+            island = island_of(spec, vectors, place, kind="cuda")
             with pytest.raises(OutOfMemoryError, match=r"no memory left on cuda:0") as refused:
                 async with started(island):
-                    work = replace(work_of(spec), inner_steps=1)
+                    work = replace(work_of(spec, inner_steps=STEPS), inner_steps=1)
                     await island.train(work, lambda progress: None)
         assert "micro_batch" in str(refused.value.next_step)
     finally:

@@ -14,7 +14,7 @@ from rank_scene import initial_vectors
 from structlog.testing import capture_logs
 from test_hosts import PATIENCE_SECONDS, folder_of, following, island_of, open_desk
 from test_restarts_of_ranks import SPEC as RESTARTED
-from test_restarts_of_ranks import ignore, work_of
+from test_restarts_of_ranks import ignore, work
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lab.simulation.inline_island import InlineIsland
@@ -141,7 +141,7 @@ async def test_the_state_is_bit_for_bit_the_same_on_other_meshes_and_more_hosts(
 ) -> None:
     async with scene(vectors, folder) as disks:
         async with disks.started(disks.island(SHARDS, 1)) as island:
-            await island.train(work_of(1), ignore)
+            await island.train(work(1), ignore)
             await island.keep(1, is_last=True)
         first = disks.state(1)
         places = layout_of(SPEC).places
@@ -190,7 +190,7 @@ async def test_ranks_without_rows_of_a_tensor_have_nothing_to_pass(folder: Path)
             ):
                 async with disks.started(disks.island(shape, num_hosts)) as island:
                     if round_ == 1:
-                        await island.train(work_of(1), ignore)
+                        await island.train(work(1), ignore)
                     await island.keep(round_, is_last=True)
                 if round_ == 1:
                     first = disks.state(1)
@@ -210,15 +210,15 @@ async def test_on_another_mesh_hosts_train_on_as_if_nothing_had_happened(
     await inline.adopt()
     async with scene(vectors, folder) as disks:
         for round_, (shape, num_hosts) in enumerate([(SHARDS, 2), (STAGES, 2)], start=1):
-            await inline.train(work_of(round_), ignore)
+            await inline.train(work(round_), ignore)
             await inline.publish(0)
             if round_ == 2:  # from zero, steps are of another size
                 async with disks.started(disks.island(shape, num_hosts, keeps=False)) as island:
-                    await island.train(work_of(round_), ignore)
+                    await island.train(work(round_), ignore)
                     await island.publish(0)
                 assert np.abs(vectors.published - plain[1]).max() > 1e-3
             async with disks.started(disks.island(shape, num_hosts)) as island:
-                await island.train(work_of(round_), ignore)
+                await island.train(work(round_), ignore)
                 await island.publish(0)
                 await island.keep(round_, is_last=True)
             assert len(disks.passed_bytes(round_ - 1)) == (num_hosts if round_ > 1 else 0)
@@ -244,10 +244,10 @@ async def test_what_is_damaged_as_it_is_read_is_taken_by_no_rank_and_the_one_bef
     async with scene(vectors, folder) as disks:
         async with disks.started(disks.island(SHARDS, 2)) as island:
             for round_ in (1, 2):
-                await island.train(work_of(round_), ignore)
+                await island.train(work(round_), ignore)
                 await island.keep(round_, is_last=True)
         async with disks.started(disks.island(STAGES, 2, keeps=False)) as island:
-            await island.train(work_of(3), ignore)
+            await island.train(work(3), ignore)
             await island.publish(0)
         from_zero = vectors.published.copy()
 
@@ -263,7 +263,7 @@ async def test_what_is_damaged_as_it_is_read_is_taken_by_no_rank_and_the_one_bef
 
             island._own.bring_up = harmed  # hosts have told what they have, and ranks will read it
             async with disks.started(island):
-                await island.train(work_of(3), ignore)
+                await island.train(work(3), ignore)
                 await island.publish(0)
             return float(np.abs(vectors.published - from_zero).max())
 

@@ -1,28 +1,24 @@
 """Ranks that are started again go on with the inner optimizer's state, on the same mesh or another."""
 
 import asyncio
-import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rank_scene import with_texts
+from rank_scene import island_of, started, with_texts, work_of
 from structlog.testing import capture_logs
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from node.duties.lasting_island import LastingIsland
 from node.island.checkpoints.folder import CheckpointFolder
-from node.island.data.places import DataPlaces
 from node.island.island import InnerWork, Progress
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.faults import RankDiedError, RankHungError
-from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
 from protocol.run.layout import layout_of
 from protocol.run.models import DecoderModel
@@ -58,50 +54,8 @@ def folder(place: Path) -> CheckpointFolder:
     )
 
 
-def island_of(
-    shape: MeshShape,
-    vectors: SharedVectors,
-    place: Path,
-    folder: CheckpointFolder | None,
-    *,
-    hang_seconds: float = 0.0,
-    spec: RunSpec = SPEC,
-) -> ProcessIsland:
-    return ProcessIsland(
-        ranks=RanksHere(
-            devices=("cpu",) * shape.num_ranks,
-            shape=shape,
-            num_threads=1,
-        ),
-        spec=spec,
-        names=vectors.names,
-        data=DataPlaces(folder=place),
-        checkpoints=folder,
-        hang_seconds=hang_seconds,
-    )
-
-
-@contextlib.asynccontextmanager
-async def started(island: ProcessIsland) -> AsyncIterator[ProcessIsland]:
-    try:
-        await island.start()
-        await island.adopt()
-        yield island
-    finally:
-        await island.stop()
-
-
-def work_of(round_: int, inner_steps: int = 3, max_seconds: float = 1e6) -> InnerWork:
-    return InnerWork(
-        round=round_,
-        inner_steps=inner_steps,
-        first_sample=100 * round_,
-        num_samples=8 * ENDLESS,
-        token_clock=1000 * (round_ - 1),
-        round_tokens=1000,
-        max_seconds=max_seconds,
-        num_participants=1,
-    )
+def work(round_: int, inner_steps: int = 3) -> InnerWork:
+    return work_of(SPEC, round_, inner_steps=inner_steps)
 
 
 def ignore(progress: Progress) -> None:
@@ -128,8 +82,10 @@ MESHES = [
 async def test_the_state_is_bit_for_bit_the_same_from_mesh_to_mesh(
     vectors: SharedVectors, place: Path, folder: CheckpointFolder
 ) -> None:
-    async with started(island_of(MeshShape(shard=2), vectors, place, folder)) as island:
-        await island.train(work_of(1), ignore)
+    async with started(
+        island_of(SPEC, vectors, place, shape=MeshShape(shard=2), checkpoints=folder)
+    ) as island:
+        await island.train(work(1), ignore)
         await island.keep(1, is_last=True)
     (first,) = tensors_of(folder)
     names = [placed.name for placed in layout_of(SPEC).places]
@@ -137,7 +93,9 @@ async def test_the_state_is_bit_for_bit_the_same_from_mesh_to_mesh(
     assert sorted(first) == sorted(f"{kind}/{name}" for kind in kinds for name in names)
     assert all(bool(tensor.any()) for tensor in first.values())
     for round_, shape in enumerate(MESHES, start=2):
-        async with started(island_of(shape, vectors, place, folder)) as island:
+        async with started(
+            island_of(SPEC, vectors, place, shape=shape, checkpoints=folder)
+        ) as island:
             await island.keep(round_, is_last=True)
         newest, before = folder.whole()
         assert (newest.about.round, before.about.round) == (round_, round_ - 1)
@@ -166,9 +124,11 @@ async def test_empty_shards_are_kept_as_well(
             every_rounds=1,
         )
         for round_, shape in enumerate([MeshShape(shard=4), MeshShape()], start=1):
-            async with started(island_of(shape, small, place, kept, spec=spec)) as island:
+            async with started(
+                island_of(spec, small, place, shape=shape, checkpoints=kept)
+            ) as island:
                 if round_ == 1:
-                    await island.train(work_of(1), ignore)
+                    await island.train(work(1), ignore)
                 await island.keep(round_, is_last=True)
         of_one, of_four = tensors_of(kept)
         assert all(torch.equal(of_one[name], of_four[name]) for name in of_four)
@@ -179,20 +139,24 @@ async def test_empty_shards_are_kept_as_well(
 async def test_on_another_mesh_training_goes_on_as_if_nothing_had_happened(
     vectors: SharedVectors, place: Path, folder: CheckpointFolder
 ) -> None:
-    async with started(island_of(MeshShape(), vectors, place, None)) as island:
+    async with started(island_of(SPEC, vectors, place, shape=MeshShape())) as island:
         for round_ in (1, 2):
-            await island.train(work_of(round_), ignore)
+            await island.train(work(round_), ignore)
         await island.publish(0)
     uninterrupted = vectors.published.copy()
-    async with started(island_of(MeshShape(shard=2), vectors, place, folder)) as island:
-        await island.train(work_of(1), ignore)
+    async with started(
+        island_of(SPEC, vectors, place, shape=MeshShape(shard=2), checkpoints=folder)
+    ) as island:
+        await island.train(work(1), ignore)
         await island.publish(0)
         await island.keep(1, is_last=True)
     vectors.parameters[:] = vectors.published
     shape = MeshShape(pipeline=2, schedule="zbv")  # one rank has both ends of the tied embedding
     for kept in (folder, None):
-        async with started(island_of(shape, vectors, place, kept)) as island:
-            await island.train(work_of(2), ignore)
+        async with started(
+            island_of(SPEC, vectors, place, shape=shape, checkpoints=kept)
+        ) as island:
+            await island.train(work(2), ignore)
             await island.publish(0)
         apart = np.abs(vectors.published - uninterrupted).max()
         # Only sums in another order; without the state, steps are of another size.
@@ -202,18 +166,18 @@ async def test_on_another_mesh_training_goes_on_as_if_nothing_had_happened(
 async def test_a_killed_rank_costs_no_more_than_the_round_in_flight(
     vectors: SharedVectors, place: Path, folder: CheckpointFolder
 ) -> None:
-    island = island_of(MeshShape(replicate=2), vectors, place, folder)
+    island = island_of(SPEC, vectors, place, shape=MeshShape(replicate=2), checkpoints=folder)
     lasting = LastingIsland(island)
     try:
         await lasting.start()
         lasting.come_up()
         await lasting.adopt()
-        await lasting.train_and_publish(work_of(1), 0, ignore)
+        await lasting.train_and_publish(work(1), 0, ignore)
         await island.keep(1, is_last=True)
         with capture_logs() as lines:
             seen = asyncio.Event()
             training = asyncio.create_task(
-                lasting.train_and_publish(work_of(2, ENDLESS), 0, lambda progress: seen.set())
+                lasting.train_and_publish(work(2, ENDLESS), 0, lambda progress: seen.set())
             )
             await seen.wait()
             seen.clear()
@@ -232,7 +196,7 @@ async def test_a_killed_rank_costs_no_more_than_the_round_in_flight(
 async def test_a_rank_that_is_stopped_is_found_out_and_the_ranks_start_again(
     victim: int, vectors: SharedVectors, place: Path
 ) -> None:
-    island = island_of(MeshShape(replicate=2), vectors, place, None, hang_seconds=3600)
+    island = island_of(SPEC, vectors, place, shape=MeshShape(replicate=2), hang_seconds=3600)
     lasting = LastingIsland(island)
     try:
         await lasting.start()
@@ -242,7 +206,7 @@ async def test_a_rank_that_is_stopped_is_found_out_and_the_ranks_start_again(
             at_work: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
             training = asyncio.create_task(
                 lasting.train_and_publish(
-                    work_of(1, ENDLESS), 0, lambda progress: at_work.put_nowait(island.process_ids)
+                    work(1, ENDLESS), 0, lambda progress: at_work.put_nowait(island.process_ids)
                 )
             )
             before = await at_work.get()
@@ -268,7 +232,7 @@ async def test_a_rank_that_is_stopped_is_found_out_and_the_ranks_start_again(
 
 
 async def test_a_hang_is_a_death_with_its_own_reason(vectors: SharedVectors, place: Path) -> None:
-    island = island_of(MeshShape(), vectors, place, None, hang_seconds=3600)
+    island = island_of(SPEC, vectors, place, shape=MeshShape(), hang_seconds=3600)
     async with started(island):
         os.kill(island.process_ids[0], signal.SIGSTOP)
         island._watch.silence.patience_seconds = 0.5

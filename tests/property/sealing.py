@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
-from coordinator.swarm.state import Members
+from coordinator.swarm.members import Members
 
 T = TypeVar("T")
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})

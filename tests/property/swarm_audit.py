@@ -9,7 +9,8 @@ from itertools import combinations
 from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 
 from coordinator.swarm.ledger import Places, free_again
-from coordinator.swarm.state import PRESENT, Member, MemberState, RoundPhase, SwarmState
+from coordinator.swarm.members import PRESENT, Member, MemberState
+from coordinator.swarm.state import RoundPhase, SwarmState
 from coordinator.swarm.weighing import say_of
 from protocol.wire.messages import SliceTakenOver
 from protocol.wire.rounds import Assignment, Commit, NodeId, Plan

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from swarm_nodes import Place
 
 from coordinator.swarm.events import Attached, Event, Reported
-from coordinator.swarm.state import PRESENT, MemberState, SwarmState
+from coordinator.swarm.members import PRESENT, MemberState
+from coordinator.swarm.state import SwarmState
 from protocol.wire.messages import Held, Reduced, SliceTakenOver
 from protocol.wire.rounds import Assignment, Commit, Digest, LayoutSummary, NodeId, Plan
 

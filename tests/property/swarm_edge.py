@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping
 
 from swarm_nodes import SimulatedNode
 
-from coordinator.swarm.actions import Action, EndSession, OpenSession, Tell
 from coordinator.swarm.agreement import may_bring_commits
+from coordinator.swarm.events import Action, EndSession, OpenSession, Tell
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.rounds import holders_of, plan_of
 from coordinator.swarm.start import time_of_round
-from coordinator.swarm.state import MemberState, SwarmState, last_sure_round
+from coordinator.swarm.state import SwarmState, last_sure_round
 from coordinator.swarm.takeover import takeover_of
 from protocol.wire.messages import (
     CommitsWanted,

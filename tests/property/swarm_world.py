@@ -16,8 +16,8 @@ from swarm_edge import obey
 from swarm_laws import MembersStay, check_deadline, check_leases
 from swarm_nodes import CONTEXT, SimulatedNode, Swarm, sender_of
 
-from coordinator.swarm.actions import Action, OpenSession, Tell
 from coordinator.swarm.events import (
+    Action,
     Attached,
     BaseLearned,
     CommitLearned,
@@ -25,12 +25,15 @@ from coordinator.swarm.events import (
     Event,
     HeartbeatSeen,
     HistoryTold,
+    OpenSession,
     Reported,
     Started,
     StreamBroken,
+    Tell,
     Ticked,
 )
-from coordinator.swarm.state import PRESENT, Rules, SwarmState
+from coordinator.swarm.members import PRESENT
+from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.errors import CopyAttachedError, SessionEndedError
 from protocol.wire.messages import (

@@ -6,9 +6,9 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator.swarm.actions import QuarantineAsked
-from coordinator.swarm.events import Reported
-from coordinator.swarm.state import Verdict, Work
+from coordinator.swarm.events import QuarantineAsked, Reported
+from coordinator.swarm.members import Work
+from coordinator.swarm.state import Verdict
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import NodeId, RoundSpan
 from tests.unit.swarm_scene import Scene, asked_of, digest_of

@@ -6,8 +6,8 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from coordinator.swarm.members import Member, MemberState, Work
 from coordinator.swarm.standing import LEAST_TRIAL_SECONDS, TRIAL_MARGIN
-from coordinator.swarm.state import Member, MemberState, Work
 from coordinator.swarm.weighing import earned, heaviest, is_enough, say_of, weight_of
 from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress
 from tests.unit.swarm_scene import Scene

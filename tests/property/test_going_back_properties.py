@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from coordinator.swarm.events import CommitLearned, RulingsLearned
 from coordinator.swarm.ledger import free_again
-from coordinator.swarm.state import MemberState, RoundPhase, SwarmState
+from coordinator.swarm.members import MemberState
+from coordinator.swarm.state import RoundPhase, SwarmState
 from coordinator.swarm.weighing import worth
 from protocol.wire.rounds import Commit, Digest, NodeId
 from tests.unit.going_back_scene import NODES, Kept

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_reach_properties import NAMES, RULES, member
 
-from coordinator.swarm.actions import Tell
-from coordinator.swarm.events import HeartbeatSeen
+from coordinator.swarm.events import HeartbeatSeen, Tell
+from coordinator.swarm.members import PRESENT, MemberState
 from coordinator.swarm.membership import heartbeat
 from coordinator.swarm.punching import FIRST_WAIT_SECONDS
-from coordinator.swarm.state import PRESENT, MemberState
 from coordinator.swarm.transition import initial_state
 from coordinator.swarm.turn import Turn
 from protocol.wire.messages import PunchAsked

@@ -9,8 +9,9 @@ from effort import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.reach import best_reducers, cut_off_from, newly_cut_pairs
-from coordinator.swarm.state import Member, MemberState, Rules, Say, SwarmState
+from coordinator.swarm.state import Rules, Say, SwarmState
 from coordinator.swarm.transition import initial_state
 from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.swarm.events import Ruled
+from coordinator.swarm.members import BARRED
 from coordinator.swarm.membership import roster_of
-from coordinator.swarm.state import BARRED
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import AtollError, ExpelledError, HeldBackError
 from protocol.trust.rulings import RUN_OWNER, RulingKind, follows

@@ -9,10 +9,10 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator.swarm.actions import QuarantineAsked, Tell
-from coordinator.swarm.events import Reported
+from coordinator.swarm.events import QuarantineAsked, Reported, Tell
+from coordinator.swarm.members import Member, Work
 from coordinator.swarm.spot_checks import evidence
-from coordinator.swarm.state import Member, Say, Work
+from coordinator.swarm.state import Say
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import NodeId
 from tests.unit.swarm_scene import Scene, digest_of

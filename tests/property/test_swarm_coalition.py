@@ -19,7 +19,8 @@ from swarm_nodes import SimulatedNode, State, Swarm
 from swarm_world import World
 
 from coordinator.swarm.events import Detached, Event, Reported, Ticked
-from coordinator.swarm.state import PRESENT, RoundPhase
+from coordinator.swarm.members import PRESENT
+from coordinator.swarm.state import RoundPhase
 from coordinator.swarm.weighing import say_of, weight_of
 from protocol.wire.messages import Held, Reduced, Trained
 from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId

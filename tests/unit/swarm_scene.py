@@ -4,18 +4,20 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from coordinator.swarm.actions import Action, Tell
 from coordinator.swarm.events import (
+    Action,
     Attached,
     Detached,
     Event,
     HeartbeatSeen,
     Reported,
     StreamBroken,
+    Tell,
     Ticked,
 )
+from coordinator.swarm.members import Member
 from coordinator.swarm.shares import UNKNOWN, Rates
-from coordinator.swarm.state import Member, Round, Rules, SwarmState
+from coordinator.swarm.state import Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
 from protocol.wire.rounds import (

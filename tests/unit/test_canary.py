@@ -8,9 +8,8 @@ import pytest
 from going_back_scene import EVERYWHERE, Kept
 from swarm_scene import Scene
 
-from coordinator.swarm.actions import GoBack
 from coordinator.swarm.canary import COORDINATOR, is_plausible
-from coordinator.swarm.events import Ruled, Started
+from coordinator.swarm.events import GoBack, Ruled, Started
 from coordinator.swarm.state import Alarm
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import RunFinished

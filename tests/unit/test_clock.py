@@ -8,7 +8,7 @@ from coordinator.clock import LONGEST_GAP_SECONDS, TICK_SECONDS, LoopClock, seco
 from coordinator.driver import UNNOTICED_SECONDS, Driver
 from coordinator.store import Store
 from coordinator.swarm.events import HeartbeatSeen
-from coordinator.swarm.state import MemberState
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.transition import initial_state
 from lab.simulation.virtual_time import run_in_virtual_time
 from protocol.wire.channel import RETRY_CAP_SECONDS

@@ -10,7 +10,7 @@ from coordinator.driver import MAX_UNREAD, Driver
 from coordinator.store import Store
 from coordinator.streams import Stream
 from coordinator.swarm.events import Attached, Detached, HeartbeatSeen, Reported
-from coordinator.swarm.state import MemberState
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.transition import initial_state
 from protocol.errors import SessionEndedError, SystemRefusedError
 from protocol.wire.messages import (

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from coordinator.driver import FEW_SESSIONS, MOST_IN_A_BATCH, Driver
 from coordinator.store import Store
 from coordinator.swarm.events import Detached, Event, HeartbeatSeen, Reported, ReportedTogether
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import roster_of
-from coordinator.swarm.state import MemberState, SwarmState
+from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import ProtocolMismatchError, SessionEndedError, SystemRefusedError
 from protocol.wire.messages import Held, RosterChanged, RosterTold, RoundCommitted, RoundOpened

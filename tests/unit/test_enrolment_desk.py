@@ -14,6 +14,7 @@ from coordinator.services.enrolment import (
     FAILURE_SECONDS,
     MAX_FAILURES,
     MAX_LOGGED,
+    ControlEndpoint,
     EnrolmentDesk,
     EnrolmentServicer,
     Failures,
@@ -66,11 +67,9 @@ def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
     )
     desk = EnrolmentDesk(
         store,
-        authority.certificate_pem,
         certificates,
         rulings,
-        run_name="r",
-        control_port=7700,
+        leads_to=ControlEndpoint(run_name="r", port=7700, authority_pem=authority.certificate_pem),
         clock=lambda: 0.0,
         wall_clock=lambda: WALL,
         write=written,

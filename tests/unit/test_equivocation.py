@@ -6,7 +6,7 @@ import pytest
 
 from node.exchange.signing import AlreadySignedError, PayloadSigner
 from protocol.errors import BadDataError
-from protocol.trust.equivocation import equivocation_in
+from protocol.trust.evidence import equivocation_in
 from protocol.trust.identity import Identity
 from protocol.wire.payload import CHUNK, CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Digest

@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarm_scene import LAYOUT, TOKENS, Scene, digest_of
 
-from coordinator import closed_rows
+from coordinator import round_rows
 from coordinator.store import Store
 from coordinator.swarm import membership
 from coordinator.swarm.events import CommitLearned, Event
@@ -26,7 +26,7 @@ def keeps(monkeypatch: pytest.MonkeyPatch) -> Keeps:
     """Sets how many rounds are kept whole."""
 
     def keep(num_rounds: int) -> None:
-        monkeypatch.setattr(closed_rows, "KEPT_ROUNDS", num_rounds)
+        monkeypatch.setattr(round_rows, "KEPT_ROUNDS", num_rounds)
         monkeypatch.setattr(membership, "KEPT_ROUNDS", num_rounds)
 
     return keep

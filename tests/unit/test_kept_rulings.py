@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node.rulings import KeptRulings
+from node.history import KeptRulings
 from protocol.errors import BadDataError, ConfigError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import (
@@ -136,5 +136,6 @@ def test_the_rules_of_a_round_are_those_of_its_amendments() -> None:
         changes=(("inner.learning_rate", 0.5),),
         from_round=4,
     )
+    assert kept.spec_in(4) == SPEC, "what was asked before the amendment is not remembered after it"
     kept.take([signed(ruling)])
     assert kept.spec_in(3) == SPEC and kept.spec_in(4).inner.learning_rate == 0.5

@@ -31,9 +31,10 @@ from coordinator.store import Store
 from coordinator.swarm import rounds
 from coordinator.swarm.events import Event, HeartbeatSeen, Reported, ReportedTogether
 from coordinator.swarm.ledger import Ledger, Places, lease, reopen, settle
+from coordinator.swarm.members import Member
 from coordinator.swarm.opening import MOST_REDUCERS
 from coordinator.swarm.reach import best_reducers
-from coordinator.swarm.state import HeldOut, Member, Round, SliceProgress, SwarmState
+from coordinator.swarm.state import HeldOut, Round, SliceProgress, SwarmState
 from coordinator.swarm.transition import next_deadline, step
 from coordinator.swarm.weighing import say_of
 from coordinator.telemetry import Telemetry

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.dashboard.round_tally import RoundTally
 from coordinator.dashboard.run_metrics import RUN_METRICS, board_of
-from coordinator.swarm.actions import Tell
+from coordinator.dashboard.timeline import RoundTally
+from coordinator.swarm.events import Tell
 from coordinator.swarm.transition import Transition
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb

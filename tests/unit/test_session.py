@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import structlog.testing
 
+from node.history import KeptRulings
 from node.link.calls import Attachment
 from node.link.session import LEAVE_SECONDS, MOST_REPORTS, Session
-from node.rulings import KeptRulings
 from protocol.errors import (
     AtollError,
     NotPermittedError,

@@ -7,9 +7,17 @@ import pytest
 
 from coordinator.store import Store
 from coordinator.streams import what_holds_for
-from coordinator.swarm.actions import GoBack, QuarantineAsked
-from coordinator.swarm.events import Reported, Ruled, RulingsLearned, Started, Ticked
-from coordinator.swarm.state import Audit, AuditRecord, MemberState, SwarmState, Verdict, Work
+from coordinator.swarm.events import (
+    GoBack,
+    QuarantineAsked,
+    Reported,
+    Ruled,
+    RulingsLearned,
+    Started,
+    Ticked,
+)
+from coordinator.swarm.members import AuditRecord, MemberState, Work
+from coordinator.swarm.state import Audit, SwarmState, Verdict
 from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from coordinator.swarm.actions import GoBack, QuarantineAsked
-from coordinator.swarm.events import LeftOutProven, Ruled, Ticked
-from coordinator.swarm.state import MemberState
+from coordinator.swarm.events import GoBack, LeftOutProven, QuarantineAsked, Ruled, Ticked
+from coordinator.swarm.members import MemberState
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import RulingKind
 from protocol.wire.rounds import NodeId, RoundSpan

@@ -18,7 +18,7 @@ from deadline_scene import (
 )
 from swarm_scene import TOKENS, digest_of
 
-from coordinator.swarm.state import Standing
+from coordinator.swarm.members import Standing
 from protocol.wire.rounds import NodeId
 
 

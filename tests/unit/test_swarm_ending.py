@@ -5,7 +5,7 @@ from dataclasses import replace
 from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.events import CommitLearned
-from coordinator.swarm.state import MemberState
+from coordinator.swarm.members import MemberState
 from protocol.wire.messages import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
 from protocol.wire.rounds import NodeId
 

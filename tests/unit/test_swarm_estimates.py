@@ -4,8 +4,7 @@ from deadline_scene import A, B, a_round, swarm_of, train
 from swarm_scene import Scene
 
 from coordinator.swarm.deadlines import ROUNDS_NEEDED
-from coordinator.swarm.estimates import phase_seconds_left, round_seconds, run_seconds_left
-from coordinator.swarm.explain import explain
+from coordinator.swarm.explain import explain, phase_seconds_left, round_seconds, run_seconds_left
 from coordinator.swarm.state import RoundPhase
 
 

@@ -3,7 +3,7 @@
 import pytest
 from swarm_scene import Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.actions import Tell
+from coordinator.swarm.events import Tell
 from protocol.wire.messages import EvaluationAsked, RoundOpened
 from protocol.wire.rounds import CorpusSummary
 

@@ -8,9 +8,9 @@ from swarm_scene import Scene, asked_of, digest_of
 
 from coordinator.swarm.events import CommitLearned, Started
 from coordinator.swarm.going_back import HistoryMovedError
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.start import bringing
-from coordinator.swarm.state import MemberState
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import UsageError
 from protocol.trust.rulings import in_words, ruling_from_json

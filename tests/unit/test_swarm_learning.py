@@ -7,7 +7,8 @@ import pytest
 from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.events import BaseLearned, CommitLearned, Event, HistoryTold, Started
-from coordinator.swarm.state import MemberState, RoundPhase, SwarmState
+from coordinator.swarm.members import MemberState
+from coordinator.swarm.state import RoundPhase, SwarmState
 from protocol.wire.messages import CommitsWanted, EvaluationAsked, RoundCommitted, RunFinished
 from protocol.wire.rounds import Commit, Digest, NodeId
 

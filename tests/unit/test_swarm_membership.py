@@ -3,10 +3,17 @@ from dataclasses import replace
 import pytest
 from swarm_scene import CORPUS, INITIAL, LAYOUT, Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.actions import EndSession, OpenSession, SendRoster
-from coordinator.swarm.events import HistoryTold, StreamBroken, Ticked, Woke
+from coordinator.swarm.events import (
+    EndSession,
+    HistoryTold,
+    OpenSession,
+    SendRoster,
+    StreamBroken,
+    Ticked,
+    Woke,
+)
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import roster_of
-from coordinator.swarm.state import MemberState
 from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
 from protocol.wire.messages import CommitsWanted, ParticipantsDeparted, RefetchAsked, RoundOpened
 from protocol.wire.rounds import NodeId

@@ -6,8 +6,8 @@ import pytest
 from swarm_scene import INITIAL, Scene
 
 from coordinator.swarm.events import Event, Started, StreamBroken, Ticked, Woke
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import roster_of
-from coordinator.swarm.state import MemberState
 from protocol.errors import CopyAttachedError, SessionEndedError
 from protocol.wire.rounds import NodeId
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from swarm_scene import INITIAL, Scene
 
-from coordinator.swarm.actions import Tell
+from coordinator.swarm.events import Tell
 from coordinator.swarm.punching import (
     FIRST_WAIT_SECONDS,
     LAST_WAIT_SECONDS,

@@ -5,7 +5,8 @@ from dataclasses import replace
 from swarm_scene import INITIAL, STEP_TOKENS, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.ledger import free_again, num_samples_of
-from coordinator.swarm.state import MemberState, RoundPhase
+from coordinator.swarm.members import MemberState
+from coordinator.swarm.state import RoundPhase
 from protocol.wire.messages import EvaluationAsked, RefetchAsked, RoundCommitted
 from protocol.wire.rounds import Digest
 

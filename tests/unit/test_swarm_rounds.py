@@ -14,8 +14,9 @@ from swarm_scene import (
 
 from coordinator.swarm.events import Reported
 from coordinator.swarm.explain import explain
+from coordinator.swarm.members import MemberState
 from coordinator.swarm.rounds import plan_of
-from coordinator.swarm.state import MemberState, RoundPhase
+from coordinator.swarm.state import RoundPhase
 from protocol.wire.messages import Reduced, RefetchAsked, RoundCommitted, RoundOpened
 from protocol.wire.rounds import ContributionDigest, Contributor, NodeId
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from swarm_scene import Scene, digest_of
 
-from coordinator.closed_rows import MOST_SCREENED, figures_of
+from coordinator.round_rows import MOST_SCREENED, figures_of
 from coordinator.services.status import confirmed_shares
 from coordinator.swarm.books import SCREENED_ROUNDS, book, recent_screening, screenings_of, unbook
-from coordinator.swarm.state import Screening, SwarmState
+from coordinator.swarm.members import Screening
+from coordinator.swarm.state import SwarmState
 from protocol.terminal.node_words import screening_in_words, work_in_words
 from protocol.terminal.status_words import screened_in_words
 from protocol.v1 import status_pb2

@@ -3,7 +3,8 @@
 from swarm_scene import INITIAL, Scene, digest_of, of_kind
 
 from coordinator.swarm.events import Started
-from coordinator.swarm.state import MemberState, trimmed
+from coordinator.swarm.members import MemberState
+from coordinator.swarm.state import trimmed
 from protocol.wire.messages import RoundCommitted, RoundOpened
 
 AFTER = digest_of("after 1")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from swarm_scene import Scene, digest_of, of_kind
 
-from coordinator.swarm.actions import EndSession
-from coordinator.swarm.events import Ruled, RulingsLearned, Started
+from coordinator.swarm.events import EndSession, Ruled, RulingsLearned, Started
+from coordinator.swarm.members import PRESENT, MemberState
 from coordinator.swarm.membership import roster_of
-from coordinator.swarm.state import PRESENT, MemberState, Rules
+from coordinator.swarm.state import Rules
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import ExpelledError, UsageError
 from protocol.trust.rulings import RUN_OWNER, RulingKind, follows

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
-from coordinator.swarm.ways import MOST_WAYS, ways_between, ways_in_words
+from coordinator.swarm.reach import MOST_WAYS, ways_between, ways_in_words
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import NodeId, cut_into_slices
 

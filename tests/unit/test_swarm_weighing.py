@@ -6,7 +6,7 @@ import pytest
 from swarm_scene import INITIAL, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.books import book, unbook
-from coordinator.swarm.state import Member, MemberState, Work
+from coordinator.swarm.members import Member, MemberState, Work
 from coordinator.swarm.weighing import (
     HALF_LIFE_ROUNDS,
     cap_of,

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from swarm_scene import Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.actions import Tell
 from coordinator.swarm.evaluation import without_evaluations_since
-from coordinator.swarm.events import Reported
+from coordinator.swarm.events import Reported, Tell
 from coordinator.swarm.explain import explain
 from coordinator.swarm.state import KEPT_WRITTEN, Written
 from protocol.wire.messages import EvaluationAsked, RunFinished, Wrote

@@ -10,9 +10,9 @@ from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from lab.simulation.coordinator import DeskStub, SimulatedCoordinator
 from lab.simulation.swarm import identity_of
+from node.history import KeptRulings
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
-from node.rulings import KeptRulings
 from protocol.errors import UnavailableError
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.node_words import copies_in_words

@@ -42,7 +42,6 @@ from node.exchange.codecs.codec import (
     Reader,
     Tiles,
     check_body,
-    check_num_elements,
     check_values,
     refuse_not_finite,
 )
@@ -220,7 +219,6 @@ class Blockwise(DecodesByTile, FixedSize):
 
     def encoded_bytes(self, num_elements: int) -> int:
         """Exact size of the body."""
-        check_num_elements(num_elements)
         return 4 * num_blocks(num_elements) + self.code_bytes(num_elements)
 
     def encode(self, values: Vector) -> bytes:

@@ -40,7 +40,6 @@ from node.exchange.codecs.codec import (
     Reader,
     Tiles,
     check_body,
-    check_num_elements,
     check_values,
     refuse_not_finite,
 )
@@ -204,7 +203,6 @@ class Sign(DecodesByTile, FixedSize):
 
     def encoded_bytes(self, num_elements: int) -> int:
         """Exact size of the body."""
-        check_num_elements(num_elements)
         return 4 * num_chunks(num_elements) + (num_elements + 7) // 8
 
     def encode(self, values: Vector) -> bytes:
@@ -359,7 +357,6 @@ class Int2(DecodesByTile, FixedSize):
 
     def encoded_bytes(self, num_elements: int) -> int:
         """Exact size of the body."""
-        check_num_elements(num_elements)
         return 16 * num_chunks(num_elements) + two_bit_bytes(num_elements)
 
     def encode(self, values: Vector) -> bytes:

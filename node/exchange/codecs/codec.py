@@ -227,15 +227,16 @@ class FixedSize(ABC):
 
     @abstractmethod
     def encoded_bytes(self, num_elements: int) -> int:
-        """Exact size of the body."""
+        """Exact size of the body for a slice, which has at least one element."""
 
     def most_bytes(self, num_elements: int) -> int:
         """The one size."""
+        check_num_elements(num_elements)
         return self.encoded_bytes(num_elements)
 
     def admits(self, body_bytes: int, num_elements: int) -> bool:
         """Whether this is the one size."""
-        return body_bytes == self.encoded_bytes(num_elements)
+        return body_bytes == self.most_bytes(num_elements)
 
 
 def check_values(values: Vector) -> None:

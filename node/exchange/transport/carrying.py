@@ -1,7 +1,7 @@
 """Streams between two members that a third one carries: what both ends do, and what the third does.
 
 Some pairs reach each other neither directly nor through holes, and the coordinator names others for them that
-both reach (coordinator.swarm.ways). The first of the two opens a stream to one of these, which opens one to
+both reach (coordinator.swarm.reach). The first of the two opens a stream to one of these, which opens one to
 the second and passes on what comes, both ways. Between the two it is TLS, and inside goes what goes
 elsewhere. A node carries for pairs of the latest two plans alone, by what its owner lets it, and for members
 only.

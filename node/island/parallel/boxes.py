@@ -5,7 +5,7 @@ together cover the canonical vector exactly once, so contributions do not depend
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -68,24 +68,31 @@ def dealt(sizes: list[int], num_ranks: int) -> list[list[int]]:
     return turns
 
 
-def held_by(
-    parts: Iterable[nn.Module],
-    layout: Layout,
-    mesh: Mesh,
-    *,
-    copies: frozenset[nn.Parameter] = frozenset(),
-) -> Iterator[Held]:
-    """What the rank holds of what is trained, part by part.
+def published_by(mesh: Mesh, layout: Layout) -> frozenset[str]:
+    """The names of the tensors that the rank publishes its part of.
 
     Ranks that hold the same publish in turn: those of the replicate axis, or all ranks where every
-    one has the whole model. The end of a pipeline leaves a tied embedding, one of `copies`, to its start.
+    one has the whole model.
     """
-    places = {place.name: place for place in layout.places}
     if mesh.shape.is_fully_sharded:
         turns = places_of_ranks(layout.places, mesh.shape.replicate)[mesh.place.replicate]
     else:
         turns = places_of_ranks(layout.places, mesh.num_ranks)[mesh.rank]
-    own = {place.name for place in turns}
+    return frozenset(place.name for place in turns)
+
+
+def held_by(
+    parts: Iterable[nn.Module],
+    places: Mapping[str, TensorPlace],
+    *,
+    published: frozenset[str],
+    copies: frozenset[nn.Parameter],
+) -> Iterator[Held]:
+    """What the rank holds of what is trained, part by part; `places` are the layout's, by name.
+
+    Of the tensors that it publishes the end of a pipeline leaves a tied embedding, one of `copies`, to its
+    start.
+    """
     for part in parts:
         for name, parameter in part.named_parameters():
             if not parameter.requires_grad:
@@ -96,7 +103,7 @@ def held_by(
             yield Held(
                 box=box,
                 local=values.to_local() if isinstance(values, DTensor) else values,
-                publishes=name in own and is_first and parameter not in copies,
+                publishes=name in published and is_first and parameter not in copies,
             )
 
 

@@ -31,6 +31,18 @@ class Mesh:
     shard_group: dist.ProcessGroup | None = None  # over which ZeRO 1 spreads the optimizer's state
     context_group: dist.ProcessGroup | None = None
     ends_group: dist.ProcessGroup | None = None  # of the pipeline's ends, where weights are tied
+    num_ranks: int = field(init=False)  # of the island
+    place: Place = field(init=False)  # the rank's coordinates
+    stages: tuple[int, ...] = field(init=False)  # the parts of the pipeline that this rank holds
+    has_loss: bool = field(init=False)  # whether this rank holds the end of the model
+
+    def __post_init__(self) -> None:
+        place = self.shape.place_of(self.rank)
+        stages = self.shape.stages_of(place.pipeline)
+        object.__setattr__(self, "num_ranks", self.shape.num_ranks)
+        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "has_loss", self.shape.num_stages - 1 in stages)
 
     @classmethod
     def joined(
@@ -70,11 +82,6 @@ class Mesh:
         )
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks of the island."""
-        return self.shape.num_ranks
-
-    @property
     def ranks_per_host(self) -> int:
         """Each host has as many: neighbours."""
         return self.num_ranks // self.num_hosts
@@ -88,21 +95,6 @@ class Mesh:
     def is_first_of_host(self) -> bool:
         """Whether this rank does what is done once on each host."""
         return self.rank % self.ranks_per_host == 0
-
-    @property
-    def place(self) -> Place:
-        """The rank's coordinates."""
-        return self.shape.place_of(self.rank)
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The parts of the pipeline that this rank holds."""
-        return self.shape.stages_of(self.place.pipeline)
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank holds the end of the model."""
-        return self.shape.num_stages - 1 in self.stages
 
     @property
     def speaks(self) -> bool:

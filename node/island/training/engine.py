@@ -186,7 +186,11 @@ class Engine:
         )
         ends = [] if shape.pipeline == 1 else [architecture.tied(part) for part in self.parts]
         self._tied = [weight for weight in ends if weight is not None]
-        self._clip = GradientClipping(self._parameters, mesh=mesh, copies=self.copies())
+        self.copies: frozenset[nn.Parameter] = frozenset().union(
+            *(architecture.copies(part) for part in self.parts)
+        )
+        """Parameters of this rank whose first use is in another part of the model."""
+        self._clip = GradientClipping(self._parameters, mesh=mesh, copies=self.copies)
 
     @property
     def named_parameters(self) -> nn.ModuleList:
@@ -207,10 +211,6 @@ class Engine:
     def has_metric(self) -> bool:
         """Whether a measure has one beside the loss."""
         return self._architecture.has_metric
-
-    def copies(self) -> frozenset[nn.Parameter]:
-        """Parameters of this rank whose first use is in another part of the model."""
-        return frozenset().union(*(self._architecture.copies(part) for part in self.parts))
 
     def take_base(self, base: Path | None) -> None:
         """Fills what is not trained, from the node's own copy; raises BadDataError where it is not the run's.

@@ -36,6 +36,7 @@ from node.island.parallel.boxes import (
     blend_boxes,
     held_by,
     publish_boxes,
+    published_by,
     rebase_boxes,
 )
 from node.island.parallel.combinations import check_combination, check_local, may_be_traced
@@ -150,10 +151,13 @@ class Trainer:
         self._spec = spec
         self._corpus = corpus
         self._device = device
+        self._pins_memory = carries_pinned_memory(device)
         self._mesh = mesh
         self._clock = clock
         self._load = local.load
         self._layout = layout_of(spec)
+        self._places = {place.name: place for place in self._layout.places}
+        self._published = published_by(mesh, self._layout)
         self._flops_per_token = flops_per_token(spec)
         self._copies = copies_of(torch.device("cpu") if mesh.shape.has_offload else device)
         self._staging = Staging(torch.device("cpu") if mesh.shape.has_offload else device)
@@ -221,9 +225,11 @@ class Trainer:
 
     def _held(self) -> list[Held]:
         """What the rank holds, to be read or changed in place."""
-        reshard(self._engine.parts)
         engine = self._engine
-        return list(held_by(engine.parts, self._layout, self._mesh, copies=engine.copies()))
+        reshard(engine.parts)
+        return list(
+            held_by(engine.parts, self._places, published=self._published, copies=engine.copies)
+        )
 
     def train(
         self,
@@ -420,7 +426,7 @@ class Trainer:
 
     def _named(self) -> list[Named]:
         reshard(self._engine.parts)  # else its parameters are not those that are stepped
-        return named_by(self._engine.parts, self._optimizers, copies=self._engine.copies())
+        return named_by(self._engine.parts, self._optimizers, copies=self._engine.copies)
 
     def _compile_now(self) -> None:
         """Else the first round, and the speed that it is planned by, would pay for it."""
@@ -502,6 +508,6 @@ class Trainer:
         return self._moved(tokens), self._moved(targets), self._moved(documents)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        if carries_pinned_memory(self._device):
+        if self._pins_memory:
             return tensor.pin_memory().to(self._device, non_blocking=True)
         return tensor.to(self._device)
