@@ -195,8 +195,7 @@ class Rulings:
             _log.error("the run does not go back by itself", why=error.what, reason=alarm.reason)
 
     async def _undone_after(self, round: int) -> Undone:
-        layout = self._driver.state.layout
-        num_fragments = 1 if layout is None else len(layout.fragment_elements)
+        num_fragments = len(self._driver.state.rules.layout.fragment_elements)
         return await self._driver.aside(
             lambda: self.store.undone_after(round, num_fragments=num_fragments)
         )

@@ -456,6 +456,10 @@ KEPT_LEFT = 8
 """So many times in a row void rounds give way before nodes that were away meanwhile may be misjudged."""
 
 
+NO_LAYOUT = LayoutSummary(digest=Digest(b""), fragment_elements=())
+"""No node has it. Rules in a database of a release before have it until the run file's take their place."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What of the run file the core goes by. Amendments change it: see coordinator.swarm.steering."""
@@ -473,6 +477,8 @@ class Rules:
     apply_seconds: float
     lease_seconds: float
     evaluate_every_rounds: int
+    layout: LayoutSummary = NO_LAYOUT  # how the model is cut
+    codecs: tuple[str, str] = ("", "")  # up and down, with their versions
     num_prompts: int = 0  # from which the model writes on where it is evaluated
     adapts_deadlines: bool = False  # whether those above are caps, and plans follow measurements
     floor_seconds: float = 0.0  # the least of each phase, when they do
@@ -555,11 +561,6 @@ class SwarmState:
     rules: Rules
     run_digest: Digest
     members: Mapping[NodeId, Member] = field(default_factory=dict)
-    layout: LayoutSummary | None = (
-        None  # from the run file; None: from the first node that attached
-    )
-    corpus: CorpusSummary | None = None  # from the first node that attached
-    codecs: tuple[str, ...] = ()  # of who is here: up and down, with their versions
     committed_round: int = 0
     outer_digest: Digest | None = None  # of the committed round; None while nodes still agree on it
     token_clock: int = 0

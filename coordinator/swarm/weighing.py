@@ -16,11 +16,14 @@ weigh at most twice what is usual for one.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
-from coordinator.swarm.state import Member, Round, Say, SwarmState, Work
+from coordinator.swarm.state import PRESENT, Member, Round, Say, SwarmState, Work
 from coordinator.swarm.turn import Same
 from protocol.wire.rounds import WHOLE as WHOLE_FACTOR
-from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, CorpusSummary, NodeId
+
+Told = TypeVar("Told")
 
 HALF_LIFE_ROUNDS = 64
 """Newcomers have half of the say that their work deserves in the long run after so many rounds. Shorter
@@ -173,9 +176,21 @@ def say_in(state: SwarmState, current: Round, among: Collection[NodeId]) -> Say:
     return say_of((state.members[node_id] for node_id in among), current.number - 1)
 
 
-def heaviest(say: Say, reports: Mapping[NodeId, Digest]) -> Digest:
-    """The digest of most weight; of equals, the one of the smallest node id. `reports` is not empty."""
-    votes: dict[Digest, list[NodeId]] = {}
-    for node_id, digest in sorted(reports.items()):
-        votes.setdefault(digest, []).append(node_id)
-    return min(votes, key=lambda digest: (-weight_of(say, votes[digest]), votes[digest][0]))
+def heaviest(say: Say, reports: Mapping[NodeId, Told]) -> Told:
+    """What members of most weight tell; of equals, the smallest node id's. `reports` is not empty."""
+    votes: dict[Told, list[NodeId]] = {}
+    for node_id in sorted(reports):
+        votes.setdefault(reports[node_id], []).append(node_id)
+    return min(votes, key=lambda told: (-weight_of(say, votes[told]), votes[told][0]))
+
+
+def common_corpus(state: SwarmState) -> CorpusSummary | None:
+    """The data that members of most weight tell of; of those that are gone where nobody present has any.
+
+    Helpers tell of none, and neither do members that have yet to get theirs.
+    """
+    known = [m for m in state.members.values() if not m.is_helper and m.corpus.num_samples]
+    known = [member for member in known if member.state in PRESENT] or known
+    if not known:
+        return None
+    return heaviest(say_of(known, state.committed_round), {m.node_id: m.corpus for m in known})

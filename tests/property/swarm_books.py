@@ -14,6 +14,7 @@ from coordinator.swarm.state import PRESENT, MemberState, SwarmState
 from protocol.wire.messages import Held, Reduced, SliceTakenOver
 from protocol.wire.rounds import Assignment, Commit, Digest, LayoutSummary, NodeId, Plan
 
+CODECS = ("int4/1", "int4/1")
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(700, 200))
 
 
