@@ -327,6 +327,11 @@ class Rulings:
         """The latest ruling that says how a node stands."""
         return self._driver.state.latest_rulings.get(node_id)
 
+    @property
+    def own_invites(self) -> tuple[str, ...]:
+        """Those by which the run owner's own machines join."""
+        return self._driver.state.own_invites
+
     async def note_joined(self, node_id: str, *, node_name: str, invite_id: str) -> None:
         """Notes who joined by which invite; once for each of both."""
         async with self._turn:

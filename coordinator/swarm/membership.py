@@ -114,6 +114,7 @@ def attach(turn: Turn, event: Attached) -> None:
             rates=before.rates if before else UNKNOWN,
             wire_told=_wire_told_before(before, event),
             invite_id=event.invite_id,
+            is_own=event.invite_id in state.own_invites,
             is_helper=event.is_helper,
             came_at=before.came_at if before and is_same_process else turn.now,
             work=before.work if before else Work(),
@@ -239,6 +240,13 @@ def unbar(turn: Turn, node_id: NodeId) -> None:
 
 def _gone(turn: Turn, member: Member, how: MemberState) -> Member:
     return replace(member, state=how, gone_at_round=turn.state.committed_round)
+
+
+def own(turn: Turn, invite_id: str) -> None:
+    """Who joined by that invite is the run owner's own from now on."""
+    for member in list(turn.state.members.values()):
+        if member.invite_id == invite_id:
+            turn.put_member(replace(member, is_own=True))
 
 
 def forget_long_gone(turn: Turn) -> None:

@@ -168,6 +168,7 @@ class Member:
     cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
     cannot_evaluate: bool = False  # nobody asks it for a held-out loss
     invite_id: str = ""  # that it joined with
+    is_own: bool = False  # the run owner's own, by that invite: coordinator.swarm.weighing
     is_helper: bool = False  # by its certificate: it reduces for those who cannot be dialled
     came_at: float = 0.0  # when its process attached first
     work: Work = field(default_factory=Work)
@@ -589,6 +590,7 @@ class SwarmState:
     all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.wire_ledger
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
+    own_invites: tuple[str, ...] = ()  # by which the run owner's own machines join
     rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone
     audit_secret: bytes = b""  # draws audits: nobody but the coordinator knows it
     audits: tuple[Audit, ...] = ()  # that go on, and those that ended since the latest commit
