@@ -140,10 +140,12 @@ def test_two_members_of_one_invite_convict_nobody_of_another() -> None:
     assert rounds_until_convicted(scene, freeloading("c"), *names) == 40
 
 
-@pytest.mark.parametrize("num_keys", [4, 8])
-def test_copying_keys_of_one_invite_shield_none_of_theirs_by_their_weight(num_keys: int) -> None:
-    """Four beside four honest members, and eight, which without the cap have two thirds of the work."""
-    honest, keys = ("a", "b", "c", "d"), tuple(f"key-{n}" for n in range(num_keys))
+@pytest.mark.parametrize(("num_honest", "num_keys"), [(2, 4), (4, 4), (4, 8)])
+def test_copying_keys_of_one_invite_shield_none_of_theirs_by_their_weight(
+    num_honest: int, num_keys: int
+) -> None:
+    """Also where they have most of the work; nor does their praise save any."""
+    honest, keys = NAMES[:num_honest], tuple(f"key-{n}" for n in range(num_keys))
     scene = scene_of(*honest, *keys, invites=dict.fromkeys(keys, "theirs"))
 
     def scores(checker: NodeId, contributor: NodeId) -> float:
