@@ -45,7 +45,6 @@ from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
 from protocol.run.amendments import in_force
-from protocol.run.layout import layout_of
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.trust.invite import endpoint_of
@@ -139,7 +138,6 @@ class Coordinator:
             driver = Driver(
                 state=replace(
                     store.load(rules_of(amended), home.run.digest()),
-                    layout=layout_of(home.run).summary(),
                     audit_secret=signer.audit_secret(home.run.digest()),
                 ),
                 store=store,

@@ -316,6 +316,11 @@ DIR_OPTION = click.option(
     help="A helper reduces for nodes that cannot be dialled, and trains nothing; a viewer sees the status, "
     "without addresses, and takes no part.",
 )
+@click.option(
+    "--own",
+    is_flag=True,
+    help="For your own machines: their work counts without the cap that other invites have.",
+)
 @DIR_OPTION
 def create(
     uses: int,
@@ -324,6 +329,7 @@ def create(
     label: str,
     needs_approval: bool,
     role: str,
+    own: bool,
     directory: Path | None,
 ) -> None:
     """Make an invite and print the line that a contributor types.
@@ -332,6 +338,7 @@ def create(
     Examples:
       atoll invite create --uses 3 --expires 7d
       atoll invite create --label "lab B" --needs-approval
+      atoll invite create --own --uses 8
     """  # noqa: D301 - click reads the character \b, not its two letters
     from protocol.v1.operator_pb2 import CreateInviteRequest
 
@@ -342,6 +349,7 @@ def create(
         label=label,
         needs_approval=needs_approval,
         role=role,
+        own=own,
     )
     with operator_of(directory) as stub:
         made = stub.CreateInvite(request)
@@ -380,6 +388,7 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
                     "needs_approval": status.needs_approval,
                     "role": status.role,
                     "node_names": list(status.node_names),
+                    "own": status.own,
                 }
                 for status in invites
             ]
@@ -392,7 +401,7 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
         (
             status.invite_id,
             status.label or "-",
-            status.role,
+            f"own {status.role}" if status.own else status.role,
             f"{len(status.node_ids)} of {status.max_uses}",
             _standing(status),
             ", ".join(
@@ -420,6 +429,24 @@ def revoke(invite_id: str, directory: Path | None) -> None:
     with operator_of(directory) as stub:
         stub.RevokeInvite(RevokeInviteRequest(invite_id=invite_id))
     click.echo(f"invite {invite_id} is revoked")
+
+
+@invite.command("own")
+@click.argument("invite_id", metavar="ID")
+@DIR_OPTION
+def own_invite(invite_id: str, directory: Path | None) -> None:
+    """Say that an invite is for your own machines: their work counts without a cap.
+
+    Members of another invite weigh less than all others together, whatever they have trained. Say it only of
+    machines that nobody else controls.
+
+    Example: atoll invite own 1f0c9a2b
+    """
+    from protocol.v1.operator_pb2 import OwnInviteRequest
+
+    with operator_of(directory) as stub:
+        stub.OwnInvite(OwnInviteRequest(invite_id=invite_id))
+    click.echo(f"invite {invite_id} is for your own machines")
 
 
 @click.command()

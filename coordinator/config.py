@@ -30,6 +30,7 @@ from coordinator.relay.line import THROUGH_FILE
 from coordinator.swarm.state import Rules
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
 from protocol.files.durable import is_taken, read_secret, read_toml, whole_folder, write_atomically
+from protocol.run.layout import layout_of
 from protocol.run.models import Section
 from protocol.run.run_spec import (
     RunSection,
@@ -413,6 +414,8 @@ def rules_of(run: RunSpec) -> Rules:
         audited_share=run.outer.audit,
         has_private_data=run.data.private,
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
+        layout=layout_of(run).summary(),
+        codecs=run.exchange.codecs,
     )
 
 

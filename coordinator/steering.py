@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from coordinator.cli import DIR_OPTION, operator_of
+from protocol.errors import UsageError
 from protocol.terminal import console
 
 if TYPE_CHECKING:
@@ -53,17 +54,60 @@ approve = _node_command(
     Example: atoll nodes approve basement-4090""",
     has_reason=False,
 )
-expel = _node_command(
-    "expel",
-    "EXPEL",
-    "is expelled: its session has ended, and its key is refused",
+
+
+@click.command()
+@click.argument("node", metavar="[NAME]", required=False)
+@click.option(
+    "--invite",
+    "invite_id",
+    metavar="ID",
+    help="Expel all who joined with this invite, and revoke it.",
+)
+@DIR_OPTION
+@_REASON_OPTION
+def expel(node: str | None, invite_id: str | None, directory: Path | None, reason: str) -> None:
     """End a node's session and refuse its key from now on, also with another invite.
 
     NAME is its name, its id, or the beginning of its id. The round in flight goes on without it, peers
-    refuse its calls at once, and its process ends with exit code 79.
+    refuse its calls at once, and its process ends with exit code 79. Who still has an open invite may come
+    back by a new key: --invite expels all who joined with one, and closes it.
 
-    Example: atoll nodes expel node-7 --reason "sends what it did not train\"""",
-)
+    \b
+    Examples:
+      atoll nodes expel node-7 --reason "sends what it did not train"
+      atoll nodes expel --invite 1f0c9a2b
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from protocol.v1 import operator_pb2 as pb
+
+    if (node is None) == (invite_id is None):
+        raise UsageError(
+            "it is not said whom to expel" if node is None else "a node and an invite are given",
+            next_step="give the NAME of a node, or --invite ID",
+        )
+    request = pb.RuleNodeRequest(
+        node=node or "",
+        verdict=pb.NODE_VERDICT_EXPEL,
+        reason=reason,
+        invite_id=invite_id or "",
+    )
+    with operator_of(directory) as stub:
+        answer = stub.RuleNode(request)
+    if invite_id is not None:
+        names = ", ".join(answer.expelled_names) or "nobody who was not before"
+        click.echo(f"invite {invite_id} is revoked, and expelled by it: {names}")
+        return
+    click.echo(
+        f"{answer.node_name} ({answer.node_id[:12]}) is expelled: its session has ended, and its key "
+        "is refused"
+    )
+    for still_open in answer.open_invites:
+        click.echo(
+            f"it joined with invite {still_open}, which is still open: "
+            f"'atoll invite revoke {still_open}' closes it"
+        )
+
+
 quarantine = _node_command(
     "quarantine",
     "QUARANTINE",

@@ -149,8 +149,7 @@ class Store:
             row = row_of(connection, "ledger")
             ledger = None if row is None else _LEDGER.validate_json(row[1])[0]
             recent = _recent_rounds(connection)
-            num_fragments = 1 if state.layout is None else len(state.layout.fragment_elements)
-            norms = _norms(connection, num_fragments)
+            norms = _norms(connection, len(rules.layout.fragment_elements))
         if state.run_digest != run_digest:
             raise ConfigError(
                 f"the database {self._database.path} is of run file {state.run_digest.hex()[:8]}…, "

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from node.config import NodeSettings
-from node.island.data.places import DataPlaces, check_reach
+from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.island.ranks.output import rank_output
@@ -163,6 +163,7 @@ def _refuse_or_tell(
                 digest=code_digest(spec)[:DIGITS],
             )
     refuse_what_cannot_work(settings, spec, hardware)
+    log.info("the run reads", what=reads_in_words(spec.data, own=settings.data))
     if spec.data.source == "text" and not spec.data.private and not settings.data:
         places = settings.data_places(home=folder, folder=Path.cwd())
         _tell_what_is_read(spec.data.paths, places)

@@ -13,6 +13,7 @@ from statistics import median
 
 from node.config import NodeSettings, load_settings
 from node.history import History
+from node.island.data.places import reads_in_words
 from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices, look_around
@@ -115,6 +116,8 @@ def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
         f"{run.total_rounds}, {num_present} members now; data: {spec.data.source}"
         + (", each member's own" if spec.data.private else "")
     )
+    if not is_helper:
+        yield f"it reads: {reads_in_words(spec.data, own=settings.data)}"
     yield from _takes(folder, settings, spec, hardware, is_helper=is_helper)
     if not is_helper:
         kind = devices[0].partition(":")[0] if devices else "cpu"

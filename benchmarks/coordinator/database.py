@@ -42,6 +42,8 @@ IN_A_SAVE = 200
 """Steps that share a commit to the disk."""
 
 _DIGEST = Digest(bytes(32))
+_LAYOUT = LayoutSummary(digest=_DIGEST, fragment_elements=(NUM_ELEMENTS,))
+_CODECS = ("int4/1", "int4/1")
 
 
 def main() -> None:
@@ -69,6 +71,8 @@ def fill(folder: Path, *, num_rounds: int, num_nodes: int) -> int:
         lease_seconds=1e9,
         evaluate_every_rounds=10,
         slice_elements=1 << 18,
+        layout=_LAYOUT,
+        codecs=_CODECS,
     )
     node_ids = [NodeId(f"{number:032x}") for number in range(num_nodes)]
     signer = CommitSigner(Ed25519PrivateKey.generate())
@@ -194,7 +198,8 @@ def attached(node_id: NodeId) -> Attached:
         num_ranks=8,
         version="1",
         run_digest=_DIGEST,
-        layout=LayoutSummary(digest=_DIGEST, fragment_elements=(NUM_ELEMENTS,)),
+        layout=_LAYOUT,
+        codecs=_CODECS,
         corpus=CorpusSummary(digest=_DIGEST, num_samples=10**9, num_bytes=10**12),
         outer_round=0,
         outer_digest=_DIGEST,

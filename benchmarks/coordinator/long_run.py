@@ -25,7 +25,6 @@ from coordinator.rows import put
 from coordinator.store import Store
 from coordinator.swarm.state import HeldOut, SwarmState, Written
 from coordinator.swarm.transition import initial_state, step
-from protocol.run.layout import layout_of
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import NodeId
@@ -60,7 +59,6 @@ def write_long_run(
             initial_state(
                 replace(rules, lease_seconds=1e9), home.run.digest()
             ),  # nobody beats here
-            layout=layout_of(home.run).summary(),
             committed_round=first_played,
             outer_digest=state_at(first_played),
             token_clock=first_played * 1000 * len(names),
@@ -156,13 +154,13 @@ def _play(
 ) -> None:
     """The rounds after the state's, of all nodes together, through the core and into the store."""
     states, now = [state], state.committed_round * round_seconds
-    assert state.layout is not None
     for node_id, name in names:
         comes = replace(
             attached(node_id),
             node_name=name,
             run_digest=home.run.digest(),
-            layout=state.layout,
+            layout=state.rules.layout,
+            codecs=state.rules.codecs,
             corpus=replace(attached(node_id).corpus, digest=CORPUS),
             outer_round=state.committed_round,
             outer_digest=state_at(state.committed_round),

@@ -96,6 +96,7 @@ class SimulatedNode:
     async def attach(self) -> None:
         """Opens the session."""
         run = await self._session.GetRun(session_pb2.GetRunRequest())
+        spec = run_from_json(run.run_json)
         response = await self._session.Attach(
             session_pb2.AttachRequest(
                 node_name=self.name,
@@ -103,7 +104,8 @@ class SimulatedNode:
                     public_key=self._identity.public_key, multiaddrs=["/ip4/127.0.0.1/tcp/1"]
                 ),
                 run_digest=run.run_digest,
-                layout=layout_to_wire(layout_of(run_from_json(run.run_json)).summary()),
+                layout=layout_to_wire(layout_of(spec).summary()),
+                codecs=spec.exchange.codecs,
                 corpus=session_pb2.CorpusSummary(
                     digest=CORPUS, num_samples=10**9, num_bytes=10**12
                 ),

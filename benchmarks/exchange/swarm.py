@@ -22,6 +22,8 @@ from coordinator.swarm.transition import initial_state, step
 from lab.network.lab import NetworkLab
 from lab.processes.processor_time import ProcessorTime, processor_time
 from protocol.errors import SystemRefusedError
+from protocol.run.layout import Layout
+from protocol.run.run_spec import ExchangeSection
 from protocol.trust.identity import node_id_of
 from protocol.v1 import session_pb2
 from protocol.wire import convert
@@ -104,6 +106,10 @@ class Swarm:
             lease_seconds=1e6,
             evaluate_every_rounds=10**6,
             slice_elements=case.slice_elements,
+            layout=Layout.of([("w", (case.num_elements,))]).summary(),
+            codecs=ExchangeSection.model_validate(
+                {"uplink": case.codecs.uplink, "downlink": case.codecs.downlink}
+            ).codecs,
         )
         self._state = initial_state(rules, RUN)
         self._next_plan: Plan | None = None
@@ -171,6 +177,7 @@ class Swarm:
                 version="1",
                 run_digest=RUN,
                 layout=convert.layout_from_wire(layout),
+                codecs=self._state.rules.codecs,
                 corpus=CorpusSummary(digest=RUN, num_samples=10**9, num_bytes=10**9),
                 outer_round=0,
                 outer_digest=Digest(bytes.fromhex(started["digest"])),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from coordinator.driver import Driver
+from coordinator.invite_rows import InviteRecord
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.services.ruling import Rulings, changes_from_wire
@@ -25,6 +26,7 @@ from protocol.trust.invite import (
 from protocol.trust.pki import JOINING, Role
 from protocol.trust.rulings import (
     MOST_RULINGS,
+    OWN,
     Address,
     Ruling,
     RulingKind,
@@ -35,7 +37,7 @@ from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
 from protocol.wire.convert_messages import rulings_to_wire
-from protocol.wire.rounds import PeerAddress
+from protocol.wire.rounds import NodeId, PeerAddress
 
 MAX_USES = 100_000
 MOST_PLACES = 1 << 63
@@ -128,13 +130,18 @@ class OperatorDesk:
             )
         )
         await self._rulings.make(
-            self._rulings.event(RulingKind.INVITED, invite_id=invite.invite_id, reason=label)
+            self._rulings.event(
+                RulingKind.INVITED,
+                invite_id=invite.invite_id,
+                reason=label,
+                changes=OWN if request.own else (),
+            )
         )
         return pb.CreateInviteResponse(invite=invite.encode(), invite_id=invite.invite_id)
 
     def list_invites(self, request: pb.ListInvitesRequest) -> pb.ListInvitesResponse:
         """The invites, newest first, without their secrets."""
-        now = self._wall_clock()
+        now, own = self._wall_clock(), self._rulings.own_invites
         return pb.ListInvitesResponse(
             invites=[
                 pb.InviteStatus(
@@ -147,6 +154,7 @@ class OperatorDesk:
                     needs_approval=invite.needs_approval,
                     role=str(invite.role),
                     node_names=invite.node_names,
+                    own=invite.invite_id in own,
                 )
                 for invite in self._store.invites()
             ]
@@ -154,16 +162,42 @@ class OperatorDesk:
 
     async def revoke_invite(self, request: pb.RevokeInviteRequest) -> pb.RevokeInviteResponse:
         """Makes an invite useless; raises NoInputError when there is none of that name."""
-        invite_id = checks.name(request.invite_id, of="the invite's name")
-        if not await self._driver.write(lambda: self._store.revoke_invite(invite_id)):
-            raise NoInputError(
-                f"there is no invite {invite_id!r}", next_step="'atoll invite list' shows them"
-            )
-        await self._rulings.make(self._rulings.event(RulingKind.REVOKED, invite_id=invite_id))
+        await self._revoke(self._invite(request.invite_id).invite_id)
         return pb.RevokeInviteResponse()
+
+    async def _revoke(self, invite_id: str) -> None:
+        await self._driver.write(lambda: self._store.revoke_invite(invite_id))
+        await self._rulings.make(self._rulings.event(RulingKind.REVOKED, invite_id=invite_id))
+
+    async def own_invite(self, request: pb.OwnInviteRequest) -> pb.OwnInviteResponse:
+        """Lifts the cap of who joins with it; raises NoInputError, and UsageError where it is lifted."""
+        invite = self._invite(request.invite_id)
+        if invite.invite_id in self._rulings.own_invites:
+            raise UsageError(
+                f"invite {invite.invite_id} is for your own machines already",
+                next_step="'atoll invite list' shows them",
+            )
+        await self._rulings.make(
+            self._rulings.event(
+                RulingKind.INVITED, invite_id=invite.invite_id, reason=invite.label, changes=OWN
+            )
+        )
+        return pb.OwnInviteResponse()
+
+    def _invite(self, asked: str) -> InviteRecord:
+        """Raises NoInputError when there is none of that name."""
+        invite_id = checks.name(asked, of="the invite's name")
+        for invite in self._store.invites():
+            if invite.invite_id == invite_id:
+                return invite
+        raise NoInputError(
+            f"there is no invite {invite_id!r}", next_step="'atoll invite list' shows them"
+        )
 
     async def rule_node(self, request: pb.RuleNodeRequest) -> pb.RuleNodeResponse:
         """Decides how a node stands. Raises what Rulings.find and the core refuse with."""
+        if request.invite_id:
+            return await self._expel_all(request)
         node_id, node_name = self._rulings.find(request.node)
         kind = _OF_NODES.get(request.verdict)
         if kind is None:
@@ -182,7 +216,44 @@ class OperatorDesk:
                 reason=checks.words(request.reason, of="the reason"),
             )
         )
-        return pb.RuleNodeResponse(node_id=node_id, node_name=node_name)
+        still_open = self._open_invites_of(node_id) if kind is RulingKind.EXPELLED else []
+        return pb.RuleNodeResponse(node_id=node_id, node_name=node_name, open_invites=still_open)
+
+    async def _expel_all(self, request: pb.RuleNodeRequest) -> pb.RuleNodeResponse:
+        """Expels all that joined by an invite, in a ruling each. It is revoked first, so nobody slips in."""
+        if request.node or request.verdict != pb.NODE_VERDICT_EXPEL:
+            raise BadDataError(
+                "by their invite nodes can only be expelled",
+                next_step="'atoll nodes expel --invite ID'",
+            )
+        invite = self._invite(request.invite_id)
+        reason = checks.words(request.reason, of="the reason")
+        if not invite.is_revoked:
+            await self._revoke(invite.invite_id)
+        names = []
+        for node_id in self._invite(invite.invite_id).node_ids:
+            standing = self._rulings.standing_of(node_id)
+            if standing is not None and standing.kind is RulingKind.EXPELLED:
+                continue
+            _, node_name = self._rulings.find(node_id)
+            event = self._rulings.event(
+                RulingKind.EXPELLED, node_id=node_id, node_name=node_name, reason=reason
+            )
+            await self._rulings.make(event)
+            names.append(node_name)
+        return pb.RuleNodeResponse(expelled_names=names)
+
+    def _open_invites_of(self, node_id: NodeId) -> list[str]:
+        """Invites that it joined with, and with which its owner can join by a new key."""
+        now = self._wall_clock()
+        return [
+            invite.invite_id
+            for invite in self._store.invites()
+            if node_id in invite.node_ids
+            and not invite.is_revoked
+            and invite.expires_utc_seconds > now
+            and len(invite.node_ids) < invite.max_uses
+        ]
 
     async def steer_run(self, request: pb.SteerRunRequest) -> pb.SteerRunResponse:
         """Pauses, resumes or stops the run. Raises UsageError where that changes nothing."""
@@ -331,6 +402,14 @@ class OperatorServicer(OperatorServiceServicer):
         """See OperatorDesk.revoke_invite."""
         return await answered_when_durable(
             context, self._gate.operator, lambda _: self._desk.revoke_invite(request)
+        )
+
+    async def OwnInvite(
+        self, request: pb.OwnInviteRequest, context: Context
+    ) -> pb.OwnInviteResponse:
+        """See OperatorDesk.own_invite."""
+        return await answered_when_durable(
+            context, self._gate.operator, lambda _: self._desk.own_invite(request)
         )
 
     async def SkipSamples(

@@ -193,8 +193,7 @@ class Rulings:
             _log.error("the run does not go back by itself", why=error.what, reason=alarm.reason)
 
     async def _undone_after(self, round: int) -> Undone:
-        layout = self._driver.state.layout
-        num_fragments = 1 if layout is None else len(layout.fragment_elements)
+        num_fragments = len(self._driver.state.rules.layout.fragment_elements)
         return await self._driver.aside(
             lambda: self.store.undone_after(round, num_fragments=num_fragments)
         )
@@ -325,6 +324,11 @@ class Rulings:
     def standing_of(self, node_id: NodeId) -> Ruling | None:
         """The latest ruling that says how a node stands."""
         return self._driver.state.latest_rulings.get(node_id)
+
+    @property
+    def own_invites(self) -> tuple[str, ...]:
+        """Those by which the run owner's own machines join."""
+        return self._driver.state.own_invites
 
     async def note_joined(self, node_id: str, *, node_name: str, invite_id: str) -> None:
         """Notes who joined by which invite; once for each of both."""

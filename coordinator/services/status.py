@@ -22,7 +22,7 @@ from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written
 from coordinator.swarm.turn import present_members
-from coordinator.swarm.weighing import say_of, weight_of
+from coordinator.swarm.weighing import common_corpus, say_of, weight_of
 from coordinator.telemetry import Telemetry
 from protocol.errors import NoInputError
 from protocol.run.run_spec import RunSpec
@@ -32,7 +32,7 @@ from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.v1.status_pb2_grpc import StatusServiceServicer
 from protocol.wire import convert
-from protocol.wire.rounds import Digest, NodeId
+from protocol.wire.rounds import CorpusSummary, Digest, NodeId
 
 DEFAULT_ROUNDS = 20
 MAX_ROUNDS = 4000
@@ -104,9 +104,11 @@ class StatusDesk:
         """
         state, now = self._driver.state, self._driver.clock.now()
         shares = confirmed_shares(state)
-        steps = _steps_asked(state)
+        steps, corpus = _steps_asked(state), common_corpus(state)
         nodes = [
-            self._node_status(state, member, now, shares.get(node_id), steps.get(node_id, 0))
+            self._node_status(
+                state, member, now, shares.get(node_id), steps.get(node_id, 0), corpus
+            )
             for node_id, member in state.members.items()
         ]
         nodes += self._never_attached(state)
@@ -191,7 +193,6 @@ class StatusDesk:
     def _run_status(self, state: SwarmState, now: float, most_losses: int) -> pb.RunStatus:
         names = {node_id: member.node_name for node_id, member in state.members.items()}
         agreed_round, agreed = agreed_state(state)
-        layout = state.layout
         return pb.RunStatus(
             swarm_id=self._swarm_id,
             run_name=self._run.run.name,
@@ -209,7 +210,7 @@ class StatusDesk:
                 for member in state.members.values()
                 if member.state in PRESENT and member.outer_round == agreed_round
             ),
-            num_parameters=0 if layout is None else sum(layout.fragment_elements),
+            num_parameters=sum(state.rules.layout.fragment_elements),
             inner_steps=state.rules.inner_steps,
             held_out_losses=[
                 _held_out_loss(names, one) for one in _spread(state.held_out, most_losses)
@@ -235,7 +236,13 @@ class StatusDesk:
         )
 
     def _node_status(
-        self, state: SwarmState, member: Member, now: float, share: float | None, inner_steps: int
+        self,
+        state: SwarmState,
+        member: Member,
+        now: float,
+        share: float | None,
+        inner_steps: int,
+        corpus: CorpusSummary | None,
     ) -> pb.NodeStatus:
         standing = state.latest_rulings.get(member.node_id)
         is_barred = standing is not None and member.state in BARRED
@@ -252,9 +259,7 @@ class StatusDesk:
             committed_tokens=member.committed_tokens,
             address=convert.address_to_wire(member.address),
             heartbeat=None if heard is None else heard.heartbeat,
-            same_corpus=state.corpus is None
-            or member.is_helper
-            or member.corpus.digest == state.corpus.digest,
+            same_corpus=corpus is None or member.is_helper or member.corpus.digest == corpus.digest,
             version=member.version,
             inner_steps=inner_steps,
             inner_steps_per_second=member.inner_steps_per_second,
@@ -337,11 +342,12 @@ def _held_out_loss(names: Mapping[NodeId, str], held_out: HeldOut) -> pb.HeldOut
 
 
 def _held_out_bytes_per_token(state: SwarmState) -> float:
-    """Of the held-out split as a whole, by the node that attached first; 0 where it does not know.
+    """Of the held-out split as a whole, as most of the weight has it; 0 where that does not know.
 
     Where data are private, of the splits of all that the latest evaluation is of.
     """
-    corpora = [] if state.corpus is None else [state.corpus]
+    common = common_corpus(state)
+    corpora = [] if common is None else [common]
     if state.held_out and state.held_out[-1].holders:
         known = (state.members.get(one.node_id) for one in state.held_out[-1].holders)
         corpora = [member.corpus for member in known if member is not None]
@@ -372,9 +378,9 @@ def _rates_to_wire(rates: Rates) -> session_pb2.LinkRates | None:
 
 def data_status(state: SwarmState) -> pb.DataStatus:
     """What became of the samples so far."""
-    waiting = free_again(state.ledger)
+    waiting, common = free_again(state.ledger), common_corpus(state)
     return pb.DataStatus(
-        epoch_samples=0 if state.corpus is None else state.corpus.num_samples,
+        epoch_samples=0 if common is None else common.num_samples,
         committed_samples=num_samples_of(state.ledger.committed),
         leased_samples=num_samples_of(state.ledger.leased),
         free_again_samples=num_samples_of(waiting),

@@ -152,11 +152,11 @@ def all_reduce_bytes(state: SwarmState, commit: Commit) -> int:
     algorithms"). Framing is left out for it and counted for us.
     """
     num_nodes = sum(assignment.trains for assignment in commit.assignments)
-    if state.layout is None or not num_nodes:
+    if not num_nodes:
         return 0
     batch = state.rules.batch
     num_node_steps = sum(committed_samples(commit, batch=batch).values()) / batch
-    vector_bytes = FP32_BYTES * sum(state.layout.fragment_elements)
+    vector_bytes = FP32_BYTES * sum(state.rules.layout.fragment_elements)
     return round(num_node_steps * 2 * (num_nodes - 1) / num_nodes * vector_bytes)
 
 

@@ -37,7 +37,7 @@ class Attached:
     version: str
     run_digest: Digest
     layout: LayoutSummary
-    codecs: tuple[str, ...] = ()  # up and down, with their versions
+    codecs: tuple[str, ...]  # up and down, with their versions
     corpus: CorpusSummary
     outer_round: int
     outer_digest: Digest

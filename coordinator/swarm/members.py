@@ -133,6 +133,7 @@ class Member:
     cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
     cannot_evaluate: bool = False  # nobody asks it for a held-out loss
     invite_id: str = ""  # that it joined with
+    is_own: bool = False  # the run owner's own, by that invite: coordinator.swarm.weighing
     is_helper: bool = False  # by its certificate: it reduces for those who cannot be dialled
     came_at: float = 0.0  # when its process attached first
     work: Work = field(default_factory=Work)

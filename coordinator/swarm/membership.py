@@ -32,7 +32,6 @@ from coordinator.swarm.shares import UNKNOWN, steadied
 from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
 from protocol.errors import (
-    BadDataError,
     CopyAttachedError,
     ProtocolMismatchError,
     SessionEndedError,
@@ -88,13 +87,6 @@ def attach(turn: Turn, event: Attached) -> None:
     _refuse_strangers(turn.state, event)
     _refuse_copies(turn, event)
     state = turn.state
-    if state.layout is None:
-        state = replace(state, layout=event.layout)
-    # A member that has yet to get the data tells of none.
-    has_data = state.corpus is not None and state.corpus.num_samples > 0
-    if not has_data and not event.is_helper:
-        state = replace(state, corpus=event.corpus)
-    state = replace(state, codecs=event.codecs)
     before = state.members.get(event.node_id)
     is_same_process = before is not None and before.process_id == event.process_id
     session_id = state.next_session_id
@@ -123,6 +115,7 @@ def attach(turn: Turn, event: Attached) -> None:
             rates=before.rates if before else UNKNOWN,
             wire_told=_wire_told_before(before, event),
             invite_id=event.invite_id,
+            is_own=event.invite_id in state.own_invites,
             is_helper=event.is_helper,
             came_at=before.came_at if before and is_same_process else turn.now,
             work=before.work if before else Work(),
@@ -250,6 +243,13 @@ def _gone(turn: Turn, member: Member, how: MemberState) -> Member:
     return replace(member, state=how, gone_at_round=turn.state.committed_round)
 
 
+def own(turn: Turn, invite_id: str) -> None:
+    """Who joined by that invite is the run owner's own from now on."""
+    for member in list(turn.state.members.values()):
+        if member.invite_id == invite_id:
+            turn.put_member(replace(member, is_own=True))
+
+
 def forget_long_gone(turn: Turn) -> None:
     """Forgets members that were gone for as many rounds as commits are kept whole.
 
@@ -294,30 +294,22 @@ def _refuse_strangers(state: SwarmState, event: Attached) -> None:
             f"and the coordinator by run {state.run_digest.hex()[:8]}",
             next_step="run 'atoll node start' again, which fetches the coordinator's run file",
         )
-    if state.layout and event.layout != state.layout:
+    layout, codecs = state.rules.layout, state.rules.codecs
+    if event.layout != layout:
         raise _of_another_version(
-            state,
             event,
             f"cuts the model by layout {event.layout.digest.hex()[:8]} "
-            f"and the run by {state.layout.digest.hex()[:8]}",
+            f"and the run by {layout.digest.hex()[:8]}",
         )
-    others_are_here = any(m.node_id != event.node_id for m in present_members(state))
-    if others_are_here and event.codecs != state.codecs:
+    if event.codecs != codecs:
         told = " and ".join(event.codecs) or "no codecs"
-        raise _of_another_version(
-            state, event, f"has {told} where the swarm has {' and '.join(state.codecs)}"
-        )
-    sizes = event.layout.fragment_elements
-    if not sizes or min(sizes) < 1:
-        raise BadDataError(f"{event.node_name} was refused: its layout has fragments of {sizes}")
+        raise _of_another_version(event, f"has {told} where the run has {' and '.join(codecs)}")
 
 
-def _of_another_version(state: SwarmState, event: Attached, why: str) -> ProtocolMismatchError:
-    versions = sorted({m.version for m in present_members(state)} - {event.version})
-    swarm = f"version {' or '.join(versions)}" if versions else "the other nodes' version"
+def _of_another_version(event: Attached, why: str) -> ProtocolMismatchError:
     return ProtocolMismatchError(
         f"{event.node_name} was refused: it {why}",
-        next_step=f"install {swarm} of Atoll and run 'atoll node start' again",
+        next_step="install the coordinator's version of Atoll: 'atoll --version'",
     )
 
 

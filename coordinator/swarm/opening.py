@@ -56,7 +56,6 @@ def open_round(turn: Turn) -> None:
         state.open_round is not None
         or state.paused is not None
         or state.alarm is not None
-        or state.layout is None
         or state.outer_digest is None
         or state.committed_round >= rules.total_rounds
     ):
@@ -83,7 +82,7 @@ def open_round(turn: Turn) -> None:
     shares = reducer_shares(
         [member.rates for member in members], reduces, [member.is_helper for member in members]
     )
-    fragment = number % len(state.layout.fragment_elements)
+    fragment = number % len(rules.layout.fragment_elements)
     assignments = _with_helpers(_assign(turn, ready), helpers)
     ahead = _lease_ahead(turn, ready) if number < rules.total_rounds else ()
     steps = [assignment.inner_steps for assignment in assignments if assignment.trains]
@@ -94,11 +93,11 @@ def open_round(turn: Turn) -> None:
     num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
     num_ready += _reducers_in_words(sure, reducers) + shares_in_words(shares, reduces)
     slices = cut_into_slices(
-        state.layout.fragment_elements[fragment],
+        rules.layout.fragment_elements[fragment],
         tuple(member.node_id for member in reducers),
         tuple(share for share, may in zip(shares, reduces, strict=True) if may),
         least_elements=least_elements_of_a_slice(
-            state.layout.fragment_elements[fragment], len(reducers), rules.slice_elements
+            rules.layout.fragment_elements[fragment], len(reducers), rules.slice_elements
         ),
     )
     last_ways = state.last_closed.plan.ways if state.last_closed else ()

@@ -197,7 +197,7 @@ def evidence(say: Say, by_checker: Mapping[NodeId, float], among: Collection[Nod
 def _decide(turn: Turn, node_id: NodeId) -> None:
     state, member = turn.state, turn.state.members[node_id]
     by_checker = balances(state, member)
-    others = [m.node_id for m in present_members(state) if m.node_id != node_id and not m.is_helper]
+    others = [m.node_id for m in _judging(state, member)]
     among = sorted(by_checker) if len(by_checker) >= MOST_CHECKERS else others
     say = say_of((state.members[n] for n in others), state.committed_round)
     # Of each checker only what accuses counts. So each may go astray once in two more ways: 2 to the power
@@ -224,6 +224,18 @@ def _decide(turn: Turn, node_id: NodeId) -> None:
     turn.state = replace(turn.state, spot_checks=rest)
 
 
+def _judging(state: SwarmState, accused: Member) -> list[Member]:
+    """Who decides on a member: all others that are here; of its own invite only where there is no other.
+
+    Those of its invite may be one person with it, and never check it where others can: their weight would be
+    a shield and nothing else. The run owner vouches for his own machines.
+    """
+    here = [m for m in present_members(state) if m.node_id != accused.node_id and not m.is_helper]
+    if accused.is_own:
+        return here
+    return [m for m in here if m.invite_id != accused.invite_id] or here
+
+
 def _threshold(num_checkers: int) -> float:
     return math.log(CHANCE) - num_checkers * math.log(2)
 
@@ -231,10 +243,11 @@ def _threshold(num_checkers: int) -> float:
 def _are_independent(
     state: SwarmState, accusing: Sequence[NodeId], among: Sequence[NodeId]
 ) -> bool:
-    """Whether two accuse, and of two invites where members have several."""
+    """Whether two accuse, and of two invites where members have several, or the run owner's own."""
     invites = {state.members[n].invite_id for n in accusing}
     all_invites = {state.members[n].invite_id for n in among}
-    return len(accusing) > 1 and (len(invites) > 1 or len(all_invites) == 1)
+    is_vouched_for = any(state.members[n].is_own for n in accusing)
+    return len(accusing) > 1 and (len(invites) > 1 or len(all_invites) == 1 or is_vouched_for)
 
 
 def _effect(finding: SpotFinding) -> float:
@@ -267,8 +280,11 @@ def _wholly_taken(commit: Commit) -> dict[NodeId, int]:
 
 
 def _may_check(state: SwarmState, closed: Round, node_id: NodeId) -> list[Member]:
-    """Present participants that trained and can evaluate; of other invites than the member's, if any."""
-    invite = state.members[node_id].invite_id
+    """Present participants that trained and can evaluate; of other invites than the member's, if any.
+
+    The run owner's own check each other too: what they usually score tells what others should.
+    """
+    checked = state.members[node_id]
     may = [
         member
         for a in closed.assignments
@@ -281,8 +297,8 @@ def _may_check(state: SwarmState, closed: Round, node_id: NodeId) -> list[Member
         and not member.standing.is_on_trial
         and member.audits.num_contradicted < MOST_CONTRADICTED
     ]
-    others = [member for member in may if member.invite_id != invite]
-    return others or may
+    others = [member for member in may if member.invite_id != checked.invite_id]
+    return may if checked.is_own else others or may
 
 
 def _drawn(state: SwarmState, round: int, node_id: NodeId, may: Sequence[Member]) -> NodeId:

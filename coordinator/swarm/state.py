@@ -18,7 +18,6 @@ from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
     Contributor,
-    CorpusSummary,
     Digest,
     LayoutSummary,
     NodeId,
@@ -324,6 +323,10 @@ KEPT_LEFT = 8
 """So many times in a row void rounds give way before nodes that were away meanwhile may be misjudged."""
 
 
+NO_LAYOUT = LayoutSummary(digest=Digest(b""), fragment_elements=())
+"""No node has it. Rules in a database of a release before have it until the run file's take their place."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What of the run file the core goes by. Amendments change it: see coordinator.swarm.steering."""
@@ -341,6 +344,8 @@ class Rules:
     apply_seconds: float
     lease_seconds: float
     evaluate_every_rounds: int
+    layout: LayoutSummary = NO_LAYOUT  # how the model is cut
+    codecs: tuple[str, str] = ("", "")  # up and down, with their versions
     num_prompts: int = 0  # from which the model writes on where it is evaluated
     adapts_deadlines: bool = False  # whether those above are caps, and plans follow measurements
     floor_seconds: float = 0.0  # the least of each phase, when they do
@@ -364,11 +369,6 @@ class SwarmState:
     rules: Rules
     run_digest: Digest
     members: Mapping[NodeId, Member] = field(default_factory=dict)
-    layout: LayoutSummary | None = (
-        None  # from the run file; None: from the first node that attached
-    )
-    corpus: CorpusSummary | None = None  # from the first node that attached
-    codecs: tuple[str, ...] = ()  # of who is here: up and down, with their versions
     committed_round: int = 0
     outer_digest: Digest | None = None  # of the committed round; None while nodes still agree on it
     token_clock: int = 0
@@ -397,6 +397,7 @@ class SwarmState:
     all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.books
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
+    own_invites: tuple[str, ...] = ()  # by which the run owner's own machines join
     rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone
     audit_secret: bytes = b""  # draws audits: nobody but the coordinator knows it
     audits: tuple[Audit, ...] = ()  # that go on, and those that ended since the latest commit

@@ -9,7 +9,7 @@ from dataclasses import replace
 from coordinator.swarm.events import Ruled, RulingsLearned, Tell
 from coordinator.swarm.going_back import completed, go_back, refuse_going_back
 from coordinator.swarm.members import MemberState
-from coordinator.swarm.membership import bar, unbar
+from coordinator.swarm.membership import bar, own, unbar
 from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.turn import Turn
 from protocol.errors import UsageError
@@ -20,6 +20,7 @@ from protocol.trust.rulings import (
     digest_of,
     follows,
     in_words,
+    owned_invite,
 )
 from protocol.wire.messages import RulingsTold
 
@@ -72,7 +73,7 @@ def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
 def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
     """The state with what rulings of the database come to; members have been barred then already."""
     alarm, convicted = state.alarm, state.convicted  # of after the latest of them
-    state = replace(state, rulings=(), rolled_back=())
+    state = replace(state, rulings=(), rolled_back=(), own_invites=())
     for ruling in rulings:
         state = _noted(state, ruling)
     rules = _rules_after(state, state.rules)
@@ -108,6 +109,8 @@ def _take(turn: Turn, ruling: Ruling, rules: Rules | None) -> None:
             bar(turn, ruling.node_id, MemberState.QUARANTINED, reason=reason)
         case RulingKind.READMITTED | RulingKind.APPROVED:
             unbar(turn, ruling.node_id)
+        case RulingKind.INVITED if invite_id := owned_invite(ruling):
+            own(turn, invite_id)
 
 
 def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
@@ -125,6 +128,8 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
             if alarm is not None and (alarm.round is None or alarm.round >= round):
                 alarm = None  # else the run goes back further still
             return replace(state, alarm=alarm, rolled_back=(*state.rolled_back, ruling))
+        case RulingKind.INVITED if invite_id := owned_invite(ruling):
+            return replace(state, own_invites=(*state.own_invites, invite_id))
         case kind if kind in ABOUT_NODES:
             return replace(
                 state,

@@ -9,19 +9,24 @@ commits agree, and a round that is taken back leaves nothing.
 There is no cap for a single key: whoever has much work could have split it over many, and a cap by the
 number of keys would let many small ones take the say of a large one. A helper earns nothing and weighs
 nothing: that it may reduce is the run owner's word. A member can earn no more in a round
-than twice the mean of its participants (coordinator.swarm.speeds). An invite is not free, so members of one
-weigh at most twice what is usual for one.
+than twice the mean of its participants (coordinator.swarm.speeds). An invite is not free, and may be one
+person with many keys whose work nobody has checked yet. So the largest weighs less than all others together,
+and at most twice what is usual among these. The run owner may say that an invite is of machines of his own:
+those weigh by their work alone.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
-from coordinator.swarm.members import Member, Work
+from coordinator.swarm.members import PRESENT, Member, Work
 from coordinator.swarm.state import Round, Say, SwarmState
 from coordinator.swarm.turn import Same
 from protocol.wire.rounds import WHOLE as WHOLE_FACTOR
-from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, CorpusSummary, NodeId
+
+Told = TypeVar("Told")
 
 HALF_LIFE_ROUNDS = 64
 """Newcomers have half of the say that their work deserves in the long run after so many rounds. Shorter
@@ -111,38 +116,66 @@ def worth(work: Work, round_number: int) -> int:
 def say_of(members: Iterable[Member], round_number: int) -> Say:
     """What each of the members weighs when they decide together.
 
-    While none of them has confirmed work each invite weighs alike, and its members share it. Helpers
-    weigh nothing.
+    While none of them has confirmed work each invite weighs alike, and its members share it; each of the
+    run owner's own nodes weighs like an invite. Helpers weigh nothing.
     """
     members = [member for member in members if not member.is_helper]
     worths = {member.node_id: worth(member.work, round_number) for member in members}
     by_invite: dict[str, list[NodeId]] = {}
+    own = 0
     for member in members:
-        by_invite.setdefault(member.invite_id, []).append(member.node_id)
+        if member.is_own:
+            own += worths[member.node_id]
+        else:
+            by_invite.setdefault(member.invite_id, []).append(member.node_id)
     if not any(worths.values()):
-        shares = {n: WHOLE // len(alike) for alike in by_invite.values() for n in alike}
+        shares = {member.node_id: WHOLE for member in members if member.is_own}
+        shares |= {n: WHOLE // len(alike) for alike in by_invite.values() for n in alike}
         return Say(weights=shares)
     together = [sum(worths[n] for n in alike) for alike in by_invite.values()]
-    cap = cap_of(together)
+    cap = cap_of(together, own=own)
     for alike, whole in zip(by_invite.values(), together, strict=True):
         if whole > cap:
-            worths.update({n: worths[n] * cap // whole for n in alike})
+            _shrink(worths, alike, whole, cap)
     return Say(weights=worths, is_confirmed=True)
 
 
-def cap_of(values: Sequence[int]) -> int:
-    """Twice the mean of those values that are at least half of the middle one.
+def _shrink(worths: dict[NodeId, int], alike: Sequence[NodeId], whole: int, cap: int) -> None:
+    """Has members of one invite, who are worth `whole`, weigh `cap` together, by their work."""
+    so_far = 0
+    for node_id in sorted(alike):
+        before, so_far = so_far, so_far + worths[node_id]
+        worths[node_id] = so_far * cap // whole - before * cap // whole
+
+
+def cap_of(values: Sequence[int], *, own: int = 0) -> int:
+    """What the members of one invite weigh together at most, given what those of each are worth.
+
+    It follows from all invites but the largest, so none moves its own: less than all others together, with
+    the run owner's `own` nodes; and twice what is usual among those others. With two invites there is no
+    cap, for the smaller one would decide alone. Where `own` is something it bounds even a single other.
+    """
+    some = sorted(filter(None, values), reverse=True)
+    if len(some) < (1 if own else 3):
+        return sum(some)
+    others = some[1:]
+    less_than_others = own + sum(others) - 1
+    return min(less_than_others, 2 * _usual(others)) if others else less_than_others
+
+
+def _usual(values: Sequence[int]) -> int:
+    """The mean of those values that are at least half of the middle one, in order from the largest down.
 
     The middle one is where the larger ones make up half of all. So no number of small values takes
     anything from one that is no larger than the middle one.
     """
     whole, so_far, middle = sum(values), 0, 0
-    for value in sorted(values, reverse=True):
+    for value in values:
         so_far, middle = so_far + value, value
         if 2 * so_far >= whole:
             break
     usual = [value for value in values if 2 * value >= middle]
-    return 2 * sum(usual) // len(usual) if usual else 0
+    return sum(usual) // len(usual)
 
 
 def weight_of(say: Say, node_ids: Iterable[NodeId]) -> int:
@@ -174,9 +207,21 @@ def say_in(state: SwarmState, current: Round, among: Collection[NodeId]) -> Say:
     return say_of((state.members[node_id] for node_id in among), current.number - 1)
 
 
-def heaviest(say: Say, reports: Mapping[NodeId, Digest]) -> Digest:
-    """The digest of most weight; of equals, the one of the smallest node id. `reports` is not empty."""
-    votes: dict[Digest, list[NodeId]] = {}
-    for node_id, digest in sorted(reports.items()):
-        votes.setdefault(digest, []).append(node_id)
-    return min(votes, key=lambda digest: (-weight_of(say, votes[digest]), votes[digest][0]))
+def heaviest(say: Say, reports: Mapping[NodeId, Told]) -> Told:
+    """What members of most weight tell; of equals, the smallest node id's. `reports` is not empty."""
+    votes: dict[Told, list[NodeId]] = {}
+    for node_id in sorted(reports):
+        votes.setdefault(reports[node_id], []).append(node_id)
+    return min(votes, key=lambda told: (-weight_of(say, votes[told]), votes[told][0]))
+
+
+def common_corpus(state: SwarmState) -> CorpusSummary | None:
+    """The data that members of most weight tell of; of those that are gone where nobody present has any.
+
+    Helpers tell of none, and neither do members that have yet to get theirs.
+    """
+    known = [m for m in state.members.values() if not m.is_helper and m.corpus.num_samples]
+    known = [member for member in known if member.state in PRESENT] or known
+    if not known:
+        return None
+    return heaviest(say_of(known, state.committed_round), {m.node_id: m.corpus for m in known})

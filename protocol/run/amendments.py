@@ -21,7 +21,7 @@ AMENDABLE = frozenset(
     {
         *("run.rounds", "run.min_nodes"),
         *("inner.steps", "inner.learning_rate", "inner.muon_learning_rate"),
-        *("outer.learning_rate", "outer.merge", "outer.screening"),
+        *("outer.learning_rate", "outer.merge", "outer.screening", "outer.audit"),
         *(f"deadlines.{key}" for key in ("train", "contribute", "commit", "apply", "lease")),
         *("deadlines.adapt", "deadlines.floor"),
         *("evaluation.every_rounds", "evaluation.go_back"),
@@ -86,7 +86,16 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
             f"inner.muon_learning_rate says nothing of this run: its optimizer is {spec.inner.optimizer}",
             next_step="amend inner.learning_rate",
         )
-    return validated(tables, origin="the amendment")
+    becomes = validated(tables, origin="the amendment")
+    if (spec.outer.audit > 0) != (becomes.outer.audit > 0):
+        raise UsageError(
+            f"outer.audit cannot change from {spec.outer.audit:g} to {becomes.outer.audit:g} while the run "
+            "goes on: nodes have begun to sign and keep what auditors want, or not to",
+            next_step="give a share above 0, as outer.audit=0.2"
+            if spec.outer.audit
+            else "begin a new run with its weights: 'atoll node fork ROUND --to FOLDER'",
+        )
+    return becomes
 
 
 def _is_known(tables: dict[str, Any], table: str, name: str) -> bool:

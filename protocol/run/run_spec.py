@@ -41,6 +41,12 @@ CodecName = Literal[
     "topk256",
     "topk64",
 ]
+CODEC_VERSIONS: dict[CodecName, int] = {
+    **dict.fromkeys(("fp32", "bf16", "int8", "int4", "int2", "sign", "topk256", "topk64"), 1),
+    **dict.fromkeys(("ec3", "ec2", "ec1"), 2),
+}
+"""The version of each codec that this release speaks. A node with another one takes no part in a run."""
+
 WANTS_FEEDBACK: tuple[CodecName, ...] = ("ec1", "sign", "topk256", "topk64")
 """Codecs of contributions that do not converge when what they round away is lost: of so few bits, what is
 rounded away leans to one side (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD")."""
@@ -219,6 +225,12 @@ class ExchangeSection(Section):
     fragments: Positive = 1
     overlap: Literal["none", "blend", "keep"] = "none"
     blend: Annotated[float, Field(ge=0, lt=1)] | None = None
+
+    @property
+    def codecs(self) -> tuple[str, str]:
+        """Up and down, with their versions, as each node of the run must have them."""
+        up, down = (f"{name}/{CODEC_VERSIONS[name]}" for name in (self.uplink, self.downlink))
+        return up, down
 
     @model_validator(mode="after")
     def _the_rest_needs_error_feedback(self) -> Self:

@@ -185,6 +185,16 @@ NUMBER, CERTIFICATES = "number", "certificates"
 """What a ruling on the coordinator's key has for changes: `Bundle` reads the second."""
 
 
+OWN = (("own", True),)
+"""What a ruling on an invite has for changes where it is for the run owner's own machines."""
+
+
+def owned_invite(ruling: Ruling) -> str:
+    """The invite that a ruling says to be for the run owner's own machines; empty for any other ruling."""
+    is_own = ruling.kind is RulingKind.INVITED and ruling.changes == OWN
+    return ruling.invite_id if is_own else ""
+
+
 HOST, CONTROL_PORT, ENROLMENT_PORT = "host", "control_port", "enrolment_port"
 """What a ruling on the coordinator's address has for changes."""
 
@@ -303,7 +313,8 @@ def in_words(ruling: Ruling) -> str:
     why = f": {ruling.reason}" if ruling.reason else ""
     match ruling.kind:
         case RulingKind.INVITED:
-            return f"invite {ruling.invite_id} was made{why}"
+            whose = " for the run owner's own machines" if owned_invite(ruling) else ""
+            return f"invite {ruling.invite_id} was made{whose}{why}"
         case RulingKind.REVOKED:
             return f"invite {ruling.invite_id} was revoked"
         case RulingKind.JOINED:

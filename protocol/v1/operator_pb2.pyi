@@ -96,6 +96,7 @@ class CreateInviteRequest(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     NEEDS_APPROVAL_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     max_uses: _builtins.int
     """How many nodes may join with it, at least 1."""
     valid_seconds: _builtins.float
@@ -110,6 +111,8 @@ class CreateInviteRequest(_message.Message):
     """What those are that join with it: "node"; "helper", who reduces and trains nothing; "viewer", who may ask
     for the status and nothing else. Empty: "node".
     """
+    own: _builtins.bool
+    """Whether it is for the run owner's own machines: what those weigh by their work is not capped."""
     def __init__(
         self,
         *,
@@ -119,10 +122,11 @@ class CreateInviteRequest(_message.Message):
         label: _builtins.str = ...,
         needs_approval: _builtins.bool = ...,
         role: _builtins.str = ...,
+        own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "role", b"role", "valid_seconds", b"valid_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "own", b"own", "role", b"role", "valid_seconds", b"valid_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -186,6 +190,7 @@ class InviteStatus(_message.Message):
     NEEDS_APPROVAL_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     NODE_NAMES_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     invite_id: _builtins.str
     """Public name."""
     max_uses: _builtins.int
@@ -200,6 +205,8 @@ class InviteStatus(_message.Message):
     """Whether nodes that join with it wait for approval."""
     role: _builtins.str
     """What those are that join with it, as when it was asked for."""
+    own: _builtins.bool
+    """Whether it is for the run owner's own machines."""
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Nodes that joined with it."""
@@ -220,10 +227,11 @@ class InviteStatus(_message.Message):
         needs_approval: _builtins.bool = ...,
         role: _builtins.str = ...,
         node_names: _abc.Iterable[_builtins.str] | None = ...,
+        own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["invite_id", b"invite_id", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "node_ids", b"node_ids", "node_names", b"node_names", "remaining_seconds", b"remaining_seconds", "revoked", b"revoked", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["invite_id", b"invite_id", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "node_ids", b"node_ids", "node_names", b"node_names", "own", b"own", "remaining_seconds", b"remaining_seconds", "revoked", b"revoked", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,6 +299,45 @@ class RevokeInviteResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RevokeInviteResponse: _TypeAlias = RevokeInviteResponse  # noqa: Y015
+
+@_typing.final
+class OwnInviteRequest(_message.Message):
+    """Names an invite that is for the run owner's own machines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INVITE_ID_FIELD_NUMBER: _builtins.int
+    invite_id: _builtins.str
+    """Public name."""
+    def __init__(
+        self,
+        *,
+        invite_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["invite_id", b"invite_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnInviteRequest: _TypeAlias = OwnInviteRequest  # noqa: Y015
+
+@_typing.final
+class OwnInviteResponse(_message.Message):
+    """It is noted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnInviteResponse: _TypeAlias = OwnInviteResponse  # noqa: Y015
 
 @_typing.final
 class SampleRange(_message.Message):
@@ -377,22 +424,28 @@ class RuleNodeRequest(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    INVITE_ID_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """Its name, its id, or the beginning of its id."""
     verdict: Global___NodeVerdict.ValueType
     """What becomes of it."""
     reason: _builtins.str
     """Why, for its owner and the audit log; may be empty."""
+    invite_id: _builtins.str
+    """In place of a node, with NODE_VERDICT_EXPEL alone: an invite, by its public name. All that joined with it
+    are expelled, and it is revoked first.
+    """
     def __init__(
         self,
         *,
         node: _builtins.str = ...,
         verdict: Global___NodeVerdict.ValueType = ...,
         reason: _builtins.str = ...,
+        invite_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["invite_id", b"invite_id", "node", b"node", "reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,19 +459,31 @@ class RuleNodeResponse(_message.Message):
 
     NODE_ID_FIELD_NUMBER: _builtins.int
     NODE_NAME_FIELD_NUMBER: _builtins.int
+    EXPELLED_NAMES_FIELD_NUMBER: _builtins.int
+    OPEN_INVITES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     node_name: _builtins.str
     """What people call it."""
+    @_builtins.property
+    def expelled_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of an invite: what those are called that are expelled now; who is expelled already is not among them."""
+
+    @_builtins.property
+    def open_invites(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a node that is expelled: invites that it joined with and that others can still use."""
+
     def __init__(
         self,
         *,
         node_id: _builtins.str = ...,
         node_name: _builtins.str = ...,
+        expelled_names: _abc.Iterable[_builtins.str] | None = ...,
+        open_invites: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_id", b"node_id", "node_name", b"node_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expelled_names", b"expelled_names", "node_id", b"node_id", "node_name", b"node_name", "open_invites", b"open_invites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

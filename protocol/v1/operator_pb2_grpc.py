@@ -50,6 +50,11 @@ class OperatorServiceStub:
                 request_serializer=protocol_dot_v1_dot_operator__pb2.RevokeInviteRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_operator__pb2.RevokeInviteResponse.FromString,
                 _registered_method=True)
+        self.OwnInvite = channel.unary_unary(
+                '/atoll.v1.OperatorService/OwnInvite',
+                request_serializer=protocol_dot_v1_dot_operator__pb2.OwnInviteRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_operator__pb2.OwnInviteResponse.FromString,
+                _registered_method=True)
         self.SkipSamples = channel.unary_unary(
                 '/atoll.v1.OperatorService/SkipSamples',
                 request_serializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesRequest.SerializeToString,
@@ -102,6 +107,13 @@ class OperatorServiceServicer:
 
     def RevokeInvite(self, request, context):
         """Makes an invite useless. Nodes that joined with it stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OwnInvite(self, request, context):
+        """Says that an invite is for the run owner's own machines, whose work is not capped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,6 +178,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.RevokeInvite,
                     request_deserializer=protocol_dot_v1_dot_operator__pb2.RevokeInviteRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_operator__pb2.RevokeInviteResponse.SerializeToString,
+            ),
+            'OwnInvite': grpc.unary_unary_rpc_method_handler(
+                    servicer.OwnInvite,
+                    request_deserializer=protocol_dot_v1_dot_operator__pb2.OwnInviteRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_operator__pb2.OwnInviteResponse.SerializeToString,
             ),
             'SkipSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.SkipSamples,
@@ -280,6 +297,33 @@ class OperatorService:
             '/atoll.v1.OperatorService/RevokeInvite',
             protocol_dot_v1_dot_operator__pb2.RevokeInviteRequest.SerializeToString,
             protocol_dot_v1_dot_operator__pb2.RevokeInviteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OwnInvite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.OperatorService/OwnInvite',
+            protocol_dot_v1_dot_operator__pb2.OwnInviteRequest.SerializeToString,
+            protocol_dot_v1_dot_operator__pb2.OwnInviteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class OperatorServiceStub:
     """The invites, without their secrets."""
     RevokeInvite: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RevokeInviteRequest, _operator_pb2.RevokeInviteResponse]
     """Makes an invite useless. Nodes that joined with it stay."""
+    OwnInvite: _grpc.UnaryUnaryMultiCallable[_operator_pb2.OwnInviteRequest, _operator_pb2.OwnInviteResponse]
+    """Says that an invite is for the run owner's own machines, whose work is not capped."""
     SkipSamples: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SkipSamplesRequest, _operator_pb2.SkipSamplesResponse]
     """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
     RuleNode: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RuleNodeRequest, _operator_pb2.RuleNodeResponse]
@@ -63,6 +65,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """The invites, without their secrets."""
     RevokeInvite: _aio.UnaryUnaryMultiCallable[_operator_pb2.RevokeInviteRequest, _operator_pb2.RevokeInviteResponse]  # type: ignore[assignment]
     """Makes an invite useless. Nodes that joined with it stay."""
+    OwnInvite: _aio.UnaryUnaryMultiCallable[_operator_pb2.OwnInviteRequest, _operator_pb2.OwnInviteResponse]  # type: ignore[assignment]
+    """Says that an invite is for the run owner's own machines, whose work is not capped."""
     SkipSamples: _aio.UnaryUnaryMultiCallable[_operator_pb2.SkipSamplesRequest, _operator_pb2.SkipSamplesResponse]  # type: ignore[assignment]
     """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
     RuleNode: _aio.UnaryUnaryMultiCallable[_operator_pb2.RuleNodeRequest, _operator_pb2.RuleNodeResponse]  # type: ignore[assignment]
@@ -102,6 +106,14 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.RevokeInviteResponse, _abc.Awaitable[_operator_pb2.RevokeInviteResponse]]:
         """Makes an invite useless. Nodes that joined with it stay."""
+
+    @_abc_1.abstractmethod
+    def OwnInvite(
+        self,
+        request: _operator_pb2.OwnInviteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.OwnInviteResponse, _abc.Awaitable[_operator_pb2.OwnInviteResponse]]:
+        """Says that an invite is for the run owner's own machines, whose work is not capped."""
 
     @_abc_1.abstractmethod
     def SkipSamples(

@@ -100,14 +100,15 @@ class FakeNode:
 
     async def attach(self, **changes: object) -> session_pb2.AttachResponse:
         run = await self.session.GetRun(session_pb2.GetRunRequest())
-        layout = layout_of(run_from_json(run.run_json)).summary()
+        spec = run_from_json(run.run_json)
         request = session_pb2.AttachRequest(
             node_name=self.name,
             address=session_pb2.PeerAddress(
                 public_key=self.identity.public_key, multiaddrs=["/ip4/127.0.0.1/tcp/1"]
             ),
             run_digest=run.run_digest,
-            layout=layout_to_wire(layout),
+            layout=layout_to_wire(layout_of(spec).summary()),
+            codecs=spec.exchange.codecs,
             corpus=session_pb2.CorpusSummary(
                 digest=b"c" * 32,
                 num_samples=10,

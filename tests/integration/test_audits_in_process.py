@@ -1,5 +1,7 @@
 """Audited reducers in a whole swarm, by production's code: honest ones agree, liars lose their place."""
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,16 @@ from liar import Turned
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.state import Verdict
 from lab.simulation.coordinator import Outage
-from lab.simulation.swarm import Life, RunStuckError, SimulatedRun, identity_of, simulate
+from lab.simulation.memory_transport import MemoryNetwork
+from lab.simulation.swarm import (
+    Life,
+    RunStuckError,
+    Script,
+    SimulatedNode,
+    SimulatedRun,
+    identity_of,
+    simulate,
+)
 from node.disk.round_folder import Retention
 from node.exchange.auditing import Auditor
 from node.exchange.exchange import Exchange
@@ -36,6 +47,7 @@ def run(
     has_liar: bool = True,
     disks: Path | None = None,
     outage: Outage | None = None,
+    script: Script | None = None,
     **tables: Any,
 ) -> SimulatedRun:
     """A round takes five virtual seconds; with `disks` nodes keep every state."""
@@ -53,8 +65,15 @@ def run(
         corpus=corpus,
         disks=disks,
         outage=outage,
+        script=script,
         within_seconds=1000,
     )
+
+
+async def audit_all(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+    """An owner under attack amends the share, some rounds after the start."""
+    await asyncio.sleep(12.0)
+    await nodes[0].coordinator.rulings.amend((("outer.audit", 1.0),), more_rounds=0, reason="")
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +119,35 @@ def test_all_honest_reducers_are_found_right_bit_for_bit(
     found = {audit.slice.index: audit.verdict for audit in audited.final.audits}
     assert found == {part.index: Verdict.AGREED for part in last.slices}, "the end waits for it"
     assert not any(member.audits.num_disputed for member in audited.final.members.values())
+
+
+def test_a_share_of_audits_that_is_raised_in_mid_run_holds_and_changes_no_bit(
+    corpus: Corpus,
+) -> None:
+    """With the reducer's errors of rounds before, which nodes kept all along."""
+    small: dict[str, Any] = {
+        "has_liar": False,
+        "rounds": 6,
+        "inner": {"batch": 3},
+        "exchange": {"uplink": "topk64", "downlink": "topk64"},
+    }
+    hardly, amended = (run(corpus, audit=1e-9, script=s, **small) for s in (None, audit_all))
+    assert hardly.num_audits == 0 and amended.num_audits > 0
+    assert amended.final.is_finished and len(amended.final.rulings) == 1
+    assert {audit.verdict for audit in amended.final.audits} == {Verdict.AGREED}
+    assert set(amended.digests.values()) == set(hardly.digests.values())
+
+
+def test_a_liar_that_a_small_share_would_miss_is_convicted_once_the_share_is_raised(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pointing_elsewhere(monkeypatch)
+    missed = run(corpus, audit=1e-9, rounds=8)
+    assert not missed.final.rulings
+    caught = run(corpus, audit=1e-9, rounds=8, script=audit_all, disks=tmp_path)
+    kinds = [ruling.kind for ruling in caught.final.rulings]
+    assert kinds[0] is RulingKind.AMENDED and RulingKind.QUARANTINED in kinds
+    assert caught.final.members[LIAR].state is MemberState.QUARANTINED
 
 
 def test_audits_change_no_bit_of_an_honest_run(corpus: Corpus) -> None:

@@ -1,16 +1,21 @@
 """Who may take part, over real TLS: expelled, quarantined, waiting for approval, or only looking on."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner, Result
 from coordinator_scene import invite_from, joined, new_home, serving, two_nodes
 
 from coordinator.backup import back_up
+from coordinator.cli import invite as invite_command
 from coordinator.config import Home
+from coordinator.steering import expel
 from node.history import KeptRulings
 from protocol.errors import (
     AtollError,
@@ -18,6 +23,7 @@ from protocol.errors import (
     ExpelledError,
     HeldBackError,
     NoInputError,
+    NotPermittedError,
     SessionEndedError,
     UsageError,
 )
@@ -117,6 +123,73 @@ async def test_an_expelled_key_is_refused_with_another_invite_and_after_a_restar
         await b.attach()
         await b.close()
         assert (await log_of(home))[-2:] == ["invited", "readmitted node-b"]
+
+
+async def typed(home: Home, command: click.Command, *arguments: str) -> Result:
+    line = [*arguments, "--dir", str(home.directory)]
+    return await asyncio.to_thread(CliRunner().invoke, command, line)
+
+
+async def test_all_who_joined_by_an_invite_are_expelled_by_it_and_it_lets_nobody_in_any_more(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home), AsyncExitStack() as opened:
+        theirs, invite_id = await invite_from(home, uses=4)
+        ours, _ = await invite_from(home)
+        first, second, *rest = [
+            await joined(invite, name)
+            for name, invite in (("x", theirs), ("y", theirs), ("z", theirs), ("mine", ours))
+        ]
+        for node in (first, second, *rest):
+            opened.push_async_callback(node.close)
+        await ruled(home, "z", "EXPEL")
+        alone = await typed(home, expel, "x", "--reason", "copies")
+        assert alone.exit_code == 0 and "x (" in alone.stdout
+        assert f"'atoll invite revoke {invite_id}' closes it" in alone.stdout
+
+        all_of_it = await typed(home, expel, "--invite", invite_id, "--reason", "copies too")
+        told = f"invite {invite_id} is revoked, and expelled by it: "
+        assert all_of_it.stdout.endswith(f"{told}y\n")
+        for node in (first, second):
+            with pytest.raises(ExpelledError):
+                await node.attach()
+        with pytest.raises(NotPermittedError, match="was revoked"):
+            await joined(theirs, "x by a new key")
+        await rest[-1].attach()
+        again = await typed(home, expel, "--invite", invite_id)
+        assert again.stdout.endswith(f"{told}nobody who was not before\n")
+        assert (await log_of(home))[-4:] == ["expelled z", "expelled x", "revoked", "expelled y"]
+
+        await ruled(home, "mine", "EXPEL")
+        for wrong, error in (
+            (("--invite", "nonesuch"), NoInputError),
+            (("x", "--invite", invite_id), UsageError),
+            ((), UsageError),
+        ):
+            assert isinstance((await typed(home, expel, *wrong)).exception, error)
+        async with owner_of(home) as owner:
+            bar = pb.NODE_VERDICT_QUARANTINE
+            with pytest.raises(BadDataError, match="by their invite nodes can only be expelled"):
+                await owner.RuleNode(pb.RuleNodeRequest(invite_id=invite_id, verdict=bar))
+
+
+async def test_a_run_owners_own_invites_are_a_ruling_and_shown(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home):
+        assert (await typed(home, invite_command, "create", "--own", "--uses", "8")).exit_code == 0
+        _, later = await invite_from(home)
+        assert (await typed(home, invite_command, "own", later)).exit_code == 0
+        await invite_from(home)
+        again = await typed(home, invite_command, "own", later)
+        assert isinstance(again.exception, UsageError) and "already" in again.exception.what
+        unknown = await typed(home, invite_command, "own", "nonesuch")
+        assert isinstance(unknown.exception, NoInputError)
+    async with serving(home):
+        listed = json.loads((await typed(home, invite_command, "list", "--json")).stdout)
+        assert [one["own"] for one in listed] == [False, True, True]
+        assert "own node" in (await typed(home, invite_command, "list")).stdout
+        assert await log_of(home) == ["invited"] * 4
 
 
 async def test_the_round_in_flight_goes_on_without_an_expelled_participant(tmp_path: Path) -> None:

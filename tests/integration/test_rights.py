@@ -58,6 +58,7 @@ RIGHTS = {
     "OperatorService.CreateInvite": OWNER,
     "OperatorService.ListInvites": OWNER,
     "OperatorService.RevokeInvite": OWNER,
+    "OperatorService.OwnInvite": OWNER,
     "OperatorService.SkipSamples": OWNER,
     "OperatorService.RuleNode": OWNER,
     "OperatorService.SteerRun": OWNER,

@@ -140,17 +140,20 @@ def test_who_joins_is_told_what_the_run_is_takes_and_brings(folder: Path) -> Non
 
         first = joined("first")
         assert [line.partition(":")[0] for line in first[1:]] == [
-            *("this machine", "the run", "it takes", "a day, as members here do"),
+            *("this machine", "the run", "it reads", "it takes", "a day, as members here do"),
             *("limits that you may set", "next"),
         ]
         assert "round 0 of 50, 0 members now" in first[2]
-        assert "no member trains on cpu now; bytes are not known before" in first[4]
-        swarm.start_node("first")
+        assert first[3].startswith("it reads: ")
+        assert "no member trains on cpu now; bytes are not known before" in first[5]
+        node = swarm.start_node("first")
         until(lambda: swarm.status().run.committed_round > 0, "a round")
         swarm.does("training", "first")
+        assert 0 < node.log.find("the run reads") < node.log.find("loading torch")
+        assert first[3].removeprefix("it reads: ") in node.log
         second = joined("second")
         assert re.search(
-            r"a day, as members here do: about \S+ tokens; about \S+ \S+ each way", second[4]
+            r"a day, as members here do: about \S+ tokens; about \S+ \S+ each way", second[5]
         )
         swarm.coordinator.stop(signal.SIGTERM)
     finally:

@@ -15,6 +15,7 @@ from coordinator.swarm.state import SwarmState
 from protocol.wire.messages import Held, Reduced, SliceTakenOver
 from protocol.wire.rounds import Assignment, Commit, Digest, LayoutSummary, NodeId, Plan
 
+CODECS = ("int4/1", "int4/1")
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(700, 200))
 
 

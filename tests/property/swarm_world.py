@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import swarm_audit as audit
 from sealing import Sealer
-from swarm_books import LAYOUT, Books, is_void
+from swarm_books import CODECS, LAYOUT, Books, is_void
 from swarm_edge import obey
 from swarm_laws import MembersStay, check_deadline, check_leases
 from swarm_nodes import CONTEXT, SimulatedNode, Swarm, sender_of
@@ -93,6 +93,8 @@ class World:
             floor_seconds=3,
             has_overlap=has_overlap,
             round_steps=round_steps,
+            layout=LAYOUT,
+            codecs=CODECS,
         )
         self._sealer = Sealer()
         self._members = MembersStay()
@@ -224,6 +226,7 @@ class World:
             version="1",
             run_digest=RUN,
             layout=LAYOUT,
+            codecs=CODECS,
             corpus=CORPUS,
             outer_round=number,
             outer_digest=digest,

@@ -1,5 +1,6 @@
 """Audits with liars among reducers and auditors: with less than half of the weight they convict nobody."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from effort import examples
@@ -7,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coordinator.swarm.events import QuarantineAsked, Reported
-from coordinator.swarm.members import Work
+from coordinator.swarm.members import Member, Work
 from coordinator.swarm.state import Verdict
+from coordinator.swarm.weighing import say_of, weight_of
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import NodeId, RoundSpan
 from tests.unit.swarm_scene import Scene, asked_of, digest_of
@@ -41,13 +43,19 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
     for name in names:
         scene.attach(name, invite=name)
     work = dict(zip(names, tokens, strict=True))
-    say = replace(scene.round.say, weights=work, is_confirmed=True)  # type: ignore[type-var]
+
+    def with_work() -> Mapping[NodeId, Member]:
+        """The members with so much confirmed work, whatever they have just earned."""
+        members = scene.state.members.items()
+        return {n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in members}
+
+    say = say_of(with_work().values(), 1)
     scene.state = replace(scene.state, open_round=replace(scene.round, say=say))
     reducer = scene.round.slices[0].slice.reducer_id
     liars = {NodeId(names[i]) for i in lying if i < len(names)} - {reducer}
     if is_reducer_lying:
         liars.add(reducer)
-    assume(2 * sum(work[n] for n in liars) < sum(tokens))
+    assume(2 * weight_of(say, liars) < weight_of(say, say.weights))
 
     result = CLAIMED if is_reducer_lying else RIGHT
     for name in names:
@@ -59,10 +67,7 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
         if scene.state.committed_round == 0:
             scene.hold(name, 0, result)
 
-    members = {
-        n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in scene.state.members.items()
-    }
-    scene.state = replace(scene.state, members=members)
+    scene.state = replace(scene.state, members=with_work())
 
     def answer(asked: list[NodeId]) -> None:
         order.shuffle(asked)  # type: ignore[attr-defined]

@@ -2,13 +2,22 @@
 
 from dataclasses import replace
 
+import pytest
 from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coordinator.swarm.members import Member, MemberState, Work
 from coordinator.swarm.standing import LEAST_TRIAL_SECONDS, TRIAL_MARGIN
-from coordinator.swarm.weighing import earned, heaviest, is_enough, say_of, weight_of
+from coordinator.swarm.weighing import (
+    cap_of,
+    earned,
+    heaviest,
+    is_enough,
+    say_of,
+    weight_of,
+    worth,
+)
 from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress
 from tests.unit.swarm_scene import Scene
 
@@ -55,6 +64,104 @@ def test_a_coalition_with_less_than_half_of_the_weight_decides_no_digest_and_no_
     reports: dict[NodeId, Digest] = {n: LIE if n in liars else RIGHT for n in members}
     assert heaviest(say, reports) == RIGHT
     assert not is_enough(say, liars, list(members))
+
+
+@examples(500)
+@given(
+    honest=st.lists(
+        st.lists(st.integers(1, 10**6), min_size=1, max_size=3), min_size=2, max_size=7
+    ),
+    lying=st.lists(st.integers(0, 10**9), min_size=1, max_size=12),
+)
+def test_no_invite_decides_alone_where_two_others_have_work_whatever_its_keys_have_done(
+    honest: list[list[int]], lying: list[int]
+) -> None:
+    """For any work of any keys: whoever is in one invite, the others need only agree."""
+    works = [work for of_one in honest for work in of_one]
+    invites = [f"own-{n}" for n, of_one in enumerate(honest) for _ in of_one]
+    members = members_of(works, lying, ["liars"] * len(lying) + invites)
+    say = say_of(members.values(), 1)
+    working = {m.invite_id for n, m in members.items() if worth(m.work, 1)}
+    for invite in {"liars", *invites}:
+        if len(working - {invite}) < 2:
+            continue  # the smaller of two would decide alone
+        some = [n for n, member in members.items() if member.invite_id == invite]
+        others = [n for n in members if n not in some]
+        assert 2 * weight_of(say, some) < weight_of(say, members)
+        assert not is_enough(say, some, list(members)) and is_enough(say, others, list(members))
+        reports: dict[NodeId, Digest] = {n: LIE if n in some else RIGHT for n in members}
+        assert heaviest(say, reports) == RIGHT
+
+
+@given(
+    others=st.lists(st.integers(1, 10**6), min_size=2, max_size=9),
+    more=st.lists(st.integers(0, 10**9), min_size=2, max_size=2),
+    own=st.integers(0, 10**6),
+)
+def test_no_invite_moves_what_it_may_weigh_by_working_more_than_all_others(
+    others: list[int], more: list[int], own: int
+) -> None:
+    caps = {cap_of([*others, max(others) + each], own=own) for each in more}
+    assert len(caps) == 1
+
+
+@pytest.mark.parametrize("keys", [3, 5, 6, 7, 9, 30])
+def test_keys_of_one_invite_beside_six_have_a_quarter_of_the_weight_however_many_they_are(
+    keys: int,
+) -> None:
+    members = members_of([100] * 6, [100] * keys, ["liars"] * keys + [f"own-{n}" for n in range(6)])
+    say = say_of(members.values(), 1)
+    liars = [n for n in members if n.startswith("a-liar")]
+    assert 4 * weight_of(say, liars) <= weight_of(say, members)
+
+
+@pytest.mark.parametrize("invites", [["all"] * 10, ["liars"] * 9 + ["other"]])
+def test_of_one_or_two_invites_work_alone_decides(invites: list[str]) -> None:
+    """Docs say so: a cap would have the smaller of two invites decide alone."""
+    members = members_of([100], [100] * 9, invites)
+    say = say_of(members.values(), 1)
+    assert is_enough(say, [n for n in members if n.startswith("a-liar")], list(members))
+
+
+@examples(300)
+@given(own=WORKS, strangers=WORKS, invites=INVITES)
+def test_the_run_owners_own_machines_weigh_by_their_work_and_strangers_with_less_decide_nothing(
+    own: list[int], strangers: list[int], invites: list[str]
+) -> None:
+    """Also with one stranger's invite, and where strangers together are most by invites or by keys."""
+    assume(sum(strangers) < sum(own))
+    of_own = ["own"] * len(own)
+    members = members_of(own, strangers, [*invites[: len(strangers)], *of_own])
+    members = {n: replace(m, is_own=m.invite_id == "own") for n, m in members.items()}
+    say = say_of(members.values(), 1)
+    mine = [n for n, member in members.items() if member.is_own]
+    others = [n for n in members if n not in mine]
+    assert all(say.weights[n] == worth(members[n].work, 1) for n in mine)
+    assert not is_enough(say, others, list(members))
+    assert len(mine) == 1 or is_enough(say, mine, list(members)), "its owner's run goes on"
+    reports: dict[NodeId, Digest] = {n: RIGHT if n in mine else LIE for n in members}
+    assert heaviest(say, reports) == RIGHT
+
+
+@examples(100)
+@given(own=st.integers(1, 10**6), lying=st.lists(st.integers(0, 10**9), min_size=1, max_size=9))
+def test_one_invite_decides_nothing_against_the_run_owners_own_however_little_these_have_done(
+    own: int, lying: list[int]
+) -> None:
+    members = members_of([own], lying, [*(["liars"] * len(lying)), "own"])
+    members = {n: replace(m, is_own=m.invite_id == "own") for n, m in members.items()}
+    say = say_of(members.values(), 1)
+    reports: dict[NodeId, Digest] = {n: RIGHT if m.is_own else LIE for n, m in members.items()}
+    assert heaviest(say, reports) == RIGHT
+
+
+def test_a_run_whose_owners_invite_brings_most_nodes_begins_beside_strangers_that_idle() -> None:
+    members = members_of([0] * 8, [0, 0], ["one", "two", *["own"] * 8])
+    mine = [n for n, member in members.items() if member.invite_id == "own"]
+    before = say_of(members.values(), 0)
+    assert not is_enough(before, mine, list(members)), "each invite weighs alike"
+    members = {n: replace(m, is_own=n in mine) for n, m in members.items()}
+    assert is_enough(say_of(members.values(), 0), mine, list(members))
 
 
 @examples(300)

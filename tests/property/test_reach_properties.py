@@ -13,7 +13,7 @@ from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.reach import best_reducers, cut_off_from, newly_cut_pairs
 from coordinator.swarm.state import Rules, Say, SwarmState
 from coordinator.swarm.transition import initial_state
-from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress
+from protocol.wire.rounds import CorpusSummary, Digest, LayoutSummary, NodeId, PeerAddress
 
 DIGEST = Digest(bytes(32))
 NAMES = [NodeId(name) for name in "abcdefgh"]
@@ -30,6 +30,8 @@ RULES = Rules(
     apply_seconds=1,
     lease_seconds=1,
     evaluate_every_rounds=1,
+    layout=LayoutSummary(digest=DIGEST, fragment_elements=(1,)),
+    codecs=("int4/1", "int4/1"),
 )
 
 

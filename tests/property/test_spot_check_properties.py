@@ -13,6 +13,7 @@ from coordinator.swarm.events import QuarantineAsked, Reported, Tell
 from coordinator.swarm.members import Member, Work
 from coordinator.swarm.spot_checks import evidence
 from coordinator.swarm.state import Say
+from coordinator.swarm.weighing import cap_of
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import NodeId
 from tests.unit.swarm_scene import Scene, digest_of
@@ -45,8 +46,9 @@ def test_liars_with_less_than_half_of_the_weight_of_the_others_convict_nobody_th
     freeloaders = {names[freeloading]} if freeloading < len(names) else set[str]()
     work = {n: MUCH * t for n, t in zip(names, tokens, strict=True)}
     for name in names:  # of all the others, whoever is accused
-        rest = sum(work.values()) - work[name]
-        assume(2 * sum(work[n] for n in liars - {name}) < rest)
+        cap = cap_of([work[n] for n in names if n != name])
+        rest = {n: min(work[n], cap) for n in names if n != name}
+        assume(2 * sum(rest[n] for n in liars - {name}) < sum(rest.values()))
     convicted = convicted_of(
         work, liars, freeloaders, seed=seed, is_praising=is_praising, mean=mean
     )

@@ -31,6 +31,8 @@ from protocol.wire.rounds import (
 )
 from protocol.wire.wire_count import WireTotals
 
+LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(1024,))
+CODECS = ("int4/1", "int4/1")
 PLAIN_RULES = Rules(
     total_rounds=100,
     min_nodes=2,
@@ -43,13 +45,14 @@ PLAIN_RULES = Rules(
     apply_seconds=10,
     lease_seconds=15,
     evaluate_every_rounds=1,
+    layout=LAYOUT,
+    codecs=CODECS,
 )
 """Where a test is not about rules."""
 
 T = TypeVar("T")
 RUN = Digest(b"r" * 32)
 INITIAL = Digest(b"0" * 32)
-LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(1024,))
 CORPUS = CorpusSummary(digest=Digest(b"c" * 32), num_samples=1000, num_bytes=9000)
 STEP_TOKENS = 2 * 8
 TOKENS = 5 * STEP_TOKENS  # that a node trains in a full round
@@ -102,8 +105,9 @@ class Scene:
             schedule_tokens=schedule_tokens,
             first_digest=first_digest,
             has_private_data=has_private_data,
+            layout=layout,
+            codecs=CODECS,
         )
-        self.layout = layout
         self._num_processes: Counter[str] = Counter()
         self.state: SwarmState = initial_state(rules, RUN)
         self.now = 1000.0
@@ -136,7 +140,7 @@ class Scene:
         digest: Digest = INITIAL,
         run: Digest = RUN,
         layout: LayoutSummary | None = None,
-        codecs: tuple[str, ...] = ("int4/1", "int4/1"),
+        codecs: tuple[str, ...] = CODECS,
         corpus: CorpusSummary = CORPUS,
         num_ranks: int = 1,
         is_new_process: bool = True,  # or the same one whose session broke
@@ -163,7 +167,7 @@ class Scene:
                     num_ranks=num_ranks,
                     version="1",
                     run_digest=run,
-                    layout=layout or self.layout,
+                    layout=layout or self.state.rules.layout,
                     codecs=codecs,
                     corpus=corpus,
                     outer_round=at,

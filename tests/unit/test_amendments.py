@@ -1,12 +1,16 @@
 """What amendments make of a run's rules, and how a schedule goes on from where it is."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.config import rules_of
+from node.exchange.outer import merging_of
 from node.island.island import InnerWork
+from node.island.parallel.auto_mesh import node_bytes
 from node.island.training.schedule import Position
 from protocol.errors import AtollError, ConfigError, UsageError
 from protocol.run.amendments import Span, amended, changes_of, in_force, span_of
@@ -34,6 +38,19 @@ def test_an_amendment_holds_from_its_round_on_and_the_digest_of_the_run_stays() 
     assert rates == [0.7, 0.7, 0.5, 0.5, 0.4, 0.4]
     assert in_force(SPEC, rulings).outer.learning_rate == 0.4
     assert in_force(SPEC, rulings, round=2) == SPEC
+
+
+def test_the_share_of_audits_changes_at_the_coordinator_alone() -> None:
+    """Nodes go by whether anything is audited, so a share above 0 stays above 0, and 0 stays 0."""
+    more = amended(SPEC, (("outer.audit", 0.5),))
+    assert rules_of(more) == replace(rules_of(SPEC), audited_share=0.5)
+    assert str(merging_of(more)) == str(merging_of(SPEC))
+    assert node_bytes(more) == node_bytes(SPEC)
+    unaudited = validated({"outer": {"audit": 0}}, origin="the test")
+    for spec, share, advice in ((SPEC, 0, "outer.audit=0.2"), (unaudited, 0.1, "atoll node fork")):
+        with pytest.raises(UsageError, match="audit cannot change") as refused:
+            amended(spec, (("outer.audit", share),))
+        assert refused.value.next_step is not None and advice in refused.value.next_step
 
 
 def test_what_is_brought_back_late_holds_in_the_order_of_its_round() -> None:

@@ -12,7 +12,7 @@ from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError, Tiles, 
 from node.exchange.codecs.registry import CODECS, codec_named
 from node.exchange.codecs.top_k import SECTION
 from protocol.errors import ConfigError
-from protocol.run.run_spec import CodecName
+from protocol.run.run_spec import CODEC_VERSIONS, CodecName
 from protocol.wire.rounds import BLOCK
 
 INT8 = codec_named("int8/1")
@@ -299,4 +299,6 @@ def test_a_codec_is_found_by_name_and_by_version() -> None:
 def test_the_run_file_names_and_explains_every_codec() -> None:
     names = {codec.name.partition("/")[0] for codec in CODECS}
     assert set(get_args(CodecName)) == names
+    newest = {name: int(codec_named(name).name.partition("/")[2]) for name in names}
+    assert newest == CODEC_VERSIONS, "the coordinator lets nodes in by these"
     assert all(f'"{name}" ' in RUN_TEMPLATE for name in names)

@@ -24,6 +24,7 @@ from protocol.errors import (
     SessionEndedError,
     TemporaryError,
 )
+from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.signing import CommitSigner
@@ -57,7 +58,7 @@ def attach_request() -> session_pb2.AttachRequest:
         node_name="node-a",
         address=session_pb2.PeerAddress(public_key=NODE.public_key, multiaddrs=["/ip4/::1"]),
         run_digest=RunSpec().digest(),
-        layout=session_pb2.LayoutSummary(digest=DIGEST, fragment_elements=[256]),
+        layout=convert.layout_to_wire(layout_of(RunSpec()).summary()),
         codecs=["int4/1", "int4/1"],
         corpus=session_pb2.CorpusSummary(digest=DIGEST, num_samples=1, num_bytes=1),
         outer_digest=DIGEST,

@@ -32,13 +32,13 @@ from protocol.wire.rounds import (
     Contributor,
     CorpusSummary,
     Digest,
-    LayoutSummary,
     NodeId,
     PeerAddress,
 )
 from tests.unit.swarm_scene import PLAIN_RULES
 
-RULES = replace(PLAIN_RULES, total_rounds=1)
+LAYOUT = replace(PLAIN_RULES.layout, fragment_elements=(256,))
+RULES = replace(PLAIN_RULES, total_rounds=1, layout=LAYOUT)
 RUN = Digest(b"\x99" * 32)
 START, END = Digest(b"\0" * 32), Digest(b"\1" * 32)
 A, B = NodeId("a" * 32), NodeId("b" * 32)
@@ -101,7 +101,8 @@ async def attach(driver: Driver, node_id: NodeId, *, outer: tuple[int, Digest] =
             num_ranks=1,
             version="0",
             run_digest=RUN,
-            layout=LayoutSummary(digest=START, fragment_elements=(256,)),
+            layout=RULES.layout,
+            codecs=RULES.codecs,
             corpus=CorpusSummary(digest=START, num_samples=100, num_bytes=1000),
             outer_round=outer[0],
             outer_digest=outer[1],

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from node.island.data.opening import open_dataset
-from node.island.data.places import DataPlaces, check_reach
+from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from protocol.errors import NotPermittedError
+from protocol.run.run_spec import DataSection
 from tests.tiny_runs import tiny
 
 
@@ -44,6 +45,35 @@ def test_what_a_run_file_names_elsewhere_or_hidden_is_refused_with_what_would_al
         check_reach([pattern], DataPlaces(folder=home / "work"))
     assert repr(pattern) in caught.value.what
     assert "may_read" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("data", "own", "words"),
+    [
+        ({}, "", "the standard library of Python"),
+        (
+            {"source": "text", "paths": ["texts/*.txt", "~/.ssh/id_*\x1b[2J"]},
+            "",
+            "text that the run names, from where the node is started: 'texts/*.txt', '~/.ssh/id_*\\x1b[2J'",
+        ),
+        (
+            {"source": "text", "paths": ["a.txt"]},
+            "mine/*.txt",
+            "'mine/*.txt', which you have named",
+        ),
+        ({"source": "text", "private": True}, "", "data of your own"),
+        (
+            {"source": "tokens", "paths": ["shards"], "digest": "ab" * 32},
+            "",
+            "tokens that the run names, here or from other members: 'shards'",
+        ),
+        ({"source": "function", "function": "mine:samples"}, "", "function gives: mine:samples"),
+    ],
+)
+def test_all_patterns_that_a_run_names_are_told_before_they_are_read(
+    data: dict[str, object], own: str, words: str
+) -> None:
+    assert words in reads_in_words(DataSection.model_validate(data), own=own)
 
 
 def test_nothing_is_read_of_a_run_that_names_what_is_not_allowed(home: Path) -> None:

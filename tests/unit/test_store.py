@@ -20,7 +20,6 @@ from protocol.wire.rounds import (
     Contributor,
     CorpusSummary,
     Digest,
-    LayoutSummary,
     NodeId,
     PeerAddress,
 )
@@ -44,7 +43,8 @@ def attached(node_id: NodeId) -> Attached:
         num_ranks=1,
         version="0",
         run_digest=RUN,
-        layout=LayoutSummary(digest=digest(7), fragment_elements=(1024,)),
+        layout=RULES.layout,
+        codecs=RULES.codecs,
         corpus=CorpusSummary(digest=digest(8), num_samples=100, num_bytes=1000),
         outer_round=0,
         outer_digest=digest(0),
@@ -137,7 +137,7 @@ def test_the_played_rounds_reach_every_table() -> None:
     """Keeps the test above honest: a state without rounds would come back whole as well."""
     state = play(Store.in_memory(), initial_state(RULES, RUN), TWO_ROUNDS)
     assert state.open_round is not None and state.open_round.commit is not None
-    assert state.last_closed is not None and state.held_out and state.written and state.layout
+    assert state.last_closed is not None and state.held_out and state.written
     assert state.ledger.committed and state.ledger.frontier()
     assert state.members[A].inner_steps_per_second
 

@@ -14,7 +14,8 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import roster_of
-from protocol.errors import BadDataError, ProtocolMismatchError, SessionEndedError
+from coordinator.swarm.weighing import common_corpus
+from protocol.errors import ProtocolMismatchError, SessionEndedError
 from protocol.wire.messages import CommitsWanted, ParticipantsDeparted, RefetchAsked, RoundOpened
 from protocol.wire.rounds import NodeId
 
@@ -58,42 +59,43 @@ def test_a_node_of_another_run_or_layout_is_refused_with_both_digests() -> None:
     assert scene.state == before
 
 
-def test_a_node_with_another_version_of_a_codec_is_refused_while_others_are_here() -> None:
+@pytest.mark.parametrize("name", ["liar", "node-a"])
+def test_nothing_of_the_run_is_learnt_from_who_is_first_or_alone(name: str) -> None:
+    """A foreign layout or codec is refused at a run's start, and after everyone has left."""
     scene = Scene()
-    older, newer = ("ec2/1", "int4/1"), ("ec2/2", "int4/1")
-    scene.attach("node-a", "node-b", codecs=older)
-    with pytest.raises(
-        ProtocolMismatchError, match="has ec2/2 and int4/1 where the swarm has ec2/1"
-    ):
-        scene.attach("node-c", codecs=newer)
-    with pytest.raises(ProtocolMismatchError, match="has no codecs where"):
-        scene.attach("node-a", codecs=())
-    scene.leave("node-b")
-    scene.attach(
-        "node-a", codecs=newer
-    )  # the last one here was installed anew, and all others will be
-    scene.attach("node-b", codecs=newer)
+    for _ in range(2):
+        for foreign in (("foreign/1", "foreign/1"), ("int4/2", "int4/1"), ("int4/1",), ()):
+            with pytest.raises(ProtocolMismatchError, match="where the run has int4/1 and int4/1"):
+                scene.attach(name, codecs=foreign)
+        for shapes in ((4, 0), (512, 512)):
+            with pytest.raises(ProtocolMismatchError, match="cuts the model by layout"):
+                scene.attach(name, layout=replace(LAYOUT, fragment_elements=shapes))
+        scene.attach("node-a", "node-b")
+        scene.leave("node-a")
+        scene.leave("node-b")
 
 
-def test_a_layout_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(BadDataError):
-        Scene().attach("node-a", layout=replace(LAYOUT, fragment_elements=(4, 0)))
-
-
-def test_a_corpus_is_told_by_the_first_node_that_has_it_not_by_one_that_waits_for_it() -> None:
-    scene = Scene(min_nodes=2)
-    scene.attach("node-a", corpus=replace(CORPUS, num_samples=0, num_bytes=0), cannot_train=True)
-    scene.attach("node-b")
-    assert scene.state.corpus == CORPUS
-
-
-def test_a_node_with_another_corpus_takes_part_and_the_first_corpus_stays() -> None:
+def test_a_node_with_another_corpus_takes_part() -> None:
     scene = Scene(min_nodes=2)
     scene.attach("node-a")
     scene.attach("node-b", corpus=replace(CORPUS, num_bytes=1))
     assert scene.round.assignments[1].node_id == "node-b"
-    assert scene.state.corpus == CORPUS
     assert scene.member("node-b").corpus.num_bytes == 1
+
+
+def test_the_corpus_is_what_most_of_the_weight_tells_of_not_the_first_to_attach() -> None:
+    scene = Scene(min_nodes=4)
+    waits, other = replace(CORPUS, num_samples=0), replace(CORPUS, digest=WRONG)
+    scene.attach("a-waits", corpus=waits, cannot_train=True, invite="1")
+    assert common_corpus(scene.state) is None
+    scene.attach("a-liar", corpus=other, invite="2")
+    assert common_corpus(scene.state) == other  # nobody else tells of any yet
+    scene.attach("b", invite="3")
+    scene.attach("c", invite="4")
+    assert common_corpus(scene.state) == CORPUS
+    for name in ("a-liar", "b", "c"):
+        scene.leave(name)
+    assert common_corpus(scene.state) == CORPUS, "of those that are gone, where nobody has any"
 
 
 def test_a_new_session_ends_the_one_before() -> None:

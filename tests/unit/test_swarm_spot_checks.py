@@ -16,7 +16,7 @@ from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError
 from protocol.trust.evidence import of_spot_checks, proven_by
 from protocol.trust.identity import Identity
-from protocol.trust.rulings import Ruling, RulingKind
+from protocol.trust.rulings import OWN, Ruling, RulingKind
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import Digest, NodeId
 from tests.unit.swarm_scene import Scene, digest_of
@@ -66,6 +66,12 @@ def answer(scene: Scene, checker: NodeId, asked: SpotCheckAsked, score: float, n
         contributor_id=asked.contributor_id, num_samples=n, gap=score / 100, score=score
     )
     scene.do(Reported(node_id=checker, round=asked.round, report=found))
+
+
+def own(scene: Scene, invite: str) -> None:
+    """The run owner says that an invite is for his own machines."""
+    kind = RulingKind.INVITED
+    scene.do(Ruled(kind=kind, by="test", unix_seconds=0.0, invite_id=invite, changes=OWN))
 
 
 def ruled(scene: Scene, kind: RulingKind, node: str) -> None:
@@ -132,6 +138,42 @@ def test_two_members_of_one_invite_convict_nobody_of_another() -> None:
     scene = scene_of(*names, invites={"a": "theirs", "b": "theirs"})
 
     assert rounds_until_convicted(scene, freeloading("c"), *names) == 40
+
+
+@pytest.mark.parametrize(("num_honest", "num_keys"), [(2, 4), (4, 4), (4, 8)])
+def test_copying_keys_of_one_invite_shield_none_of_theirs_by_their_weight(
+    num_honest: int, num_keys: int
+) -> None:
+    """Also where they have most of the work; nor does their praise save any."""
+    honest, keys = NAMES[:num_honest], tuple(f"key-{n}" for n in range(num_keys))
+    scene = scene_of(*honest, *keys, invites=dict.fromkeys(keys, "theirs"))
+
+    def scores(checker: NodeId, contributor: NodeId) -> float:
+        return 1e9 if checker in keys else NOTHING if contributor in keys else TRAINED
+
+    assert rounds_until_convicted(scene, scores, *honest, *keys, most=30) < 30
+    assert set(convicted(scene)) <= set(keys)
+
+
+def test_the_run_owners_own_machines_convict_where_there_is_one_other_invite() -> None:
+    names = ("a", "b", "c")
+    scene = scene_of(*names, invites={"a": "mine", "b": "mine"})
+    own(scene, "mine")
+
+    assert rounds_until_convicted(scene, freeloading("c"), *names) < 40
+    assert convicted(scene) == ["c"]
+
+
+def test_strangers_with_less_work_than_the_run_owners_own_convict_none_of_those() -> None:
+    """Its own stand by each other, for the run owner vouches for them."""
+    mine, theirs = ("a", "b", "c", "d"), ("x", "y", "z")
+    scene = scene_of(*mine, *theirs, invites=dict.fromkeys(mine, "mine"))
+    own(scene, "mine")
+
+    def scores(checker: NodeId, contributor: NodeId) -> float:
+        return -10.0 if checker in theirs and contributor in mine else TRAINED
+
+    assert rounds_until_convicted(scene, scores, *mine, *theirs) == 40
 
 
 def test_an_accomplice_that_praises_saves_nobody() -> None:

@@ -13,7 +13,7 @@ from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import Rules
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import ExpelledError, UsageError
-from protocol.trust.rulings import RUN_OWNER, RulingKind, follows
+from protocol.trust.rulings import OWN, RUN_OWNER, RulingKind, follows, in_words
 from protocol.wire.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
 from protocol.wire.rounds import NodeId
 
@@ -38,6 +38,20 @@ def run_round(scene: Scene, *nodes: str) -> None:
 
 def amended_rules(scene: Scene, **changes: Any) -> Rules:
     return replace(scene.state.rules, **changes)
+
+
+def test_who_joins_by_an_invite_of_the_run_owners_own_is_that_before_the_ruling_and_after() -> None:
+    scene = Scene(min_nodes=3)
+    scene.attach("early", invite="mine")
+    scene.attach("other", invite="other")
+    ruled(scene, RulingKind.INVITED, invite_id="other")
+    ruled(scene, RulingKind.INVITED, invite_id="mine", changes=OWN)
+    assert (
+        in_words(scene.state.rulings[-1]) == "invite mine was made for the run owner's own machines"
+    )
+    scene.attach("late", invite="mine")
+    assert {n for n, m in scene.state.members.items() if m.is_own} == {"early", "late"}
+    assert with_rulings(scene.state, scene.state.rulings).own_invites == ("mine",)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from node.history import KeptRulings
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
 from protocol.errors import UnavailableError
+from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.node_words import copies_in_words
 from protocol.terminal.query import as_json
 from protocol.terminal.status_words import summary_line
 from protocol.v1 import status_pb2
 from protocol.wire.channel import RETRY_CAP_SECONDS
-from protocol.wire.rounds import CorpusSummary, Digest, LayoutSummary, PeerAddress
+from protocol.wire.rounds import CorpusSummary, Digest, PeerAddress
 from tests.unit.exchange_scene import in_virtual_time
 from tests.unit.test_link_calls import VITALS
 
@@ -43,7 +44,7 @@ class Process:
                 public_key=identity.public_key, multiaddrs=("/ip4/127.0.0.1/tcp/1",)
             ),
             run_digest=SPEC.digest(),
-            layout=LayoutSummary(digest=DIGEST, fragment_elements=(1024,)),
+            layout=layout_of(SPEC).summary(),
             codecs=("int4/1", "int4/1"),
             corpus=CorpusSummary(digest=DIGEST, num_samples=9, num_bytes=9),
             outer_round=0,

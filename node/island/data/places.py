@@ -8,6 +8,7 @@ from pathlib import Path
 
 from protocol.errors import NotPermittedError
 from protocol.files.durable import expanded
+from protocol.run.run_spec import DataSection
 
 DEFAULT_CACHE_BYTES = 20 * 10**9
 
@@ -26,6 +27,29 @@ class DataPlaces:
     has_supply: bool = (
         False  # whether the daemon has what is not here come from peers before it is read
     )
+
+
+def reads_in_words(data: DataSection, *, own: str) -> str:
+    """What a run reads of a machine, whose owner has named data of his own or not (`own` is empty).
+
+    Patterns are shown as Python quotes them: whoever writes a run file must not move a contributor's cursor.
+    """
+    if own:
+        return f"{own!r}, which you have named"
+    if data.private:
+        return (
+            "data of your own, which you name: data in node.toml, or 'atoll node start --data PATH'"
+        )
+    named = ", ".join(map(repr, data.paths))
+    match data.source:
+        case "python-stdlib":
+            return "the standard library of Python"
+        case "text":
+            return f"text that the run names, from where the node is started: {named}"
+        case "tokens":
+            return f"tokens that the run names, here or from other members: {named}"
+        case "function":
+            return f"what the run's function gives: {data.function}"
 
 
 def check_reach(patterns: Iterable[str], places: DataPlaces) -> None:

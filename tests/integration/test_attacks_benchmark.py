@@ -1,0 +1,35 @@
+"""What liars do to a swarm, by the command that a user types: two of eight, at the default merge."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.attacks import WORST
+
+ROOT = Path(__file__).parents[2]
+MOST_LOSS = 1.15
+"""Times the clean run's: after six rounds 1.06 is the worst that screening lets through; without it a
+sign flip ends at a multiple."""
+
+
+def test_two_liars_of_eight_bend_no_run_and_every_honest_node_holds_the_same_state(
+    tmp_path: Path,
+) -> None:
+    results = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "benchmarks.attacks", "--quick", "--results", str(results)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {row["attack"]: row for row in map(json.loads, results.read_text().splitlines())}
+    assert set(rows) == {"clean", *WORST}
+    clean = rows.pop("clean")
+    assert clean["honest_refused"] == 0 and clean["same"]
+    for name, row in rows.items():
+        assert "ended" not in row, row
+        assert row["same"], f"honest nodes differ under {name}"
+        assert row["loss"] < MOST_LOSS * clean["loss"], row
+        assert row["honest_refused"] == 0, row
+        assert f"| {name} | 2 | mean |" in done.stdout
+    assert rows["sign flip × 10"]["noticed"] is not None
