@@ -19,6 +19,7 @@ from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Alarm, HeldOut, HolderLoss, SwarmState
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import worth
+from protocol.trust.rulings import RulingKind
 
 COORDINATOR = "the coordinator"
 """Who decides by itself, in rulings."""
@@ -102,8 +103,11 @@ def _was_here_before(state: SwarmState, round: int) -> bool:
     """Whether the run went back by itself from here once: by a ruling, which outlasts this coordinator."""
     later = round - state.rules.evaluate_every_rounds
     return any(
-        ruling.by == COORDINATOR and ruling.from_round <= round and later <= ruling.last_round
-        for ruling in state.rolled_back
+        ruling.kind is RulingKind.ROLLED_BACK
+        and ruling.by == COORDINATOR
+        and ruling.from_round <= round
+        and later <= ruling.last_round
+        for ruling in state.rulings  # also those that were withdrawn since
     )
 
 

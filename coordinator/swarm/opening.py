@@ -30,6 +30,7 @@ from coordinator.swarm.state import (
 from coordinator.swarm.turn import Turn, available_members
 from coordinator.swarm.ways import ways_between, ways_in_words
 from coordinator.swarm.weighing import say_of
+from coordinator.swarm.withdrawal import unfollowed
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Assignment, NodeId, book_of_data, cut_into_slices
 
@@ -66,6 +67,7 @@ def open_round(turn: Turn) -> None:
         or state.layout is None
         or state.outer_digest is None
         or state.committed_round >= rules.total_rounds
+        or unfollowed(state) is not None
     ):
         return
     available = available_members(state)

@@ -17,8 +17,16 @@ from coordinator.swarm.books import book, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.state import ClosedRound, Member, MemberState, Round, SwarmState
-from coordinator.swarm.turn import Turn, is_present, members_of, name_of, present_members
+from coordinator.swarm.turn import (
+    Turn,
+    holds_undone,
+    is_present,
+    members_of,
+    name_of,
+    present_members,
+)
 from coordinator.swarm.weighing import heaviest, is_enough, say_of
+from coordinator.swarm.withdrawal import unfollowed
 from protocol.wire.messages import RoundCommitted
 from protocol.wire.rounds import WHOLE, Digest, SliceOutcome
 
@@ -153,6 +161,8 @@ def _is_unsupplied(state: SwarmState) -> bool:
     """Whether a round that is not void has led to a state that nobody here holds."""
     if state.open_round or state.outer_digest is None or state.is_finished or not state.recent:
         return False
+    if unfollowed(state) is not None:  # what becomes of that is decided there
+        return False
     is_here = any(_may_supply(state, member) for member in present_members(state))
     return not state.recent[0].is_void and not is_here
 
@@ -196,7 +206,7 @@ def _may_supply(state: SwarmState, member: Member) -> bool:
     newest = state.recent[0].commit
     return (
         member.state is MemberState.READY
-        or member.outer_round > state.committed_round
+        or (member.outer_round > state.committed_round and not holds_undone(state, member))
         or (member.outer_round, member.outer_digest) == (newest.round, newest.outer_digest)
     )
 

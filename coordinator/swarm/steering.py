@@ -12,6 +12,7 @@ from coordinator.swarm.going_back import completed, go_back, refuse_going_back
 from coordinator.swarm.membership import bar, unbar
 from coordinator.swarm.state import MemberState, Rules, SwarmState
 from coordinator.swarm.turn import Turn
+from coordinator.swarm.withdrawal import refuse_withdrawal, withdrawn
 from protocol.errors import UsageError
 from protocol.trust.rulings import (
     ABOUT_NODES,
@@ -20,6 +21,7 @@ from protocol.trust.rulings import (
     digest_of,
     follows,
     in_words,
+    withdraws,
 )
 from protocol.wire.messages import RulingsTold
 
@@ -45,12 +47,14 @@ def rule(turn: Turn, event: Ruled) -> None:
         evidence=event.evidence,
         from_round=_from_round(state, event),
     )
-    if ruling.kind is RulingKind.ROLLED_BACK:
+    if ruling.kind in (RulingKind.ROLLED_BACK, RulingKind.WITHDRAWN):
         ruling = completed(state, event, ruling)
     _take(turn, ruling, event.rules)
     turn.act(Tell(message=RulingsTold(rulings=(ruling,))))
     if ruling.kind is RulingKind.ROLLED_BACK:  # nodes know it before they are asked to follow
         go_back(turn, ruling, event.undone)
+    if ruling.kind is RulingKind.WITHDRAWN:
+        withdrawn(turn)
 
 
 def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
@@ -67,6 +71,8 @@ def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
     for ruling in news:
         if ruling.kind is RulingKind.ROLLED_BACK:
             go_back(turn, ruling, event.undone.get(ruling.from_round - 1))
+    if any(ruling.kind is RulingKind.WITHDRAWN for ruling in news):
+        withdrawn(turn)
 
 
 def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
@@ -125,6 +131,9 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
             if alarm is not None and (alarm.round is None or alarm.round >= round):
                 alarm = None  # else the run goes back further still
             return replace(state, alarm=alarm, rolled_back=(*state.rolled_back, ruling))
+        case RulingKind.WITHDRAWN:
+            still = tuple(one for one in state.rolled_back if not withdraws(ruling, one))
+            return replace(state, paused=ruling, alarm=None, rolled_back=still)
         case kind if kind in ABOUT_NODES:
             return replace(
                 state,
@@ -148,7 +157,7 @@ def _refuse(state: SwarmState, event: Ruled) -> None:
         _refuse_of_node(state, event)
     elif kind in (
         *(RulingKind.PAUSED, RulingKind.RESUMED),
-        *(RulingKind.STOPPED, RulingKind.AMENDED, RulingKind.ROLLED_BACK),
+        *(RulingKind.STOPPED, RulingKind.AMENDED, RulingKind.ROLLED_BACK, RulingKind.WITHDRAWN),
     ):
         _refuse_of_run(state, event)
 
@@ -195,7 +204,9 @@ def _refuse_of_run(state: SwarmState, event: Ruled) -> None:
     if event.kind is RulingKind.ROLLED_BACK and event.incarnation:
         _refuse_undone_already(state, event)
     elif event.kind is RulingKind.ROLLED_BACK:
-        refuse_going_back(state, (event.from_round or 1) - 1, event.undone)
+        refuse_going_back(state, (event.from_round or 1) - 1, event.undone, event.node_id)
+    if event.kind is RulingKind.WITHDRAWN:
+        refuse_withdrawal(state, event.incarnation)
     rules = event.rules
     if rules is not None and rules.total_rounds < _next_round(state) - 1:
         raise UsageError(
