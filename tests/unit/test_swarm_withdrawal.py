@@ -34,9 +34,7 @@ def swarm_of(rounds: int, **invites: str) -> Kept:
     kept = Kept(scene=Scene(min_nodes=len(invites), rounds=100))
     for name, invite in invites.items():
         kept.attach(name, invite=invite)
-    kept.scene.state = replace(
-        kept.scene.state, rules=replace(kept.scene.state.rules, min_nodes=2)
-    )
+    kept.scene.state = replace(kept.scene.state, rules=replace(kept.scene.state.rules, min_nodes=2))
     kept.rounds(rounds)
     return kept
 
@@ -108,7 +106,9 @@ def test_who_is_believed_must_be_here_and_say_so() -> None:
     )
 
 
-def test_the_run_goes_back_to_where_it_began_but_by_itself_only_where_that_is_what_is_wanted() -> None:
+def test_the_run_goes_back_to_where_it_began_but_by_itself_only_where_that_is_what_is_wanted() -> (
+    None
+):
     kept = swarm_of(5)
     for name in "abc":
         kept.reach(name, (0, 0), (4, 5))
@@ -181,7 +181,9 @@ def test_a_member_that_alone_says_to_hold_the_state_does_not_keep_the_run_there(
     assert asked(kept)
 
 
-def test_each_member_that_follows_gives_the_others_more_time_and_with_enough_the_run_goes_on() -> None:
+def test_each_member_that_follows_gives_the_others_more_time_and_with_enough_the_run_goes_on() -> (
+    None
+):
     kept = swarm_of(8)
     kept.go_back(3)
     kept.scene.wait(90)
@@ -292,9 +294,7 @@ def test_the_ruling_comes_whole_from_json_from_the_disk_and_from_nodes() -> None
     copy = swarm_of(8)
     copy.save()
     undone = copy.store.undone_after(3, num_fragments=1)
-    copy.scene.do(
-        RulingsLearned(rulings=(back, withdrawal), rules=bare.rules, undone={3: undone})
-    )
+    copy.scene.do(RulingsLearned(rulings=(back, withdrawal), rules=bare.rules, undone={3: undone}))
     copy.bring("a", 8)
     assert copy.scene.state.committed_round == 8
     assert {m.state for m in copy.scene.state.members.values()} == {MemberState.READY}
@@ -327,7 +327,9 @@ def test_rounds_hold_again_under_the_rules_that_they_were_made_by() -> None:
     assert undoes(rulings[:2], 5, 0)
 
 
-def test_nothing_is_agreed_on_anew_while_the_state_that_the_run_went_back_to_may_still_come() -> None:
+def test_nothing_is_agreed_on_anew_while_the_state_that_the_run_went_back_to_may_still_come() -> (
+    None
+):
     """Else whoever is one round behind would have the run take another step back."""
     kept = swarm_of(8)
     kept.go_back(3)
