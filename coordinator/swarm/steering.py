@@ -85,7 +85,7 @@ def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
     return replace(state, rules=rules, alarm=alarm, convicted=convicted)
 
 
-_OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED})
+_OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED, RulingKind.RESUMED})
 
 
 def _from_round(state: SwarmState, event: Ruled) -> int:

@@ -210,7 +210,8 @@ class CatchUp:
     async def _remade(self, round: int, *, from_before: int) -> bool:
         """Makes our state of a round by replay alone; False when something for that is missing.
 
-        From a state of ours of a round before `from_before`. All results are looked for before anything moves.
+        It begins with a state of ours of a round before `from_before`. All results are looked for before
+        anything moves.
         """
         kept = await self._own.before(from_before)
         if kept is None:
