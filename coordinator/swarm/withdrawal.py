@@ -14,10 +14,11 @@ from coordinator.swarm.actions import Tell, WithdrawalAsked
 from coordinator.swarm.agreement import judge
 from coordinator.swarm.reach_back import are_believed, possible_in_words
 from coordinator.swarm.state import SwarmState, Unfollowed, last_sure_round
-from coordinator.swarm.turn import Turn, present_members, ready_members
+from coordinator.swarm.turn import Turn, name_of, present_members, ready_members
 from protocol.errors import UsageError
-from protocol.trust.rulings import Ruling, undoes
+from protocol.trust.rulings import NOBODY, Ruling, undoes
 from protocol.wire.messages import CommitsWanted
+from protocol.wire.rounds import NodeId
 
 
 def unfollowed(state: SwarmState) -> Ruling | None:
@@ -87,17 +88,29 @@ def withdrawn(turn: Turn) -> None:
 
 def unfollowed_in_words(state: SwarmState, now: float) -> str:
     """What a going back waits for, and what can be typed; empty where it waits for nothing."""
+    ready = ready_members(state)
     ruling = unfollowed(state)
     if ruling is None:
-        return ""
+        return _believed_in_words(state, [member.node_id for member in ready])
     round = ruling.from_round - 1
-    ready = ready_members(state)
     who = f"{ready[0].node_name} alone holds" if len(ready) == 1 else "too few nodes hold"
     waits = f"{who if ready else 'nobody holds'} the state after round {round} that the run went back to"
     at = withdraws_at(state)
     if at is None:
         return f"{waits}; start a node that keeps it"
     return f"{waits}: unless more do, that is withdrawn, {max(0.0, at - now):.0f} s left"
+
+
+def _believed_in_words(state: SwarmState, ready: list[NodeId]) -> str:
+    """What to type where the run owner believed one that does not give others what it says to keep."""
+    believed = state.rolled_back[-1].node_id if state.rolled_back else NOBODY
+    if ready != [believed] or state.committed_round != state.rolled_back[-1].from_round - 1:
+        return ""
+    name = name_of(state, believed)
+    return (
+        f"the others fetch the state after round {state.committed_round} from {name}; if it does not give "
+        f"it, 'atoll nodes quarantine {name}' withdraws the going back"
+    )
 
 
 def _is_followed(state: SwarmState, ruling: Ruling) -> bool:
