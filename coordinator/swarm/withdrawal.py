@@ -13,10 +13,10 @@ from dataclasses import replace
 from coordinator.swarm.actions import Tell, WithdrawalAsked
 from coordinator.swarm.agreement import judge
 from coordinator.swarm.reach_back import are_believed, possible_in_words
-from coordinator.swarm.state import SwarmState, Unfollowed, last_sure_round
+from coordinator.swarm.state import MemberState, SwarmState, Unfollowed, last_sure_round
 from coordinator.swarm.turn import Turn, name_of, present_members, ready_members
 from protocol.errors import UsageError
-from protocol.trust.rulings import NOBODY, Ruling, undoes
+from protocol.trust.rulings import Ruling, undoes
 from protocol.wire.messages import CommitsWanted
 from protocol.wire.rounds import NodeId
 
@@ -28,7 +28,11 @@ def unfollowed(state: SwarmState) -> Ruling | None:
     ruling = state.rolled_back[-1]
     newest = state.recent[-1].commit.incarnation if state.recent else 0
     is_where_it_led = state.committed_round == ruling.from_round - 1
-    if not is_where_it_led or newest >= ruling.incarnation or _is_followed(state, ruling):
+    if (
+        not is_where_it_led
+        or newest >= ruling.incarnation
+        or are_believed(state, _ready_ids(state))
+    ):
         return None
     return ruling
 
@@ -36,24 +40,26 @@ def unfollowed(state: SwarmState) -> Ruling | None:
 def watch_going_back(turn: Turn) -> None:
     """Asks for a withdrawal once the time is over, and anew where that could not be ruled.
 
-    The time begins anew with each member that comes to hold the state. What can be had instead somebody must
-    hold: while nobody does, whoever returns may hold either.
+    The time begins anew with each member that first comes to hold the state, and does not run while one holds
+    it that the run owner believes. What can be had instead somebody must hold: while nobody does, whoever
+    returns may hold either.
     """
     state = turn.state
     ruling = None if state.stopped is not None else unfollowed(state)
     first = None if ruling is None else _first_to_go(state)
-    if ruling is None or first is None:
+    if ruling is None or first is None or _gives_it(state, ruling):
         if state.unfollowed is not None:
             turn.state = replace(state, unfollowed=None)
         return
-    ready = tuple(member.node_id for member in ready_members(state))
-    now = Unfollowed(since=turn.now, incarnation=ruling.incarnation, ready_ids=ready)
+    ready = _ready_ids(state)
     known = state.unfollowed
-    if (
-        known is None
-        or known.incarnation != now.incarnation
-        or not set(ready) <= set(known.ready_ids)
-    ):
+    if known is None or known.incarnation != ruling.incarnation:
+        known = None
+    ever_ready = frozenset(ready if known is None else (*ready, *known.ready_ids))
+    now = Unfollowed(
+        since=turn.now, incarnation=ruling.incarnation, ready_ids=tuple(sorted(ever_ready))
+    )
+    if known is None or now.ready_ids != known.ready_ids:
         turn.state = replace(state, unfollowed=now)
     elif turn.now >= known.since + _seconds(state):
         turn.state = replace(state, unfollowed=now)
@@ -88,11 +94,16 @@ def withdrawn(turn: Turn) -> None:
 
 def unfollowed_in_words(state: SwarmState, now: float) -> str:
     """What a going back waits for, and what can be typed; empty where it waits for nothing."""
-    ready = ready_members(state)
     ruling = unfollowed(state)
     if ruling is None:
-        return _believed_in_words(state, [member.node_id for member in ready])
-    round = ruling.from_round - 1
+        return ""
+    ready, round = ready_members(state), ruling.from_round - 1
+    if _gives_it(state, ruling):
+        name = name_of(state, ruling.node_id)
+        return (
+            f"the others fetch the state after round {round} from {name}; if it does not give it, "
+            f"'atoll nodes quarantine {name}' withdraws the going back"
+        )
     who = f"{ready[0].node_name} alone holds" if len(ready) == 1 else "too few nodes hold"
     waits = f"{who if ready else 'nobody holds'} the state after round {round} that the run went back to"
     at = withdraws_at(state)
@@ -101,21 +112,14 @@ def unfollowed_in_words(state: SwarmState, now: float) -> str:
     return f"{waits}: unless more do, that is withdrawn, {max(0.0, at - now):.0f} s left"
 
 
-def _believed_in_words(state: SwarmState, ready: list[NodeId]) -> str:
-    """What to type where the run owner believed one that does not give others what it says to keep."""
-    believed = state.rolled_back[-1].node_id if state.rolled_back else NOBODY
-    if ready != [believed] or state.committed_round != state.rolled_back[-1].from_round - 1:
-        return ""
-    name = name_of(state, believed)
-    return (
-        f"the others fetch the state after round {state.committed_round} from {name}; if it does not give "
-        f"it, 'atoll nodes quarantine {name}' withdraws the going back"
-    )
+def _gives_it(state: SwarmState, ruling: Ruling) -> bool:
+    """Whether the member holds the state that the run owner believed; others may need long to fetch it."""
+    believed = state.members.get(ruling.node_id)
+    return believed is not None and believed.state is MemberState.READY
 
 
-def _is_followed(state: SwarmState, ruling: Ruling) -> bool:
-    ready = {member.node_id for member in ready_members(state)}
-    return ruling.node_id in ready or are_believed(state, ready)
+def _ready_ids(state: SwarmState) -> tuple[NodeId, ...]:
+    return tuple(member.node_id for member in ready_members(state))
 
 
 def _seconds(state: SwarmState) -> float:

@@ -106,15 +106,17 @@ class World:
 
 
 def people_of(draw: st.DrawFn) -> list[Person]:
+    liars_hold = draw(st.booleans(), label="liars say to hold")
+
     def person(place: int, invite: str, *, is_honest: bool) -> Person:
         return Person(
             name=f"{'honest' if is_honest else 'liar'}-{place}",
             invite=invite,
             is_honest=is_honest,
-            first_kept=draw(st.integers(0, ROUNDS), label="keeps from"),
-            dies_at_beat=draw(st.sampled_from([None, None, 0, 2]), label="its disk dies"),
+            first_kept=draw(st.integers(0, ROUNDS), label="keeps from") if is_honest else 0,
+            dies_at_beat=draw(st.sampled_from([None, 0, 0, 2]), label="its disk dies"),
             download_beats=draw(st.integers(1, 5), label="downloads for"),
-            says_to_hold=draw(st.booleans(), label="says to hold"),
+            says_to_hold=liars_hold,
         )
 
     num_honest = draw(st.integers(2, 5))

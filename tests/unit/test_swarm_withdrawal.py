@@ -181,6 +181,35 @@ def test_a_member_that_alone_says_to_hold_the_state_does_not_keep_the_run_there(
     assert asked(kept)
 
 
+def test_two_keys_of_one_invite_open_no_round_by_saying_that_they_hold_the_state() -> None:
+    kept = swarm_of(8, a="one", b="two", c="three", d="one", e="four")
+    kept.go_back(3)
+    kept.follow("a")
+    kept.follow("d")
+    assert kept.scene.state.open_round is None
+    assert "too few nodes hold the state after round 3" in kept.scene.reason
+    kept.follow("b")
+    assert kept.scene.state.open_round is not None
+
+
+def test_who_holds_an_undone_state_is_no_reason_to_wait_for_a_state_that_nobody_holds() -> None:
+    kept = swarm_of(8)
+    kept.go_back(3)
+    kept.follow("a")
+    kept.follow("b")
+    kept.rounds(1)
+    kept.scene.wait(20)
+    assert kept.scene.state.committed_round == 4
+    kept.scene.leave("a")
+    kept.scene.leave("b")
+    kept.scene.wait(200)
+    kept.scene.attach("d", at=3, digest=kept.settled[3].outer_digest)
+    assert kept.scene.member("c").outer_round == 8
+    kept.scene.wait(200)
+    assert kept.scene.state.outer_digest == kept.settled[3].outer_digest
+    assert kept.scene.state.recent[-1].is_void
+
+
 def test_each_member_that_follows_gives_the_others_more_time_and_with_enough_the_run_goes_on() -> (
     None
 ):
@@ -200,11 +229,29 @@ def test_each_member_that_follows_gives_the_others_more_time_and_with_enough_the
         )
 
 
-def test_one_whom_the_run_owner_believes_is_enough_until_it_leaves() -> None:
+def test_members_that_take_turns_in_saying_that_they_hold_the_state_win_no_time() -> None:
+    kept = swarm_of(8, a="one", b="two", c="three", d="four")
+    kept.go_back(3)
+    state = kept.scene.state
+    for place in range(12):
+        kept.scene.wait(60)
+        gone = NodeId("ad"[1 - place % 2])
+        members = {**kept.scene.state.members}
+        members[gone] = state.members[gone]  # as if it had attached anew with what it held
+        kept.scene.state = replace(kept.scene.state, members=members)
+        kept.follow("ad"[place % 2])
+    assert asked(kept)
+
+
+def test_others_may_fetch_for_long_from_one_whom_the_run_owner_believes_until_it_leaves() -> None:
     kept = gone_back_by_word_of_c()
     kept.follow("c")
     beat_for_a_while(kept, "abc")
-    assert asked(kept) == [] and "waiting for 1 more node" in kept.scene.reason
+    assert asked(kept) == []
+    assert kept.scene.reason.endswith(
+        "the others fetch the state after round 3 from c; if it does not give it, 'atoll nodes quarantine "
+        "c' withdraws the going back"
+    )
     kept.scene.leave("c")
     beat_for_a_while(kept, "ab")
     assert asked(kept)
