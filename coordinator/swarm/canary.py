@@ -164,9 +164,8 @@ def alarm_of(state: SwarmState, round: int, found: Sequence[HolderLoss]) -> Alar
     good, curve = plausible_losses(state, round)
     losses = [one.loss for one in found]
     bad = [loss for loss in losses if not curve.allows(loss)]
-    if 2 * len(bad) <= len(losses):
-        return None
-    if len(bad) < 2 and sum(not m.cannot_evaluate for m in present_members(state)) > 1:
+    is_alone = sum(not m.cannot_evaluate for m in present_members(state)) <= 1
+    if len(bad) < (1 if is_alone else 2):  # of the three at most that were asked
         return None
     if not good:
         return Alarm(round=None, reason=f"{_found(bad)} after round {round}, and was never good")

@@ -138,13 +138,13 @@ class _Saying:
 
     def add(self, node_id: NodeId, more: int) -> None:
         """One says it once more, or once less: what a member says may overlap."""
-        for counts, what in (
-            (self.node_ids, node_id),
-            (self.invites, self.state.members[node_id].invite_id),
-        ):
-            counts[what] += more
-            if not counts[what]:
-                del counts[what]
+        invite = self.state.members[node_id].invite_id
+        self.node_ids[node_id] += more
+        self.invites[invite] += more
+        if not self.node_ids[node_id]:
+            del self.node_ids[node_id]
+        if not self.invites[invite]:
+            del self.invites[invite]
 
     @property
     def are_enough(self) -> bool:
