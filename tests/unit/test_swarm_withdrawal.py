@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from going_back_scene import Kept
-from swarm_scene import Scene, asked_of
+from swarm_scene import Scene, asked_of, digest_of
 
 from coordinator.swarm.actions import GoBack, WithdrawalAsked
 from coordinator.swarm.canary import COORDINATOR
@@ -192,7 +192,11 @@ def test_two_keys_of_one_invite_open_no_round_by_saying_that_they_hold_the_state
     assert kept.scene.state.open_round is not None
 
 
-def test_who_holds_an_undone_state_is_no_reason_to_wait_for_a_state_that_nobody_holds() -> None:
+@pytest.mark.parametrize("is_lying", [False, True])
+def test_who_says_to_hold_a_later_state_is_no_reason_to_wait_for_one_that_nobody_holds(
+    is_lying: bool,
+) -> None:
+    """It is undone, or there is none; whoever has commits to bring may still bring them."""
     kept = swarm_of(8)
     kept.go_back(3)
     kept.follow("a")
@@ -205,6 +209,8 @@ def test_who_holds_an_undone_state_is_no_reason_to_wait_for_a_state_that_nobody_
     kept.scene.wait(200)
     kept.scene.attach("d", at=3, digest=kept.settled[3].outer_digest)
     assert kept.scene.member("c").outer_round == 8
+    if is_lying:
+        kept.scene.beat("c", at=9, digest=digest_of("none that there is"), incarnation=7)
     kept.scene.wait(200)
     assert kept.scene.state.outer_digest == kept.settled[3].outer_digest
     assert kept.scene.state.recent[-1].is_void
