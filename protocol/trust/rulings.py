@@ -252,12 +252,19 @@ def least_key(rulings: Iterable[Ruling], *, round: int | None = None) -> int:
 
     Later ones may as well; what an earlier one signs does not hold any more.
     """
-    numbers = (
-        key_number(ruling)
-        for ruling in rulings
-        if ruling.kind is RulingKind.KEYED and (round is None or ruling.from_round <= round)
-    )
-    return max(numbers, default=0)
+    keyed: list[tuple[int, int]] = []  # from which round, and which
+    before: list[tuple[Ruling, int]] = []  # each going back, and how many keys were told then
+    for ruling in rulings:
+        if ruling.kind is RulingKind.KEYED:
+            keyed.append((ruling.from_round, key_number(ruling)))
+        elif ruling.kind is RulingKind.ROLLED_BACK:
+            before.append((ruling, len(keyed)))
+        elif ruling.kind is RulingKind.WITHDRAWN:  # its rounds hold again, as they were signed
+            while before and withdraws(ruling, before[-1][0]):
+                gone, num = before.pop()
+                later = [(max(first, gone.last_round + 1), key) for first, key in keyed[num:]]
+                keyed[num:] = later
+    return max((key for first, key in keyed if round is None or first <= round), default=0)
 
 
 class RulingVerifier:

@@ -20,7 +20,15 @@ from coordinator.swarm.state import MemberState, SwarmState
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import UsageError
 from protocol.run.amendments import in_force
-from protocol.trust.rulings import NO_DIGEST, Ruling, RulingKind, in_words, ruling_from_json, undoes
+from protocol.trust.rulings import (
+    NO_DIGEST,
+    Ruling,
+    RulingKind,
+    in_words,
+    least_key,
+    ruling_from_json,
+    undoes,
+)
 from protocol.wire.messages import CommitsWanted, RulingsTold
 from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny
@@ -378,6 +386,16 @@ def test_rounds_hold_again_under_the_rules_that_they_were_made_by() -> None:
     assert after == [spec.inner.steps] * 3 + [11, 11, 12, 13]
     assert not undoes(rulings, 5, 0)
     assert undoes(rulings[:2], 5, 0)
+
+
+def test_rounds_hold_again_though_the_coordinators_key_was_changed_meanwhile() -> None:
+    back = {"kind": RulingKind.ROLLED_BACK, "from_round": 4, "last_round": 8, "incarnation": 1}
+    key = {"kind": RulingKind.KEYED, "changes": (("number", 2),), "from_round": 4}
+    withdrawal = {"kind": RulingKind.WITHDRAWN, "from_round": 4, "incarnation": 1}
+    assert [least_key(rulings_of(back, key), round=n) for n in (3, 4, 8)] == [0, 2, 2]
+    rulings = rulings_of(back, key, withdrawal)
+    assert [least_key(rulings, round=n) for n in (3, 4, 8, 9)] == [0, 0, 0, 2]
+    assert least_key(rulings) == 2
 
 
 def test_nothing_is_agreed_on_anew_while_the_state_that_the_run_went_back_to_may_still_come() -> (
