@@ -201,7 +201,7 @@ floor = 5                   # with adapt: no part of a round gets fewer seconds,
 [evaluation]
 every_rounds = 5            # how often the held-out loss is measured
 samples = 64                # held-out samples for that
-go_back = true              # two nodes measure it; where it jumps, the run goes back by itself
+go_back = true              # three nodes measure it; where it jumps or rises, the run goes back by itself
 prompts = []                # texts, up to 8; one node's model goes on from each, where it is evaluated
 # prompt_tokens = 64        # … with so many tokens
 """

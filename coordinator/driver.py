@@ -29,6 +29,7 @@ from coordinator.swarm.events import (
     StreamBroken,
     Tell,
     Ticked,
+    WithdrawalAsked,
     Woke,
 )
 from coordinator.swarm.members import Member
@@ -118,6 +119,8 @@ class Driver:
         self._changed = asyncio.Event()
         self.on_going_back: Callable[[GoBack], None] | None = None
         """Makes the ruling by which the run goes back by itself, or pauses."""
+        self.on_unfollowed: Callable[[WithdrawalAsked], None] | None = None
+        """Makes the ruling that withdraws a going back which nobody can follow."""
         self.is_keeping_time = False
         """Whether deadlines are kept: while `run_clock` runs."""
         self._is_ending = False
@@ -359,6 +362,8 @@ class Driver:
                 self.on_going_back(action)
             case Tell(message=message, to=to):
                 self._send(message, tuple(self._streams) if to is None else to)
+            case WithdrawalAsked() if self.on_unfollowed is not None:
+                self.on_unfollowed(action)
             case QuarantineAsked():
                 self.on_convicted(action)
 

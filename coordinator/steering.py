@@ -218,21 +218,29 @@ def move(
 
 
 @run.command()
-@click.argument("round", metavar="ROUND", type=click.IntRange(min=1))
+@click.argument("round", metavar="ROUND", type=click.IntRange(min=0))
+@click.option(
+    "--believe", default="", metavar="NAME", help="Go by what this node alone says that it keeps."
+)
 @_REASON_OPTION
 @DIR_OPTION
-def rollback(round: int, reason: str, directory: Path | None) -> None:
+def rollback(round: int, believe: str, reason: str, directory: Path | None) -> None:
     """Make the run's state again what it was after ROUND; later rounds are undone.
 
     Nodes go back from what they keep, or fetch that state from one that can. Samples of undone rounds are
-    leased again, and what nodes owed of them is let go. Rules stay as amended.
+    leased again, and what nodes owed of them is let go. Rules stay as amended. 0 is the state that the run
+    began with.
+
+    Nodes of two invites, or of most of the confirmed work, must say that they keep the state. Where too few
+    come to hold it, the going back is withdrawn and the run pauses.
 
     Example: atoll run rollback 120 --reason "the loss has jumped"
     """
     from protocol.v1 import operator_pb2 as pb
 
     with operator_of(directory) as stub:
-        _say(stub.RollBackRun(pb.RollBackRunRequest(round=round, reason=reason)).ruling)
+        request = pb.RollBackRunRequest(round=round, reason=reason, believed=believe)
+        _say(stub.RollBackRun(request).ruling)
 
 
 @run.command()

@@ -431,7 +431,7 @@ class Daemon:
             let_go_rounds=self._outer.owing.let_go_rounds,
             upload_pace=self._transport.upload_pace,
             exchange_speed=self._facts.exchange_speed,
-            reach_back=() if self._disk is None else self._disk.reach_back(outer_round),
+            reach_back=self._exchange.reach_back(),
             trains=self._island.ability.trains,
             evaluates=self._island.ability.evaluates,
             outside_token=self._transport.outside_token,

@@ -303,13 +303,8 @@ class OperatorDesk:
     async def roll_back_run(self, request: pb.RollBackRunRequest) -> pb.RollBackRunResponse:
         """Has the run go back to the state after a round. Raises UsageError where it cannot."""
         round = checks.count(request.round, of="the round")
-        if round < 1:
-            raise UsageError(
-                "no round led to the state that the run began with",
-                next_step="begin a new run with 'atoll init NEWDIR', or go back to round 1",
-            )
         reason = checks.words(request.reason, of="the reason")
-        ruling = await self._rulings.go_back(round, reason=reason)
+        ruling = await self._rulings.go_back(round, reason=reason, believed=request.believed)
         return pb.RollBackRunResponse(ruling=self._wire(ruling))
 
     def _wire(self, ruling: Ruling) -> ruling_pb2.Ruling:

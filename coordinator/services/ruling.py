@@ -13,7 +13,14 @@ from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
 from coordinator.swarm.canary import COORDINATOR
-from coordinator.swarm.events import GoBack, QuarantineAsked, Ruled, RulingsLearned, Undone
+from coordinator.swarm.events import (
+    GoBack,
+    QuarantineAsked,
+    Ruled,
+    RulingsLearned,
+    Undone,
+    WithdrawalAsked,
+)
 from coordinator.swarm.going_back import HistoryMovedError
 from coordinator.swarm.state import Alarm
 from protocol.errors import (
@@ -31,6 +38,7 @@ from protocol.trust.rulings import (
     ABOUT_NODES,
     CERTIFICATES,
     MOST_RULINGS,
+    NOBODY,
     NUMBER,
     RUN_OWNER,
     Ruling,
@@ -55,6 +63,7 @@ _RULED_ANEW = ABOUT_NODES | {
     RulingKind.STOPPED,
     RulingKind.AMENDED,
     RulingKind.ROLLED_BACK,
+    RulingKind.WITHDRAWN,
     RulingKind.MOVED,
 }
 
@@ -92,6 +101,7 @@ class Rulings:
         self._going_back = asyncio.Lock()
         self._made_aside: set[asyncio.Task[None]] = set()
         driver.on_going_back = self._start_going_back
+        driver.on_unfollowed = self._on_unfollowed
         driver.on_convicted = self._on_convicted
 
     @property
@@ -146,9 +156,19 @@ class Rulings:
             )
 
     async def go_back(
-        self, round: int, *, reason: str, by: str = RUN_OWNER, evidence: Evidence = ()
+        self,
+        round: int,
+        *,
+        reason: str,
+        by: str = RUN_OWNER,
+        evidence: Evidence = (),
+        believed: str = "",
     ) -> Ruling:
-        """Has the run go back to the state after a round. Raises UsageError where it cannot."""
+        """Has the run go back to the state after a round. Raises UsageError where it cannot.
+
+        `believed` names a node which the run owner believes that it keeps that state.
+        """
+        node_id, node_name = self.find(believed) if believed else (NOBODY, "")
         async with self._turn:
             for _ in range(MOST_TRIES):
                 event = self.event(
@@ -156,6 +176,8 @@ class Rulings:
                     by=by,
                     reason=reason,
                     evidence=evidence,
+                    node_id=node_id,
+                    node_name=node_name,
                     from_round=round + 1,
                     undone=await self._undone_after(round),
                 )
@@ -165,6 +187,28 @@ class Rulings:
                 "rounds are closed faster than the run can go back",
                 next_step="'atoll run pause' first, and then again",
             )
+
+    def _on_unfollowed(self, asked: WithdrawalAsked) -> None:
+        task = asyncio.ensure_future(self._withdraw(asked))
+        self._made_aside.add(task)
+        task.add_done_callback(self._made_aside.discard)
+
+    async def _withdraw(self, asked: WithdrawalAsked) -> None:
+        """The core asks again where this fails."""
+        gone = asked.withdrawn
+        event = self.event(
+            RulingKind.WITHDRAWN,
+            by=COORDINATOR,
+            reason=asked.reason,
+            from_round=gone.from_round,
+            last_round=gone.last_round,
+            incarnation=gone.incarnation,
+            outer_digest=gone.outer_digest,
+        )
+        try:
+            await self.make(event)
+        except AtollError as error:  # enough nodes follow now, or the disk is full
+            _log.warning("a going back is not withdrawn", why=error.what)
 
     def _start_going_back(self, wish: GoBack) -> None:
         task = asyncio.ensure_future(self._go_back_by_itself(wish.alarm))

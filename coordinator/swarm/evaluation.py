@@ -5,12 +5,16 @@ for it but the end of the run.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
-from coordinator.swarm.canary import alarm_of, heaviest_loss
+from blake3 import blake3
+
+from coordinator.swarm.canary import alarm_of, middle_loss
 from coordinator.swarm.events import GoBack, Tell
+from coordinator.swarm.members import Member
 from coordinator.swarm.state import (
     KEPT_WRITTEN,
     Evaluating,
@@ -21,14 +25,12 @@ from coordinator.swarm.state import (
     Written,
 )
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
+from coordinator.swarm.weighing import say_of
 from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
 from protocol.wire.rounds import NodeId, book_of_data
 
-if TYPE_CHECKING:
-    from coordinator.swarm.members import Member
-
-EVALUATORS = 2
-"""Who are asked for one loss where the run goes by it: one that lies is not enough."""
+EVALUATORS = 3
+"""Who are asked for one loss where the run goes by it: one that lies changes nothing."""
 
 MOST_WRITING = 4
 """Models that write at the same time: what an earlier one writes is not waited for."""
@@ -58,9 +60,9 @@ def may_be_evaluated(state: SwarmState) -> bool:
 def ask_somebody(turn: Turn) -> None:
     """Asks a ready member that can to evaluate the committed state; with none, nobody evaluates.
 
-    Another one each time, so that not always the same node pays; two where the run goes by the loss;
-    where data are private, one of each holder. Supersedes an evaluation that has not come back, whose state
-    is gone, but for what holders have said of it.
+    Another one each time, so that not always the same node pays; three, by lot, where the run goes by the
+    loss; where data are private, one of each holder. Supersedes an evaluation that has not come back, whose
+    state is gone, but for what holders have said of it.
     """
     _keep_found(turn)
     state = turn.state
@@ -73,14 +75,10 @@ def ask_somebody(turn: Turn) -> None:
     for member in ready:
         book = book_of_data(member.corpus.digest) if rules.has_private_data else 0
         holders.setdefault(book, []).append(member)
-    num_asked = EVALUATORS if rules.watches_loss and not rules.has_private_data else 1
-    chosen = sorted(
-        {
-            nodes[(place + more) % len(nodes)].node_id
-            for nodes in holders.values()
-            for more in range(num_asked)
-        }
-    )
+    if rules.watches_loss and not rules.has_private_data:
+        chosen = drawn_evaluators(state, ready)
+    else:
+        chosen = sorted(nodes[place % len(nodes)].node_id for nodes in holders.values())
     current = state.open_round
     until = (turn.now if current is None else current.commit_deadline) + rules.apply_seconds
     asked = Evaluating(node_ids=tuple(chosen), round=committed, until=until)
@@ -94,6 +92,32 @@ def ask_somebody(turn: Turn) -> None:
         turn.act(Tell(message=EvaluationAsked(round=committed), to=others))
     if writer is not None:
         turn.act(Tell(message=EvaluationAsked(round=committed, writes=True), to=(writer,)))
+
+
+def drawn_evaluators(state: SwarmState, ready: Sequence[Member]) -> list[NodeId]:
+    """Who evaluates, in the order of their ids: by a secret, so that nobody can be where it is wanted.
+
+    Each is as likely as its confirmed work weighs, and of another invite than those before, as far as there
+    are such. Who has no work comes after those who have.
+    """
+    say = say_of(ready, state.committed_round)
+    chosen: list[Member] = []
+    while len(chosen) < min(EVALUATORS, len(ready)):
+        left = [member for member in ready if member not in chosen]
+        weighing = [member for member in left if say.weights.get(member.node_id)] or left
+        invites = {member.invite_id for member in chosen}
+        may = [member for member in weighing if member.invite_id not in invites] or [
+            member for member in left if member.invite_id not in invites
+        ]
+        may = may or weighing
+        weights = [say.weights.get(member.node_id, 0) for member in may]
+        if not any(weights):
+            weights = [1] * len(may)
+        place = f"evaluator {len(chosen)}, {state.incarnation}, {state.committed_round}"
+        lot = blake3(state.audit_secret + place.encode()).digest()
+        ticket = int.from_bytes(lot[:16], "little") % sum(weights)
+        chosen.append(may[bisect_right(list(accumulate(weights)), ticket)])
+    return sorted(member.node_id for member in chosen)
 
 
 def wrote(turn: Turn, node_id: NodeId, round: int, report: Wrote) -> None:
@@ -194,7 +218,7 @@ def sound_alarm(turn: Turn) -> None:
 def _loss_of(state: SwarmState, asked: Evaluating) -> HeldOut:
     """Of private data the mean over held-out tokens of the holders' splits, of which they evaluate parts."""
     if not state.rules.has_private_data:
-        one = heaviest_loss(state, asked.found)
+        one = middle_loss(state, asked.found)
         return HeldOut(round=asked.round, loss=one.loss, tokens=one.tokens, metric=one.metric)
     found = sorted(asked.found, key=lambda one: one.node_id)
     weights = [one.weight for one in found]

@@ -260,10 +260,18 @@ class GoBack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WithdrawalAsked:
+    """Nobody could follow a going back: the edge makes the ruling that withdraws it."""
+
+    withdrawn: Ruling
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuarantineAsked:
     """A member is convicted: the edge makes the ruling, which needs a date and a signature."""
 
     conviction: Conviction
 
 
-Action = OpenSession | EndSession | SendRoster | Tell | GoBack | QuarantineAsked
+Action = OpenSession | EndSession | SendRoster | Tell | GoBack | WithdrawalAsked | QuarantineAsked

@@ -18,6 +18,7 @@ from coordinator.swarm.speeds import budgets_in_words, schedule_in_words
 from coordinator.swarm.start import bringing, missing
 from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
+from coordinator.swarm.withdrawal import unfollowed_in_words
 from protocol.trust.rulings import Ruling
 from protocol.wire.rounds import NodeId
 
@@ -73,7 +74,7 @@ def _not_open(state: SwarmState, now: float) -> str:
             "'atoll node start --weights FOLDER' on a machine that has them"
         )
     needed = max(1, state.rules.min_nodes)
-    missing = needed - num_ready
+    missing = max(0, needed - num_ready)
     verb = "is" if num_ready == 1 else "are"
     parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
@@ -86,6 +87,8 @@ def _not_open(state: SwarmState, now: float) -> str:
     ]
     if state.unsupplied_since is not None:
         parts.append(_unsupplied(state, state.unsupplied_since, now))
+    if words := unfollowed_in_words(state, now):
+        parts.append(words)
     return "; ".join(parts)
 
 

@@ -14,13 +14,16 @@ from coordinator.swarm.books import unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Ruled, Undone
 from coordinator.swarm.ledger import end_ahead, settle
-from coordinator.swarm.reach_back import is_in_reach, possible_in_words
+from coordinator.swarm.reach_back import is_in_reach, possible_in_words, saying_so
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.turn import Turn, name_of, present_members
 from coordinator.swarm.weighing import without_rounds_after
 from protocol.errors import TemporaryError, UsageError
-from protocol.trust.rulings import Ruling
-from protocol.wire.rounds import Commit, Digest
+from protocol.trust.rulings import NOBODY, Ruling
+from protocol.wire.rounds import Commit, Digest, NodeId
+
+MOST_SAYING = 8
+"""Members named that are not enough to be believed."""
 
 MOST_NAMED = 64
 """Contributors to undone rounds that a ruling names."""
@@ -30,8 +33,13 @@ class HistoryMovedError(TemporaryError):
     """A round was closed since the database was asked what going back undoes: ask it again."""
 
 
-def refuse_going_back(state: SwarmState, round: int, undone: Undone | None) -> None:
-    """Raises UsageError where the run cannot go back to a round, HistoryMovedError where it may yet."""
+def refuse_going_back(
+    state: SwarmState, round: int, undone: Undone | None, believed: NodeId = NOBODY
+) -> None:
+    """Raises UsageError where the run cannot go back to a round, HistoryMovedError where it may yet.
+
+    It can where enough members say that they keep that state, or one whom the run owner believes.
+    """
     if round >= state.committed_round:
         raise UsageError(
             f"round {round} is not behind the run: round {state.committed_round} is the latest",
@@ -50,10 +58,25 @@ def refuse_going_back(state: SwarmState, round: int, undone: Undone | None) -> N
     newest = undone.commits[-1]
     if not _is_newest(state, newest):
         raise HistoryMovedError(f"round {newest.round} is not the latest any more")
-    if not is_in_reach(state, round):
+    saying = saying_so(state, round)
+    if believed != NOBODY and believed not in saying:
+        raise UsageError(
+            f"{name_of(state, believed)} is not here, or does not say that it can go back to round {round}",
+            next_step=possible_in_words(state),
+        )
+    if believed != NOBODY or is_in_reach(state, round):
+        return
+    if not saying:
         raise UsageError(
             f"no node that is here can go back to round {round}", next_step=possible_in_words(state)
         )
+    names = [name_of(state, node_id) for node_id in saying]
+    verb = "says" if len(names) == 1 else "say"
+    raise UsageError(
+        f"{', '.join(names[:MOST_SAYING])} alone {verb} that the run can go back to round {round}",
+        next_step=f"'atoll run rollback {round} --believe {names[0]}' if you know that node; otherwise "
+        f"{possible_in_words(state)}",
+    )
 
 
 def completed(state: SwarmState, event: Ruled, ruling: Ruling) -> Ruling:

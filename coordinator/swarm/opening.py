@@ -23,6 +23,7 @@ from coordinator.swarm.standing import counted_on
 from coordinator.swarm.state import Round, RoundPhase, Say, SliceProgress, SwarmState
 from coordinator.swarm.turn import Turn, available_members
 from coordinator.swarm.weighing import say_of
+from coordinator.swarm.withdrawal import unfollowed
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Assignment, NodeId, book_of_data, cut_into_slices
 
@@ -58,6 +59,7 @@ def open_round(turn: Turn) -> None:
         or state.alarm is not None
         or state.outer_digest is None
         or state.committed_round >= rules.total_rounds
+        or unfollowed(state) is not None
     ):
         return
     available = available_members(state)

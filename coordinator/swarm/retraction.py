@@ -20,6 +20,7 @@ from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.state import ClosedRound, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, members_of, name_of, present_members
 from coordinator.swarm.weighing import heaviest, is_enough, say_of
+from coordinator.swarm.withdrawal import unfollowed
 from protocol.wire.messages import RoundCommitted
 from protocol.wire.rounds import WHOLE, Digest, SliceOutcome
 
@@ -154,7 +155,9 @@ def _is_unsupplied(state: SwarmState) -> bool:
     """Whether a round that is not void has led to a state that nobody here holds."""
     if state.open_round or state.outer_digest is None or state.is_finished or not state.recent:
         return False
-    is_here = any(_may_supply(state, member) for member in present_members(state))
+    if unfollowed(state) is not None:  # what becomes of that is decided there
+        return False
+    is_here = any(_holds_it(state, member) for member in present_members(state))
     return not state.recent[0].is_void and not is_here
 
 
@@ -189,17 +192,16 @@ def held_by_most(state: SwarmState, *, of_all: bool = True) -> Digest | None:
     return digest if len(alike) >= 2 and is_enough(say, alike, voters) else None
 
 
-def _may_supply(state: SwarmState, member: Member) -> bool:
-    """Whether it holds the committed state, or says to hold a later one.
+def _holds_it(state: SwarmState, member: Member) -> bool:
+    """Whether it holds the committed state.
 
-    Void rounds leave the state as it is, so who has yet to apply those holds it too.
+    Void rounds leave the state as it is, so who has yet to apply those holds it too. Who says to hold a later
+    one may lie, or hold one that is undone: nobody waits for that, for what is taken back holds again when a
+    member brings its commits.
     """
     newest = state.recent[0].commit
-    return (
-        member.state is MemberState.READY
-        or member.outer_round > state.committed_round
-        or (member.outer_round, member.outer_digest) == (newest.round, newest.outer_digest)
-    )
+    at = member.outer_round, member.outer_digest
+    return member.state is MemberState.READY or at == (newest.round, newest.outer_digest)
 
 
 def _agree_anew(turn: Turn, digest: Digest) -> None:

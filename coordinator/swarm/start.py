@@ -37,7 +37,7 @@ def start(turn: Turn) -> None:
     node_ids = _newest_participants(state)
     members = {node_id: _not_yet_heard(member) for node_id, member in state.members.items()}
     was = state.awaited
-    state = replace(state, members=members, awaited=None, unsupplied_since=None)
+    state = replace(state, members=members, awaited=None, unsupplied_since=None, unfollowed=None)
     if node_ids:
         until = turn.now + longest_wait_seconds(state)
         awaited = Awaited(node_ids=node_ids, until=until, from_session_id=state.next_session_id)

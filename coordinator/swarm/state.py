@@ -289,6 +289,15 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unfollowed:
+    """The run went back, and too few members hold that state: coordinator.swarm.withdrawal."""
+
+    since: float  # when one more came to hold it, or the run went back
+    incarnation: int  # of the ruling
+    ready_ids: tuple[NodeId, ...] = ()  # who holds it, or did
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conviction:
     """A member's result is proven false, or what it signed: it is to be quarantined."""
 
@@ -389,6 +398,9 @@ class SwarmState:
     finished_at: float | None = None
     incarnation: int = 0  # how often history was taken back
     unsupplied_since: float | None = None  # nobody here holds the committed state
+    unfollowed: Unfollowed | None = (
+        None  # while it is to be seen whether a going back can be followed
+    )
     awaited: Awaited | None = None  # since a start, until the newest round's nodes are back
     left: tuple[Left, ...] = ()  # void rounds that have given way, the latest last
     has_untold: bool = False  # whether nodes that are behind were not told of commits learned

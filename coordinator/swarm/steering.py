@@ -12,6 +12,7 @@ from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import bar, own, unbar
 from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.turn import Turn
+from coordinator.swarm.withdrawal import refuse_withdrawal, withdrawn
 from protocol.errors import UsageError
 from protocol.trust.rulings import (
     ABOUT_NODES,
@@ -21,6 +22,7 @@ from protocol.trust.rulings import (
     follows,
     in_words,
     owned_invite,
+    withdraws,
 )
 from protocol.wire.messages import RulingsTold
 
@@ -46,12 +48,14 @@ def rule(turn: Turn, event: Ruled) -> None:
         evidence=event.evidence,
         from_round=_from_round(state, event),
     )
-    if ruling.kind is RulingKind.ROLLED_BACK:
+    if ruling.kind in (RulingKind.ROLLED_BACK, RulingKind.WITHDRAWN):
         ruling = completed(state, event, ruling)
     _take(turn, ruling, event.rules)
     turn.act(Tell(message=RulingsTold(rulings=(ruling,))))
     if ruling.kind is RulingKind.ROLLED_BACK:  # nodes know it before they are asked to follow
         go_back(turn, ruling, event.undone)
+    if ruling.kind is RulingKind.WITHDRAWN:
+        withdrawn(turn)
 
 
 def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
@@ -68,6 +72,8 @@ def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
     for ruling in news:
         if ruling.kind is RulingKind.ROLLED_BACK:
             go_back(turn, ruling, event.undone.get(ruling.from_round - 1))
+    if any(ruling.kind is RulingKind.WITHDRAWN for ruling in news):
+        withdrawn(turn)
 
 
 def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
@@ -80,7 +86,7 @@ def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
     return replace(state, rules=rules, alarm=alarm, convicted=convicted)
 
 
-_OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED})
+_OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED, RulingKind.RESUMED})
 
 
 def _from_round(state: SwarmState, event: Ruled) -> int:
@@ -130,6 +136,9 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
             return replace(state, alarm=alarm, rolled_back=(*state.rolled_back, ruling))
         case RulingKind.INVITED if invite_id := owned_invite(ruling):
             return replace(state, own_invites=(*state.own_invites, invite_id))
+        case RulingKind.WITHDRAWN:
+            still = tuple(one for one in state.rolled_back if not withdraws(ruling, one))
+            return replace(state, paused=ruling, alarm=None, rolled_back=still)
         case kind if kind in ABOUT_NODES:
             return replace(
                 state,
@@ -153,7 +162,7 @@ def _refuse(state: SwarmState, event: Ruled) -> None:
         _refuse_of_node(state, event)
     elif kind in (
         *(RulingKind.PAUSED, RulingKind.RESUMED),
-        *(RulingKind.STOPPED, RulingKind.AMENDED, RulingKind.ROLLED_BACK),
+        *(RulingKind.STOPPED, RulingKind.AMENDED, RulingKind.ROLLED_BACK, RulingKind.WITHDRAWN),
     ):
         _refuse_of_run(state, event)
 
@@ -200,7 +209,9 @@ def _refuse_of_run(state: SwarmState, event: Ruled) -> None:
     if event.kind is RulingKind.ROLLED_BACK and event.incarnation:
         _refuse_undone_already(state, event)
     elif event.kind is RulingKind.ROLLED_BACK:
-        refuse_going_back(state, (event.from_round or 1) - 1, event.undone)
+        refuse_going_back(state, (event.from_round or 1) - 1, event.undone, event.node_id)
+    if event.kind is RulingKind.WITHDRAWN:
+        refuse_withdrawal(state, event.incarnation)
     rules = event.rules
     if rules is not None and rules.total_rounds < _next_round(state) - 1:
         raise UsageError(

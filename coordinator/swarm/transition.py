@@ -71,6 +71,7 @@ from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import next_overdue, take_over
 from coordinator.swarm.turn import Turn, members_of
+from coordinator.swarm.withdrawal import watch_going_back, withdraws_at
 from protocol.wire.messages import (
     Applied,
     Audited,
@@ -142,6 +143,7 @@ def _decide(turn: Turn, *, round_before: int) -> None:
     close_round(turn)
     settle_round(turn)
     supply_anew(turn)
+    watch_going_back(turn)
     if turn.state.committed_round != round_before:
         forget_long_gone(turn)
     give_up_evaluation(turn)
@@ -173,6 +175,8 @@ def next_deadline(state: SwarmState) -> float | None:
         deadlines.append(audited_by)
     if (taken_back_at := takes_back_at(state)) is not None:
         deadlines.append(taken_back_at)
+    if (withdrawn_at := withdraws_at(state)) is not None:
+        deadlines.append(withdrawn_at)
     if state.end_waits_until is not None:
         deadlines.append(state.end_waits_until)
     return min(deadlines, default=None)

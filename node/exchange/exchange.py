@@ -36,7 +36,7 @@ from node.exchange.transport.transport import (
 from node.outer_state import Vector
 from protocol.wire.messages import AuditAsked, SliceTakenOver, SpotCheckAsked
 from protocol.wire.payload import Payload, PayloadHeader
-from protocol.wire.rounds import Commit, Digest, NodeId, Plan, RosterEntry
+from protocol.wire.rounds import Commit, Digest, NodeId, Plan, RosterEntry, RoundSpan
 
 log = structlog.get_logger()
 
@@ -285,6 +285,10 @@ class Exchange:
     async def answer_auditors(self) -> None:
         """See Audits.answer."""
         await self._audits.answer()
+
+    def reach_back(self) -> tuple[RoundSpan, ...]:
+        """Rounds to whose states this node can go back by itself, in order. Looks at the folder."""
+        return self._catch_up.reach_back()
 
     @property
     def is_sending(self) -> bool:

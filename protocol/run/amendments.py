@@ -12,7 +12,7 @@ from typing import Any
 
 from protocol.errors import ConfigError, UsageError
 from protocol.run.run_spec import RunSpec, validated
-from protocol.trust.rulings import Ruling, RulingKind, Scalar
+from protocol.trust.rulings import Ruling, RulingKind, Scalar, withdraws
 
 Changes = tuple[tuple[str, Scalar], ...]
 """Keys of the run file, as "run.rounds", with their new values."""
@@ -136,14 +136,25 @@ def _amendments(rulings: Iterable[Ruling]) -> list[tuple[int, Ruling]]:
     """In the order of the rounds that they hold from, with those.
 
     One that was brought back may have a later number than its turn. Going back undoes training, not rules:
-    what was in force before then is in force from the first undone round on.
+    what was in force before then is in force from the first undone round on. Where that is withdrawn, the
+    rounds are again what they were, and what was amended meanwhile comes after them.
     """
     amending: list[tuple[int, Ruling]] = []
+    before: list[
+        tuple[Ruling, list[tuple[int, Ruling]]]
+    ] = []  # each going back that is not withdrawn
     for ruling in rulings:
         if ruling.kind is RulingKind.AMENDED:
             amending.append((ruling.from_round, ruling))
         elif ruling.kind is RulingKind.ROLLED_BACK:
+            before.append((ruling, amending))
             amending = [(min(first, ruling.from_round), each) for first, each in amending]
+        elif ruling.kind is RulingKind.WITHDRAWN:
+            while before and withdraws(ruling, before[-1][0]):
+                gone, earlier = before.pop()
+                since = amending[len(earlier) :]
+                again = gone.last_round + 1
+                amending = [*earlier, *((max(first, again), each) for first, each in since)]
     return sorted(amending, key=lambda each: each[0])
 
 

@@ -51,6 +51,9 @@ class RulingKind(StrEnum):
     STOPPED = "stopped"  # the run ends before `from_round`
     AMENDED = "amended"  # the run's rules are others from `from_round` on
     ROLLED_BACK = "rolled_back"  # rounds from `from_round` on are undone
+    WITHDRAWN = (
+        "withdrawn"  # going back to before `from_round`, and since, holds no more; no round opens
+    )
     MOVED = "moved"  # the coordinator will be at another address: `changes` has it
     KEYED = "keyed"  # the coordinator has another key: `changes` has its number and certificates
 
@@ -167,17 +170,38 @@ def num_in_a_message(rulings: Iterable[Ruling]) -> int:
     return num_rulings
 
 
+def holding(rulings: Iterable[Ruling]) -> tuple[Ruling, ...]:
+    """Those by which the run has gone back, and which nobody has withdrawn since, in order."""
+    found: tuple[Ruling, ...] = ()
+    for ruling in rulings:
+        if ruling.kind is RulingKind.ROLLED_BACK:
+            found = (*found, ruling)
+        elif ruling.kind is RulingKind.WITHDRAWN:
+            found = tuple(one for one in found if not withdraws(ruling, one))
+    return found
+
+
+def withdraws(ruling: Ruling, earlier: Ruling) -> bool:
+    """Whether the run did not go back by an earlier ruling after all: nobody could follow it.
+
+    What it had gone back by since then goes with it.
+    """
+    return (
+        ruling.kind is RulingKind.WITHDRAWN
+        and earlier.kind is RulingKind.ROLLED_BACK
+        and earlier.incarnation >= ruling.incarnation
+    )
+
+
 def undoes(rulings: Iterable[Ruling], round: int, incarnation: int) -> bool:
     """Whether the commit of a round, of this incarnation, is undone by one of these.
 
     What was committed since is of a later incarnation; what a ruling says holds for everybody who has it,
-    whatever else he has heard.
+    whatever else he has heard, until it is withdrawn.
     """
     return any(
-        ruling.kind is RulingKind.ROLLED_BACK
-        and round >= ruling.from_round
-        and incarnation < ruling.incarnation
-        for ruling in rulings
+        round >= ruling.from_round and incarnation < ruling.incarnation
+        for ruling in holding(rulings)
     )
 
 
@@ -238,12 +262,19 @@ def least_key(rulings: Iterable[Ruling], *, round: int | None = None) -> int:
 
     Later ones may as well; what an earlier one signs does not hold any more.
     """
-    numbers = (
-        key_number(ruling)
-        for ruling in rulings
-        if ruling.kind is RulingKind.KEYED and (round is None or ruling.from_round <= round)
-    )
-    return max(numbers, default=0)
+    keyed: list[tuple[int, int]] = []  # from which round, and which
+    before: list[tuple[Ruling, int]] = []  # each going back, and how many keys were told then
+    for ruling in rulings:
+        if ruling.kind is RulingKind.KEYED:
+            keyed.append((ruling.from_round, key_number(ruling)))
+        elif ruling.kind is RulingKind.ROLLED_BACK:
+            before.append((ruling, len(keyed)))
+        elif ruling.kind is RulingKind.WITHDRAWN:  # its rounds hold again, as they were signed
+            while before and withdraws(ruling, before[-1][0]):
+                gone, num = before.pop()
+                later = [(max(first, gone.last_round + 1), key) for first, key in keyed[num:]]
+                keyed[num:] = later
+    return max((key for first, key in keyed if round is None or first <= round), default=0)
 
 
 class RulingVerifier:
@@ -330,6 +361,11 @@ def in_words(ruling: Ruling) -> str:
             return f"{changes} from round {ruling.from_round} on{why}"
         case RulingKind.ROLLED_BACK:
             return _undone_in_words(ruling) + why
+        case RulingKind.WITHDRAWN:
+            return (
+                f"the run did not go back to the state after round {ruling.from_round - 1}, and is "
+                f"paused with the one that it had{why}"
+            )
         case RulingKind.MOVED:
             told = dict(ruling.changes)
             return f"the coordinator moves to {told.get(HOST)}, port {told.get(CONTROL_PORT)}{why}"
@@ -345,7 +381,8 @@ def _undone_in_words(ruling: Ruling) -> str:
     first, last = ruling.from_round, ruling.last_round
     rounds = f"round {first} is" if first == last else f"rounds {first} to {last} are"
     by = f", to which {', '.join(ruling.contributors)} contributed" if ruling.contributors else ""
-    return f"the run went back to the state after round {first - 1}; {rounds} undone{by}"
+    alone = f", which {ruling.node_name} alone said to keep" if ruling.node_name else ""
+    return f"the run went back to the state after round {first - 1}{alone}; {rounds} undone{by}"
 
 
 def refuse_barred(standing: Ruling | None) -> None:

@@ -641,19 +641,23 @@ class RollBackRunRequest(_message.Message):
 
     ROUND_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    BELIEVED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
-    """A committed round, whose state some node that is here can go back to."""
+    """A committed round, whose state nodes that are here can go back to; 0 is before the first."""
     reason: _builtins.str
     """Why, for nodes, status and audit log; may be empty."""
+    believed: _builtins.str
+    """A node that keeps that state, by its word alone: its name or id; empty where enough say so."""
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         reason: _builtins.str = ...,
+        believed: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["believed", b"believed", "reason", b"reason", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from structlog.testing import capture_logs
 from test_history_in_process import DEADLINES, assert_sound
 
+from coordinator.swarm.explain import explain
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
@@ -28,6 +29,9 @@ ALL = Retention(keep=100, every=1)
 STEADY = Life(seconds_per_inner_step=1.0, retention=ALL)
 """Takes five virtual seconds for a round, and keeps every state."""
 
+FORGETFUL = Life(seconds_per_inner_step=1.0)
+"""Likewise, and keeps the latest two."""
+
 
 def gone_back(
     corpus: Corpus,
@@ -35,13 +39,16 @@ def gone_back(
     *asked: tuple[float, int],
     lives: Sequence[Life] = (STEADY, STEADY, STEADY),
     outage: Outage | None = None,
+    believed: str = "",
 ) -> SimulatedRun:
-    """A run that goes back: each time when, and to which round."""
+    """A run that goes back: each time when, and to which round; by the word of one, where it is named."""
 
     async def script(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
         for at, round in asked:
             await asyncio.sleep(at - asyncio.get_running_loop().time())
-            await nodes[0].coordinator.rulings.go_back(round, reason="the loss has jumped")
+            await nodes[0].coordinator.rulings.go_back(
+                round, reason="the loss has jumped", believed=believed
+            )
 
     run = simulate(
         tiny(run={"rounds": ROUNDS, "min_nodes": 2}, deadlines=DEADLINES),
@@ -92,14 +99,93 @@ def test_nodes_go_back_by_the_results_between_two_snapshots(
     assert [commit.incarnation for commit in run.commits] == [*[0] * 5, *[1] * 3]
 
 
-def test_one_node_that_reaches_back_is_enough_and_gives_its_state_to_the_others(
+def test_one_node_that_the_run_owner_believes_gives_its_state_to_the_others(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    forgetful = Life(seconds_per_inner_step=1.0)
+    lives = [STEADY, FORGETFUL, FORGETFUL]
+    with pytest.raises(UsageError, match="node-1 alone says that the run can go back to round 2"):
+        gone_back(corpus, tmp_path / "refused", (38.0, 2), lives=lives)
     with capture_logs() as logs:
-        run = gone_back(corpus, tmp_path, (38.0, 2), lives=[STEADY, forgetful, forgetful])
+        run = gone_back(corpus, tmp_path, (38.0, 2), lives=lives, believed="node-1")
     assert [commit.incarnation for commit in run.commits] == [0, 0, *[1] * 6]
     assert sum(line["event"] == "went back" for line in logs) == 3
+
+
+def test_a_state_that_no_disk_has_is_made_again_from_the_first_while_its_results_are_kept(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    false = Life(seconds_per_inner_step=1.0, says=says_to_keep(1, 2, 3))
+    run = gone_back(corpus, tmp_path, (38.0, 3), lives=[FORGETFUL, false, false])
+    assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 5]
+
+
+def test_the_run_goes_back_to_the_weights_that_nodes_draw(corpus: Corpus, tmp_path: Path) -> None:
+    run = gone_back(corpus, tmp_path, (38.0, 0), lives=[FORGETFUL] * 3)
+    assert [commit.incarnation for commit in run.commits] == [1] * 8
+
+
+def says_to_keep(*rounds: int) -> Callable[[Message], Message]:
+    """A disk that has these rounds, until one wants them; or who lies about them."""
+
+    def says(message: Message) -> Message:
+        if isinstance(message, session_pb2.HeartbeatRequest):
+            del message.reach_back[:]
+            message.reach_back.add(first=rounds[0], last=rounds[-1])
+        return message
+
+    return says
+
+
+@pytest.mark.parametrize("retention", [Retention(), Retention(keep=100, every=2)])
+@pytest.mark.parametrize("num_others", [1, 2])
+def test_where_no_disk_has_the_state_after_all_the_run_goes_on_from_what_it_had(
+    corpus: Corpus,
+    tmp_path: Path,
+    num_others: int,
+    retention: Retention,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of three say that they keep round 3, and do not; a restart of a node changes nothing.
+
+    Nor does an earlier state on their disks, without the results that lead from there to round 3.
+    """
+    monkeypatch.setattr("node.exchange.giving.KEPT_ROUNDS", 1)
+    monkeypatch.setattr("node.exchange.state.sources.KEPT_ROUNDS", 0)  # or they replay from round 0
+    false = Life(seconds_per_inner_step=1.0, says=says_to_keep(1, 2, 3), retention=retention)
+    mortal = Life(seconds_per_inner_step=1.0, absences=((50.0, 55.0),))
+    lives = [*[FORGETFUL, mortal][:num_others], false, false]
+    told: list[str] = []
+
+    async def script(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+        await asyncio.sleep(38.0)
+        coordinator = nodes[0].coordinator
+        believed = "node-3" if num_others == 2 else ""
+        await coordinator.rulings.go_back(3, reason="the loss has jumped", believed=believed)
+        assert coordinator.driver.state.committed_round == 3
+        while coordinator.driver.state.paused is None:
+            await asyncio.sleep(1)
+            told.append(explain(coordinator.driver.state, 0))
+        rulings = coordinator.rulings
+        await rulings.make(rulings.event(RulingKind.RESUMED))
+
+    run = simulate(
+        tiny(run={"rounds": ROUNDS, "min_nodes": len(lives)}, deadlines=DEADLINES),
+        lives=lives,
+        corpus=corpus,
+        disks=tmp_path,
+        script=script,
+        within_seconds=1500,
+    )
+    assert_sound(run, rounds=ROUNDS)
+    assert len(run.digests) == len(lives)
+    assert [ruling.kind for ruling in run.final.rulings] == [
+        RulingKind.ROLLED_BACK,
+        RulingKind.WITHDRAWN,
+        RulingKind.RESUMED,
+    ]
+    incarnations = [commit.incarnation for commit in run.commits]
+    assert incarnations[:6] == [0] * 6 and incarnations[-1] == 1
+    assert "too few nodes came to hold the state after round 3" in told[-1]
 
 
 def test_the_run_goes_back_twice_the_second_time_behind_the_first(
@@ -150,11 +236,10 @@ def test_who_dies_while_it_goes_back_comes_to_the_same_state(
 def test_a_round_that_nobody_reaches_is_refused_with_those_that_are_reached(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    forgetful = [Life(seconds_per_inner_step=1.0)] * 3
     with pytest.raises(UsageError, match="no node that is here can go back to round 1") as refused:
-        gone_back(corpus, tmp_path, (38.0, 1), lives=forgetful)
+        gone_back(corpus, tmp_path, (38.0, 1), lives=[FORGETFUL] * 3)
     assert refused.value.next_step is not None
-    assert "can go back to these rounds: 6" in refused.value.next_step
+    assert "can go back to these rounds: 0 and 6" in refused.value.next_step
 
 
 def losses_told(

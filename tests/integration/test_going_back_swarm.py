@@ -67,3 +67,43 @@ def test_a_run_goes_back_and_on_and_what_was_exported_before_is_exported_again(
     ]
     assert (told["from_round"], told["contributors"]) == (4, ["a", "b"])
     assert told["outer_digest"] == rounds[3]["outer_digest"]
+
+
+def test_a_round_that_one_node_keeps_is_gone_back_to_when_the_run_owner_believes_it(
+    swarm: Swarm,
+) -> None:
+    def committed(round: int, *, incarnation: int) -> None:
+        def is_so() -> bool:
+            rounds = json.loads(done(atoll("rounds", "--json", "--dir", swarm.home)))
+            return any(r["round"] >= round and r["incarnation"] == incarnation for r in rounds)
+
+        until(is_so, f"round {round} of incarnation {incarnation}")
+
+    invite = swarm.invite("--uses", "2")
+    for name, kept in (("keeps", "keep_snapshots = 100\nkeep_every = 1"), ("forgets", "")):
+        swarm.join(name, invite)
+        settings = swarm.folder / name / "node.toml"
+        text = settings.read_text() if settings.is_file() else ""
+        text = text.replace("keep_snapshots = 2", "").replace("keep_every = 8", "")
+        settings.write_text(f"{text}\n{kept or 'keep_snapshots = 0'}\n")
+    for name in ("keeps", "forgets"):
+        swarm.start_node(name)
+    committed(6, incarnation=0)
+    refused(
+        atoll("run", "rollback", "2", "--dir", swarm.home),
+        64,
+        "keeps alone says that the run can go back to round 2",
+        "'atoll run rollback 2 --believe keeps' if you know that node",
+    )
+    refused(
+        atoll("run", "rollback", "2", "--believe", "forgets", "--dir", swarm.home),
+        64,
+        "forgets is not here, or does not say that it can go back to round 2",
+    )
+    said = done(atoll("run", "rollback", "2", "--believe", "keeps", "--dir", swarm.home))
+    assert "the state after round 2, which keeps alone said to keep; rounds 3 to" in said
+    committed(4, incarnation=1)
+    said = done(atoll("run", "rollback", "0", "--dir", swarm.home))
+    assert "the run went back to the state after round 0; rounds 1 to" in said
+    committed(2, incarnation=2)
+    assert swarm.status().run.digests_agree

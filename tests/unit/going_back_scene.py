@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coordinator.store import Store
-from coordinator.swarm.events import Ruled
+from coordinator.swarm.canary import COORDINATOR
+from coordinator.swarm.events import BaseLearned, CommitLearned, HistoryTold, Ruled, WithdrawalAsked
 from coordinator.swarm.state import SwarmState
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.wire.rounds import Commit, Digest, NodeId, RoundSpan
@@ -23,6 +24,7 @@ class Kept:
     store: Store = field(default_factory=Store.in_memory)
     saved: SwarmState | None = None
     settled: dict[int, SwarmState] = field(default_factory=dict)
+    settled_once: dict[int, SwarmState] = field(default_factory=dict)  # also those undone since
     made: list[Commit] = field(default_factory=list)  # all that there ever were
     num_applied: int = 0
 
@@ -31,13 +33,13 @@ class Kept:
         self.store.save(before, self.scene.state, now=self.scene.now)
         self.saved = self.scene.state
 
-    def attach(self, name: str) -> None:
+    def attach(self, name: str, *, invite: str = "") -> None:
         state = self.scene.state
         at = state.committed_round
         if state.open_round is not None and state.open_round.commit is not None:
             at -= 1
         digest = self.state_after(at)
-        self.scene.attach(name, at=at, digest=digest, incarnation=state.incarnation)
+        self.scene.attach(name, at=at, digest=digest, incarnation=state.incarnation, invite=invite)
         self.reach(name)
         self.save()
 
@@ -48,13 +50,62 @@ class Kept:
         assert kept is not None
         return kept
 
-    def reach(self, name: str) -> None:
+    def reach(self, name: str, *spans: tuple[int, int]) -> None:
+        """What a node says of where it can go back to: everywhere unless told."""
         member = self.scene.member(name)
-        members = {
-            **self.scene.state.members,
-            member.node_id: replace(member, reach_back=EVERYWHERE),
-        }
+        reach = tuple(RoundSpan(first=first, last=last) for first, last in spans) or EVERYWHERE
+        members = {**self.scene.state.members, member.node_id: replace(member, reach_back=reach)}
         self.scene.state = replace(self.scene.state, members=members)
+
+    def beat(self, name: str) -> None:
+        """Says what it said before; it has yet to go anywhere."""
+        member = self.scene.member(name)
+        self._say(name, member.outer_round, member.outer_digest, member.outer_incarnation)
+
+    def follow(self, name: str) -> None:
+        """A node comes to hold the state that the run went back to, or says so."""
+        state = self.scene.state
+        assert state.outer_digest is not None
+        incarnation = state.recent[-1].commit.incarnation if state.recent else 0
+        self._say(name, state.committed_round, state.outer_digest, incarnation)
+
+    def _say(self, name: str, at: int, digest: Digest, incarnation: int) -> None:
+        reach = self.scene.member(name).reach_back
+        self.scene.beat(name, at=at, digest=digest, incarnation=incarnation)
+        member = self.scene.member(name)
+        members = {**self.scene.state.members, member.node_id: replace(member, reach_back=reach)}
+        self.scene.state = replace(self.scene.state, members=members)
+
+    def withdraw(self) -> None:
+        """Makes the ruling that the core has asked for last, as the edge does."""
+        asked = [each for each in self.scene.log if isinstance(each, WithdrawalAsked)][-1]
+        gone = asked.withdrawn
+        self.scene.do(
+            Ruled(
+                kind=RulingKind.WITHDRAWN,
+                by=COORDINATOR,
+                unix_seconds=0.0,
+                reason=asked.reason,
+                from_round=gone.from_round,
+                last_round=gone.last_round,
+                incarnation=gone.incarnation,
+                outer_digest=gone.outer_digest,
+            )
+        )
+        self.save()
+
+    def bring(self, name: str, upto: int) -> None:
+        """A node brings the commits that led to the state it holds, as far as there are."""
+        for commit in self.made:
+            if commit.round <= upto:
+                base = self.scene.state.outer_digest
+                if base is None and self.scene.state.committed_round == commit.round - 1:
+                    before = self.scene.state.recent[-1].commit
+                    self.scene.do(BaseLearned(after=before, digest=commit.base_digest))
+                self.scene.do(CommitLearned(commit=commit, node_id=NodeId(name)))
+                self.save()
+        self.scene.do(HistoryTold(node_id=NodeId(name)))
+        self.save()
 
     def moments(self) -> Iterator[None]:
         """What happens in a round, piece by piece."""
@@ -75,7 +126,7 @@ class Kept:
             scene.apply(digest, name, incarnation=scene.state.incarnation)
             self.save()
             if scene.state.outer_digest == digest:
-                self.settled[number] = scene.state
+                self.settled[number] = self.settled_once[number] = scene.state
             yield
 
     def rounds(self, number: int) -> None:

@@ -3,13 +3,16 @@
 import math
 import random
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from going_back_scene import EVERYWHERE, Kept
 from swarm_scene import Scene
 
-from coordinator.swarm.canary import COORDINATOR, is_plausible
+from coordinator.swarm.canary import COORDINATOR, Curve
+from coordinator.swarm.evaluation import drawn_evaluators
 from coordinator.swarm.events import GoBack, Ruled, Started
+from coordinator.swarm.members import Work
 from coordinator.swarm.state import Alarm
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import RunFinished
@@ -156,22 +159,175 @@ def test_honest_runs_of_many_kinds_raise_no_false_alarm() -> None:
         start, end = rng.choice([(10.8, 3.0), (5.5, 1.4), (2.3, 0.05), (3.2, 3.0)])
         noise, slowness = rng.uniform(0.002, 0.05), rng.uniform(0.05, 1.0)
         wave = rng.uniform(0, 0.05)
-        kept: list[float] = []
+        kept = Curve()
         for place in range(60):
             level = end + (start - end) / (1 + slowness * place)
             level *= 1 + wave * math.sin(place / 7)
             loss = level * (1 + noise * rng.gauss(0, 1))
             num_losses += 1
-            if is_plausible(kept, loss):
-                kept.append(loss)
+            if kept.allows(loss):
+                kept.add(loss)
             else:
                 num_false += 1
     assert num_losses == 36_000
     assert num_false / num_losses < 1e-4, num_false
 
 
+def curve_of(*losses: float) -> Curve:
+    curve = Curve()
+    for loss in losses:
+        curve.add(loss)
+    return curve
+
+
 def test_what_harms_a_run_is_seen_at_the_next_loss() -> None:
-    losses = [5.3, 3.9, 3.1, 2.8, 2.7, 2.66, 2.62]
+    curve = curve_of(5.3, 3.9, 3.1, 2.8, 2.7, 2.66, 2.62)
     for harmed in (3.2, 5.54, 256.0, math.nan, math.inf):
-        assert not is_plausible(losses, harmed)
-    assert is_plausible(losses, 2.9)
+        assert not curve.allows(harmed)
+    assert curve.allows(2.9)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.03, 0.1, 0.195])
+def test_however_slowly_a_loss_rises_it_comes_no_further_above_the_best_of_the_run(
+    share: float,
+) -> None:
+    """No further than by a jump, and two steps more: two of three must lie above it."""
+    curve = curve_of(3.0, 2.9, 2.8, 2.75)
+    while curve.allows(worse := median(curve.losses[-3:]) * (1 + share)):
+        curve.add(worse)
+    assert worse <= (2.8 + 6 * 0.1) * (1 + share) ** 2
+    assert not curve.has_jumped(worse), "it looks usual beside those before"
+
+
+def test_a_slow_rise_takes_the_run_back_to_its_best_state() -> None:
+    kept = watched([5.0, 4.0, 3.5, 3.3, 3.2, 3.2, 3.5, 3.8])
+    for loss in (4.1, 4.4, 4.7):
+        kept.rounds(1)
+        tell(kept, loss, loss)
+        if kept.scene.state.alarm is not None:
+            break
+    alarm = kept.scene.state.alarm
+    assert alarm is not None and alarm.round == 5
+    assert alarm.reason.endswith("and was 3.200 after round 5")
+
+
+def test_a_small_rise_that_lasts_is_no_alarm() -> None:
+    """As of a run that begins to fit its samples more than the held-out text, or whose ranks began anew."""
+    curve = curve_of(3.0, 2.6, 2.4, 2.3, 2.25, 2.22)
+    for place in range(40):
+        loss = 2.22 * (1 + 0.15 * place / 40)
+        assert curve.allows(loss)
+        curve.add(loss)
+
+
+def test_what_the_run_owner_resumes_is_accepted_and_losses_count_anew() -> None:
+    kept = watched([5.0, 4.0, 3.5, 3.3, 3.2])
+    kept.rounds(1)
+    tell(kept, 9.0, 9.0)
+    for by, is_paused in (("the run owner", True), (COORDINATOR, False)):
+        kept.scene.state = replace(kept.scene.state, alarm=None)
+        kept.scene.do(Ruled(kind=RulingKind.PAUSED, by=by, unix_seconds=0.0))
+        kept.rounds(1)  # the one in flight
+        kept.scene.do(Ruled(kind=RulingKind.RESUMED, by="the run owner", unix_seconds=0.0))
+        if kept.scene.state.evaluating is not None:
+            tell(kept, 9.0, 9.0)
+        kept.rounds(1)
+        tell(kept, 9.0, 9.0)
+        assert (kept.scene.state.alarm is not None) is is_paused, by
+
+
+def test_rates_that_are_amended_may_raise_the_loss_above_the_best_but_not_by_a_jump() -> None:
+    kept = watched([5.0, 4.0, 3.5, 3.3, 3.2, 3.2])
+    kept.scene.do(
+        Ruled(
+            kind=RulingKind.AMENDED,
+            by="the run owner",
+            unix_seconds=0.0,
+            changes=(("inner.learning_rate", 0.01),),
+        )
+    )
+    for loss in (3.5, 3.8, 4.1, 4.4):
+        kept.rounds(1)
+        tell(kept, loss, loss)
+        assert kept.scene.state.alarm is None, loss
+    kept.rounds(1)
+    tell(kept, 40.0, 40.0)
+    assert kept.scene.state.alarm is not None
+
+
+def of_three(*losses: float, invites: str = "xyz") -> Kept:
+    """Four members, of whom three are asked; what those say."""
+    kept = Kept(scene=Scene(min_nodes=4, rounds=100, evaluate_every=1))
+    rules = replace(kept.scene.state.rules, watches_loss=True)
+    kept.scene.state = replace(kept.scene.state, rules=rules, audit_secret=b"secret")
+    for name, invite in zip("abcd", invites + invites[-1], strict=True):
+        kept.attach(name, invite=invite)
+    for loss in (5.0, 4.0, 3.5, 3.3, 3.2):
+        said(kept, loss, loss, loss)
+        kept.rounds(1)
+    said(kept, *losses)
+    return kept
+
+
+def said(kept: Kept, *losses: float) -> None:
+    asked = kept.scene.state.evaluating
+    assert asked is not None and len(asked.node_ids) == 3
+    for name, loss in zip(asked.node_ids, losses, strict=False):
+        kept.scene.evaluate(name, round=asked.round, loss=loss)
+
+
+def test_of_three_one_that_lies_can_neither_hide_a_jump_nor_start_anything() -> None:
+    for losses, is_seen, counts in (
+        ((9.0, 9.0, 3.1), True, 9.0),
+        ((3.1, 9.0, 9.0), True, 9.0),
+        ((9.0, 3.1, 3.15), False, 3.15),
+        ((3.1, 0.1, 3.15), False, 3.1),
+    ):
+        kept = of_three(*losses)
+        assert (kept.scene.state.alarm is not None) is is_seen, losses
+        assert kept.scene.state.held_out[-1].loss == counts
+
+
+def test_one_that_is_silent_hides_nothing_either_and_two_must_agree() -> None:
+    for losses, is_seen in (((9.0, 9.0), True), ((9.0, 3.1), False), ((9.0,), False)):
+        kept = of_three(*losses)
+        asked = kept.scene.state.evaluating
+        assert asked is not None
+        kept.scene.wait_until(asked.until)
+        assert (kept.scene.state.alarm is not None) is is_seen, losses
+
+
+def test_who_is_asked_is_drawn_by_a_secret_from_different_invites() -> None:
+    def drawn(kept: Kept, rounds: int) -> list[tuple[str, ...]]:
+        found = []
+        for _ in range(rounds):
+            kept.rounds(1)
+            asked = kept.scene.state.evaluating
+            assert asked is not None
+            found.append(tuple(map(str, asked.node_ids)))
+            said(kept, 3.2, 3.2, 3.2)
+        return found
+
+    found = drawn(of_three(3.2, 3.2, 3.2), 30)
+    assert all({"a", "b"} < set(three) for three in found), "c and d share an invite"
+    assert {three[2] for three in found} == {"c", "d"}
+    again, other = of_three(3.2, 3.2, 3.2), of_three(3.2, 3.2, 3.2)
+    other.scene.state = replace(other.scene.state, audit_secret=b"another")
+    assert drawn(again, 30) == found != drawn(other, 30)
+    alike = drawn(of_three(3.2, 3.2, 3.2, invites="xxx"), 60)
+    assert {len(three) for three in alike} == {3} and len(set(alike)) == 4
+
+
+def test_members_without_work_are_asked_only_where_nobody_else_is_left() -> None:
+    kept = of_three(3.2, 3.2, 3.2)
+    members = {
+        n: replace(m, work=Work()) if n in "ab" else m for n, m in kept.scene.state.members.items()
+    }
+    kept.scene.state = replace(kept.scene.state, members=members)
+    for _ in range(10):
+        ready = [kept.scene.member(name) for name in "abcd"]
+        chosen = drawn_evaluators(kept.scene.state, ready)
+        assert len(chosen) == 3 and set(chosen) & {"c", "d"}
+        kept.scene.state = replace(
+            kept.scene.state, committed_round=kept.scene.state.committed_round + 1
+        )

@@ -147,12 +147,15 @@ def test_the_ruling_comes_whole_from_json_and_from_the_disk() -> None:
 
 def test_rounds_in_reach_are_joined_and_told_as_people_read_them() -> None:
     scene = Scene(min_nodes=3)
-    scene.attach("a", "b")
+    scene.attach("a", "b", invite="one")
+    scene.attach("c", "d", invite="two")
     spans = {
         "a": (RoundSpan(first=0, last=2), RoundSpan(first=8, last=30)),
         "b": (RoundSpan(first=3, last=3),),
+        "c": (RoundSpan(first=0, last=2), RoundSpan(first=9, last=30)),
+        "d": (RoundSpan(first=3, last=3), RoundSpan(first=8, last=8)),
     }
     members = {n: replace(m, reach_back=spans[n]) for n, m in scene.state.members.items()}
     state = replace(scene.state, members=members, committed_round=20)
-    assert spans_in_words(rounds_in_reach(state)) == "1 to 3 and 8 to 19"
+    assert spans_in_words(rounds_in_reach(state)) == "0 to 3 and 8 to 19"
     assert spans_in_words([RoundSpan(first=n, last=n) for n in (2, 5, 9)]) == "2, 5 and 9"

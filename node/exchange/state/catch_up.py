@@ -27,7 +27,7 @@ from node.exchange.outer import NotApplicableError, Position
 from node.exchange.state.download import Download
 from node.exchange.state.sources import Listed, OwnStates, ResultsHere, StateHere, is_same
 from protocol.wire.messages import Report
-from protocol.wire.rounds import Commit, Digest
+from protocol.wire.rounds import Commit, Digest, RoundSpan
 
 log = structlog.get_logger()
 
@@ -83,6 +83,10 @@ class CatchUp:
             folder=None if here.disk is None else here.disk.path,
             say=self._say,
         )
+
+    def reach_back(self) -> tuple[RoundSpan, ...]:
+        """Rounds up to ours to whose states we can go back by ourselves, in order. Looks at the folder."""
+        return self._own.reach_back()
 
     async def to_commit(self, commit: Commit) -> None:
         """Reaches the commit's round or a later one."""
@@ -150,10 +154,13 @@ class CatchUp:
             return False
         if await self.is_right(round, digest):
             return True
-        if await self._own.go_back():
+        is_later = self._outer.round > round
+        if await self._own.stepped_back() or (not is_later and await self._own.go_back()):
             await self.to_round(round)
-            if await self.is_right(round, digest):
-                return True
+        elif is_later:  # the run went back: ours may be wanted again, until we have that one
+            await self._remade(round, from_before=round + 1)
+        if await self.is_right(round, digest):
+            return True
         snapshot = await self._fetched_state(round, (round, digest))
         self.waiting_for = ""
         if snapshot is None or not await self._taken_over(snapshot, ()):
@@ -175,7 +182,7 @@ class CatchUp:
         if self._outer.round != round:
             return False
         before, owed = self._outer.position, await self._heavy(self._outer.owed)
-        is_remade = await self._remade(round)
+        is_remade = await self._remade(round, from_before=max(round, 1))
         if self._outer.position == before:  # then what is owed beside it is right, too
             await self._heavy(partial(self._outer.owing.restore, owed, round=round))
         else:
@@ -200,12 +207,13 @@ class CatchUp:
         )
         return True
 
-    async def _remade(self, round: int) -> bool:
-        """Makes our state of a round again by replay alone; False when something for that is missing.
+    async def _remade(self, round: int, *, from_before: int) -> bool:
+        """Makes our state of a round by replay alone; False when something for that is missing.
 
-        All results are looked for before anything moves.
+        It begins with a state of ours of a round before `from_before`. All results are looked for before
+        anything moves.
         """
-        kept = await self._own.before(max(round, 1))
+        kept = await self._own.before(from_before)
         if kept is None:
             return False
         start, _ = kept

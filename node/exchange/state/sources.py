@@ -20,13 +20,13 @@ from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import KEPT_ROUNDS, HeldResults
 from node.exchange.limits import Waits
 from node.exchange.outer import Outer
-from node.exchange.state.on_disk import StateOnDisk
+from node.exchange.state.on_disk import MOST_SPANS, StateOnDisk
 from node.exchange.transport.transport import WantResult
 from node.heavy import Heavy
 from node.history import History
 from node.outer_state import Vector
 from protocol.wire.payload import Payload
-from protocol.wire.rounds import Commit, Digest, SliceOutcome
+from protocol.wire.rounds import Commit, Digest, RoundSpan, SliceOutcome
 
 log = structlog.get_logger()
 
@@ -195,7 +195,7 @@ class OwnStates:
         Ours now is not: it was taken back, or is of a node that went astray. Where only void rounds
         led to it that are no more, it is one all the same, under an earlier number.
         """
-        if await self._stepped_back():
+        if await self.stepped_back():
             return True
         kept = await self._on_disk(self._outer.round)
         if kept is None:
@@ -203,14 +203,24 @@ class OwnStates:
         await self.take_up(kept)
         return True
 
+    def reach_back(self) -> tuple[RoundSpan, ...]:
+        """Rounds up to ours to whose states this leads, in order: to that of round 0 where we draw it."""
+        spans = () if self._disk is None else self._disk.reach_back(self._outer.round)
+        if self._first_state is None or (spans and spans[0].first == 0):
+            return spans
+        if spans and spans[0].first == 1:
+            return (replace(spans[0], first=0), *spans[1:])
+        return (RoundSpan(first=0, last=0), *spans[1 - MOST_SPANS :])
+
     async def before(self, round: int) -> Kept | None:
         """The latest state of an earlier round, by which nothing has moved yet.
 
         That is the one of round 0 where this node draws its weights, and results may still be had from
-        there on.
+        there on, or none are needed.
         """
         kept = await self._on_disk(round - 1)
-        if kept is not None or self._first_state is None or self._outer.round > KEPT_ROUNDS:
+        is_too_far = self._outer.round > KEPT_ROUNDS and round > 1
+        if kept is not None or self._first_state is None or is_too_far:
             return kept
         first = await self._heavy(self._first_state)
         state = Snapshot(
@@ -242,7 +252,7 @@ class OwnStates:
         assert self._disk is not None
         return await self._heavy(partial(self._disk.snapshots.load, round, digest))
 
-    async def _stepped_back(self) -> bool:
+    async def stepped_back(self) -> bool:
         """Leaves void rounds behind which the coordinator has no more."""
         first, last = self._outer.round, self._outer.round
         while (commit := self._history.at(first)) is not None and commit.is_void:
