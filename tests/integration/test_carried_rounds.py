@@ -73,6 +73,7 @@ def carried_bytes(lab: NetworkLab, swarm: Swarm, name: str) -> int:
     )
 
 
+@pytest.mark.nightly
 def test_where_nobody_reaches_everybody_members_carry_and_every_slice_has_everybodys_work(
     lab: NetworkLab, swarm: Swarm
 ) -> None:

@@ -81,6 +81,7 @@ def whole_rounds(lab: NetworkLab, swarm: Swarm, *, after: int) -> list[dict[str,
     ]
 
 
+@pytest.mark.nightly
 def test_two_nodes_behind_port_restricted_routers_train_together_and_punch_again_what_is_forgotten(
     tmp_path: Path,
 ) -> None:
