@@ -244,7 +244,7 @@ async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver)
         digest = Digest(part.digest)
         if (body := receiver.find(sender, digest)) is not None:
             dropped_bytes = 0
-            await _take_part(stream, body, part, began_at=began_at)
+            await _take_part(stream, sender, receiver, body, part, began_at=began_at)
             continue
         if dropped_bytes + part.num_bytes > limits.most_dropped_bytes:
             raise FrameError(
@@ -256,7 +256,7 @@ async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver)
             dropped_bytes += part.num_bytes
             await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
         elif (body := receiver.find(sender, digest)) is not None:  # it has come meanwhile
-            await _take_part(stream, body, part, began_at=began_at, early=early)
+            await _take_part(stream, sender, receiver, body, part, began_at=began_at, early=early)
         elif receiver.early.keep((sender, digest), part.index, early, now=now):
             forget_in_time(receiver, limits.early_seconds)
             # Counted with the next part: what kind it is, its offer will say.
@@ -278,6 +278,8 @@ async def _read_early(stream: TransferStream, num_bytes: int, most_bytes: int) -
 
 async def _take_part(
     stream: TransferStream,
+    sender: NodeId,
+    receiver: Receiver,
     body: IncomingBody,
     part: wire.Part,
     *,
@@ -303,13 +305,18 @@ async def _take_part(
     body.assembly.end(part.index)
     stream.moved(received_bytes=part.num_bytes, since=began_at)
     body.tell()
-    await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED)
+    is_held = await receiver.evened(sender, body.header, part.num_bytes)
+    await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED, is_held=is_held)
 
 
 async def _answer(
-    stream: TransferStream, part: wire.Part, status: "wire.TransferStatus.ValueType"
+    stream: TransferStream,
+    part: wire.Part,
+    status: "wire.TransferStatus.ValueType",
+    *,
+    is_held: bool = False,
 ) -> None:
-    await stream.send(wire.TransferResponse(status=status, part=part.index))
+    await stream.send(wire.TransferResponse(status=status, part=part.index, is_held=is_held))
 
 
 async def complete(
