@@ -350,7 +350,7 @@ def test_the_answer_to_a_sender_that_is_ahead_waits_for_the_others_briefly() -> 
         await asyncio.sleep(0.9 * limits.ahead_seconds)
         assert answers.held == [False, False]  # of two parts nobody is told to wait
         for sender in senders[1:3]:
-            await receiver.evened(sender, payload.header, PART)
+            receiver.moved(sender, payload.header, PART)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert answers.held == [False, False, True]

@@ -18,10 +18,10 @@ node.exchange.transport.serving has the tasks.
 """
 
 import io
-from asyncio import Event, Future, get_running_loop, timeout
+from asyncio import Event, Future, get_running_loop
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from node.exchange.limits import Limits
@@ -334,7 +334,8 @@ class Receiver:
         self.early = EarlyParts(limits)
         self.evenness = Evenness(LEAD_OF_SENDERS_BYTES)
         """Of those that contribute."""
-        self._news = Event()  # set, and another one made, when somebody has got on
+        self.news = Event()
+        """Set, and another one made, when somebody has got on."""
         self._open: dict[Key, IncomingBody] = {}
         self._kept: dict[Key, tuple[Assembly, float]] = {}  # until then, the oldest first
 
@@ -381,23 +382,15 @@ class Receiver:
             del self._kept[oldest]
         self._kept[key] = (body.assembly, now + self.limits.kept_seconds)
 
-    async def evened(self, sender: NodeId, header: PayloadHeader, num_bytes: int) -> bool:
-        """So much has come. Whoever is ahead of others waits for them, briefly; returns whether it did."""
-        if header.kind != CONTRIBUTION:
-            return False
-        self.evenness.moved(sender, header.round, num_bytes)
-        self._tell()
-        if not self.evenness.is_ahead(sender):
-            return False
-        with suppress(TimeoutError):
-            async with timeout(self.limits.ahead_seconds):
-                while self.evenness.is_ahead(sender):
-                    await self._news.wait()
-        return True
+    def moved(self, sender: NodeId, header: PayloadHeader, num_bytes: int) -> None:
+        """So much more has come of a body in parts."""
+        if header.kind == CONTRIBUTION:
+            self.evenness.moved(sender, header.round, num_bytes)
+            self._tell()
 
     def _tell(self) -> None:
-        self._news.set()
-        self._news = Event()
+        self.news.set()
+        self.news = Event()
 
     def find(self, sender: NodeId, digest: Digest) -> IncomingBody | None:
         """The body that a part belongs to; None when none is taken that has this digest."""

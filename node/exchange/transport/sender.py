@@ -156,12 +156,17 @@ class Window:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self.memory_seconds = limits.window_seconds
+        self._limits = limits
+        self._memory_seconds = limits.window_seconds
         self._num_bytes = 0
         self._lately: deque[tuple[float, int]] = deque()  # when so much was answered
         self._lately_bytes = 0
         self._busy_seconds = 0.0  # until it was empty last
         self._busy_since = 0.0
+
+    def goes_round_in(self, seconds: float) -> None:
+        """A few bytes to the peer and back take so long."""
+        self._memory_seconds = max(self._limits.window_seconds, ROUND_TRIPS_IN_WINDOW * seconds)
 
     def begin(self, num_bytes: int, *, now: float) -> None:
         """So much is sent."""
@@ -182,7 +187,7 @@ class Window:
     def has_room(self, now: float, *, share: float = 1.0) -> bool:
         """Whether one part more may go, where only such a share of the first window is taken."""
         time = self._time(now)
-        while self._lately and self._lately[0][0] <= time - self.memory_seconds:
+        while self._lately and self._lately[0][0] <= time - self._memory_seconds:
             self._lately_bytes -= self._lately.popleft()[1]
         return self._num_bytes < share * FIRST_WINDOW_BYTES + self._lately_bytes
 
@@ -452,8 +457,7 @@ class PeerSender:
         known = self._round_trip_seconds
         self._round_trip_seconds = seconds if known is None else min(seconds, _LENGTHENING * known)
         self._uplink.goes_round_in(self, self._round_trip_seconds)
-        round_trips = ROUND_TRIPS_IN_WINDOW * self._round_trip_seconds
-        self._window.memory_seconds = max(self._limits.window_seconds, round_trips)
+        self._window.goes_round_in(self._round_trip_seconds)
 
     # Streams.
 

@@ -168,6 +168,7 @@ class Sending:
                     push, most_at_rest=self._most_at_rest(), now=self._traffic.clock()
                 )
             )
+            self._traffic.tell_progress()
 
     async def close(self) -> None:
         """Ends streams that are at rest; bodies that are still on their way end with their streams."""

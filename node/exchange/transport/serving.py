@@ -6,6 +6,7 @@ member, is the transport's business. Pushes of our own are node.exchange.transpo
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import blake3
@@ -34,7 +35,7 @@ from node.exchange.transport.transport import (
     turn_of,
 )
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload, PayloadError, PayloadHeader
+from protocol.wire.payload import CONTRIBUTION, Payload, PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 
 Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
@@ -305,8 +306,20 @@ async def _take_part(
     body.assembly.end(part.index)
     stream.moved(received_bytes=part.num_bytes, since=began_at)
     body.tell()
-    is_held = await receiver.evened(sender, body.header, part.num_bytes)
+    receiver.moved(sender, body.header, part.num_bytes)
+    is_held = body.header.kind == CONTRIBUTION and await waited_for_others(receiver, sender)
     await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED, is_held=is_held)
+
+
+async def waited_for_others(receiver: Receiver, sender: NodeId) -> bool:
+    """Has a sender that is ahead of others wait for them, briefly; returns whether it did."""
+    if not receiver.evenness.is_ahead(sender):
+        return False
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(receiver.limits.ahead_seconds):
+            while receiver.evenness.is_ahead(sender):
+                await receiver.news.wait()
+    return True
 
 
 async def _answer(

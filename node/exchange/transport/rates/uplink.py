@@ -245,7 +245,8 @@ class Uplink:
             self.bytes_per_second = (_DRAIN if has_queue else _PROBE) * carried
             best = self.meter.most_bytes_per_second
             if len(self._peers) == 1 and best is not None:
-                # A queue before the only peer, to which others send too, looks like ours.
+                # A queue before the only peer, to which others send too, looks like ours: who yielded to it
+                # would get ever less of that peer's link, and ours has carried so much.
                 self.bytes_per_second = max(_DRAIN * best, self.bytes_per_second)
 
     def _queue_seconds(self, epoch: _Epoch) -> float:
