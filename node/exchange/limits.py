@@ -73,8 +73,8 @@ class Limits:
     widen_seconds: float = 0.5
     """How often it is looked at whether another stream pays."""
     window_seconds: float = 0.5
-    """What a peer acknowledged in so long, or in two round trips, may be under way to it besides. Pauses do not
-    count."""
+    """What a peer acknowledged in so long, or in two round trips, may be under way to it besides; pauses do
+    not count."""
 
     # Connections.
     look_seconds: float = 10.0
