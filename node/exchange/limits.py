@@ -38,6 +38,8 @@ class Limits:
 
     # What peers may take.
     floor_bytes_per_second: float = 2048.0
+    ahead_seconds: float = 1.0
+    """Whoever is ahead of others waits so long for them, before each part, at most."""
     max_streams_per_peer: int = 24
     max_streams: int = 128
     """That are served at once: 64 contributors with a body in parts each."""
@@ -70,9 +72,9 @@ class Limits:
     """What a round trip is thought to take before an offer was answered."""
     widen_seconds: float = 0.5
     """How often it is looked at whether another stream pays."""
-    window_seconds: float = 3.0
-    """What a peer acknowledged in so long, pauses apart, may be under way to it besides: more than a round
-    trip takes."""
+    window_seconds: float = 0.5
+    """What a peer acknowledged in so long, or in two round trips, may be under way to it besides; pauses do
+    not count."""
 
     # Connections.
     look_seconds: float = 10.0

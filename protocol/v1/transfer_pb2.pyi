@@ -561,6 +561,7 @@ class TransferResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     HELD_PARTS_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    IS_HELD_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
     CERTIFICATE_FIELD_NUMBER: _builtins.int
     status: Global___TransferStatus.ValueType
@@ -576,6 +577,10 @@ class TransferResponse(_message.Message):
     """
     part: _builtins.int
     """The part that this is about."""
+    is_held: _builtins.bool
+    """Whether the answer to a part waited for other senders, over whom its sender is ahead: then it says nothing of the
+    way.
+    """
     receipt: _builtins.bytes
     """A reducer's signed Receipt for the contribution that was received, exactly as it is signed
     (protocol.trust.receipts); empty for all else, and where nobody audits.
@@ -590,12 +595,13 @@ class TransferResponse(_message.Message):
         header: _builtins.bytes = ...,
         held_parts: _builtins.bytes = ...,
         part: _builtins.int = ...,
+        is_held: _builtins.bool = ...,
         receipt: _builtins.bytes = ...,
         certificate: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "header", b"header", "held_parts", b"held_parts", "part", b"part", "reason", b"reason", "receipt", b"receipt", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "header", b"header", "held_parts", b"held_parts", "is_held", b"is_held", "part", b"part", "reason", b"reason", "receipt", b"receipt", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from node.exchange.transport.receiver import EarlyParts, Receiver
 from node.exchange.transport.serving import complete, take_parts
 from node.exchange.transport.streams import FrameError, TransferStream
 from protocol.v1 import transfer_pb2 as wire
+from protocol.wire.payload import CONTRIBUTION
 from protocol.wire.rounds import Digest, NodeId
 from protocol.wire.wire_count import WireCounts
 
@@ -24,9 +25,12 @@ class _Answers:
 
     def __init__(self) -> None:
         self.statuses: list[int] = []
+        self.held: list[bool] = []
 
     def write(self, frame: bytes) -> None:
-        self.statuses.append(wire.TransferResponse.FromString(frame[4:]).status)
+        response = wire.TransferResponse.FromString(frame[4:])
+        self.statuses.append(response.status)
+        self.held.append(response.is_held)
 
     async def drain(self) -> None:
         pass
@@ -323,5 +327,39 @@ def test_a_wait_for_a_body_that_is_cancelled_while_it_ends_is_cancelled() -> Non
             await task
         await asyncio.sleep(10)
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_in_virtual_time(scene())
+
+
+def test_the_answer_to_a_sender_that_is_ahead_waits_for_the_others_briefly() -> None:
+    async def scene() -> None:
+        limits = Limits()
+        receiver = Receiver(limits)
+        payload = make_payload(CONTRIBUTION, body=BODY)
+        senders = [SENDER, *(NodeId(name) for name in "xyz")]
+        for sender in senders:
+            receiver.begin(sender, payload.header, payload.digest, PART)
+        stream, reader, answers = fed_stream()
+        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
+
+        def feed(index: int) -> None:
+            reader.feed_data(framed(part_of(payload, index)) + BODY[:PART])
+
+        for index in range(3):
+            feed(index)
+        await asyncio.sleep(0.9 * limits.ahead_seconds)
+        assert answers.held == [False, False]  # of two parts nobody is told to wait
+        for sender in senders[1:3]:
+            receiver.moved(sender, payload.header, PART)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert answers.held == [False, False, True]
+        feed(3)  # and nobody gets on any more
+        await asyncio.sleep(0.9 * limits.ahead_seconds)
+        assert answers.held == [False, False, True]
+        await asyncio.sleep(0.2 * limits.ahead_seconds)
+        assert answers.held == [False, False, True, True]
+        reader.feed_eof()
+        await serving
 
     run_in_virtual_time(scene())

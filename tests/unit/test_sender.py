@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.exchange.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW, Limits
+from node.exchange.transport.rates.evenness import Evenness
 from node.exchange.transport.rates.uplink import Uplink
 from node.exchange.transport.sender import (
     MOST_BODIES,
@@ -32,8 +33,8 @@ LIMITS = Limits(max_streams_per_body=3)
 class Scene:
     """Does what the sender asks for, at once; answers when it is told to."""
 
-    def __init__(self, *, num_streams: int = 1) -> None:
-        self.sender = PeerSender(LIMITS, Uplink(LIMITS))
+    def __init__(self, *, num_streams: int = 1, evenness: Evenness | None = None) -> None:
+        self.sender = PeerSender(LIMITS, Uplink(LIMITS), evenness)
         self.now = 0.0
         self.begun: list[OutgoingBody] = []
         self.closed: list[PartStream] = []
@@ -41,8 +42,10 @@ class Scene:
         self.carried: list[tuple[OutgoingBody, int]] = []
         self._num_streams = num_streams
 
-    def push(self, num_parts: float) -> OutgoingBody:
-        body = OutgoingBody(int(num_parts * PART))
+    def push(
+        self, num_parts: float, *, even_in: int | None = None, is_prompt: bool = False
+    ) -> OutgoingBody:
+        body = OutgoingBody(int(num_parts * PART), even_in=even_in, is_prompt=is_prompt)
         self.do(self.sender.add(body, now=self.now))
         return body
 
@@ -184,6 +187,67 @@ def test_a_stream_that_is_closed_carries_nothing_of_what_comes_next() -> None:
     assert len(scene.closed) == 1 and not scene.sender.streams
     second = scene.push(2)
     assert scene.carried[-1] == (second, 1)
+
+
+def test_a_peer_that_is_ahead_waits_until_others_have_got_on() -> None:
+    evenness = Evenness(2 * PART)
+    scenes = [Scene(evenness=evenness) for _ in range(3)]
+    for scene in scenes:
+        body = scene.push(40, even_in=1)
+        scene.accept(body)
+    *others, fast = scenes
+    for _ in range(3):
+        fast.answer(fast.sender.streams[0])
+    assert fast.sender.is_held
+    num_carried = len(fast.carried)
+    fast.answer(fast.sender.streams[0])
+    assert len(fast.carried) == num_carried
+    for scene in others:
+        scene.answer(scene.sender.streams[0])
+        scene.answer(scene.sender.streams[0])
+    fast.do(fast.sender.looked(now=fast.now))
+    assert not fast.sender.is_held
+    assert len(fast.carried) > num_carried
+
+
+def test_a_peer_that_is_ahead_waits_briefly_for_others_that_never_get_on() -> None:
+    evenness = Evenness(0)
+    scenes = [Scene(evenness=evenness) for _ in range(3)]
+    for scene in scenes:
+        scene.accept(scene.push(5, even_in=1))
+    *_, fast = scenes
+    for _ in range(2):
+        fast.answer(fast.sender.streams[0])
+    for num_carried in (3, 4, 5):
+        fast.now += LIMITS.ahead_seconds
+        fast.do(fast.sender.looked(now=fast.now))
+        assert len(fast.carried) == num_carried
+
+
+def test_less_is_under_way_of_bodies_that_are_waited_for_one_by_one() -> None:
+    num_under_way = []
+    for is_prompt in (False, True):
+        scene = Scene(num_streams=3)
+        scene.accept(scene.push(40, is_prompt=is_prompt))
+        for stream in list(scene.sender.streams):
+            scene.answer(stream)  # its window is open now
+        num_under_way.append(sum(len(stream.under_way) for stream in scene.sender.streams))
+    assert num_under_way[1] == num_under_way[0] - PARTS_IN_WINDOW
+
+
+def test_an_answer_that_waited_for_others_says_nothing_of_the_way() -> None:
+    limits, learnt = LIMITS, []
+    uplink = Uplink(limits)
+    uplink.answered = lambda *_, **told: learnt.append(told)  # type: ignore[method-assign]
+    scene = Scene()
+    scene.sender = PeerSender(limits, uplink)
+    scene.accept(scene.push(4))
+    stream = scene.sender.streams[0]
+    _, actions = scene.sender.received(stream, now=1.0, is_kept=False, is_held=True)
+    scene.do(actions)
+    assert not learnt
+    scene.answer(stream)
+    assert len(learnt) == 1
 
 
 @pytest.mark.parametrize("round_trip_seconds", [0.05, 0.3])

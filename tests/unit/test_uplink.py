@@ -7,7 +7,13 @@ import pytest
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.limits import Limits
 from node.exchange.transport.rates.traffic import HEADER_SHARE, Traffic
-from node.exchange.transport.rates.uplink import LEAST_ANSWERS, MEMORY, UnderWay, Uplink
+from node.exchange.transport.rates.uplink import (
+    LEAST_ANSWERS,
+    LEAST_MEASUREMENTS,
+    MEMORY,
+    UnderWay,
+    Uplink,
+)
 from protocol.wire.wire_count import WireCounts
 
 LIMITS = Limits(floor_bytes_per_second=1.0)
@@ -262,3 +268,29 @@ def test_what_was_lost_and_what_was_answered_too_early_says_nothing() -> None:
         early.answered(now + 0.05 * number)
         early.lost(now)
     assert uplink.bytes_per_second is None
+
+
+@pytest.mark.parametrize("peers", [("only",), ("one", "other")])
+def test_a_queue_before_the_only_peer_is_not_yielded_to_below_what_the_uplink_has_carried(
+    peers: tuple[str, ...],
+) -> None:
+    uplink = Uplink(LIMITS)
+    for exchange in range(LEAST_MEASUREMENTS):
+        uplink.meter.begin(100.0 * exchange)
+        uplink.meter.moved(int(10 * RATE), since=100.0 * exchange, now=100.0 * exchange + 10)
+        uplink.meter.end(100.0 * exchange + 10)
+    assert uplink.meter.most_bytes_per_second == pytest.approx(RATE)
+    now = 1000.0
+    for seconds in (0.05, *[0.05 + 3 * QUEUE_SECONDS] * 8):
+        for _ in range(2 * LEAST_ANSWERS):
+            now += EPOCH_SECONDS / LEAST_ANSWERS
+            for peer in peers:  # they carry a tenth of that now
+                size = int(0.1 * RATE * EPOCH_SECONDS / LEAST_ANSWERS / len(peers))
+                part = uplink.begin(peer, size, now=now - seconds)
+                part.is_out(now - seconds)
+                part.answered(now)
+    assert uplink.bytes_per_second is not None
+    if len(peers) == 1:
+        assert 0.8 * RATE < uplink.bytes_per_second < RATE
+    else:
+        assert uplink.bytes_per_second < 0.2 * RATE

@@ -18,13 +18,14 @@ node.exchange.transport.serving has the tasks.
 """
 
 import io
-from asyncio import Future, get_running_loop
+from asyncio import Event, Future, get_running_loop
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from node.exchange.limits import Limits
+from node.exchange.transport.rates.evenness import LEAD_OF_SENDERS_BYTES, Evenness
 from node.exchange.transport.streams import (
     PartError,
     num_parts_of,
@@ -32,7 +33,7 @@ from node.exchange.transport.streams import (
     span_of,
 )
 from node.exchange.transport.transport import TransferRefusedError, do_nothing
-from protocol.wire.payload import PayloadHeader
+from protocol.wire.payload import CONTRIBUTION, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 
 _PARTS_SHARE = 0.75  # of the places; bodies go on over fewer streams, but an offer must get in
@@ -331,6 +332,10 @@ class Receiver:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.early = EarlyParts(limits)
+        self.evenness = Evenness(LEAD_OF_SENDERS_BYTES)
+        """Of those that contribute."""
+        self.news = Event()
+        """Set, and another one made, when somebody has got on."""
         self._open: dict[Key, IncomingBody] = {}
         self._kept: dict[Key, tuple[Assembly, float]] = {}  # until then, the oldest first
 
@@ -350,6 +355,8 @@ class Receiver:
         for index, content in self.early.take(key).items():
             assembly.put(index, content)
         body = self._open[key] = IncomingBody(header=header, assembly=assembly)
+        if header.kind == CONTRIBUTION:
+            self.evenness.begin(sender, header.round)
         return body
 
     def refuse(self, sender: NodeId, digest: Digest) -> None:
@@ -361,6 +368,9 @@ class Receiver:
     ) -> None:
         """Nothing more is taken of it; what broke off is kept for a while."""
         body.end()
+        if body.header.kind == CONTRIBUTION:
+            self.evenness.end(sender)
+            self._tell()
         key = (sender, digest)
         if self._open.get(key) is not body:
             return  # another offer goes on with it
@@ -371,6 +381,16 @@ class Receiver:
         for oldest in others[: len(others) - MOST_KEPT_FROM_ONE + 1]:
             del self._kept[oldest]
         self._kept[key] = (body.assembly, now + self.limits.kept_seconds)
+
+    def moved(self, sender: NodeId, header: PayloadHeader, num_bytes: int) -> None:
+        """So much more has come of a body in parts."""
+        if header.kind == CONTRIBUTION:
+            self.evenness.moved(sender, header.round, num_bytes)
+            self._tell()
+
+    def _tell(self) -> None:
+        self.news.set()
+        self.news = Event()
 
     def find(self, sender: NodeId, digest: Digest) -> IncomingBody | None:
         """The body that a part belongs to; None when none is taken that has this digest."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from node.exchange.limits import PARTS_IN_WINDOW, WINDOW_BYTES, Limits
+from node.exchange.transport.rates.evenness import LEAD_OF_RECEIVERS_BYTES, Evenness
 from node.exchange.transport.rates.uplink import UnderWay, Uplink
 from node.exchange.transport.streams import (
     WHOLE_BYTES,
@@ -41,6 +42,13 @@ do, and a round trip takes so many times longer than the offer's did."""
 FIRST_WINDOW_BYTES = 2 * WHOLE_BYTES
 """Under way to a peer at first: more than TCP's own first windows are."""
 
+SHARE_OF_PROMPT = 1 / 2
+"""Of the first window, for bodies that are waited for one by one: what libp2p has of several it sends side by
+side, and the first would be there when the last is."""
+
+ROUND_TRIPS_IN_WINDOW = 2
+"""What was answered in so many round trips may be under way besides: TCP never waits for us."""
+
 _GAIN = 1.1  # a stream more must have brought this for yet another one
 
 
@@ -51,8 +59,14 @@ class OutgoingBody:
     whole, on the stream of their offer, and have no parts.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(
+        self, num_bytes: int, *, even_in: int | None = None, is_prompt: bool = False
+    ) -> None:
         self.num_bytes = num_bytes
+        self.is_prompt = is_prompt
+        """Whether it is waited for before any later one is."""
+        self.even_in = even_in
+        """The round in which all peers are to get on equally; None: each goes as fast as it can."""
         self.part_bytes = part_bytes_for(num_bytes) if num_bytes >= WHOLE_BYTES else 0
         """Of each part but the last; 0: the body goes whole."""
         num_parts = num_parts_of(num_bytes, self.part_bytes) if self.part_bytes else 0
@@ -142,12 +156,17 @@ class Window:
     """
 
     def __init__(self, limits: Limits) -> None:
+        self._limits = limits
         self._memory_seconds = limits.window_seconds
         self._num_bytes = 0
         self._lately: deque[tuple[float, int]] = deque()  # when so much was answered
         self._lately_bytes = 0
         self._busy_seconds = 0.0  # until it was empty last
         self._busy_since = 0.0
+
+    def goes_round_in(self, seconds: float) -> None:
+        """A few bytes to the peer and back take so long."""
+        self._memory_seconds = max(self._limits.window_seconds, ROUND_TRIPS_IN_WINDOW * seconds)
 
     def begin(self, num_bytes: int, *, now: float) -> None:
         """So much is sent."""
@@ -165,12 +184,12 @@ class Window:
             self._lately.append((time, num_bytes))
             self._lately_bytes += num_bytes
 
-    def has_room(self, now: float) -> bool:
-        """Whether one part more may go."""
+    def has_room(self, now: float, *, share: float = 1.0) -> bool:
+        """Whether one part more may go, where only such a share of the first window is taken."""
         time = self._time(now)
         while self._lately and self._lately[0][0] <= time - self._memory_seconds:
             self._lately_bytes -= self._lately.popleft()[1]
-        return self._num_bytes < FIRST_WINDOW_BYTES + self._lately_bytes
+        return self._num_bytes < share * FIRST_WINDOW_BYTES + self._lately_bytes
 
     def _time(self, now: float) -> float:
         """It stands still while nothing is under way: nothing can be answered then."""
@@ -332,7 +351,10 @@ Action = Begin | Open | Carry | Close | Fail
 class PeerSender:
     """Of one peer. Each event returns what is to be done, in that order."""
 
-    def __init__(self, limits: Limits, uplink: Uplink) -> None:
+    def __init__(self, limits: Limits, uplink: Uplink, evenness: Evenness | None = None) -> None:
+        """`evenness` is that of all peers."""
+        self._held_since: float | None = None
+        self._evenness = evenness or Evenness(LEAD_OF_RECEIVERS_BYTES)
         self.streams: list[PartStream] = []
         """Open or being opened, the oldest first; none that was told to close."""
         self._limits = limits
@@ -363,6 +385,11 @@ class PeerSender:
     def is_sending(self) -> bool:
         """Whether there are bodies in parts whose parts may go."""
         return bool(self._offered)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether parts wait for peers that are behind: tell it that time has passed when these get on."""
+        return self._held_since is not None
 
     def state(self) -> PeerState:
         """What it is at now, by its fields: nothing is noted twice."""
@@ -397,6 +424,8 @@ class PeerSender:
             self._is_in_line = False
         if body.part_bytes:
             self._offered.append(body)
+            if body.even_in is not None:
+                self._evenness.begin(self, body.even_in)
         return self._next(now)
 
     def accepted(self, body: OutgoingBody, held_map: bytes, *, now: float) -> list[Action]:
@@ -413,6 +442,8 @@ class PeerSender:
     def ended(self, body: OutgoingBody, *, most_at_rest: int, now: float) -> list[Action]:
         """The peer has it, or it was given up. After the last one some streams stay, at rest."""
         body.has_passed = True
+        if body in self._offered and body.even_in is not None:
+            self._evenness.end(self)
         for bodies in (self._line, self._begun, self._offered):
             if body in bodies:
                 bodies.remove(body)
@@ -426,6 +457,7 @@ class PeerSender:
         known = self._round_trip_seconds
         self._round_trip_seconds = seconds if known is None else min(seconds, _LENGTHENING * known)
         self._uplink.goes_round_in(self, self._round_trip_seconds)
+        self._window.goes_round_in(self._round_trip_seconds)
 
     # Streams.
 
@@ -441,12 +473,19 @@ class PeerSender:
         return self._next(now)
 
     def received(
-        self, stream: PartStream, *, now: float, is_kept: bool
+        self, stream: PartStream, *, now: float, is_kept: bool, is_held: bool = False
     ) -> tuple[int, list[Action]]:
-        """The peer has the part that was sent first, or keeps it for its offer: so many bytes."""
+        """The peer has the part that was sent first, or keeps it for its offer: so many bytes.
+
+        Held: it had it before, and has waited with its answer.
+        """
+        if is_held:
+            stream.under_way[0].under_way.lost(now)
         part = self._answered(stream, now)
         num_bytes = part.body.keep(part.index) if is_kept else part.body.acknowledge(part.index)
         self._acknowledged_bytes += num_bytes
+        if part.body.even_in is not None:
+            self._evenness.moved(self, part.body.even_in, num_bytes)
         self._errors.clear()
         return num_bytes, self._next(now)
 
@@ -512,7 +551,7 @@ class PeerSender:
             self._num_streams += self._widening.is_wider_better(self._acknowledged_bytes, now)
         num_opening = sum(not stream.is_open for stream in self.streams)
         num_missing = min(num_waiting - num_opening, self._num_streams - len(self.streams))
-        if num_missing <= 0 or self._is_in_line or not self._window.has_room(now):
+        if num_missing <= 0 or self._is_in_line or not self._has_room(now):
             return []
         new = [PartStream() for _ in range(num_missing)]
         self.streams.extend(new)
@@ -522,7 +561,7 @@ class PeerSender:
         """Of the streams that are ready one whose window has room takes the next part."""
         actions: list[Action] = []
         while ready := [stream for stream in self.streams if stream.is_ready]:
-            if not self._window.has_room(now) or (taken := self._take()) is None:
+            if not self._has_room(now) or (taken := self._take(now)) is None:
                 break
             stream = min(ready, key=lambda each: each.num_in_window)
             part = self._sent(*taken, now=now)
@@ -531,11 +570,28 @@ class PeerSender:
             actions.append(Carry(stream, part))
         return actions
 
-    def _take(self) -> tuple[OutgoingBody, int] | None:
+    def _has_room(self, now: float) -> bool:
+        is_prompt = any(body.is_prompt for body in self._offered if body.num_waiting)
+        return self._window.has_room(now, share=SHARE_OF_PROMPT if is_prompt else 1.0)
+
+    def _take(self, now: float) -> tuple[OutgoingBody, int] | None:
         for body in self._offered:
+            if body.num_waiting and body.even_in is not None and self._waits_for_others(now):
+                continue
             if (index := body.take()) is not None:
                 return body, index
         return None
+
+    def _waits_for_others(self, now: float) -> bool:
+        """Briefly, before each part: they may never get on."""
+        if not self._evenness.is_ahead(self):
+            self._held_since = None
+        elif self._held_since is None:
+            self._held_since = now
+        elif now - self._held_since >= self._limits.ahead_seconds:
+            self._held_since = None
+            return False
+        return self._held_since is not None
 
     def _sent(self, body: OutgoingBody, index: int, *, now: float) -> SentPart:
         span = body.span(index)

@@ -27,7 +27,7 @@ from node.exchange.transport.sender import (
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
 from node.exchange.transport.transport import PeerUnreachableError, TransferRefusedError
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
 
 OpenStream = Callable[[], AbstractAsyncContextManager[TransferStream]]
 """Opens one more stream to the peer. Raises what is `_BREAKING`, as everything on it does."""
@@ -42,7 +42,12 @@ class _Push(OutgoingBody):
     """A body, and who waits for what becomes of it."""
 
     def __init__(self, payload: Payload) -> None:
-        super().__init__(len(payload.body))
+        header = payload.header
+        super().__init__(
+            len(payload.body),
+            even_in=header.round if header.kind == RESULT else None,
+            is_prompt=header.kind == CONTRIBUTION,
+        )
         self.payload = payload
         self.may_begin = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -76,7 +81,8 @@ class Sending:
         self._most_at_rest = most_at_rest
         self._traffic = traffic
         self._limits = limits
-        self._sender = PeerSender(limits, traffic.uplink)
+        self._sender = PeerSender(limits, traffic.uplink, traffic.evenness)
+        traffic.on_progress.append(self._go_on)
         self._pushes: set[_Push] = set()
         self._inboxes: dict[PartStream, asyncio.Queue[SentPart]] = {}
         self._tasks: dict[PartStream, asyncio.Task[None]] = {}
@@ -162,10 +168,15 @@ class Sending:
                     push, most_at_rest=self._most_at_rest(), now=self._traffic.clock()
                 )
             )
+            self._traffic.tell_progress()
 
     async def close(self) -> None:
         """Ends streams that are at rest; bodies that are still on their way end with their streams."""
         await self._done(self._sender.close())
+
+    def _go_on(self) -> None:
+        if self._sender.is_held:
+            self._do(self._sender.looked(now=self._traffic.clock()))
 
     # What the sender asks for.
 
@@ -264,8 +275,11 @@ class Sending:
             match response.status:
                 case wire.TRANSFER_STATUS_PART_RECEIVED | wire.TRANSFER_STATUS_PART_KEPT as status:
                     is_kept = status == wire.TRANSFER_STATUS_PART_KEPT
-                    num_bytes, actions = self._sender.received(stream, now=now, is_kept=is_kept)
+                    num_bytes, actions = self._sender.received(
+                        stream, now=now, is_kept=is_kept, is_held=response.is_held
+                    )
                     link.moved(sent_bytes=num_bytes, since=since)
+                    self._traffic.tell_progress()
                     stream.answered_at = self._traffic.clock()
                 case wire.TRANSFER_STATUS_PART_DROPPED:
                     actions = self._sender.dropped(stream, now=now)

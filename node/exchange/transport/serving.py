@@ -6,6 +6,7 @@ member, is the transport's business. Pushes of our own are node.exchange.transpo
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import blake3
@@ -34,7 +35,7 @@ from node.exchange.transport.transport import (
     turn_of,
 )
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload, PayloadError, PayloadHeader
+from protocol.wire.payload import CONTRIBUTION, Payload, PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 
 Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
@@ -244,7 +245,7 @@ async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver)
         digest = Digest(part.digest)
         if (body := receiver.find(sender, digest)) is not None:
             dropped_bytes = 0
-            await _take_part(stream, body, part, began_at=began_at)
+            await _take_part(stream, sender, receiver, body, part, began_at=began_at)
             continue
         if dropped_bytes + part.num_bytes > limits.most_dropped_bytes:
             raise FrameError(
@@ -256,7 +257,7 @@ async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver)
             dropped_bytes += part.num_bytes
             await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
         elif (body := receiver.find(sender, digest)) is not None:  # it has come meanwhile
-            await _take_part(stream, body, part, began_at=began_at, early=early)
+            await _take_part(stream, sender, receiver, body, part, began_at=began_at, early=early)
         elif receiver.early.keep((sender, digest), part.index, early, now=now):
             forget_in_time(receiver, limits.early_seconds)
             # Counted with the next part: what kind it is, its offer will say.
@@ -278,6 +279,8 @@ async def _read_early(stream: TransferStream, num_bytes: int, most_bytes: int) -
 
 async def _take_part(
     stream: TransferStream,
+    sender: NodeId,
+    receiver: Receiver,
     body: IncomingBody,
     part: wire.Part,
     *,
@@ -303,13 +306,30 @@ async def _take_part(
     body.assembly.end(part.index)
     stream.moved(received_bytes=part.num_bytes, since=began_at)
     body.tell()
-    await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED)
+    receiver.moved(sender, body.header, part.num_bytes)
+    is_held = body.header.kind == CONTRIBUTION and await waited_for_others(receiver, sender)
+    await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED, is_held=is_held)
+
+
+async def waited_for_others(receiver: Receiver, sender: NodeId) -> bool:
+    """Has a sender that is ahead of others wait for them, briefly; returns whether it did."""
+    if not receiver.evenness.is_ahead(sender):
+        return False
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(receiver.limits.ahead_seconds):
+            while receiver.evenness.is_ahead(sender):
+                await receiver.news.wait()
+    return True
 
 
 async def _answer(
-    stream: TransferStream, part: wire.Part, status: "wire.TransferStatus.ValueType"
+    stream: TransferStream,
+    part: wire.Part,
+    status: "wire.TransferStatus.ValueType",
+    *,
+    is_held: bool = False,
 ) -> None:
-    await stream.send(wire.TransferResponse(status=status, part=part.index))
+    await stream.send(wire.TransferResponse(status=status, part=part.index, is_held=is_held))
 
 
 async def complete(

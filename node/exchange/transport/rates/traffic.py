@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from typing import NamedTuple, Protocol
 
 from node.exchange.limits import Limits
+from node.exchange.transport.rates.evenness import LEAD_OF_RECEIVERS_BYTES, Evenness
 from node.exchange.transport.rates.uplink import LinkMeter, Uplink
 from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
 from protocol.wire.wire_count import WireCounts, WireKind
@@ -141,6 +142,9 @@ class Traffic:
         self.allowed_bytes_per_second = allowed_bytes_per_second
         self.kernel: KernelPacing | None = None  # until there are connections
         self.uplink = Uplink(limits, is_paced_below=lambda: self.is_paced_by_kernel)
+        self.evenness = Evenness(LEAD_OF_RECEIVERS_BYTES)
+        """Of those that get results."""
+        self.on_progress: list[Callable[[], None]] = []
         self._down = LinkMeter(limits)
         self._counts = counts
         self._while_moving = while_moving
@@ -280,6 +284,11 @@ class Traffic:
             up_bytes_per_second=self.uplink.meter.bytes_per_second,
             down_bytes_per_second=self._down.bytes_per_second,
         )
+
+    def tell_progress(self) -> None:
+        """A peer has got on: others may have waited for it."""
+        for go_on in self.on_progress:
+            go_on()
 
     def sending(self) -> AbstractContextManager[None]:
         """While a body is on its way out."""

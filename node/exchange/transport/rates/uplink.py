@@ -243,6 +243,11 @@ class Uplink:
         if has_queue or self.bytes_per_second is not None:
             carried = sorted(self._rates)[-2:][0]
             self.bytes_per_second = (_DRAIN if has_queue else _PROBE) * carried
+            best = self.meter.most_bytes_per_second
+            if len(self._peers) == 1 and best is not None:
+                # A queue before the only peer, to which others send too, looks like ours: who yielded to it
+                # would get ever less of that peer's link, and ours has carried so much.
+                self.bytes_per_second = max(_DRAIN * best, self.bytes_per_second)
 
     def _queue_seconds(self, epoch: _Epoch) -> float:
         """How long what is sent waits before our link.
@@ -250,12 +255,16 @@ class Uplink:
         A queue before one peer's link delays that peer's answers, and one before ours delays everybody's.
         The last peer that there is still something for is mostly the slowest one: it says nothing of us.
         """
-        peers = set[Hashable]().union(*(other.peers for other in self._lately))
-        if len(epoch.peers) == 1 < len(peers):
+        if len(epoch.peers) == 1 < len(self._peers):
             return 0.0
         return median_low(
             seconds - self._shortest_seconds(way) for way, seconds in epoch.least_seconds.items()
         )
+
+    @property
+    def _peers(self) -> set[Hashable]:
+        """Who answered lately."""
+        return set[Hashable]().union(*(epoch.peers for epoch in self._lately))
 
     def _shortest_seconds(self, way: _Way) -> float:
         """What an answer takes without a queue: the least lately.
