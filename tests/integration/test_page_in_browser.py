@@ -127,8 +127,10 @@ async def test_a_death_a_late_node_a_joiner_and_a_refused_contribution_are_seen_
                 assert await button.get_attribute("aria-pressed") == "true"
             for width in (390, 1920):
                 await page.set_viewport_size({"width": width, "height": 900})
-                needed = await page.evaluate("document.documentElement.scrollWidth")
-                assert needed <= width, f"at {width} pixels one has to scroll sideways"
+                # Charts follow a frame later. A page on which one has to scroll sideways never comes to it.
+                await page.wait_for_function(
+                    "width => document.documentElement.scrollWidth <= width", arg=width
+                )
             await joiner.die()
             assert complaints == []
 
