@@ -24,6 +24,12 @@ SOURCES = Path(__file__).parents[1]
 DOCKERFILE = SOURCES / "deploy" / "Dockerfile"
 _WHEELS = "/var/tmp/wheels"
 
+_PYTHON = (3, 11)
+"""Of Debian 12, bookworm."""
+
+_OWN_SOURCES = (Path("/etc/apt/sources.list.d/debian.sources"),)
+"""Where a machine of Debian gets its packages from; elsewhere mmdebstrap knows."""
+
 _PLACES = {"/dev": Path("/dev"), "/sys": Path("/sys"), "/proc": Path("/proc")}
 
 
@@ -69,19 +75,10 @@ class Image:
             mounts += [f"mkdir -p {there}", f"mount --rbind {shlex.quote(str(source))} {there}"]
         assigned = [f"{key}={value}" for key, value in self.environment.items()]
         starts = ["env", "-i", "-C", self.work, *assigned, "/bin/sh", "-euc", line]
-        enters = [
-            "chroot",
-            *([] if user == "root" else [f"--userspec={user}:{user}"]),
-            str(root),
-            *starts,
-        ]
-        return [
-            "unshare",
-            "--mount",
-            "/bin/sh",
-            "-euc",
-            "; ".join([*mounts, f"exec {shlex.join(enters)}"]),
-        ]
+        options = [] if user == "root" else [f"--userspec={user}:{user}"]
+        enters = ["chroot", *options, str(root), *starts]
+        line = "; ".join([*mounts, f"exec {shlex.join(enters)}"])
+        return ["unshare", "--mount", "/bin/sh", "-euc", line]
 
 
 def made_image(folder: Path, *, arguments: Mapping[str, str] | None = None) -> Image:
@@ -93,18 +90,12 @@ def made_image(folder: Path, *, arguments: Mapping[str, str] | None = None) -> I
         raise ImageUnavailableError(
             "an image is made by root, with mmdebstrap", next_step="apt-get install mmdebstrap"
         )
-    wheels = _fetched(folder / "wheels", SOURCES)
+    if sys.version_info[:2] != _PYTHON:
+        raise ImageUnavailableError("what pip fetches here is for another Python than the image's")
+    wheels = _fetched(folder / "wheels")
     base = folder / "base"
-    _run(
-        [
-            "mmdebstrap",
-            "--variant=minbase",
-            "--mode=root",
-            "--skip=check/empty",
-            "bookworm",
-            str(base),
-        ]
-    )
+    made = ["mmdebstrap", "--variant=minbase", "--mode=root", "--skip=check/empty", "bookworm"]
+    _run([*made, str(base), *(str(file) for file in _OWN_SOURCES if file.exists())])
     shutil.copy("/etc/resolv.conf", base / "etc/resolv.conf")
     stages: dict[str, Image] = {}
     told = dict(arguments or {})
@@ -182,11 +173,11 @@ def _copy(source: Path, root: Path, target: str) -> None:
         shutil.copy2(source, place)
 
 
-def _fetched(folder: Path, context: Path) -> Path:
+def _fetched(folder: Path) -> Path:
     """What pip installs in the image, and what it builds with."""
-    fetched = ["torch", "hatchling", "setuptools", "wheel", f"{context}[node]"]
+    fetched = ["torch", "hatchling", "setuptools", "wheel", f"{SOURCES}[node]"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder)]
-    _run([*pip, "--constraint", str(context / "constraints.txt"), *fetched])
+    _run([*pip, "--constraint", str(SOURCES / "constraints.txt"), *fetched])
     return folder
 
 

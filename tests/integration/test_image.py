@@ -25,7 +25,11 @@ COMPOSE = yaml.safe_load((DOCKERFILE.parent / "compose.yaml").read_text())["serv
 HOSTS = ("coordinator", "node-1", "node-2")
 OWNER = 10001  # of the image's volumes
 
-pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("may_make_network_labs")]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("may_make_network_labs"),
+]
 
 
 @pytest.fixture(scope="module")
