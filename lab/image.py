@@ -84,7 +84,7 @@ class Image:
 def made_image(folder: Path, *, arguments: Mapping[str, str] | None = None) -> Image:
     """Carries the file out in a folder, which takes some 2 GB; `arguments` are what `--build-arg` would give.
 
-    Raises ImageUnavailableError without tools or packages, and ImageBrokenError where a step fails.
+    Raises ImageUnavailableError without tools or Debian's packages, and ImageBrokenError where a step fails.
     """
     if os.geteuid() != 0 or shutil.which("mmdebstrap") is None:
         raise ImageUnavailableError(
@@ -92,11 +92,11 @@ def made_image(folder: Path, *, arguments: Mapping[str, str] | None = None) -> I
         )
     if sys.version_info[:2] != _PYTHON:
         raise ImageUnavailableError("what pip fetches here is for another Python than the image's")
-    wheels = _fetched(folder / "wheels")
     base = folder / "base"
     made = ["mmdebstrap", "--variant=minbase", "--mode=root", "--skip=check/empty", "bookworm"]
     _run([*made, str(base), *(str(file) for file in _OWN_SOURCES if file.exists())])
     shutil.copy("/etc/resolv.conf", base / "etc/resolv.conf")
+    wheels = _fetched(folder / "wheels")
     stages: dict[str, Image] = {}
     told = dict(arguments or {})
     filled: dict[str, str] = {}
@@ -174,10 +174,10 @@ def _copy(source: Path, root: Path, target: str) -> None:
 
 
 def _fetched(folder: Path) -> Path:
-    """What pip installs in the image, and what it builds with."""
+    """What pip installs in the image, and what it builds with: versions that exclude each other are ours."""
     fetched = ["torch", "hatchling", "setuptools", "wheel", f"{SOURCES}[node]"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder)]
-    _run([*pip, "--constraint", str(SOURCES / "constraints.txt"), *fetched])
+    _run([*pip, "--constraint", str(SOURCES / "constraints.txt"), *fetched], is_ours=True)
     return folder
 
 
