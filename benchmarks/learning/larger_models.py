@@ -6,8 +6,6 @@
 Two nodes train a byte language model by plain calls (lab.simulation.plain_calls), turn by turn on one device,
 compiled and in bf16 on a GPU; several runs share it. First data parallelism is tried with three inner rates
 for a fifth of the steps, and the best is everybody's. What is in the file of results is not run again.
-
-No swarm of these has been run to its end yet.
 """
 
 import logging
@@ -190,34 +188,34 @@ def best_rates(known: dict[Try, float], size: str) -> dict[str, float]:
 
 
 def report(known: dict[Try, float]) -> Iterator[str]:
-    """A table for each size: the loss of data parallelism, and how far above it the others end."""
+    """A table for each size: the loss of data parallelism, and how far above it the others end, by seed."""
     for size in SIZES:
-        ceilings = {
-            (t.optimizer, t.seed): (t, loss)
-            for t, loss in known.items()
-            if t.size == size and not t.interval and t.steps == SIZES[size].steps
+        ends = {
+            t: loss for t, loss in known.items() if t.size == size and t.steps == SIZES[size].steps
         }
         rows: list[Sequence[object]] = []
-        for tried, loss in sorted(known.items(), key=lambda each: str(each[0])):
-            if tried.size != size or not tried.interval:
+        for swarm in sorted({replace(t, seed=0) for t in ends if t.interval}, key=str):
+            ceiling = replace(swarm, interval=0, codec="", outer=PLAIN_MEAN, late_steps=0)
+            found = [
+                (ends[beside], ends[tried])
+                for seed in sorted({tried.seed for tried in ends})
+                if (beside := replace(ceiling, seed=seed)) in ends
+                and (tried := replace(swarm, seed=seed)) in ends
+            ]
+            if not found:
                 continue
-            if (tried.optimizer, tried.seed) not in ceilings:
-                continue
-            least = ceilings[tried.optimizer, tried.seed][1]
             rows.append(
                 (
-                    tried.optimizer,
-                    tried.interval,
-                    tried.late_steps or "no",
-                    f"{least:.4f}",
-                    f"{loss:.4f}",
-                    f"{100 * (loss / least - 1):+.1f} %",
+                    swarm.optimizer,
+                    swarm.interval,
+                    swarm.late_steps or "no",
+                    ", ".join(f"{least:.4f}" for least, _ in found),
+                    ", ".join(f"{100 * (loss / least - 1):+.1f} %" for least, loss in found),
                 )
             )
         if rows:
-            yield f"{size}\n\n" + markdown(
-                ("optimizer", "every", "late by", "data parallel", "swarm", "above"), rows
-            )
+            table = markdown(("optimizer", "every", "late by", "data parallel", "above"), rows)
+            yield f"{size}\n\n{table}"
 
 
 def known_in(file: Path) -> dict[Try, float]:

@@ -20,6 +20,7 @@ from node.island.measuring.utilisation import peak_of
 from node.island.models.describing import first_vector
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.accelerator import copies_of, pin
 from node.island.ranks.devices import usable_devices
 from node.island.ranks.faults import OutOfMemoryError, RankDiedError
 from node.island.training.local_training import PLAIN, LocalTraining
@@ -254,3 +255,26 @@ async def test_meshes_of_two_gpus_come_to_what_one_process_comes_to(
     assert report.loss == pytest.approx(on_cpu.loss, abs=2e-4)
     assert held_out == pytest.approx(held_out_on_cpu, abs=1e-3)
     np.testing.assert_allclose(weights, weights_on_cpu, rtol=0, atol=3e-3)
+
+
+def test_the_driver_pins_shared_memory_and_a_refusal_does_no_harm() -> None:
+    device = torch.device("cuda:0")
+    made = SharedVectors.create(5_000)
+    seen = SharedVectors.attach(made.names)
+    values = torch.randn(50, 100, device=device)
+    copies = copies_of(device)
+    assert pin(seen.parameters, device)
+    whole = torch.from_numpy(seen.parameters).view(50, 100)
+    assert whole.is_pinned()
+    copies([(whole, values)])
+    assert torch.equal(torch.from_numpy(made.parameters).view(50, 100), values.cpu())
+    back = torch.zeros_like(values)
+    copies([(back[:, 30:60], whole[:, 30:60])])
+    assert torch.equal(back[:, 30:60], values[:, 30:60])
+
+    assert not pin(seen.parameters, device)  # a second time
+    assert torch.equal(values + 1, values + 1)  # the next kernel is not told of it
+    assert torch.cuda.cudart().cudaHostUnregister(seen.parameters.ctypes.data) == 0
+    del whole
+    seen.close()
+    made.close()

@@ -25,7 +25,7 @@ class LateLane:
         self.largest = max(self.largest, source.numel())
 
         def wait() -> None:
-            self.under_way.remove(own)
+            self.under_way = [pair for pair in self.under_way if pair is not own]
             target.copy_(source)
 
         return wait
@@ -63,6 +63,26 @@ def test_one_piece_is_under_way_while_the_next_is_filled() -> None:
     lane = LateLane()
     Ferry(lane, [torch.zeros(4), torch.zeros(4)])([(torch.zeros(40), torch.ones(40))])
     assert lane.most_under_way == 2
+
+
+@pytest.mark.parametrize("from_gpu", [True, False])
+def test_what_is_pinned_already_needs_no_buffer_unless_it_is_columns(
+    from_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    lane = LateLane()
+    whole = torch.arange(120.0).view(40, 3)
+    outer = torch.zeros(40, 3)
+    near = whole.as_subclass(OnGpu) if from_gpu else whole
+    ferry = Ferry(lane, [torch.zeros(8), torch.zeros(8)])
+    ferry([(outer, near)])
+    assert lane.largest == 120
+    assert torch.equal(outer, whole)
+    assert not lane.under_way
+    lane.largest = 0
+    ferry([(outer[:, 1], near[:, 2])])
+    assert lane.largest == 8
+    assert torch.equal(outer[:, 1], whole[:, 2])
 
 
 def test_a_cpu_copies_straight_and_gpus_of_two_makers_by_ferry(

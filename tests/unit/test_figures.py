@@ -13,6 +13,8 @@ from benchmarks.exchange.report import drawn as drawn_exchange
 from benchmarks.figures import Point, Stack, nice_ceiling, scattered, stacked_bars
 from benchmarks.island.memory import drawn as drawn_memory
 from benchmarks.island.memory import rows_of
+from benchmarks.learning.larger_models import known_in
+from benchmarks.learning.larger_models import report as report_larger
 from benchmarks.measurement import read_rows
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -76,11 +78,30 @@ def test_the_table_of_a_gpu_in_the_docs_is_what_was_measured() -> None:
     ]
     lines = [line for line in section.splitlines() if line.startswith(("| 164", "| 85"))]
     for row, line in zip(rows, lines, strict=True):
-        ratio, whole = row["training_time_ratio"], row["time_ratio"]
+        ratio = row["training_time_ratio"]
         assert f"| {row['parameters']:,} |" in line
         assert f"× {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})" in line
-        assert f"| {row['loop_tokens_per_second']:,.0f} |" in line
-        assert line.endswith(f"steps: × {whole['median']:.3f} |")
+        assert line.endswith(f"| {row['loop_tokens_per_second']:,.0f} |")
+    (copies,) = [
+        row for row in read_rows(DOCS / "results" / "island-gpu.jsonl") if row["part"] == "copies"
+    ]
+    words = " ".join(section.split())
+    assert (
+        f"{copies['adopt_gb_per_second']['median']:.1f} GB/s to adopt and "
+        f"{copies['publish_gb_per_second']['median']:.1f} GB/s to publish"
+    ) in words
+    whole = next(row["time_ratio"] for row in rows if row["parameters"] == 85_150_464)
+    assert f"× {whole['median']:.3f} ({whole['low']:.3f} to {whole['high']:.3f})" in words
+
+
+def test_the_table_of_larger_models_in_the_docs_is_what_was_measured() -> None:
+    section = (DOCS / "performance.md").read_text().partition("### Of 5 and 20 million")[2]
+    lines = [line for line in section.partition("## ")[0].splitlines() if line.startswith("| ")]
+    told = [" | ".join(line.strip("| ").split(" | ")[1:]) for line in lines[2:]]
+    tables = list(report_larger(known_in(DOCS / "results" / "larger-models.jsonl")))
+    measured = [line for table in tables for line in table.splitlines() if line.startswith("| ")]
+    without_ceiling = [line.strip("| ").split(" | ") for line in measured if "%" in line]
+    assert told == [" | ".join([*cells[:3], cells[4]]) for cells in without_ceiling]
 
 
 def test_the_frontier_in_the_docs_is_drawn_from_the_results_beside_it() -> None:

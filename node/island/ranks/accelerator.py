@@ -3,11 +3,13 @@
 "cuda" is NVIDIA's, and AMD's in torch's builds for ROCm; "xpu" is Intel's and "mps" Apple's. Nothing
 here has run on the last two. The choice among them is node.island.ranks.devices'.
 
-Copies between shared memory and a GPU go through pinned memory, on a stream of their own. While the GPU moves
-one piece, the CPU fills or empties the buffer of the next. Without it each tensor would be waited for, and go
-at the speed of memory that is not pinned.
+Copies between shared memory and a GPU go on a stream of their own: straight, where the driver has pinned that
+memory and a box is one piece of it, else through pinned buffers. While the GPU moves one piece, the CPU fills
+or empties the buffer of the next. Without either each tensor would be waited for, at the speed of memory that
+is not pinned.
 """
 
+import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterable, Iterator
@@ -16,8 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+import structlog
 import torch
 from torch import Tensor
+
+from node.outer_state import Vector
+
+log = structlog.get_logger()
 
 _COLLECTIVES = {"cuda": "nccl", "xpu": "xccl"}  # in builds for ROCm, "nccl" is AMD's RCCL
 _HAVE_STREAMS = ("cuda", "xpu")
@@ -100,6 +107,28 @@ def carries_pinned_memory(device: torch.device) -> bool:
     return device.type in _HAVE_STREAMS
 
 
+def pin(vector: Vector, device: torch.device) -> bool:
+    """Has the driver pin memory that another process made, until this one ends; whether it does.
+
+    A GPU then copies from and to it by itself, at the speed of its bus.
+    """
+    if device.type != "cuda" or not vector.nbytes:
+        return False
+    runtime: Any = torch.cuda
+    with torch.cuda.device(device):
+        refusal = int(runtime.cudart().cudaHostRegister(vector.ctypes.data, vector.nbytes, 0))
+        if refusal:
+            # The runtime would tell its last error to whoever starts the next kernel.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)
+            log.warning(
+                "the driver pins no shared memory, so each exchange copies by a core",
+                megabytes=vector.nbytes >> 20,
+                cuda_error=refusal,
+            )
+    return not refusal
+
+
 def begin_measuring_memory(device: torch.device) -> None:
     """Forgets the peak so far, where the device has one of its own."""
     if device.type in _HAVE_STREAMS:
@@ -165,7 +194,8 @@ class Ferry:
 
     def __call__(self, pairs: Iterable[Pair]) -> None:
         """See Copies."""
-        for place, (target, source) in enumerate(self._pieces(pairs)):
+        straight: list[Callable[[], None]] = []
+        for place, (target, source) in enumerate(self._pieces(self._less(pairs, straight))):
             buffer = self._buffers[place % len(self._buffers)]
             _empty(buffer)
             staged = buffer.memory[: source.numel()].view(source.shape)
@@ -177,6 +207,18 @@ class Ferry:
                 buffer.unload = (target, staged)
         for buffer in self._buffers:
             _empty(buffer)
+        for wait in straight:
+            wait()
+
+    def _less(self, pairs: Iterable[Pair], straight: list[Callable[[], None]]) -> Iterator[Pair]:
+        """The pairs that need a buffer; the others are begun, and the ends to wait for kept."""
+        for target, source in pairs:
+            here = source if source.device.type == "cpu" else target
+            # Of columns torch would make a copy first, which nothing pins.
+            if here.is_contiguous() and here.is_pinned():
+                straight.append(self._lane.send(target, source))
+            else:
+                yield target, source
 
     def _pieces(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         """As many rows as fit into a buffer; columns are cut only if one row does not."""

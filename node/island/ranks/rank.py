@@ -24,7 +24,7 @@ from node.island.data.opening import open_dataset
 from node.island.island import Progress
 from node.island.models.code import find_code
 from node.island.parallel.mesh import Mesh
-from node.island.ranks.accelerator import bind_to_near_cores, select
+from node.island.ranks.accelerator import bind_to_near_cores, pin, select
 from node.island.ranks.commands import (
     Adopt,
     Alive,
@@ -114,6 +114,9 @@ class _Rank:
         device = torch.device(setup.device)
         select(device)
         bind_to_near_cores(device)
+        if not setup.shape.has_offload:
+            pin(self._vectors.parameters, device)
+            pin(self._vectors.published, device)
         if setup.local.precision == "tf32":
             torch.set_float32_matmul_precision("high")
         find_code(setup.data.code)
