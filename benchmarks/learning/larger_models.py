@@ -22,6 +22,8 @@ import torch
 
 from benchmarks.learning.data_parallel import train_data_parallel
 from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
+from coordinator.presets.cost import Setting as Preset
+from coordinator.presets.loss import above
 from lab.processes.ending import nothing_left
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
 from node.island.data.corpus import read_corpus
@@ -188,7 +190,7 @@ def best_rates(known: dict[Try, float], size: str) -> dict[str, float]:
 
 
 def report(known: dict[Try, float]) -> Iterator[str]:
-    """A table for each size: the loss of data parallelism, and how far above it the others end, by seed."""
+    """A table for each size: the ceiling's loss, how far above it the others end, and what presets expect."""
     for size in SIZES:
         ends = {
             t: loss for t, loss in known.items() if t.size == size and t.steps == SIZES[size].steps
@@ -204,6 +206,19 @@ def report(known: dict[Try, float]) -> Iterator[str]:
             ]
             if not found:
                 continue
+            expected = above(
+                Preset(
+                    uplink=swarm.codec,
+                    downlink=swarm.codec,
+                    fragments=1,
+                    has_overlap=swarm.late_steps > 0,
+                    steps=swarm.interval,
+                ),
+                num_nodes=NUM_NODES,
+                total_steps=swarm.steps,
+                late_steps=swarm.late_steps,
+                inner_optimizer=swarm.optimizer,
+            )
             rows.append(
                 (
                     swarm.optimizer,
@@ -211,10 +226,12 @@ def report(known: dict[Try, float]) -> Iterator[str]:
                     swarm.late_steps or "no",
                     ", ".join(f"{least:.4f}" for least, _ in found),
                     ", ".join(f"{100 * (loss / least - 1):+.1f} %" for least, loss in found),
+                    f"{100 * expected.whole:+.1f} %",
                 )
             )
         if rows:
-            table = markdown(("optimizer", "every", "late by", "data parallel", "above"), rows)
+            columns = ("optimizer", "every", "late by", "data parallel", "above", "by the formula")
+            table = markdown(columns, rows)
             yield f"{size}\n\n{table}"
 
 
