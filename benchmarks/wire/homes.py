@@ -3,12 +3,13 @@
     python -m benchmarks.wire.homes [--kinds open "full cone" …] [--seconds 60]
         [--report] [--results docs/results/homes.jsonl]
 
-Each pair is a swarm of real processes in the network laboratory: a coordinator and a helper with open ports, and
-two nodes that train, each behind a router of its kind ("double" is a port restricted one behind a full cone,
-"firewall" lets nothing in that was not asked for, and "open" is none at all). Links carry 20 Mbit/s up and 100
-down, with 40 ms between any two. From when both nodes are attached it is watched for some seconds which way the
-coordinator tells of; "after" is when it told of the last one. Then what goes between the two straight, and between
-either and the helper, which also reduces its part; rounds are those that took both nodes' work, whole.
+Each pair is a swarm of real processes in the network laboratory: a coordinator and a helper with open
+ports, and two nodes that train, each behind a router of its kind ("double" is a port restricted one behind
+a full cone, "firewall" lets nothing in that was not asked for, and "open" is none at all). Links carry 20
+Mbit/s up and 100 down, with 40 ms between any two. From when both nodes are attached it is watched for some
+seconds which way the coordinator tells of; "after" is when it told of the last one. Then what goes between
+the two straight, and between either and the helper, which also reduces its part; rounds are those that took
+both nodes' work, whole.
 
 Pairs that are in the file of results are not run again. Needs root.
 """
