@@ -7,7 +7,8 @@ value that stands for g alone. After adopting b = r(g). Where adopting keeps a p
 ("keep" and "blend" of the run's overlap), the local value should be t and is x = r(t), so b = x − (t − g),
 which is kept in fp32. For fp32 parameters r changes nothing, and x itself is published.
 
-All of it is computed where the parameter is, mostly on a GPU, and in pieces, for there is little room beside it.
+All of it is computed where the parameter is, mostly on a GPU, and in pieces, for there is little room beside
+it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
