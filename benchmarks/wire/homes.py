@@ -5,11 +5,11 @@
 
 Each pair is a swarm of real processes in the network laboratory: a coordinator and a helper with open
 ports, and two nodes that train, each behind a router of its kind ("double" is a port restricted one behind
-a full cone, "firewall" lets nothing in that was not asked for, and "open" is none at all). Links carry 20
-Mbit/s up and 100 down, with 40 ms between any two. From when both nodes are attached it is watched for some
-seconds which way the coordinator tells of; "after" is when it told of the last one. Then what goes between
-the two straight, and between either and the helper, which also reduces its part; rounds are those that took
-both nodes' work, whole.
+a full cone, "firewall" lets nothing in that opens a conversation, UDP neither, and "open" is none at all).
+Links carry 20 Mbit/s up and 100 down, with 40 ms between any two. From when both nodes are attached it is
+watched for some seconds which way the coordinator tells of; "after" is when it told of the last one. Then
+what goes between the two straight, and between either and the helper, which also reduces its part; rounds
+are those that took both nodes' work, whole.
 
 Pairs that are in the file of results are not run again. Needs root.
 """
@@ -39,10 +39,13 @@ ROUTERS: dict[str, Sequence[NatKind]] = {
     "full cone": ("full cone",),
     "port restricted": ("port restricted",),
     "symmetric": ("symmetric",),
+    "symmetric, IPv6": ("symmetric",),
     "double": ("port restricted", "full cone"),
     "firewall": (),
 }
 LETS_NOTHING_IN = ("firewall",)
+HAS_IPV6 = ("symmetric, IPv6",)
+"""Beside IPv4; the coordinator and the helper have none."""
 
 RUN_FILE = """\
 [run]
@@ -103,10 +106,13 @@ def seen_in(swarm: RealSwarm) -> Seen | None:
 def measure(one: str, other: str, seconds: float) -> Row:
     """Watches one pair."""
     routers = {name: ROUTERS[kind] for name, kind in ((ONE, one), (OTHER, other)) if ROUTERS[kind]}
+    families = {name: "46" for name, kind in ((ONE, one), (OTHER, other)) if kind in HAS_IPV6}
     with (
         tempfile.TemporaryDirectory() as folder,
         NetworkLab(
-            dict.fromkeys((COORDINATOR, HELPER, ONE, OTHER), ACCESS), routers=routers
+            dict.fromkeys((COORDINATOR, HELPER, ONE, OTHER), ACCESS),
+            routers=routers,
+            families=families,
         ) as lab,
     ):
         for name, kind in ((ONE, one), (OTHER, other)):
