@@ -263,6 +263,11 @@ class KeptRulings:
         """The run's rules in a round."""
         return self._in_force(round)
 
+    @property
+    def last_round(self) -> int:
+        """Of the run, by all that was amended."""
+        return self._in_force(None).run.rounds
+
     def check_commit(self, commit: Commit) -> None:
         """Raises BadDataError for a commit that the run's coordinator did not sign."""
         if self._verifier is not None and not self._verifier.has_signed(commit, self.rulings):

@@ -23,6 +23,7 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.going_back import HistoryMovedError
 from coordinator.swarm.state import Alarm
+from coordinator.swarm.steering import next_round
 from protocol.errors import (
     AtollError,
     BadDataError,
@@ -31,7 +32,7 @@ from protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from protocol.run.amendments import Changes, amended, in_force
+from protocol.run.amendments import Changes, amended, in_force, refuse_at_rest, span_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.evidence import Equivocation, Evidence
 from protocol.trust.rulings import (
@@ -131,29 +132,39 @@ class Rulings:
     async def amend(self, changes: Changes, *, more_rounds: int, reason: str) -> Ruling:
         """Amends the run's rules from the next round on; see protocol.run.amendments for what it raises."""
         async with self._turn:
-            spec = in_force(self._run, self.all)
+            state, spec = self._driver.state, in_force(self._run, self.all)
             if more_rounds:
                 if "run.rounds" in dict(changes):
                     raise UsageError(
                         "the rounds are given twice",
                         next_step="extend the run, or amend run.rounds",
                     )
-                changes = (*changes, ("run.rounds", spec.run.rounds + more_rounds))
+                # Those until its end, where the run was stopped before its file's last round.
+                changes = (*changes, ("run.rounds", state.rules.total_rounds + more_rounds))
             if not changes:
                 raise UsageError(
                     "nothing is amended", next_step="'atoll run amend run.rounds=200', for example"
                 )
             becomes = amended(spec, changes)
-            if becomes == spec:
+            rules = rules_of(becomes)
+            if becomes == spec and rules.total_rounds == state.rules.total_rounds:
                 raise UsageError(
                     "the run has these values already", next_step="'atoll status' shows the run"
                 )
-            rules = rules_of(becomes)
+            if rules.total_rounds > state.rules.total_rounds:
+                refuse_at_rest(becomes, progress=self._progress(becomes))
             return await self._make(
                 self.event(
                     RulingKind.AMENDED, changes=tuple(sorted(changes)), rules=rules, reason=reason
                 )
             )
+
+    def _progress(self, spec: RunSpec) -> float:
+        """How far the schedule is where the next round begins; 1 is its end."""
+        state, total_tokens = self._driver.state, spec.inner.total_tokens
+        if total_tokens is not None:
+            return state.token_clock / total_tokens
+        return span_of(self._run, self.all, next_round(state)).begin
 
     async def go_back(
         self,

@@ -20,7 +20,7 @@ Changes = tuple[tuple[str, Scalar], ...]
 AMENDABLE = frozenset(
     {
         *("run.rounds", "run.min_nodes"),
-        *("inner.steps", "inner.learning_rate", "inner.muon_learning_rate"),
+        *("inner.steps", "inner.learning_rate", "inner.muon_learning_rate", "inner.final_fraction"),
         *("outer.learning_rate", "outer.merge", "outer.screening", "outer.audit"),
         *(f"deadlines.{key}" for key in ("train", "contribute", "commit", "apply", "lease")),
         *("deadlines.adapt", "deadlines.floor"),
@@ -96,6 +96,17 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
             else "begin a new run with its weights: 'atoll node fork ROUND --to FOLDER'",
         )
     return becomes
+
+
+def refuse_at_rest(spec: RunSpec, *, progress: float) -> None:
+    """Raises UsageError where a schedule has ended at a rate of 0: more rounds would train nothing."""
+    inner = spec.inner
+    if progress >= 1 and inner.schedule != "constant" and inner.final_fraction == 0:
+        raise UsageError(
+            "the learning rate has fallen to its end, which is 0: more rounds would train nothing",
+            next_step=f"give it another end: 'atoll run amend run.rounds={spec.run.rounds} "
+            "inner.final_fraction=0.1'",
+        )
 
 
 def _is_known(tables: dict[str, Any], table: str, name: str) -> bool:
