@@ -416,6 +416,8 @@ def rules_of(run: RunSpec) -> Rules:
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
         layout=layout_of(run).summary(),
         codecs=run.exchange.codecs,
+        tokens_before=run.beginning.tokens,
+        trained_before=run.beginning.trained,
     )
 
 

@@ -233,8 +233,9 @@ def _outer_at_start(
     tiles = Tiles(_threads_beside(ranks))
     kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
     keep_run(start.folder, spec)  # only now: what is there may be snapshots of another run
+    momentum = None
     if kept is None:
-        _fill_first_weights(spec, weights, shared.parameters, tiles.num_threads)
+        momentum = _fill_first_weights(spec, weights, shared.parameters, tiles.num_threads)
     outer = Outer.of_run(
         spec,
         layout=layout,
@@ -244,6 +245,7 @@ def _outer_at_start(
         node_id=start.identity.node_id,
         identity=start.identity,
         sent=disk.sent,
+        momentum=momentum,
     )
     outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
     outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
@@ -281,18 +283,22 @@ def _mesh_in_words(ranks: _Ranks) -> str:
 
 def _fill_first_weights(
     spec: RunSpec, weights: Path | None, parameters: Vector, num_threads: int
-) -> None:
-    """The weights of round 0: from the file, from the seed, or none yet, until a peer gives them."""
+) -> Vector | None:
+    """The weights of round 0: from the file, from the seed, or none yet, until a peer gives them.
+
+    Returns the momentum that comes with them, in a fork that goes on with it.
+    """
     if weights is not None:
         log.info("reading the first weights", file=str(weights))
-        read_first(weights, spec, parameters)
-    elif spec.first_digest is None:
+        return read_first(weights, spec, parameters)
+    if spec.first_digest is None:
         log.info("drawing the initial weights", elements=len(parameters))
         initial_parameters(spec, num_threads=num_threads, out=parameters)
     else:
         log.info(
             "the first weights come from a node that has them", digest=spec.first_digest.hex()[:12]
         )
+    return None
 
 
 async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:

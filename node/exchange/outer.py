@@ -116,14 +116,15 @@ class Outer:
         rules: OuterRules,
         owing: Owing,
         sender: Sender,
+        momentum: Vector | None = None,
     ) -> None:
-        """`owing` is of the same layout and parameters."""
+        """`owing` is of the same layout and parameters; with None the momentum is zero."""
         self.layout = layout
         self.layout_digest = layout.summary().digest
         self.uplink = rules.uplink
         self.downlink = rules.downlink
         self._parameters = parameters
-        self._momentum: Vector = np.zeros_like(parameters)
+        self._momentum: Vector = np.zeros_like(parameters) if momentum is None else momentum
         self.owing = owing
         owing.before_change = self._before_change
         self.writing: SnapshotWriting | None = None
@@ -158,8 +159,9 @@ class Outer:
         identity: Identity | None = None,
         tiles: Tiles = ONE_THREAD,
         sent: SentLog | None = None,
+        momentum: Vector | None = None,
     ) -> "Outer":
-        """By the rules of a run file; `parameters` hold the initial weights. Heavy.
+        """By the rules of a run file; `parameters` and `momentum` are what it begins with. Heavy.
 
         `identity` signs what leaves here; peers of a real swarm take nothing without.
         """
@@ -193,7 +195,14 @@ class Outer:
             sender=sender,
             sent=sent,
         )
-        return cls(layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender)
+        return cls(
+            layout=layout,
+            parameters=parameters,
+            rules=rules,
+            owing=owing,
+            sender=sender,
+            momentum=momentum,
+        )
 
     @property
     def round(self) -> int:

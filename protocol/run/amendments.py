@@ -183,7 +183,7 @@ def span_of(spec: RunSpec, rulings: Iterable[Ruling], round: int) -> Span:
     Where that changes, what is left is stretched over the rounds that are left: the schedule goes on from
     where it is, without a jump.
     """
-    done, first, total = 0.0, 1, spec.run.rounds
+    done, first, total = spec.beginning.progress, 1, spec.run.rounds
     for from_round, ruling in _amendments(rulings):
         rounds = dict(ruling.changes).get("run.rounds")
         if rounds is None or from_round > round:

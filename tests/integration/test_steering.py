@@ -178,6 +178,58 @@ def test_a_finished_run_is_extended_and_nodes_that_went_home_train_on_from_its_e
         swarm.end()
 
 
+def test_a_fork_goes_on_with_the_momentum_the_schedule_and_the_samples_of_its_run(
+    tmp_path: Path,
+) -> None:
+    text = tiny_text(
+        run={"name": "parent", "rounds": 40, "min_nodes": 1},
+        inner={"steps": 10},
+        deadlines={"train": 20, "contribute": 40, "commit": 60},
+        evaluation={"every_rounds": 1},
+    )
+    parent = Swarm(tmp_path / "parent", text)
+    child: Swarm | None = None
+    try:
+        parent.join("a", parent.invite())
+        node = parent.start_node("a")
+        committed(parent, 4)
+        owner(parent, "run", "stop")
+        node.ends(node.shared_memory())
+        ended, made = run_of(parent), tmp_path / "fork"
+        at = ended.committed_round
+        forking = ("node", "fork", str(at), "--to", made, "--dir", parent.folder / "a")
+        said = done(atoll(*forking, "--keep-progress"))
+        assert f"goes on at {at / 40:.1%} of the schedule and {ended.token_clock:,} tokens" in said
+        description = json.loads((made / "description.json").read_text())
+        assert description["first_digest"] == ended.outer_digest.hex()
+        trained = ended.data.committed_samples
+        assert description["beginning"]["trained"] == [0, trained]
+        parent.end()
+        files = (made / "description.json", made / "first.safetensors")
+        child = Swarm(tmp_path / "child", (made / "run.toml").read_text(), beside=files)
+        assert run_of(child).token_clock == ended.token_clock
+        assert run_of(child).data.committed_samples == trained
+        invite = child.invite("--uses", "2")
+        for name in ("b", "c"):
+            child.join(name, invite)
+        b = child.start_node("b", "--weights", str(made))
+        committed(child, 1)
+        c = child.start_node("c")
+        c.says("applied")
+        assert "reading the first weights" in b.log and "re-warm-up" in b.log
+        run = run_of(child)
+        assert run.digests_agree and run.token_clock > ended.token_clock
+        before, first = (
+            next(told.loss for told in losses.held_out_losses if told.round == round)
+            for losses, round in ((ended, at), (run, 0))
+        )
+        assert abs(before - first) < 1e-6, "it begins with another state"
+    finally:
+        parent.end()
+        if child is not None:
+            child.end()
+
+
 def test_a_viewer_looks_on_and_may_do_nothing_else(swarm: Swarm) -> None:
     viewer = swarm.folder / "viewer"
     invite = swarm.invite("--role", "viewer", "--label", "the press")

@@ -32,7 +32,8 @@ class Position:
         elif work.progress_begin is not None:  # amendments have changed the number of rounds
             progress = work.progress_begin + part * (work.progress_end - work.progress_begin)
         else:
-            progress = (work.round - 1 + part) / spec.run.rounds
+            before = spec.beginning.progress
+            progress = before + (1 - before) * ((work.round - 1 + part) / spec.run.rounds)
         return cls(progress=min(1.0, progress), tokens=tokens)
 
 
