@@ -147,10 +147,9 @@ def test_the_momentum_must_be_that_of_the_run(home: Path, tmp_path: Path) -> Non
             read_first(tmp_path / folder, spec, weights)
 
 
-def test_a_fork_with_other_fragments_is_refused_before_its_weights_are(
-    home: Path, tmp_path: Path
-) -> None:
+def test_a_fork_with_other_fragments_is_refused_before_its_weights_are(tmp_path: Path) -> None:
     """They would lie in another order, and no node could begin with them."""
+    home = node_home(tmp_path / "deep", model={"num_layers": 2})
     fork(kept_model(home, 16), home, tmp_path / "fork")
     run_file = tmp_path / "fork" / RUN_FILE
     text = run_file.read_text()
