@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import structlog
 
-from coordinator.config import Home, rules_of
+from coordinator.config import Home, rules_in_force, rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
@@ -32,7 +32,14 @@ from protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from protocol.run.amendments import Changes, amended, in_force, refuse_at_rest, span_of
+from protocol.run.amendments import (
+    Changes,
+    amended,
+    in_force,
+    refuse_at_rest,
+    span_of,
+    with_versions,
+)
 from protocol.run.run_spec import RunSpec
 from protocol.trust.evidence import Equivocation, Evidence
 from protocol.trust.rulings import (
@@ -146,7 +153,7 @@ class Rulings:
                     "nothing is amended", next_step="'atoll run amend run.rounds=200', for example"
                 )
             becomes = amended(spec, changes)
-            rules = rules_of(becomes)
+            rules = rules_of(becomes, began=self._run)
             if becomes == spec and rules.total_rounds == state.rules.total_rounds:
                 raise UsageError(
                     "the run has these values already", next_step="'atoll status' shows the run"
@@ -155,7 +162,10 @@ class Rulings:
                 refuse_at_rest(becomes, progress=self._progress(becomes))
             return await self._make(
                 self.event(
-                    RulingKind.AMENDED, changes=tuple(sorted(changes)), rules=rules, reason=reason
+                    RulingKind.AMENDED,
+                    changes=tuple(sorted(with_versions(changes))),
+                    rules=rules,
+                    reason=reason,
                 )
             )
 
@@ -290,7 +300,7 @@ class Rulings:
             while lacking and follows(lacking[0], chain[-1] if chain else None):
                 chain.append(lacking.pop(0))
             if news := tuple(chain[len(self.all) :]):
-                rules = rules_of(in_force(self._run, chain))
+                rules = rules_in_force(self._run, chain)
                 undone = await self._undone_by(news)
                 event = RulingsLearned(rulings=news, rules=rules, undone=undone)
                 await self._driver.apply(event, session=session)
@@ -336,7 +346,7 @@ class Rulings:
             return
         try:
             is_amending = ruling.kind is RulingKind.AMENDED
-            rules = rules_of(in_force(self._run, (*self.all, ruling))) if is_amending else None
+            rules = rules_in_force(self._run, (*self.all, ruling)) if is_amending else None
             event = Ruled(
                 kind=ruling.kind,
                 by=ruling.by,

@@ -1,17 +1,17 @@
 """What of a run's rules may change between rounds, and what amendments make of them. Pure.
 
-The run file stays as it is, and so does its digest: it says which model, data and codecs the bytes on the
-wire are of, and amendments touch none of these. What is in force in a round is the run file with all
-amendments from that round or before.
+The run file stays as it is, and so does its digest: it says which model and data the bytes on the wire are
+of, and amendments touch none of these. What is in force in a round is the run file with all amendments from
+that round or before. Codecs are amended with their versions: all nodes must decode alike.
 """
 
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import ConfigError, UsageError
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_spec import CODEC_VERSIONS, RunSpec, validated
 from protocol.trust.rulings import Ruling, RulingKind, Scalar, withdraws
 
 Changes = tuple[tuple[str, Scalar], ...]
@@ -25,8 +25,11 @@ AMENDABLE = frozenset(
         *(f"deadlines.{key}" for key in ("train", "contribute", "commit", "apply", "lease")),
         *("deadlines.adapt", "deadlines.floor"),
         *("evaluation.every_rounds", "evaluation.go_back"),
+        *("exchange.uplink", "exchange.downlink"),
     }
 )
+
+_VERSIONS: Mapping[str, int] = {name: version for name, version in CODEC_VERSIONS.items()}  # noqa: C416 - any text may be looked up
 
 _WHY_NOT = {
     "run": "it says which run this is",
@@ -73,7 +76,7 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
         table, _, name = key.partition(".")
         if key not in AMENDABLE:
             raise _cannot(key, table, is_known=_is_known(tables, table, name))
-        tables[table][name] = value
+        tables[table][name] = _codec_of_this_release(key, value) if table == "exchange" else value
     if spec.inner.round_tokens is not None and any(key == "inner.steps" for key, _ in changes):
         raise UsageError(
             "inner.steps says nothing of this run: its nodes share [inner] round_tokens",
@@ -96,6 +99,35 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
             else "begin a new run with its weights: 'atoll node fork ROUND --to FOLDER'",
         )
     return becomes
+
+
+def changes_codecs(ruling: Ruling) -> bool:
+    """Whether a ruling has bytes of later rounds encoded otherwise."""
+    keys = dict(ruling.changes).keys()
+    return ruling.kind is RulingKind.AMENDED and any(key.startswith("exchange.") for key in keys)
+
+
+def with_versions(changes: Changes) -> Changes:
+    """The changes as they are ruled: codecs with the versions that this release speaks."""
+    return tuple(
+        (key, f"{value}/{version}")
+        if key.startswith("exchange.") and (version := _VERSIONS.get(str(value))) is not None
+        else (key, value)
+        for key, value in changes
+    )
+
+
+def _codec_of_this_release(key: str, value: Scalar) -> str:
+    """The codec's name alone. Raises UsageError for a version that this release does not speak."""
+    name, _, version = str(value).partition("/")
+    known = _VERSIONS.get(name)
+    if known is None or version not in ("", str(known)):
+        spoken = ", ".join(f"{codec}/{number}" for codec, number in CODEC_VERSIONS.items())
+        raise UsageError(
+            f"there is no codec {value!r} for {key} in this release",
+            next_step=f"it speaks {spoken}",
+        )
+    return name
 
 
 def refuse_at_rest(spec: RunSpec, *, progress: float) -> None:

@@ -79,11 +79,13 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     said = owner(swarm, "run", "amend", "outer.learning_rate=0.3", "inner.learning_rate=0.02")
     assert "inner.learning_rate = 0.02, outer.learning_rate = 0.3 from round" in said
     assert "run.rounds = 450" in owner(swarm, "run", "extend", "50")
+    codecs = ("exchange.uplink='ec2'", "exchange.downlink='int8'")
+    assert 'exchange.uplink = "ec2/2"' in owner(swarm, "run", "amend", *codecs)
     for name in ("a", "b", "c"):
         log = {"a": a, "b": b, "c": c}[name]
-        log.says("run.rounds = 450")
+        log.says('exchange.downlink = "int8/1"')
     committed(swarm, 2)
-    assert (run_of(swarm).total_rounds, len(run_of(swarm).amendments)) == (450, 2)
+    assert (run_of(swarm).total_rounds, len(run_of(swarm).amendments)) == (450, 3)
     shorter = atoll("run", "amend", "run.rounds=1", "--dir", swarm.home)
     refused(shorter, 64, "less than the rounds that have begun")
 
@@ -115,11 +117,11 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     kinds = [ruling["kind"] for ruling in told]
     assert kinds == [
         *("invited", "joined", "joined", "invited", "joined", "approved"),
-        *("paused", "resumed", "amended", "amended"),
+        *("paused", "resumed", "amended", "amended", "amended"),
         *("quarantined", "readmitted", "expelled", "stopped"),
     ]
     assert [ruling["before"] for ruling in told[1:]] == [ruling["digest"] for ruling in told[:-1]]
-    assert "14 rulings, all signed, none missing" in owner(swarm, "audit")
+    assert "15 rulings, all signed, none missing" in owner(swarm, "audit")
     assert "the rack" in owner(swarm, "invite", "list")
 
 
