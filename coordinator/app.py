@@ -13,7 +13,7 @@ import click
 import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
-from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, rules_of
+from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, rules_in_force
 from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
@@ -44,7 +44,6 @@ from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
-from protocol.run.amendments import in_force
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.trust.invite import endpoint_of
@@ -134,10 +133,10 @@ class Coordinator:
             kept = store.rulings()
             verifier = checked_chain(kept, home.verifier)
             refuse_replaced_key(home, [signed.ruling for signed in kept])
-            amended = in_force(home.run, (signed.ruling for signed in kept))
+            rules = rules_in_force(home.run, (signed.ruling for signed in kept))
             driver = Driver(
                 state=replace(
-                    store.load(rules_of(amended), home.run.digest()),
+                    store.load(rules, home.run.digest()),
                     audit_secret=signer.audit_secret(home.run.digest()),
                 ),
                 store=store,

@@ -19,7 +19,7 @@ from coordinator.config import (
     HOME_FILES,
     SOME_HOME_FILES,
     Home,
-    rules_of,
+    rules_in_force,
 )
 from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
@@ -32,7 +32,6 @@ from protocol.files.durable import (
     write_atomically,
 )
 from protocol.files.folder_lock import LOCK_NAME
-from protocol.run.amendments import in_force
 from protocol.run.run_spec import DESCRIPTION_FILE
 from protocol.trust.credentials import LINK_FILE
 
@@ -155,8 +154,8 @@ def _rounds_in(building: Path, home: Home) -> tuple[int, int]:
         store = Store.open(building)
         try:
             store.check()
-            amended = in_force(home.run, (signed.ruling for signed in store.rulings()))
-            state = store.load(rules_of(amended), home.run.digest())
+            rules = rules_in_force(home.run, (signed.ruling for signed in store.rulings()))
+            state = store.load(rules, home.run.digest())
             return state.committed_round, state.rules.total_rounds
         finally:
             store.close()

@@ -14,7 +14,7 @@ atoll.db, lock    coordinator.store
 import json
 import socket
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from coordinator.relay.line import THROUGH_FILE
 from coordinator.swarm.state import Rules
 from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
 from protocol.files.durable import is_taken, read_secret, read_toml, whole_folder, write_atomically
+from protocol.run.amendments import in_force
 from protocol.run.layout import layout_of
 from protocol.run.models import Section
 from protocol.run.run_spec import (
@@ -48,7 +49,7 @@ from protocol.trust.credentials import (
     Credentials,
 )
 from protocol.trust.pki import Authority, Issuer, new_swarm_id
-from protocol.trust.rulings import RulingVerifier
+from protocol.trust.rulings import Ruling, RulingVerifier
 from protocol.trust.vouching import first_of, number_of
 
 DEFAULT_CONTROL_PORT = 7700
@@ -388,8 +389,16 @@ SLICE_BYTES = 1 << 20
 """Of a contribution: a tenth of a second at 100 Mbit/s, many times what a slice costs in messages."""
 
 
-def rules_of(run: RunSpec) -> Rules:
-    """What of the run file the core goes by."""
+def rules_in_force(run: RunSpec, rulings: Iterable[Ruling]) -> Rules:
+    """What the core goes by after all rulings. Raises ConfigError as in_force does."""
+    return rules_of(in_force(run, rulings), began=run)
+
+
+def rules_of(run: RunSpec, *, began: RunSpec | None = None) -> Rules:
+    """What of the run file the core goes by; `began`: without amendments, where there are some.
+
+    Nodes say which codecs the run began with: of those in force they hear when they attach.
+    """
     return Rules(
         total_rounds=run.run.rounds,
         min_nodes=run.run.min_nodes,
@@ -415,7 +424,9 @@ def rules_of(run: RunSpec) -> Rules:
         has_private_data=run.data.private,
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
         layout=layout_of(run).summary(),
-        codecs=run.exchange.codecs,
+        codecs=(began or run).exchange.codecs,
+        tokens_before=run.beginning.tokens,
+        trained_before=run.beginning.trained,
     )
 
 

@@ -171,9 +171,9 @@ def resume(directory: Path | None) -> None:
 @_REASON_OPTION
 @DIR_OPTION
 def stop(reason: str, directory: Path | None) -> None:
-    """End the run for good after the round in flight: its state is evaluated, and nodes go home.
+    """End the run after the round in flight: its state is evaluated, and nodes go home.
 
-    Nodes save that state and end with exit code 0.
+    Nodes save that state and end with exit code 0. 'atoll run extend' lets the run go on later.
 
     Example: atoll run stop --reason "the loss is where it should be"
     """
@@ -250,6 +250,9 @@ def rollback(round: int, believe: str, reason: str, directory: Path | None) -> N
 def extend(rounds: int, reason: str, directory: Path | None) -> None:
     """Add N rounds to the run. Its learning rate goes on from where it is, without a jump.
 
+    A finished or stopped run goes on too: nodes that have ended join again by 'atoll node start'. Where the
+    schedule is over, the learning rate stays at its end; amend inner.final_fraction for another one.
+
     Example: atoll run extend 50
     """
     from protocol.v1 import operator_pb2 as pb
@@ -266,9 +269,10 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
     """Change rules of the run from the next round on, on all nodes.
 
     KEY is a table and a key of run.toml. What can change: run.rounds, run.min_nodes, inner.steps,
-    inner.learning_rate, inner.muon_learning_rate, outer.learning_rate, outer.merge, outer.screening,
-    evaluation.every_rounds, evaluation.go_back, and deadlines. run.toml stays as it is. All else can change
-    in a fork: 'atoll node fork' on a machine that trains.
+    inner.learning_rate, inner.muon_learning_rate, inner.final_fraction, outer.learning_rate, outer.merge,
+    outer.screening, outer.audit, evaluation.every_rounds, evaluation.go_back, exchange.uplink,
+    exchange.downlink, and deadlines. run.toml stays as it is. All else can change in a fork: 'atoll node
+    fork' on a machine that trains.
 
     \b
     Example:

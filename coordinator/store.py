@@ -297,14 +297,16 @@ class Store:
     def undone_after(self, round_number: int, *, num_fragments: int) -> Undone:
         """What going back to the state after a round undoes, and what was known then. For a thread aside."""
         with self._database.reading_aside() as connection:
-            later = round_rows.commits_after(connection, round_number, 1 << 60)
             return Undone(
-                commits=tuple(
-                    replace(convert.commit_from_wire(commit), signature=b"") for commit in later
-                ),
+                commits=_whole_commits_after(connection, round_number),
                 recent=_recent_rounds(connection, last=round_number),
                 norms=_norms(connection, num_fragments, last=round_number),
             )
+
+    def whole_commits_after(self, round_number: int) -> tuple[Commit, ...]:
+        """Those that are kept whole, unsigned, oldest first. For a thread aside."""
+        with self._database.reading_aside() as connection:
+            return _whole_commits_after(connection, round_number)
 
     def latest_rounds(self, limit: int) -> tuple[ClosedRound, ...]:
         """The latest closed rounds that are kept whole, newest first."""
@@ -441,6 +443,11 @@ class Store:
         """The invite that the node joined with; empty for one that never did, as in a simulation."""
         enrolled = self._enrolled.get(node_id)
         return "" if enrolled is None else enrolled.invite_id
+
+
+def _whole_commits_after(connection: sqlite3.Connection, round_number: int) -> tuple[Commit, ...]:
+    later = round_rows.commits_after(connection, round_number, 1 << 60)
+    return tuple(replace(convert.commit_from_wire(commit), signature=b"") for commit in later)
 
 
 def _recent_rounds(

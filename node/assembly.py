@@ -4,10 +4,12 @@ Importing it takes a second: the codecs' compiler comes with it, torch does not.
 before.
 """
 
+import asyncio
 import os
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -21,7 +23,7 @@ from node.duties.times import ExchangeTime, Meters
 from node.exchange.codecs.codec import Tiles, threads_beside
 from node.exchange.codecs.compiled import remove_unused_kernels
 from node.exchange.codecs.registry import measured_speed
-from node.exchange.outer import Outer, merging_of
+from node.exchange.outer import Outer, codecs_in_force, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
@@ -62,12 +64,13 @@ from node.owner import why_paused
 from node.records import Records
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
+from protocol.run.amendments import changes_codecs
 from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
-from protocol.trust.rulings import RulingVerifier
+from protocol.trust.rulings import Ruling, RulingVerifier
 from protocol.wire.wire_count import WireCounts
 
 log = structlog.get_logger()
@@ -127,7 +130,7 @@ async def run_daemon(start: NodeStart, hardware: Hardware, signals: StopSignals)
         folder, settings, spec, layout, history=history, num_ranks=len(ranks.devices)
     )
     records.require_room()
-    await prepare_kernels(spec)
+    await prepare_kernels(rulings.in_force)
     shared = SharedVectors.create(layout.num_elements, layout.largest_fragment)
     try:
         # What has views of the shared memory begins and ends in there.
@@ -162,7 +165,9 @@ async def _run_in(
         version=metadata.version("atoll"),
         mesh=_mesh_in_words(ranks),
         congestion_control=congestion_control() or "",
-        exchange_speed=await in_thread(partial(measured_speed, spec, outer.uplink.tiles)),
+        exchange_speed=await in_thread(
+            partial(measured_speed, rulings.in_force, outer.uplink.tiles)
+        ),
     )
     asks_router = settings.asks_router(start.credentials.host)
     transport = Libp2pTransport(
@@ -210,9 +215,30 @@ async def _run_in(
     with signals.draining(daemon.drain, seconds=settings.drain_within):
         async with (
             usage.watched(),
+            _kernels_follow(rulings),
             own_metrics(settings.metrics, facts, daemon.vitals, lambda: daemon.called),
         ):
             return await daemon.run()
+
+
+@asynccontextmanager
+async def _kernels_follow(rulings: KeptRulings) -> AsyncIterator[None]:
+    """Gets codecs ready when an amendment names them: their round comes after the one in flight."""
+    preparing: set[asyncio.Task[None]] = set()
+
+    def prepare(news: Sequence[Ruling]) -> None:
+        if any(map(changes_codecs, news)):
+            task = asyncio.create_task(prepare_kernels(rulings.in_force))
+            preparing.add(task)
+            task.add_done_callback(preparing.discard)
+
+    rulings.on_taken = prepare
+    try:
+        yield
+    finally:
+        for task in preparing:
+            task.cancel()
+        await asyncio.gather(*preparing, return_exceptions=True)
 
 
 def _outer_at_start(
@@ -233,8 +259,9 @@ def _outer_at_start(
     tiles = Tiles(_threads_beside(ranks))
     kept = disk.snapshots.load_newest(spec.digest(), layout.summary().digest)
     keep_run(start.folder, spec)  # only now: what is there may be snapshots of another run
+    momentum = None
     if kept is None:
-        _fill_first_weights(spec, weights, shared.parameters, tiles.num_threads)
+        momentum = _fill_first_weights(spec, weights, shared.parameters, tiles.num_threads)
     outer = Outer.of_run(
         spec,
         layout=layout,
@@ -244,7 +271,9 @@ def _outer_at_start(
         node_id=start.identity.node_id,
         identity=start.identity,
         sent=disk.sent,
+        momentum=momentum,
     )
+    outer.codecs_in = codecs_in_force(rulings.spec_in, tiles)
     outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
     outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
     outer.compile_kernels()
@@ -281,18 +310,22 @@ def _mesh_in_words(ranks: _Ranks) -> str:
 
 def _fill_first_weights(
     spec: RunSpec, weights: Path | None, parameters: Vector, num_threads: int
-) -> None:
-    """The weights of round 0: from the file, from the seed, or none yet, until a peer gives them."""
+) -> Vector | None:
+    """The weights of round 0: from the file, from the seed, or none yet, until a peer gives them.
+
+    Returns the momentum that comes with them, in a fork that goes on with it.
+    """
     if weights is not None:
         log.info("reading the first weights", file=str(weights))
-        read_first(weights, spec, parameters)
-    elif spec.first_digest is None:
+        return read_first(weights, spec, parameters)
+    if spec.first_digest is None:
         log.info("drawing the initial weights", elements=len(parameters))
         initial_parameters(spec, num_threads=num_threads, out=parameters)
     else:
         log.info(
             "the first weights come from a node that has them", digest=spec.first_digest.hex()[:12]
         )
+    return None
 
 
 async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:

@@ -445,12 +445,21 @@ def snapshots(folder: Path | None, is_json: bool) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help="A new folder for the new run's file and weights.",
 )
+@click.option(
+    "--keep-progress",
+    is_flag=True,
+    help="Go on with the outer momentum, the schedule, the token clock and the samples of the run.",
+)
 @DIRECTORY
-def fork(round: int, to: Path, folder: Path | None) -> None:
+def fork(round: int, to: Path, folder: Path | None, keep_progress: bool) -> None:
     """Write what a new run is made of that begins with the weights after ROUND of this node's run.
 
     FOLDER gets run.toml with the rules that were in force, which may all be changed, description.json, and
     the weights in first.safetensors. This node must keep a snapshot of ROUND, and may be running or not.
+
+    Rounds, schedule and samples of the new run begin anew. With --keep-progress they go on from ROUND, as do
+    the token clock and the outer optimizer's momentum; the coordinator must answer. What nodes owe and what
+    inner optimizers have learnt begins anew in any case.
 
     \b
     Example:
@@ -465,8 +474,20 @@ def fork(round: int, to: Path, folder: Path | None) -> None:
     model = kept_model(home, round)
     from node.models.forking import RUN_FILE, fork
 
-    spec = fork(model, home, to)
+    told = None
+    if keep_progress:
+        from protocol.terminal.query import StatusLink
+
+        with StatusLink(home) as link:
+            told = link.round(round, wants_books=True)
+    spec = fork(model, home, to, told=told)
     click.echo(f"wrote run {spec.run.name!r} with the weights after round {round} to {to}")
+    if told is not None:
+        begun = spec.beginning
+        click.echo(
+            f"it goes on at {begun.progress:.1%} of the schedule and {begun.tokens:,} tokens, with the outer "
+            f"momentum and the samples that are left; {spec.run.rounds} rounds are to come"
+        )
     click.echo(f"next: change {to / RUN_FILE} as you like, then on the coordinator's machine")
     click.echo(f"  atoll init NEWDIR --run {to / RUN_FILE}")
 

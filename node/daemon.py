@@ -36,7 +36,7 @@ from node.owner import LOOK_SECONDS
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import NOBODY, ServiceManager
-from protocol.trust.rulings import RulingKind, SignedRuling, in_words, moved_to
+from protocol.trust.rulings import RulingKind, SignedRuling, in_words, moved_to, sets_rounds
 from protocol.wire.channel import retried
 from protocol.wire.messages import (
     AuditAsked,
@@ -484,6 +484,8 @@ class Daemon:
                     log.info("ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
                     if ruling.kind is RulingKind.ROLLED_BACK:
                         self._duties.go_back(ruling)
+                    if sets_rounds(ruling):
+                        self._duties.go_on(self._rulings.last_round)
                     if (address := moved_to(ruling)) is not None:
                         self._link.moves_to(address)
             case ParticipantsIdle(round=round, node_ids=late) if self._facts.node_id in late:

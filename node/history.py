@@ -11,7 +11,7 @@ them.
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -174,6 +174,8 @@ class KeptRulings:
         self._signed: tuple[SignedRuling, ...] = ()
         self.rulings: tuple[Ruling, ...] = ()
         """All of them, in order."""
+        self.on_taken: Callable[[tuple[Ruling, ...]], None] = lambda news: None
+        """Hears of those that are news."""
         # Validating a run file takes milliseconds, and the same few rounds are asked for again and again.
         self._in_force = lru_cache(maxsize=8)(
             lambda round: in_force(spec, self.rulings, round=round)
@@ -236,7 +238,9 @@ class KeptRulings:
             self._file.append(_frames_of(news), is_forced=True)
         self._verifier = verifier
         self._keep(kept)
-        return tuple(signed.ruling for signed in news)
+        taken = tuple(signed.ruling for signed in news)
+        self.on_taken(taken)
+        return taken
 
     def _keep(self, signed: Sequence[SignedRuling]) -> None:
         self._signed = tuple(signed)
@@ -262,6 +266,16 @@ class KeptRulings:
     def spec_in(self, round: int) -> RunSpec:
         """The run's rules in a round."""
         return self._in_force(round)
+
+    @property
+    def in_force(self) -> RunSpec:
+        """The run's rules after all rulings: those of the rounds to come."""
+        return self._in_force(None)
+
+    @property
+    def last_round(self) -> int:
+        """Of the run, by all that was amended."""
+        return self.in_force.run.rounds
 
     def check_commit(self, commit: Commit) -> None:
         """Raises BadDataError for a commit that the run's coordinator did not sign."""

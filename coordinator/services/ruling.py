@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import structlog
 
-from coordinator.config import Home, rules_of
+from coordinator.config import Home, rules_in_force, rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
@@ -23,6 +23,7 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.going_back import HistoryMovedError
 from coordinator.swarm.state import Alarm
+from coordinator.swarm.steering import next_round
 from protocol.errors import (
     AtollError,
     BadDataError,
@@ -31,7 +32,14 @@ from protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from protocol.run.amendments import Changes, amended, in_force
+from protocol.run.amendments import (
+    Changes,
+    amended,
+    in_force,
+    refuse_at_rest,
+    span_of,
+    with_versions,
+)
 from protocol.run.run_spec import RunSpec
 from protocol.trust.evidence import Equivocation, Evidence
 from protocol.trust.rulings import (
@@ -131,29 +139,42 @@ class Rulings:
     async def amend(self, changes: Changes, *, more_rounds: int, reason: str) -> Ruling:
         """Amends the run's rules from the next round on; see protocol.run.amendments for what it raises."""
         async with self._turn:
-            spec = in_force(self._run, self.all)
+            state, spec = self._driver.state, in_force(self._run, self.all)
             if more_rounds:
                 if "run.rounds" in dict(changes):
                     raise UsageError(
                         "the rounds are given twice",
                         next_step="extend the run, or amend run.rounds",
                     )
-                changes = (*changes, ("run.rounds", spec.run.rounds + more_rounds))
+                # Those until its end, where the run was stopped before its file's last round.
+                changes = (*changes, ("run.rounds", state.rules.total_rounds + more_rounds))
             if not changes:
                 raise UsageError(
                     "nothing is amended", next_step="'atoll run amend run.rounds=200', for example"
                 )
             becomes = amended(spec, changes)
-            if becomes == spec:
+            rules = rules_of(becomes, began=self._run)
+            if becomes == spec and rules.total_rounds == state.rules.total_rounds:
                 raise UsageError(
                     "the run has these values already", next_step="'atoll status' shows the run"
                 )
-            rules = rules_of(becomes)
+            if rules.total_rounds > state.rules.total_rounds:
+                refuse_at_rest(becomes, progress=self._progress(becomes))
             return await self._make(
                 self.event(
-                    RulingKind.AMENDED, changes=tuple(sorted(changes)), rules=rules, reason=reason
+                    RulingKind.AMENDED,
+                    changes=tuple(sorted(with_versions(changes))),
+                    rules=rules,
+                    reason=reason,
                 )
             )
+
+    def _progress(self, spec: RunSpec) -> float:
+        """How far the schedule is where the next round begins; 1 is its end."""
+        state, total_tokens = self._driver.state, spec.inner.total_tokens
+        if total_tokens is not None:
+            return state.token_clock / total_tokens
+        return span_of(self._run, self.all, next_round(state)).begin
 
     async def go_back(
         self,
@@ -279,7 +300,7 @@ class Rulings:
             while lacking and follows(lacking[0], chain[-1] if chain else None):
                 chain.append(lacking.pop(0))
             if news := tuple(chain[len(self.all) :]):
-                rules = rules_of(in_force(self._run, chain))
+                rules = rules_in_force(self._run, chain)
                 undone = await self._undone_by(news)
                 event = RulingsLearned(rulings=news, rules=rules, undone=undone)
                 await self._driver.apply(event, session=session)
@@ -325,7 +346,7 @@ class Rulings:
             return
         try:
             is_amending = ruling.kind is RulingKind.AMENDED
-            rules = rules_of(in_force(self._run, (*self.all, ruling))) if is_amending else None
+            rules = rules_in_force(self._run, (*self.all, ruling)) if is_amending else None
             event = Ruled(
                 kind=ruling.kind,
                 by=ruling.by,

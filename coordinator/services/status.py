@@ -15,7 +15,8 @@ from coordinator.services.answering import Context, Gate, answered, answered_whe
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.swarm.books import recent_screening
 from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
-from coordinator.swarm.ledger import free_again, num_reached, num_samples_of
+from coordinator.swarm.going_back import books_after
+from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, used_up
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.punching import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
@@ -37,6 +38,9 @@ from protocol.wire.rounds import CorpusSummary, Digest, NodeId
 DEFAULT_ROUNDS = 20
 MAX_ROUNDS = 4000
 """More than a database has figures of, for runs of up to 100 million rounds."""
+
+MOST_TRIES = 3
+"""A round may be closed while the database is asked for the commits before."""
 
 MOST_LOSSES = 2000
 """Held-out losses in an answer: the newest half of them, and of those before as many, evenly spread."""
@@ -170,7 +174,10 @@ class StatusDesk:
         if times is None:
             times = await self._driver.aside(lambda: self._past.kept_times(number))
         if current is not None and current.number == number:
-            return open_round(state, current, figures, times, now=self._driver.clock.now())
+            told = open_round(state, current, figures, times, now=self._driver.clock.now())
+            if request.wants_books:
+                await self._add_books(told, number)
+            return told
         written = next((one for one in state.written if one.round == number), None)
         if figures is None and written is not None:
             figures = pb.RoundSummary(
@@ -184,7 +191,21 @@ class StatusDesk:
         told = closed_round(state, figures, closed, times)
         if written is not None:
             told.written.CopyFrom(written_to_wire(state, written, self._prompts))
+        if request.wants_books:
+            await self._add_books(told, number)
         return told
+
+    async def _add_books(self, told: pb.GetRoundResponse, round: int) -> None:
+        """What was counted after a round, where all commits since are kept."""
+        for _ in range(MOST_TRIES):
+            state = self._driver.state
+            later = await self._driver.aside(lambda: self._driver.store.whole_commits_after(round))
+            books = books_after(state, round, later)
+            if books is not None:
+                token_clock, ledger = books
+                told.books_after.token_clock = token_clock
+                told.books_after.used_up.extend(used_up(ledger))
+                return
 
     def run_status(self) -> pb.RunStatus:
         """The run alone, with all held-out losses that an answer has room for."""

@@ -13,7 +13,7 @@ from coordinator.swarm.agreement import judge
 from coordinator.swarm.books import unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Ruled, Undone
-from coordinator.swarm.ledger import end_ahead, settle
+from coordinator.swarm.ledger import Ledger, end_ahead, settle
 from coordinator.swarm.reach_back import is_in_reach, possible_in_words, saying_so
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.turn import Turn, name_of, present_members
@@ -110,10 +110,7 @@ def go_back(turn: Turn, ruling: Ruling, undone: Undone | None) -> None:
     commits = [] if undone is None else undone.commits
     gone = [commit for commit in commits if round < commit.round <= state.committed_round]
     if undone is not None and gone and gone[0].incarnation < ruling.incarnation:
-        state = _without_open_round(state)
-        for commit in reversed(gone):
-            state = unbook(state, commit)
-            state = replace(state, ledger=settle(state.ledger, commit.assignments, {}))
+        state = _unbooked(_without_open_round(state), gone)
         state = replace(
             without_evaluations_since(state, round + 1),
             members={
@@ -138,6 +135,27 @@ def go_back(turn: Turn, ruling: Ruling, undone: Undone | None) -> None:
     turn.state = state
     for member in present_members(state):
         judge(turn, member.node_id, is_news=True)
+
+
+def books_after(
+    state: SwarmState, round: int, commits: Sequence[Commit]
+) -> tuple[int, Ledger] | None:
+    """The token clock and the ledger as they were after a round, with nothing leased.
+
+    None unless `commits` are of all rounds since; later ones than the state knows do not matter.
+    """
+    gone = [commit for commit in commits if commit.round <= state.committed_round]
+    if [commit.round for commit in gone] != [*range(round + 1, state.committed_round + 1)]:
+        return None
+    state = _unbooked(_without_open_round(state), gone)
+    return state.token_clock, replace(state.ledger, leased=())
+
+
+def _unbooked(state: SwarmState, commits: Sequence[Commit]) -> SwarmState:
+    for commit in reversed(commits):
+        state = unbook(state, commit)
+        state = replace(state, ledger=settle(state.ledger, commit.assignments, {}))
+    return state
 
 
 def _is_newest(state: SwarmState, commit: Commit) -> bool:

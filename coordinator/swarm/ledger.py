@@ -226,6 +226,24 @@ def committed_samples(commit: Commit, *, batch: int) -> Mapping[NodeId, int]:
     return {node_id: count // batch * batch for node_id, count in samples.items()}
 
 
+def used_up(ledger: Ledger) -> tuple[int, ...]:
+    """Places that are not to be leased any more, as a first place and the one after the last, in turns."""
+    pieces = _merged((*ledger.committed, *_without(ledger.skipped, ledger.committed)))
+    return tuple(place for piece in pieces for place in (piece.first, piece.end))
+
+
+def trained_already(places: Sequence[int]) -> Ledger:
+    """A new run's ledger, where another run has trained these places, as `used_up` has them."""
+    pieces = tuple(
+        Places(first=first, end=end) for first, end in zip(places[::2], places[1::2], strict=True)
+    )
+    frontiers: dict[int, int] = {}
+    for piece in pieces:
+        book = book_of(piece.first)
+        frontiers[book] = max(frontiers.get(book, 0), piece.end)
+    return Ledger(committed=pieces, frontiers=frontiers)
+
+
 def ledger_of(
     closed: Iterable[tuple[Sequence[Assignment], Commit]],
     in_flight: Sequence[Assignment],

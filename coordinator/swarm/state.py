@@ -369,6 +369,8 @@ class Rules:
     watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.canary
     bounds_results: bool = True  # whether no result moves the model by much more than others did
     audited_share: float = 0.0  # of slices and contributors, drawn when they are committed
+    tokens_before: int = 0  # on the token clock where the run begins, as a fork's does
+    trained_before: tuple[int, ...] = ()  # places: the first, the one after the last, and so on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

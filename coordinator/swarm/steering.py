@@ -16,12 +16,14 @@ from coordinator.swarm.withdrawal import refuse_withdrawal, withdrawn
 from protocol.errors import UsageError
 from protocol.trust.rulings import (
     ABOUT_NODES,
+    ROUNDS,
     Ruling,
     RulingKind,
     digest_of,
     follows,
     in_words,
     owned_invite,
+    sets_rounds,
     withdraws,
 )
 from protocol.wire.messages import RulingsTold
@@ -67,7 +69,7 @@ def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
             _take(turn, ruling, None)
             news.append(ruling)
     if news:
-        turn.state = replace(turn.state, rules=_rules_after(turn.state, event.rules))
+        turn.state = _opened(replace(turn.state, rules=_rules_after(turn.state, event.rules)))
         turn.act(Tell(message=RulingsTold(rulings=tuple(news))))
     for ruling in news:
         if ruling.kind is RulingKind.ROLLED_BACK:
@@ -94,10 +96,10 @@ def _from_round(state: SwarmState, event: Ruled) -> int:
         return event.from_round
     if event.kind is RulingKind.KEYED:  # what is committed already bears the key before
         return state.committed_round + 1
-    return _next_round(state) if event.kind in _OF_ROUNDS else 0
+    return next_round(state) if event.kind in _OF_ROUNDS else 0
 
 
-def _next_round(state: SwarmState) -> int:
+def next_round(state: SwarmState) -> int:
     """The first round that no node knows a plan of."""
     current = state.open_round
     return 1 + (state.committed_round if current is None else current.number)
@@ -106,7 +108,8 @@ def _next_round(state: SwarmState) -> int:
 def _take(turn: Turn, ruling: Ruling, rules: Rules | None) -> None:
     turn.state = _noted(turn.state, ruling)
     if rules is not None or ruling.kind is RulingKind.STOPPED:
-        turn.state = replace(turn.state, rules=_rules_after(turn.state, rules or turn.state.rules))
+        rules = _rules_after(turn.state, rules or turn.state.rules)
+        turn.state = _opened(replace(turn.state, rules=rules))
     reason = f"{ruling.by} decided: {in_words(ruling)}"
     match ruling.kind:
         case RulingKind.EXPELLED:
@@ -129,6 +132,8 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
             return replace(state, paused=None, alarm=None)
         case RulingKind.STOPPED:
             return replace(state, paused=None, stopped=ruling, alarm=None)
+        case RulingKind.AMENDED if sets_rounds(ruling):
+            return replace(state, stopped=None)
         case RulingKind.ROLLED_BACK:
             alarm, round = state.alarm, ruling.from_round - 1
             if alarm is not None and (alarm.round is None or alarm.round >= round):
@@ -153,6 +158,13 @@ def _rules_after(state: SwarmState, rules: Rules) -> Rules:
     if state.stopped is None:
         return rules
     return replace(rules, total_rounds=state.stopped.from_round - 1)
+
+
+def _opened(state: SwarmState) -> SwarmState:
+    """Nothing of an end is left where more rounds are to come; nodes that have gone home may come back."""
+    if state.committed_round >= state.rules.total_rounds:
+        return state
+    return replace(state, is_finished=False, finished_at=None, end_waits_until=None)
 
 
 def _refuse(state: SwarmState, event: Ruled) -> None:
@@ -185,23 +197,15 @@ def _refuse_of_node(state: SwarmState, event: Ruled) -> None:
 
 
 def _refuse_of_run(state: SwarmState, event: Ruled) -> None:
-    if state.is_finished:
-        raise UsageError(
-            f"the run is finished since round {state.committed_round}, so nothing of it can be changed",
-            next_step="'atoll export' writes the model out; a new run may begin with its weights",
-        )
-    if state.stopped is not None:
-        raise UsageError(
-            f"the run is being stopped: round {state.stopped.from_round - 1} is its last",
-            next_step=_SEE_STATUS,
-        )
+    if not _adds_rounds(state, event):
+        _refuse_at_end(state)
     if event.kind is RulingKind.PAUSED and state.paused is not None:
         raise UsageError(
             "the run is paused already", next_step="'atoll run resume' lets rounds open again"
         )
     if event.kind is RulingKind.RESUMED and state.paused is None:
         raise UsageError("the run is not paused", next_step=_SEE_STATUS)
-    if event.kind is RulingKind.STOPPED and _next_round(state) == 1:
+    if event.kind is RulingKind.STOPPED and next_round(state) == 1:
         raise UsageError(
             "no round has begun, so there is nothing to stop",
             next_step="end the coordinator with Ctrl-C, and each node likewise",
@@ -213,10 +217,30 @@ def _refuse_of_run(state: SwarmState, event: Ruled) -> None:
     if event.kind is RulingKind.WITHDRAWN:
         refuse_withdrawal(state, event.incarnation)
     rules = event.rules
-    if rules is not None and rules.total_rounds < _next_round(state) - 1:
+    if rules is not None and rules.total_rounds < next_round(state) - 1:
         raise UsageError(
             f"run.rounds = {rules.total_rounds} is less than the rounds that have begun",
             next_step="'atoll run stop' ends the run after the round in flight",
+        )
+
+
+def _adds_rounds(state: SwarmState, event: Ruled) -> bool:
+    """Whether it gives the run rounds after those that have begun: it opens one that is over."""
+    is_about = event.kind is RulingKind.AMENDED and ROUNDS in dict(event.changes)
+    return is_about and event.rules is not None and event.rules.total_rounds >= next_round(state)
+
+
+def _refuse_at_end(state: SwarmState) -> None:
+    if state.is_finished:
+        raise UsageError(
+            f"the run is finished since round {state.committed_round}",
+            next_step="'atoll run extend N' opens it again for N more rounds; "
+            "'atoll export' writes the model out",
+        )
+    if state.stopped is not None:
+        raise UsageError(
+            f"the run is being stopped: round {state.stopped.from_round - 1} is its last",
+            next_step="'atoll run extend N' lets it go on for N more rounds",
         )
 
 

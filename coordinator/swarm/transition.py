@@ -43,7 +43,7 @@ from coordinator.swarm.learning import (
     tell_learned,
     tell_when_all_is_learned,
 )
-from coordinator.swarm.ledger import skip
+from coordinator.swarm.ledger import skip, trained_already
 from coordinator.swarm.membership import (
     applied,
     attach,
@@ -102,7 +102,13 @@ class Transition:
 
 def initial_state(rules: Rules, run_digest: Digest) -> SwarmState:
     """A run that no node has attached to yet."""
-    return SwarmState(rules=rules, run_digest=run_digest, outer_digest=rules.first_digest)
+    return SwarmState(
+        rules=rules,
+        run_digest=run_digest,
+        outer_digest=rules.first_digest,
+        token_clock=rules.tokens_before,
+        ledger=trained_already(rules.trained_before),
+    )
 
 
 def step(state: SwarmState, event: Event, now: float) -> Transition:

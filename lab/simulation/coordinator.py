@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
 from coordinator.clock import LoopClock
-from coordinator.config import rules_of
+from coordinator.config import rules_in_force
 from coordinator.database import DATABASE_NAME
 from coordinator.driver import Driver
 from coordinator.services.ruling import Rulings
@@ -25,7 +25,6 @@ from coordinator.swarm.state import SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
-from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import RulingVerifier
 from protocol.trust.signing import CommitSigner
@@ -127,10 +126,10 @@ class SimulatedCoordinator:
     def begin(self, store: Store) -> None:
         """Serves what the store holds."""
         self.store = store
-        amended = in_force(self._spec, (signed.ruling for signed in store.rulings()))
+        rules = rules_in_force(self._spec, (signed.ruling for signed in store.rulings()))
         self.driver = Driver(
             state=replace(
-                store.load(rules_of(amended), self._spec.digest()),
+                store.load(rules, self._spec.digest()),
                 audit_secret=self._signer.audit_secret(self._spec.digest()),
             ),
             store=store,

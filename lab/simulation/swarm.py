@@ -30,8 +30,9 @@ from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
 from node.disk.round_folder import Retention
 from node.disk.snapshots import SnapshotWriting
 from node.duties.times import Meters
+from node.exchange.codecs.codec import ONE_THREAD
 from node.exchange.giving import HeldResults
-from node.exchange.outer import Outer, merging_of
+from node.exchange.outer import Outer, codecs_in_force, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.heavy import in_place
@@ -379,6 +380,7 @@ class SimulatedNode:
             path=None if self._disk is None else self._disk / "rulings",
             verifier=self._coordinator.verifier,
         )
+        self.outer.codecs_in = codecs_in_force(rulings.spec_in, ONE_THREAD)
         self.outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
         self.outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
         history = History(None if self._disk is None else self._disk / "history")

@@ -140,6 +140,17 @@ class Duties:
         if self._finished is not None and self._limit is not None:
             self._limit.reschedule(asyncio.get_running_loop().time() + FINISH_SECONDS)
 
+    def go_on(self, last_round: int) -> None:
+        """The run has rounds up to this one: an end before is none any more."""
+        if self._finished is not None and self._finished.round < last_round:
+            log.info("the run goes on: it was extended", from_round=self._finished.round + 1)
+            self._forget_end()
+
+    def _forget_end(self) -> None:
+        self._finished = None
+        if self._limit is not None:
+            self._limit.reschedule(None)
+
     def decided(self, round: int) -> None:
         """A round is committed: training for it on would only keep this node from the next one.
 
@@ -250,26 +261,31 @@ class Duties:
     async def _has_final_state(self, finished: RunFinished) -> bool:
         """Takes over the final state, however often it must be asked for; the limit ends that.
 
-        False when the run goes on: the coordinator had closed the last round without its nodes, from
-        an older copy of its database, and has taken over the commit that this node or another holds.
+        False when the run goes on: it was extended, or the coordinator had closed the last round without
+        its nodes, from an older copy of its database, and has taken over the commit that this node or
+        another holds.
         """
         asked = 0
-        await self._catch_up(finished.round)
-        while not self._holds(finished):
+        if self._finished == finished:
+            await self._catch_up(finished.round)
+        while self._finished == finished and not self._holds(finished):
             self._doing = "refetching"
             if await self._exchange.refetch(finished.round, finished.outer_digest):
                 await self._adopted()
                 if not self._holds(finished):
                     log.warning("the run goes on: its end was taken back", round=finished.round)
-                    if self._finished == finished and self._limit is not None:
-                        self._finished = None
-                        self._limit.reschedule(None)
+                    if self._finished == finished:
+                        self._forget_end()
                     return False
             else:
                 asked += 1
                 await self._patience.pause(asked, first_seconds=REFETCH_PAUSE_SECONDS)
                 await self._catch_up(finished.round)
+        if self._trained is not None and self._trained.tokens > 0:  # for the day it is extended
+            await self._island.keep(self.last_planned_round, is_last=True)
         await self.saved()
+        if self._finished != finished:
+            return False
         log.info("run finished", round=finished.round, why=finished.reason)
         return True
 
@@ -367,6 +383,7 @@ class Duties:
             progress_end=span.end,
             rate_factor=inner.learning_rate / was.learning_rate,
             muon_rate_factor=inner.muon_peak_rate / was.muon_peak_rate,
+            final_fraction=inner.final_fraction,
         )
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:

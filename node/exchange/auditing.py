@@ -263,13 +263,14 @@ class Auditor:
             raise NotGivenError("its report is not the one that it has signed with its result")
         named = zip(asked.reduced.contributors, asked.reduced.contributions, strict=True)
         places = asyncio.Semaphore(INPUTS_AT_ONCE)
+        uplink = self.outer.codecs_in(asked.round).uplink
 
         async def given(node_id: NodeId, digest: bytes) -> Payload:
             want = WantInput(
                 round=asked.round, slice_index=part.index, contributor_id=node_id, digest=digest
             )
             async with places:
-                payload = await self._fetched(want, self.outer.uplink.most_bytes(part.num_elements))
+                payload = await self._fetched(want, uplink.most_bytes(part.num_elements))
             self._check(payload.header)
             return payload
 
@@ -281,7 +282,7 @@ class Auditor:
             slice=part,
             contributions={payload.header.sender_id: payload for payload in contributions},
             late=frozenset(asked.reduced.late),
-            uplink=self.outer.uplink,
+            uplink=uplink,
             context=self.rules.context,
             attempt=asked.attempt,
         )
@@ -300,7 +301,8 @@ class Auditor:
 
     def _check(self, header: PayloadHeader) -> None:
         """Raises NotGivenError unless it is a contribution of this very slice, signed by its maker."""
-        why = self.donors.forgery(header) or misfit(header, self.slice, self.outer.uplink)
+        uplink = self.outer.codecs_in(self.asked.round).uplink
+        why = self.donors.forgery(header) or misfit(header, self.slice, uplink)
         if not why and header.base_digest != self.inputs.plan.base_digest:
             why = f"the contribution of {header.sender_id} is from another state"
         if why:

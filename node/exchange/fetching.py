@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from node.exchange.codecs.codec import Codec, CodecError
+from node.exchange.codecs.codec import CodecError, Codecs
 from node.exchange.limits import Waits
 from node.exchange.round.admission import misfit
 from node.exchange.transport.transport import (
@@ -329,7 +329,7 @@ async def fetch_results(
     *,
     of: Donors,
     peers: Iterable[NodeId],
-    downlink: Codec,
+    codecs_in: Callable[[int], Codecs],
 ) -> None:
     """Fetches results from those of the peers that hold them, as far as they deliver; holders first.
 
@@ -338,7 +338,7 @@ async def fetch_results(
     """
 
     async def fetch(want: WantResult, peer: NodeId, heard: Callable[[], None]) -> Outcome:
-        outcome = wanted[want]
+        outcome, downlink = wanted[want], codecs_in(want.round).downlink
         max_body_bytes = downlink.most_bytes(outcome.num_elements)
         try:
             payload = await of.transport.fetch(

@@ -6,7 +6,7 @@ here is arithmetic on vectors: no I/O and no waiting.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,14 @@ import structlog
 
 from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
-from node.exchange.codecs.codec import ONE_THREAD, Codec, CodecError, Opened, Tiles
+from node.exchange.codecs.codec import (
+    ONE_THREAD,
+    Codec,
+    CodecError,
+    Codecs,
+    Opened,
+    Tiles,
+)
 from node.exchange.codecs.floats import round_to_bf16
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.mean import BlockSums, largest_norm, norm_of, weighted_sum
@@ -105,6 +112,17 @@ class OuterRules:
     merging: Merging = field(default_factory=Merging)
 
 
+def codecs_in_force(spec_in: Callable[[int], RunSpec], tiles: Tiles) -> Callable[[int], Codecs]:
+    """The codecs of a round, where amendments change them."""
+    named = lru_cache(maxsize=None)(partial(codec_named, tiles=tiles))
+
+    def codecs_in(round: int) -> Codecs:
+        exchange = spec_in(round).exchange
+        return Codecs(uplink=named(exchange.uplink), downlink=named(exchange.downlink))
+
+    return codecs_in
+
+
 class Outer:
     """Global parameters, momentum and what this node owes, at one round."""
 
@@ -116,16 +134,21 @@ class Outer:
         rules: OuterRules,
         owing: Owing,
         sender: Sender,
+        momentum: Vector | None = None,
     ) -> None:
-        """`owing` is of the same layout and parameters."""
+        """`owing` is of the same layout and parameters; with None the momentum is zero."""
         self.layout = layout
         self.layout_digest = layout.summary().digest
-        self.uplink = rules.uplink
+        self.uplink = rules.uplink  # of the run file, as this one
         self.downlink = rules.downlink
+        own = Codecs(uplink=rules.uplink, downlink=rules.downlink)
+        self.codecs_in: Callable[[int], Codecs] = lambda round: own
+        """Of a round: amendments change them. `of_run` has the run file's in all."""
         self._parameters = parameters
-        self._momentum: Vector = np.zeros_like(parameters)
+        self._momentum: Vector = np.zeros_like(parameters) if momentum is None else momentum
         self.owing = owing
         owing.before_change = self._before_change
+        owing.uplink_in = lambda round: self.codecs_in(round).uplink
         self.writing: SnapshotWriting | None = None
         """Of a snapshot that is being written: it hears of each change before it is made."""
         self._optimizer = rules.optimizer
@@ -136,7 +159,7 @@ class Outer:
         self._rate_scale = rules.rate_scale
         self._sender = sender
         self.node_id = sender.node_id
-        self._opened: dict[tuple[Digest, int], Opened] = {}  # results since the last commit
+        self._opened: dict[tuple[str, Digest, int], Opened] = {}  # results since the last commit
         self._missed: dict[
             NodeId, int
         ] = {}  # rounds in a row that did not take a participant's work
@@ -158,8 +181,9 @@ class Outer:
         identity: Identity | None = None,
         tiles: Tiles = ONE_THREAD,
         sent: SentLog | None = None,
+        momentum: Vector | None = None,
     ) -> "Outer":
-        """By the rules of a run file; `parameters` hold the initial weights. Heavy.
+        """By the rules of a run file; `parameters` and `momentum` are what it begins with. Heavy.
 
         `identity` signs what leaves here; peers of a real swarm take nothing without.
         """
@@ -193,7 +217,14 @@ class Outer:
             sender=sender,
             sent=sent,
         )
-        return cls(layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender)
+        return cls(
+            layout=layout,
+            parameters=parameters,
+            rules=rules,
+            owing=owing,
+            sender=sender,
+            momentum=momentum,
+        )
 
     @property
     def round(self) -> int:
@@ -238,8 +269,12 @@ class Outer:
         return moved
 
     def compile_kernels(self) -> None:
-        """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy."""
-        for codec in (self.uplink, self.downlink):
+        """Gets codecs and arithmetic ready, which takes seconds on a machine's first start. Heavy.
+
+        Those of the next round, and those that the run began with.
+        """
+        used = (self.uplink, self.downlink, *self.codecs_in(self.round + 1))
+        for codec in {codec.name: codec for codec in used}.values():
             compile_kernels(codec)
         compile_arithmetic(self._optimizer)
 
@@ -258,8 +293,8 @@ class Outer:
             carried=self.carried(part, fragment),
         )
         if result is not None:
-            payload = result.payload
-            self._opened[payload.header.body_digest, part.num_elements] = result.encoded
+            header = result.payload.header
+            self._opened[header.codec, header.body_digest, part.num_elements] = result.encoded
         return result
 
     def carried(self, part: Slice, fragment: int) -> Vector | None:
@@ -308,7 +343,7 @@ class Outer:
         carried: Vector | None,
     ) -> SliceResult | None:
         return reduction.result(
-            downlink=self.downlink,
+            downlink=self.codecs_in(reduction.plan.round).downlink,
             sender=sender,
             by=replace(by, missed=missed),
             carried=carried,
@@ -335,10 +370,11 @@ class Outer:
 
     def _open(self, payload: Payload) -> Opened:
         header = payload.header
-        key = header.body_digest, header.num_elements
+        downlink = self.codecs_in(header.round).downlink
+        key = downlink.name, header.body_digest, header.num_elements
         opened = self._opened.get(key)
         if opened is None:
-            opened = self.downlink.opened(payload.body, header.num_elements)
+            opened = downlink.opened(payload.body, header.num_elements)
             squares = BlockSums(header.num_elements)
             opened.each_tile(squares.take)
             if (norm := squares.norm()) != header.norm:

@@ -100,7 +100,8 @@ class Owing:
         self._layout = layout
         self._parameters = parameters
         self._published = published
-        self._uplink = uplink
+        self.uplink_in: Callable[[int], Codec] = lambda round: uplink
+        """What contributions to a round are encoded with."""
         self._sender = sender
         self._node_id = sender.node_id
         self._sent = sent or SentLog(None)
@@ -129,6 +130,9 @@ class Owing:
             # Other fragments were handed in since, in the same memory.
             self._published[: aside.published.size] = aside.published
         span = self._layout.fragments[fragment].span
+        if self.residual.goes_by(self.uplink_in(round)):
+            # What a coarse codec has left out is late work for one that sends all of it at once.
+            self._late_fragments.update(range(len(self._layout.fragments)))
         if fragment in self._late_fragments:
             self.before_change(span)
             rounds = self.residual.limit(
@@ -193,10 +197,9 @@ class Owing:
         Raises AlreadySignedError when this process has contributed something else by the same plan.
         """
         assert self.pending is not None, "accumulate comes first"
+        uplink = self.uplink_in(self.pending.round)
         with self._room(part.num_elements) as room:
-            encoded = self._uplink.encoded(
-                self.accumulated(part.start, part.num_elements, out=room)
-            )
+            encoded = uplink.encoded(self.accumulated(part.start, part.num_elements, out=room))
         payload = Payload.seal(
             kind=CONTRIBUTION,
             run_digest=self._sender.run_digest,
@@ -205,7 +208,7 @@ class Owing:
             slice_index=part.index,
             start=part.start,
             num_elements=part.num_elements,
-            codec=self._uplink.name,
+            codec=uplink.name,
             samples=samples,
             tokens=tokens,
             sender_id=self._node_id,

@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from node.exchange.codecs.codec import ONE_THREAD, Tiles
+from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles
 from node.exchange.codecs.compiled import kernel, read_only
 from node.exchange.mean import BlockSums
 from node.outer_state import Vector
+from protocol.run.run_spec import WANTS_FEEDBACK
 
 
 @kernel
@@ -93,6 +94,12 @@ class Residual:
     def values(self) -> Vector:
         """The whole residual [num_elements], canonical order. No copy: write to it to restore."""
         return self._values
+
+    def goes_by(self, uplink: Codec) -> bool:
+        """Contributions are encoded with this from now on; returns whether it leaves out less by far."""
+        was = self._needs_feedback
+        self._needs_feedback = uplink.name.partition("/")[0] in WANTS_FEEDBACK
+        return was and not self._needs_feedback
 
     def owed(
         self,

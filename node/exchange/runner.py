@@ -85,9 +85,7 @@ class RoundRunner:
         self._timer: asyncio.TimerHandle | None = None
         self._completed = asyncio.Event()
         self._lies_told: set[Slot] = set()
-        result_bytes = sum(
-            self._outer.downlink.most_bytes(part.num_elements) for part in plan.slices
-        )
+        result_bytes = sum(rules.downlink.most_bytes(part.num_elements) for part in plan.slices)
         self.state = opened(
             plan,
             rules,
@@ -350,7 +348,7 @@ class RoundRunner:
                         self._take_fetched,
                         of=self._donors,
                         peers=peers,
-                        downlink=self._outer.downlink,
+                        codecs_in=self._outer.codecs_in,
                     )
         finally:
             self.feed(FetchEnded(is_committed=fetch.is_committed))

@@ -212,8 +212,9 @@ class SpotChecks:
 
     def _put_half(self, half: Vector, given: Payload, result: Payload, size: int) -> None:
         try:
-            contributed = self._outer.uplink.decode(given.body, size)
-            merged = self._outer.downlink.decode(result.body, size)
+            codecs = self._outer.codecs_in(given.header.round)
+            contributed = codecs.uplink.decode(given.body, size)
+            merged = codecs.downlink.decode(result.body, size)
         except CodecError as error:
             raise NotGivenError(f"a body does not decode: {error}") from error
         np.subtract(contributed, merged, out=half)
@@ -229,6 +230,7 @@ class SpotChecks:
             contributor_id=asked.contributor_id,
             digest=outcome.contributions[place],
         )
+        uplink = self._outer.codecs_in(asked.round).uplink
         if part.reducer_id == self._outer.node_id:
             given = await self._heavy(partial(self._audits.supply, want, None))
         else:
@@ -236,7 +238,7 @@ class SpotChecks:
                 given = await self._donors.transport.fetch(
                     part.reducer_id,
                     want,
-                    max_body_bytes=self._outer.uplink.most_bytes(part.num_elements),
+                    max_body_bytes=uplink.most_bytes(part.num_elements),
                     timeout_seconds=asked.seconds,
                 )
             except (
@@ -248,9 +250,7 @@ class SpotChecks:
                 raise NotGivenError(f"{part.reducer_id} does not give it: {error}") from error
         if given is None:
             raise NotGivenError("what this node has reduced is not kept any more")
-        if why := self._donors.forgery(given.header) or misfit(
-            given.header, part, self._outer.uplink
-        ):
+        if why := self._donors.forgery(given.header) or misfit(given.header, part, uplink):
             raise NotGivenError(f"what {part.reducer_id} gives counts nothing: {why}")
         return given
 

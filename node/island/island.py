@@ -31,6 +31,9 @@ class InnerWork:
     progress_end: float = 0.0
     rate_factor: float = 1.0  # what amendments multiply the run file's learning rate by
     muon_rate_factor: float = 1.0
+    final_fraction: float | None = (
+        None  # of the peak, where the schedule ends; None: the run file's
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,9 @@ GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+MOMENTUM = "outer_momentum/"
+"""Before the names of tensors in a file with first weights: of the outer optimizer's momentum."""
+
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _COPY_AGAIN = "copy the whole folder of the model again"
 
@@ -270,24 +273,30 @@ def read_json(path: Path) -> dict[str, Any]:
     return dict(value)
 
 
-def digest_of_first(parameters: Vector) -> Digest:
-    """The digest of the outer state that begins with these weights: its momentum is zero."""
-    return outer_digest(parameters, np.zeros_like(parameters))
+def digest_of_first(parameters: Vector, momentum: Vector | None = None) -> Digest:
+    """The digest of the outer state that begins with these weights; with None its momentum is zero."""
+    return outer_digest(parameters, np.zeros_like(parameters) if momentum is None else momentum)
 
 
-def write_first(path: Path, layout: Layout, parameters: Vector) -> None:
-    """Writes the file; `parameters` are in canonical order. Raises OSError or SafetensorError."""
+def write_first(
+    path: Path, layout: Layout, parameters: Vector, momentum: Vector | None = None
+) -> None:
+    """Writes the file; vectors are in canonical order. Raises OSError or SafetensorError."""
     tensors = {
-        place.name: parameters[place.offset : place.offset + place.num_elements].reshape(
+        prefix + place.name: vector[place.offset : place.offset + place.num_elements].reshape(
             place.shape
         )
+        for prefix, vector in (("", parameters), (MOMENTUM, momentum))
+        if vector is not None
         for place in layout.places
     }
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def read_first(path: Path, spec: RunSpec, out: Vector) -> None:
+def read_first(path: Path, spec: RunSpec, out: Vector) -> Vector | None:
     """Fills `out` with the run's first weights, from the file or the transformers folder.
+
+    Returns the outer optimizer's momentum where the run begins with one, else None.
 
     Tensor by tensor, so that it takes no memory of its own. Raises NoInputError where there are none,
     BadDataError for tensors that the run does not have so, and ConfigError for other weights than
@@ -298,6 +307,7 @@ def read_first(path: Path, spec: RunSpec, out: Vector) -> None:
             f"run {spec.run.name!r} draws its first weights from its seed: --weights {path} has no effect",
             next_step="leave --weights out",
         )
+    momentum: Vector | None = None
     if (path / CONFIG).is_file():
         read_weights(path, spec, out)
     else:
@@ -309,8 +319,17 @@ def read_first(path: Path, spec: RunSpec, out: Vector) -> None:
                 f"{FIRST_WEIGHTS} of the folder that 'atoll init' made; or leave --weights out and fetch "
                 "them from a node that has them",
             )
-        read_tensors(tensors_in(file), spec, out, origin=file)
-    digest = digest_of_first(out)
+        stored = tensors_in(file)
+        kept = {
+            name.removeprefix(MOMENTUM): stored.pop(name)
+            for name in list(stored)
+            if name.startswith(MOMENTUM)
+        }
+        read_tensors(stored, spec, out, origin=file)
+        if kept:
+            momentum = np.empty_like(out)
+            read_tensors(kept, spec, momentum, origin=file)
+    digest = digest_of_first(out, momentum)
     if digest != spec.first_digest:
         raise ConfigError(
             f"{path} holds the weights {digest.hex()[:12]}, and run {spec.run.name!r} begins with "
@@ -318,3 +337,4 @@ def read_first(path: Path, spec: RunSpec, out: Vector) -> None:
             next_step="name what the run was made from, or leave --weights out and fetch them from a node "
             "that has them",
         )
+    return momentum

@@ -1,17 +1,17 @@
 """What of a run's rules may change between rounds, and what amendments make of them. Pure.
 
-The run file stays as it is, and so does its digest: it says which model, data and codecs the bytes on the
-wire are of, and amendments touch none of these. What is in force in a round is the run file with all
-amendments from that round or before.
+The run file stays as it is, and so does its digest: it says which model and data the bytes on the wire are
+of, and amendments touch none of these. What is in force in a round is the run file with all amendments from
+that round or before. Codecs are amended with their versions: all nodes must decode alike.
 """
 
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import ConfigError, UsageError
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_spec import CODEC_VERSIONS, RunSpec, validated
 from protocol.trust.rulings import Ruling, RulingKind, Scalar, withdraws
 
 Changes = tuple[tuple[str, Scalar], ...]
@@ -20,13 +20,16 @@ Changes = tuple[tuple[str, Scalar], ...]
 AMENDABLE = frozenset(
     {
         *("run.rounds", "run.min_nodes"),
-        *("inner.steps", "inner.learning_rate", "inner.muon_learning_rate"),
+        *("inner.steps", "inner.learning_rate", "inner.muon_learning_rate", "inner.final_fraction"),
         *("outer.learning_rate", "outer.merge", "outer.screening", "outer.audit"),
         *(f"deadlines.{key}" for key in ("train", "contribute", "commit", "apply", "lease")),
         *("deadlines.adapt", "deadlines.floor"),
         *("evaluation.every_rounds", "evaluation.go_back"),
+        *("exchange.uplink", "exchange.downlink"),
     }
 )
+
+_VERSIONS: Mapping[str, int] = {name: version for name, version in CODEC_VERSIONS.items()}  # noqa: C416 - any text may be looked up
 
 _WHY_NOT = {
     "run": "it says which run this is",
@@ -73,7 +76,7 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
         table, _, name = key.partition(".")
         if key not in AMENDABLE:
             raise _cannot(key, table, is_known=_is_known(tables, table, name))
-        tables[table][name] = value
+        tables[table][name] = _codec_of_this_release(key, value) if table == "exchange" else value
     if spec.inner.round_tokens is not None and any(key == "inner.steps" for key, _ in changes):
         raise UsageError(
             "inner.steps says nothing of this run: its nodes share [inner] round_tokens",
@@ -96,6 +99,46 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
             else "begin a new run with its weights: 'atoll node fork ROUND --to FOLDER'",
         )
     return becomes
+
+
+def changes_codecs(ruling: Ruling) -> bool:
+    """Whether a ruling has bytes of later rounds encoded otherwise."""
+    keys = dict(ruling.changes).keys()
+    return ruling.kind is RulingKind.AMENDED and any(key.startswith("exchange.") for key in keys)
+
+
+def with_versions(changes: Changes) -> Changes:
+    """The changes as they are ruled: codecs with the versions that this release speaks."""
+    return tuple(
+        (key, f"{value}/{version}")
+        if key.startswith("exchange.") and (version := _VERSIONS.get(str(value))) is not None
+        else (key, value)
+        for key, value in changes
+    )
+
+
+def _codec_of_this_release(key: str, value: Scalar) -> str:
+    """The codec's name alone. Raises UsageError for a version that this release does not speak."""
+    name, _, version = str(value).partition("/")
+    known = _VERSIONS.get(name)
+    if known is None or version not in ("", str(known)):
+        spoken = ", ".join(f"{codec}/{number}" for codec, number in CODEC_VERSIONS.items())
+        raise UsageError(
+            f"there is no codec {value!r} for {key} in this release",
+            next_step=f"it speaks {spoken}",
+        )
+    return name
+
+
+def refuse_at_rest(spec: RunSpec, *, progress: float) -> None:
+    """Raises UsageError where a schedule has ended at a rate of 0: more rounds would train nothing."""
+    inner = spec.inner
+    if progress >= 1 and inner.schedule != "constant" and inner.final_fraction == 0:
+        raise UsageError(
+            "the learning rate has fallen to its end, which is 0: more rounds would train nothing",
+            next_step=f"give it another end: 'atoll run amend run.rounds={spec.run.rounds} "
+            "inner.final_fraction=0.1'",
+        )
 
 
 def _is_known(tables: dict[str, Any], table: str, name: str) -> bool:
@@ -172,7 +215,7 @@ def span_of(spec: RunSpec, rulings: Iterable[Ruling], round: int) -> Span:
     Where that changes, what is left is stretched over the rounds that are left: the schedule goes on from
     where it is, without a jump.
     """
-    done, first, total = 0.0, 1, spec.run.rounds
+    done, first, total = spec.beginning.progress, 1, spec.run.rounds
     for from_round, ruling in _amendments(rulings):
         rounds = dict(ruling.changes).get("run.rounds")
         if rounds is None or from_round > round:

@@ -8,6 +8,7 @@ torch: coordinator and daemon know no more of a model than this.
 
 import difflib
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
@@ -263,11 +264,36 @@ FIRST_WEIGHTS = "first.safetensors"
 """Given first weights, beside a run's description, in a file as large as the model."""
 
 
+class Beginning(Section):
+    """What a fork goes on with of the run that it was made of: how far that had come, and its samples.
+
+    `progress` is that of the learning rate's schedule. `trained` are the places of the sample order that are
+    used up, as a first place and the one after the last, in turns.
+    """
+
+    round: Annotated[int, Field(ge=0)] = 0
+    progress: Annotated[float, Field(ge=0, le=1)] = 0.0
+    tokens: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    trained: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _trained_are_pieces_in_order(self) -> Self:
+        firsts, ends = self.trained[::2], self.trained[1::2]
+        rise = all(a < b for a, b in pairwise(self.trained))
+        if len(firsts) != len(ends) or not rise:
+            raise ValueError(
+                "trained is not first places and ends in turns, each above the one before"
+            )
+        return self
+
+
 class Description(Section):
     """What building a run's model has shown. It is part of the run: its digest covers it.
 
     Without `tensors` those of the decoder are meant. `first_digest` is that of the outer state that
     the run begins with, where it begins with given weights; else each node draws them from the seed.
+    It is of the canonical vector in `first_fragments` fragments, where that is said. `beginning` is of a fork
+    that goes on where its run was: then the file with the weights has the outer optimizer's momentum too.
     `frozen_digest` is that of the `num_frozen` values that are not trained. `activation_bytes` is what
     backward keeps of one sample, in fp32. `tensor_plan` names modules, with `*` for a part of a name, and
     is empty where there is none, with the reason beside it; so are `stages`, which are the whole model one
@@ -289,6 +315,8 @@ class Description(Section):
     no_stages: str = ""
     sources: dict[str, HexDigest] = {}
     generation_config: dict[str, Any] = {}
+    first_fragments: Positive | None = None
+    beginning: Beginning | None = None
 
     def to_json(self) -> bytes:
         """A file that people may read."""

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from protocol.errors import ConfigError
 from protocol.files.durable import read_toml
 from protocol.run.models import (
+    Beginning,
     DecoderModel,
     Description,
     FunctionName,
@@ -412,6 +413,16 @@ class RunSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _first_digest_is_of_this_layout(self) -> Self:
+        of = None if self.description is None else self.description.first_fragments
+        if of not in (None, self.exchange.fragments):
+            raise ValueError(
+                f"[exchange] fragments = {self.exchange.fragments}: the digest of the first weights is of "
+                f"{of}, so write fragments = {of}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _functions_are_described(self) -> Self:
         if self.data.source == "function" and isinstance(self.model, DecoderModel):
             raise ValueError(
@@ -469,6 +480,12 @@ class RunSpec(Section):
         return None if text is None else Digest(bytes.fromhex(text))
 
     @property
+    def beginning(self) -> Beginning:
+        """What the run goes on with of another one."""
+        given = None if self.description is None else self.description.beginning
+        return given or Beginning()
+
+    @property
     def tokens_per_inner_step(self) -> int:
         """Tokens that one node trains in one inner step."""
         return self.inner.batch * self.model.context
@@ -491,9 +508,9 @@ class RunSpec(Section):
         Keys that came later say nothing where they have their default: runs from before there were any
         keep their digest, and nodes from then take part.
         """
-        tables, default = self.model_dump(mode="json"), RunSpec().model_dump(mode="json")
+        tables, default = self.model_dump(mode="json"), _DEFAULTS.model_dump(mode="json")
         for table, key in LATER_KEYS:
-            if tables[table][key] == default[table][key]:
+            if tables[table] is not None and tables[table][key] == default[table][key]:
                 del tables[table][key]
         return json.dumps(tables, sort_keys=True, separators=(",", ":"))
 
@@ -502,9 +519,17 @@ class RunSpec(Section):
         return Digest(blake3.blake3(self.canonical_json().encode()).digest())
 
 
-LATER_KEYS = (("evaluation", "prompts"), ("evaluation", "prompt_tokens"))
+LATER_KEYS = (
+    ("evaluation", "prompts"),
+    ("evaluation", "prompt_tokens"),
+    ("description", "beginning"),
+    ("description", "first_fragments"),
+)
 """Of tables that were there already: a new key of a run file goes here, and never changes its default, which
 is what was so before."""
+
+
+_DEFAULTS = RunSpec(description=Description())
 
 
 def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:

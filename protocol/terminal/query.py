@@ -77,11 +77,11 @@ class StatusLink:
             lambda stub: stub.ListRounds(ListRoundsRequest(limit=limit), timeout=ANSWER_SECONDS)
         )
 
-    def round(self, number: int) -> "status_pb2.GetRoundResponse":
+    def round(self, number: int, *, wants_books: bool = False) -> "status_pb2.GetRoundResponse":
         """One round, 0 for the newest; raises AtollError when there is no answer."""
         from protocol.v1.status_pb2 import GetRoundRequest
 
-        request = GetRoundRequest(round=number)
+        request = GetRoundRequest(round=number, wants_books=wants_books)
         return self._answer(lambda stub: stub.GetRound(request, timeout=ANSWER_SECONDS))
 
     def _answer(self, ask: "Callable[[StatusServiceStub], Answer]") -> "Answer":

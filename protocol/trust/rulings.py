@@ -219,6 +219,15 @@ def owned_invite(ruling: Ruling) -> str:
     return ruling.invite_id if is_own else ""
 
 
+ROUNDS = "run.rounds"
+"""What an amendment has among its changes where it says how many rounds the run has."""
+
+
+def sets_rounds(ruling: Ruling) -> bool:
+    """Whether a ruling says how many rounds the run has; one that was stopped is it no more by it."""
+    return ruling.kind is RulingKind.AMENDED and ROUNDS in dict(ruling.changes)
+
+
 HOST, CONTROL_PORT, ENROLMENT_PORT = "host", "control_port", "enrolment_port"
 """What a ruling on the coordinator's address has for changes."""
 

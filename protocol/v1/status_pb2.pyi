@@ -858,20 +858,52 @@ class GetRoundRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
+    WANTS_BOOKS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Its number; 0 means the one in flight, or where none is the newest closed one."""
+    wants_books: _builtins.bool
+    """Whether books_after is wanted."""
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
+        wants_books: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "wants_books", b"wants_books"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRoundRequest: _TypeAlias = GetRoundRequest  # noqa: Y015
+
+@_typing.final
+class Books(_message.Message):
+    """What was counted when a round had closed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_CLOCK_FIELD_NUMBER: _builtins.int
+    USED_UP_FIELD_NUMBER: _builtins.int
+    token_clock: _builtins.int
+    """Tokens committed until then."""
+    @_builtins.property
+    def used_up(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Places of the sample order that are not trained any more: a first place and the one after the last, in turns."""
+
+    def __init__(
+        self,
+        *,
+        token_clock: _builtins.int = ...,
+        used_up: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_clock", b"token_clock", "used_up", b"used_up"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Books: _TypeAlias = Books  # noqa: Y015
 
 @_typing.final
 class NodeInRound(_message.Message):
@@ -1008,6 +1040,7 @@ class GetRoundResponse(_message.Message):
     NOT_KEPT_FIELD_NUMBER: _builtins.int
     WRITTEN_FIELD_NUMBER: _builtins.int
     OPENED_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    BOOKS_AFTER_FIELD_NUMBER: _builtins.int
     is_open: _builtins.bool
     """Whether it is in flight."""
     seconds: _builtins.float
@@ -1038,6 +1071,10 @@ class GetRoundResponse(_message.Message):
     def written(self) -> Global___Written:
         """What its model wrote; absent where it was not asked to, and of old rounds where that is not kept."""
 
+    @_builtins.property
+    def books_after(self) -> Global___Books:
+        """What was counted after it; absent where nobody wants it, or commits since are not kept."""
+
     def __init__(
         self,
         *,
@@ -1051,10 +1088,11 @@ class GetRoundResponse(_message.Message):
         not_kept: _builtins.str = ...,
         written: Global___Written | None = ...,
         opened_unix_seconds: _builtins.float | None = ...,
+        books_after: Global___Books | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_opened_unix_seconds", b"_opened_unix_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "opened_unix_seconds", b"opened_unix_seconds", "seconds", b"seconds", "summary", b"summary", "written", b"written"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_opened_unix_seconds", b"_opened_unix_seconds", "_seconds", b"_seconds", "books_after", b"books_after", "committed_seconds", b"committed_seconds", "opened_unix_seconds", b"opened_unix_seconds", "seconds", b"seconds", "summary", b"summary", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_opened_unix_seconds", b"_opened_unix_seconds", "_seconds", b"_seconds", "committed_seconds", b"committed_seconds", "is_open", b"is_open", "nodes", b"nodes", "not_kept", b"not_kept", "opened_unix_seconds", b"opened_unix_seconds", "seconds", b"seconds", "summary", b"summary", "void_slices", b"void_slices", "waited_for", b"waited_for", "written", b"written"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds", "_opened_unix_seconds", b"_opened_unix_seconds", "_seconds", b"_seconds", "books_after", b"books_after", "committed_seconds", b"committed_seconds", "is_open", b"is_open", "nodes", b"nodes", "not_kept", b"not_kept", "opened_unix_seconds", b"opened_unix_seconds", "seconds", b"seconds", "summary", b"summary", "void_slices", b"void_slices", "waited_for", b"waited_for", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__committed_seconds: _TypeAlias = _typing.Literal["committed_seconds"]  # noqa: Y015
     _WhichOneofArgType__committed_seconds: _TypeAlias = _typing.Literal["_committed_seconds", b"_committed_seconds"]  # noqa: Y015

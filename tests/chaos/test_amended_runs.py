@@ -4,16 +4,18 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from structlog.testing import capture_logs
 from test_history_in_process import DEADLINES, STEADY, assert_sound
 
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
-from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
+from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.island.data.corpus import Corpus
 from tests.tiny_runs import tiny
 
 COPIED_AT, AMENDED_AT, DIES_AT, RETURNS_AT = 12.5, 18.0, 32.5, 40.0
+BACK_AT = 58.0
 ROUNDS, MORE = 12, 6
 
 
@@ -23,7 +25,19 @@ async def amend(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
     await nodes[0].coordinator.rulings.amend(changes, more_rounds=MORE, reason="")
 
 
-def amended_run(corpus: Corpus, disks: Path, *, outage: Outage | None = None) -> SimulatedRun:
+async def change_codecs(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+    """To a coarse one and to a fine one, while a node is away, and back once it is here again."""
+    await asyncio.sleep(AMENDED_AT)
+    coarse = (("exchange.uplink", "topk256"), ("exchange.downlink", "int8"))
+    await nodes[0].coordinator.rulings.amend(coarse, more_rounds=MORE, reason="")
+    await asyncio.sleep(BACK_AT - AMENDED_AT)
+    fine = (("exchange.uplink", "ec2"),)
+    await nodes[0].coordinator.rulings.amend(fine, more_rounds=0, reason="")
+
+
+def amended_run(
+    corpus: Corpus, disks: Path, *, outage: Outage | None = None, script: Script = amend
+) -> SimulatedRun:
     """One node dies before the amendment and comes back after it, and one joins late."""
     lives = [
         *(STEADY, STEADY),
@@ -32,7 +46,7 @@ def amended_run(corpus: Corpus, disks: Path, *, outage: Outage | None = None) ->
     ]
     spec = tiny(run={"rounds": ROUNDS, "min_nodes": 2}, deadlines=DEADLINES)
     with capture_logs() as logs:
-        run = simulate(spec, lives=lives, corpus=corpus, disks=disks, script=amend, outage=outage)
+        run = simulate(spec, lives=lives, corpus=corpus, disks=disks, script=script, outage=outage)
     diverged = [line for line in logs if "our state is not its base" in line.get("why", "")]
     assert not diverged, "a node applied a commit by other rules than the rest"
     return run
@@ -56,3 +70,21 @@ def test_a_coordinator_from_before_the_amendment_learns_it_and_the_run_goes_on_b
     run = amended_run(corpus, tmp_path, outage=outage)
     assert_sound(run, rounds=ROUNDS + MORE)
     assert len(run.digests) == 4 and len(run.final.rulings) == 1
+
+
+OUTAGE = Outage(copied_at=COPIED_AT, dies_at=DIES_AT, returns_at=RETURNS_AT)
+
+
+@pytest.mark.parametrize("outage", [None, OUTAGE], ids=["steady", "an older copy"])
+def test_codecs_change_between_rounds_and_all_nodes_decode_each_round_by_its_own(
+    corpus: Corpus, tmp_path: Path, outage: Outage | None
+) -> None:
+    """One node replays rounds of both codecs from its disk and its peers; another joins after."""
+    run = amended_run(corpus, tmp_path, outage=outage, script=change_codecs)
+    assert_sound(run, rounds=ROUNDS + MORE)
+    assert len(run.digests) == 4
+    changes = [dict(ruling.changes) for ruling in run.final.rulings]
+    assert changes[0]["exchange.uplink"] == "topk256/1"
+    assert changes[1] == {"exchange.uplink": "ec2/2"}
+    firsts = [ruling.from_round for ruling in run.final.rulings]
+    assert 1 < firsts[0] < firsts[1] <= ROUNDS + MORE

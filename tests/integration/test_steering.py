@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 from typed_commands import Swarm, atoll, done, refused, until
@@ -78,11 +79,13 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     said = owner(swarm, "run", "amend", "outer.learning_rate=0.3", "inner.learning_rate=0.02")
     assert "inner.learning_rate = 0.02, outer.learning_rate = 0.3 from round" in said
     assert "run.rounds = 450" in owner(swarm, "run", "extend", "50")
+    codecs = ("exchange.uplink='ec2'", "exchange.downlink='int8'")
+    assert 'exchange.uplink = "ec2/2"' in owner(swarm, "run", "amend", *codecs)
     for name in ("a", "b", "c"):
         log = {"a": a, "b": b, "c": c}[name]
-        log.says("run.rounds = 450")
+        log.says('exchange.downlink = "int8/1"')
     committed(swarm, 2)
-    assert (run_of(swarm).total_rounds, len(run_of(swarm).amendments)) == (450, 2)
+    assert (run_of(swarm).total_rounds, len(run_of(swarm).amendments)) == (450, 3)
     shorter = atoll("run", "amend", "run.rounds=1", "--dir", swarm.home)
     refused(shorter, 64, "less than the rounds that have begun")
 
@@ -108,18 +111,125 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     assert run.phase == status_pb2.RUN_PHASE_FINISHED and run.digests_agree
     assert run.committed_round == run.total_rounds == run.held_out_losses[-1].round
     assert not any("refetch" in log.log for log in (a, b)), "an amendment split the swarm"
-    refused(atoll("run", "extend", "5", "--dir", swarm.home), 64, "the run is finished")
+    refused(atoll("run", "pause", "--dir", swarm.home), 64, "is finished", "atoll run extend N")
 
     told: list[dict[str, Any]] = json.loads(owner(swarm, "audit", "--json"))
     kinds = [ruling["kind"] for ruling in told]
     assert kinds == [
         *("invited", "joined", "joined", "invited", "joined", "approved"),
-        *("paused", "resumed", "amended", "amended"),
+        *("paused", "resumed", "amended", "amended", "amended"),
         *("quarantined", "readmitted", "expelled", "stopped"),
     ]
     assert [ruling["before"] for ruling in told[1:]] == [ruling["digest"] for ruling in told[:-1]]
-    assert "14 rulings, all signed, none missing" in owner(swarm, "audit")
+    assert "15 rulings, all signed, none missing" in owner(swarm, "audit")
     assert "the rack" in owner(swarm, "invite", "list")
+
+
+def test_a_finished_run_is_extended_and_nodes_that_went_home_train_on_from_its_end(
+    tmp_path: Path,
+) -> None:
+    swarm = Swarm(
+        tmp_path / "swarm",
+        tiny_text(
+            run={"name": "longer", "rounds": 3, "min_nodes": 2},
+            inner={"steps": 20, "schedule": "linear", "final_fraction": 0.0},
+            deadlines={"train": 20, "contribute": 40, "commit": 60},
+            evaluation={"every_rounds": 1},
+        ),
+    )
+    try:
+        invite = swarm.invite("--uses", "2")
+        for name in ("a", "b"):
+            swarm.join(name, invite)
+        first = [swarm.start_node(name) for name in ("a", "b")]
+        for node in first:
+            node.ends(node.shared_memory())
+        ended = run_of(swarm)
+        assert ended.phase == status_pb2.RUN_PHASE_FINISHED and ended.committed_round == 3
+        done(atoll("export", swarm.folder / "before", "--dir", swarm.folder / "a"))
+        swarm.coordinator.process.send_signal(signal.SIGKILL)
+        swarm.coordinator.process.wait()
+        swarm.start_coordinator()
+
+        longer = ("run", "extend", "3", "--dir", swarm.home)
+        refused(atoll(*longer), 64, "more rounds would train nothing", "inner.final_fraction=0.1")
+        said = owner(swarm, "run", "amend", "run.rounds=6", "inner.final_fraction=0.2")
+        assert "run.rounds = 6 from round 4 on" in said
+        opened = run_of(swarm)
+        assert opened.phase == status_pb2.RUN_PHASE_WAITING and opened.total_rounds == 6
+        assert "0 of 2" in opened.reason or "waiting for 2 more nodes" in opened.reason
+        again = [swarm.start_node(name) for name in ("a", "b")]
+        for node in again:
+            node.ends(node.shared_memory())
+            assert "inner optimizer goes on from its checkpoint" in node.log
+            assert "re-warm-up" not in node.log and "refetch" not in node.log
+            assert "all 6 rounds are committed" in node.log
+        run = run_of(swarm)
+        assert run.phase == status_pb2.RUN_PHASE_FINISHED and run.digests_agree
+        assert (run.committed_round, run.data.free_again_samples) == (6, 0)
+        assert run.data.committed_samples >= 2 * ended.data.committed_samples * 0.9
+        assert [told.round for told in run.held_out_losses][-4:] == [3, 4, 5, 6]
+        losses = {told.round: told.loss for told in run.held_out_losses}
+        assert losses[6] < losses[3], losses
+        done(atoll("export", swarm.folder / "after", "--dir", swarm.folder / "b"))
+        before, after = (
+            (swarm.folder / name / "model.safetensors").read_bytes() for name in ("before", "after")
+        )
+        assert before != after
+    finally:
+        swarm.end()
+
+
+def test_a_fork_goes_on_with_the_momentum_the_schedule_and_the_samples_of_its_run(
+    tmp_path: Path,
+) -> None:
+    text = tiny_text(
+        run={"name": "parent", "rounds": 40, "min_nodes": 1},
+        inner={"steps": 10},
+        deadlines={"train": 20, "contribute": 40, "commit": 60},
+        evaluation={"every_rounds": 1},
+    )
+    parent = Swarm(tmp_path / "parent", text)
+    child: Swarm | None = None
+    try:
+        parent.join("a", parent.invite())
+        node = parent.start_node("a")
+        committed(parent, 4)
+        owner(parent, "run", "stop")
+        node.ends(node.shared_memory())
+        ended, made = run_of(parent), tmp_path / "fork"
+        at = ended.committed_round
+        forking = ("node", "fork", str(at), "--to", made, "--dir", parent.folder / "a")
+        said = done(atoll(*forking, "--keep-progress"))
+        assert f"goes on at {at / 40:.1%} of the schedule and {ended.token_clock:,} tokens" in said
+        description = json.loads((made / "description.json").read_text())
+        assert description["first_digest"] == ended.outer_digest.hex()
+        trained = ended.data.committed_samples
+        assert description["beginning"]["trained"] == [0, trained]
+        parent.end()
+        files = (made / "description.json", made / "first.safetensors")
+        child = Swarm(tmp_path / "child", (made / "run.toml").read_text(), beside=files)
+        assert run_of(child).token_clock == ended.token_clock
+        assert run_of(child).data.committed_samples == trained
+        invite = child.invite("--uses", "2")
+        for name in ("b", "c"):
+            child.join(name, invite)
+        b = child.start_node("b", "--weights", str(made))
+        committed(child, 1)
+        c = child.start_node("c")
+        c.says("applied")
+        assert "reading the first weights" in b.log and "re-warm-up" in b.log
+        run = run_of(child)
+        assert run.digests_agree and run.token_clock > ended.token_clock
+        before, first = (
+            next(told.loss for told in losses.held_out_losses if told.round == round)
+            for losses, round in ((ended, at), (run, 0))
+        )
+        assert abs(before - first) < 1e-6, "it begins with another state"
+    finally:
+        parent.end()
+        if child is not None:
+            child.end()
 
 
 def test_a_viewer_looks_on_and_may_do_nothing_else(swarm: Swarm) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,7 +230,8 @@ def _ports_of(host: str) -> tuple[str, ...]:
 class Swarm:
     """A coordinator's folder and what is started for it; `end` stops all of it.
 
-    The coordinator's own folder lies on `disk`, if given; `complete` adds what else belongs to it.
+    The coordinator's own folder lies on `disk`, if given; `complete` adds what else belongs to it. Files of
+    `beside` lie beside the run file that it is made of.
     """
 
     def __init__(
@@ -241,6 +243,7 @@ class Swarm:
         disk: SmallDisk | None = None,
         complete: Callable[[Path], object] = lambda _: None,
         init_options: Sequence[str | Path] = (),
+        beside: Sequence[Path] = (),
     ) -> None:
         self.folder = folder
         self._disk = disk
@@ -248,6 +251,8 @@ class Swarm:
         folder.mkdir()
         run_file = folder / "run.toml"
         run_file.write_text(run_text)
+        for file in beside:
+            shutil.copy(file, folder)
         done(atoll("init", self.home, "--run", run_file, *_ports_of(host), *init_options))
         complete(self.home)
         self._begin()

@@ -17,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.exchange import giving
+from node.exchange.codecs.codec import Codecs
+from node.exchange.codecs.registry import codec_named
 from node.exchange.state import on_disk
 from node.outer_state import Vector
 from protocol.wire.rounds import NodeId, Plan
@@ -76,6 +78,24 @@ async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
 ) -> None:
     monkeypatch.setattr(giving, "KEPT_ROUNDS", kept_rounds)
     await live(await Scene.of(A, B, C, most_owed=math.inf), rounds)
+
+
+@examples(150)
+@given(
+    rounds=st.lists(ROUND, min_size=1, max_size=6),
+    uplinks=st.lists(st.sampled_from(["fp32", "int8", "int4", "topk256"]), min_size=7, max_size=7),
+)
+@in_virtual_time
+async def test_so_they_are_where_contributions_are_encoded_otherwise_in_each_round(
+    rounds: list[dict], uplinks: list[str]
+) -> None:
+    """What one codec left out is owed on, and goes with the next one."""
+    scene = await Scene.of(A, B, C, most_owed=math.inf)
+    for node in scene.nodes.values():
+        node.outer.codecs_in = lambda round: Codecs(
+            uplink=codec_named(uplinks[round]), downlink=codec_named("fp32")
+        )
+    await live(scene, rounds)
 
 
 @pytest.mark.parametrize("kept_rounds", [0, 16])

@@ -11,9 +11,9 @@ from coordinator.config import rules_of
 from node.exchange.outer import merging_of
 from node.island.island import InnerWork
 from node.island.parallel.auto_mesh import node_bytes
-from node.island.training.schedule import Position
+from node.island.training.schedule import Position, share_of_peak
 from protocol.errors import AtollError, ConfigError, UsageError
-from protocol.run.amendments import Span, amended, changes_of, in_force, span_of
+from protocol.run.amendments import Span, amended, changes_of, in_force, refuse_at_rest, span_of
 from protocol.run.run_spec import RunSpec, validated
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
 
@@ -89,7 +89,10 @@ def test_what_was_amended_before_the_run_went_back_holds_from_the_first_undone_r
         ("run.rounds=0", ConfigError, "rounds = 0"),
         ("run.rounds=2.5", ConfigError, "rounds = 2.5"),
         ("run.seed=4", UsageError, "it says which run this is"),
-        ("exchange.uplink='int8'", UsageError, "what nodes still owe is laid out by it"),
+        ("exchange.fragments=2", UsageError, "what nodes still owe is laid out by it"),
+        ("exchange.uplink='int5'", UsageError, "there is no codec 'int5' for exchange.uplink"),
+        ("exchange.uplink=4", UsageError, "there is no codec 4"),
+        ("exchange.downlink='int8/2'", UsageError, "no codec 'int8/2' .* in this release"),
         ("model.context=9", UsageError, "the weights have its shapes"),
         ("outer.rate=9", UsageError, "no key 'outer.rate'"),
         ("rounds=9", UsageError, "no key 'rounds'"),
@@ -143,6 +146,32 @@ def test_a_schedule_goes_on_without_a_jump_and_ends_with_the_last_round(
 
 def test_a_run_without_amendments_has_the_spans_of_its_rounds() -> None:
     assert spans(SPEC, [], 10) == [Span(begin=r / 10, end=(r + 1) / 10) for r in range(10)]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_a_run_that_is_extended_after_its_end_stays_at_the_rate_that_it_ended_with(
+    schedule: str,
+) -> None:
+    spec = validated({"run": {"rounds": 10}, "inner": {"schedule": schedule}}, origin="the test")
+    longer = [amendment(11, run__rounds=20)]
+    told = spans(spec, longer, 20)
+    assert told[10:] == [Span(begin=1.0, end=1.0)] * 10
+    after = Position(progress=told[10].begin, tokens=0.0)
+    assert share_of_peak(spec.inner, after) == pytest.approx(0.1)
+    assert share_of_peak(spec.inner, after, final_fraction=0.3) == pytest.approx(0.3)
+
+
+def test_rounds_are_not_added_where_the_rate_has_fallen_to_0() -> None:
+    at_rest = validated({"inner": {"final_fraction": 0.0}}, origin="the test")
+    refuse_at_rest(at_rest, progress=0.99)
+    refuse_at_rest(amended(at_rest, (("inner.final_fraction", 0.1),)), progress=1.0)
+    constant = validated(
+        {"inner": {"final_fraction": 0.0, "schedule": "constant"}}, origin="the test"
+    )
+    refuse_at_rest(constant, progress=1.0)
+    with pytest.raises(UsageError, match="train nothing") as refused:
+        refuse_at_rest(at_rest, progress=1.0)
+    assert "inner.final_fraction=0.1" in str(refused.value.next_step)
 
 
 def test_learning_rates_of_an_extended_run_follow_the_span_of_their_round() -> None:

@@ -16,11 +16,13 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import in_thread
 from node.history import History
 from protocol.errors import IncompleteError, SystemRefusedError
+from protocol.trust.rulings import NO_DIGEST, ROUNDS, Ruling, RulingKind
 from protocol.wire.messages import (
     Applied,
     RosterTold,
     RoundCommitted,
     RoundOpened,
+    RulingsTold,
     RunFinished,
 )
 from protocol.wire.rounds import Commit, Digest, PeerAddress, RosterEntry
@@ -68,6 +70,30 @@ async def test_a_commit_that_nobody_supplies_does_not_keep_a_node_from_the_end()
         with pytest.raises(IncompleteError, match=r"over \(done\).* holds round 0 of 1") as refusal:
             await asyncio.wait_for(life.running, FINISH_SECONDS + 10)
         assert refusal.value.exit_code == 74
+
+
+@in_virtual_time
+async def test_a_node_that_is_behind_at_an_end_goes_on_when_the_run_is_extended() -> None:
+    """It waited for the final state, which nobody may have any more once others have gone on from it."""
+    async with Life() as life:
+        life.link.say(RunFinished(round=1, outer_digest=Digest(bytes(32)), reason="done"))
+        await asyncio.sleep(FINISH_SECONDS / 2)
+        ruling = Ruling(
+            number=1,
+            before=NO_DIGEST.hex(),
+            kind=RulingKind.AMENDED,
+            by="the run owner",
+            unix_seconds=0.0,
+            changes=((ROUNDS, 1000),),
+            from_round=2,
+        )
+        life.link.say(RulingsTold(rulings=(ruling,), signatures=(b"",)))
+        await asyncio.sleep(2 * FINISH_SECONDS)
+        assert life.running is not None and not life.running.done()
+        plan = replace(life.plan(1), num_rulings=1)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(60)
+        assert "train" in life.island.calls
 
 
 @in_virtual_time

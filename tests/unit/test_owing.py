@@ -8,7 +8,10 @@ import pytest
 
 from node.disk.logs import SentLog
 from node.disk.snapshots import Owed
+from node.exchange.codecs.codec import Codecs
+from node.exchange.codecs.registry import codec_named
 from node.exchange.outer import NotApplicableError, Outer
+from node.exchange.residual import MOST_OWED
 from node.outer_state import Vector
 from protocol.run.layout import Layout
 from protocol.wire.payload import Payload
@@ -366,6 +369,49 @@ def test_error_feedback_of_many_rounds_outlives_a_missed_one_and_late_work_does_
         outer.apply(commit_naming(outer, results, None), results)
         assert 0.99 * norm(error) <= norm(outer.owed().residual) <= 1.01 * norm(error)
     assert outer.owing.let_go_rounds > 0
+
+
+@pytest.mark.parametrize(("coarse", "owed"), [("topk64", 8), ("int4", 0)])
+def test_a_finer_uplink_sends_what_the_one_before_left_out_and_of_many_rounds_two(
+    coarse: str, owed: int
+) -> None:
+    """What topk64 leaves out are many pseudo-gradients, which it sends bit by bit: int8 sends all at once."""
+    outer, work = outer_of(A, coarse), normal(0)
+    fine = codec_named("int8")
+    before = Codecs(uplink=outer.uplink, downlink=outer.downlink)
+    outer.codecs_in = lambda round: Codecs(uplink=fine, downlink=fine) if round > 1 else before
+    outer.owing.residual.values[:] = owed * work
+    named = contributed(outer, work)
+    results = {
+        index: Payload(header=result.header, body=outer.downlink.encode(np.zeros(BLOCK, "f4")))
+        for index, result in results_of(outer).items()
+    }
+    outer.apply(commit_naming(outer, results, named), results)
+    left = outer.owed().residual.copy()
+    contributed(outer, work)
+    assert outer.owing.pending is not None
+    part, opened = SLICES[0], outer.owing.pending.encoded[0]
+    assert opened.body == fine.encode(outer.owing.accumulated(part.start, part.num_elements))
+    if owed:
+        assert norm(left) > MOST_OWED * norm(work) and outer.owing.let_go_rounds > 0
+        assert norm(all_pending(outer) - work) == pytest.approx(MOST_OWED * norm(work), rel=1e-3)
+    else:
+        assert norm(left) > 0 and outer.owing.let_go_rounds == 0
+        np.testing.assert_array_equal(all_pending(outer), work + left)
+
+
+def test_a_result_is_decoded_as_its_round_was_encoded() -> None:
+    outer = outer_of(A)
+    bf16, fp32 = codec_named("bf16"), codec_named("fp32")
+    outer.codecs_in = lambda round: Codecs(uplink=fp32, downlink=fp32 if round == 1 else bf16)
+    for codec in (fp32, bf16):
+        values = np.full(BLOCK, 0.5, np.float32)
+        results = {
+            index: Payload(header=result.header, body=codec.encode(values))
+            for index, result in results_of(outer, 0.5).items()
+        }
+        outer.apply(commit_naming(outer, results, None), results)
+    assert (outer.snapshot().parameters[:NUM_ELEMENTS] == -1.0).all()
 
 
 def test_what_ranks_hand_in_without_a_round_is_bounded_when_it_is_sent() -> None:

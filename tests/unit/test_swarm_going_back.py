@@ -7,7 +7,7 @@ from going_back_scene import Kept
 from swarm_scene import Scene, asked_of, digest_of
 
 from coordinator.swarm.events import CommitLearned, Started
-from coordinator.swarm.going_back import HistoryMovedError
+from coordinator.swarm.going_back import HistoryMovedError, books_after
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.start import bringing
@@ -159,3 +159,25 @@ def test_rounds_in_reach_are_joined_and_told_as_people_read_them() -> None:
     state = replace(scene.state, members=members, committed_round=20)
     assert spans_in_words(rounds_in_reach(state)) == "0 to 3 and 8 to 19"
     assert spans_in_words([RoundSpan(first=n, last=n) for n in (2, 5, 9)]) == "2, 5 and 9"
+
+
+def test_what_was_counted_after_an_earlier_round_is_found_again() -> None:
+    """Also while a round is in flight whose leases are not over, and where the run has gone back since."""
+    kept = swarm_of(6)
+    kept.go_back(4)
+    kept.all_follow()
+    kept.rounds(2)
+    kept.scene.train("a")
+    kept.save()
+    state = kept.scene.state
+    for round in range(1, 7):
+        later = kept.store.whole_commits_after(round)
+        found = books_after(state, round, later)
+        assert found is not None
+        tokens, ledger = found
+        then = kept.settled[round]
+        assert (tokens, ledger.committed) == (then.token_clock, then.ledger.committed)
+        assert (ledger.leased, ledger.ahead) == ((), ())
+        if later:
+            assert books_after(state, round, later[1:]) is None
+    assert books_after(kept.settled[5], 3, kept.store.whole_commits_after(3)) is not None

@@ -13,7 +13,7 @@ from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import Rules
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import ExpelledError, UsageError
-from protocol.trust.rulings import OWN, RUN_OWNER, RulingKind, follows, in_words
+from protocol.trust.rulings import OWN, ROUNDS, RUN_OWNER, RulingKind, follows, in_words
 from protocol.wire.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
 from protocol.wire.rounds import NodeId
 
@@ -166,6 +166,69 @@ def finished() -> Scene:
     scene.evaluate("b", round=2)
     assert scene.state.is_finished
     return scene
+
+
+def test_more_rounds_open_a_finished_run_again_for_nodes_that_have_gone_home() -> None:
+    scene = finished()
+    scene.leave("a")
+    scene.leave("b")
+    rules = amended_rules(scene, total_rounds=4)
+    ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 4),), rules=rules)
+    assert scene.state.rulings[-1].from_round == 3
+    assert scene.state.stopped is None and not scene.state.is_finished
+    assert (scene.state.finished_at, scene.state.end_waits_until) == (None, None)
+    assert scene.reason.startswith("waiting for 1 more node")
+    bare = replace(scene.state, rulings=(), stopped=scene.state.rulings[-1], own_invites=("x",))
+    assert with_rulings(bare, scene.state.rulings) == scene.state, "a start from the disk stops it"
+    state = scene.state.outer_digest
+    assert state is not None
+    scene.attach("a", at=2, digest=state)
+    assert scene.round.number == 3 and not scene.asked(RunFinished)
+    run_round(scene, "a")
+    run_round(scene, "a")
+    scene.evaluate("a", round=4)
+    assert scene.state.is_finished and scene.reason.startswith("all 4 rounds are committed")
+
+
+def test_a_run_that_is_being_stopped_goes_on_when_it_is_extended() -> None:
+    scene = stopped()
+    assert scene.state.rules.total_rounds == 2
+    rules = amended_rules(scene, total_rounds=3)
+    ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 3),), rules=rules)
+    run_round(scene, "a", "b")
+    assert scene.round.number == 3
+
+
+def test_an_end_that_was_waited_for_begins_anew_after_an_extension() -> None:
+    """Else the clock would have had something to do ever since, and the next end come at once."""
+    scene = Scene(min_nodes=1, rounds=1, evaluate_every=1)
+    scene.attach("a", "b")
+    run_round(scene, "a", "b")
+    assert scene.state.end_waits_until is not None
+    rules = amended_rules(scene, total_rounds=2)
+    ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 2),), rules=rules)
+    assert scene.state.end_waits_until is None
+    run_round(scene, "a", "b")
+    assert not scene.state.is_finished
+
+
+def test_an_older_copy_that_was_finished_learns_that_the_run_goes_on() -> None:
+    scene, older = finished(), finished()
+    rules = amended_rules(scene, total_rounds=5)
+    ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 5),), rules=rules)
+    older.do(RulingsLearned(rulings=scene.state.rulings, rules=rules))
+    assert not older.state.is_finished and older.state.rules.total_rounds == 5
+
+
+def test_a_finished_run_is_opened_by_no_other_amendment() -> None:
+    scene = finished()
+    rules = amended_rules(scene, total_rounds=9, min_nodes=2)
+    with pytest.raises(UsageError, match="finished since round 2") as refused:
+        ruled(scene, RulingKind.AMENDED, changes=(("run.min_nodes", 2),), rules=rules)
+    assert "atoll run extend" in str(refused.value.next_step)
+    same = amended_rules(scene, total_rounds=2)
+    with pytest.raises(UsageError, match="finished since round 2"):
+        ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 2),), rules=same)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -180,6 +180,13 @@ class Codec(Protocol):
 
     def encoded(self, values: Vector) -> Opened:
         """What `encode` returns, to be read as its receivers will: the encoder need not decode for it."""
+
+
+class Codecs(NamedTuple):
+    """How contributions and results of a round are encoded."""
+
+    uplink: Codec
+    downlink: Codec
 
 
 class DecodesByTile(ABC):

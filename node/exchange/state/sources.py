@@ -349,7 +349,7 @@ class ResultsHere:
                 self._keep,
                 of=self._donors,
                 peers=self._donors.peers(),
-                downlink=self._outer.downlink,
+                codecs_in=self._outer.codecs_in,
             )
 
     async def _keep(self, payload: Payload) -> None:

@@ -32,7 +32,8 @@ class Position:
         elif work.progress_begin is not None:  # amendments have changed the number of rounds
             progress = work.progress_begin + part * (work.progress_end - work.progress_begin)
         else:
-            progress = (work.round - 1 + part) / spec.run.rounds
+            before = spec.beginning.progress
+            progress = before + (1 - before) * ((work.round - 1 + part) / spec.run.rounds)
         return cls(progress=min(1.0, progress), tokens=tokens)
 
 
@@ -40,7 +41,9 @@ WARM_UP = 0.1
 """The part of a run that warms up where the run file does not say."""
 
 
-def share_of_peak(inner: InnerSection, at: Position) -> float:
+def share_of_peak(
+    inner: InnerSection, at: Position, *, final_fraction: float | None = None
+) -> float:
     """What part of its peak a learning rate has there.
 
     Rises linearly over `warmup_tokens`, or a tenth of the run. Then it stays ("constant"), or falls
@@ -48,7 +51,7 @@ def share_of_peak(inner: InnerSection, at: Position) -> float:
     Loshchilov and Hutter, 2017), along a line ("linear"), or along a line over the last
     `decay_fraction` only ("wsd", warm-up, stable, decay: MiniCPM, Hu et al., 2024, section 4; a line
     as in Hägele et al., 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
-    Durations").
+    Durations"). `final_fraction` is the run file's, unless it was amended.
 
     `warmup_tokens` without `total_tokens` are no known part of a run: then the fall counts from its
     begin, and the rate is the lower of the two.
@@ -58,10 +61,11 @@ def share_of_peak(inner: InnerSection, at: Position) -> float:
     if inner.warmup_tokens is not None:
         warm_up = inner.warmup_tokens / inner.total_tokens if inner.total_tokens else 0.0
         risen = at.tokens / inner.warmup_tokens if inner.warmup_tokens else 1.0
-    return min(1.0, risen, _fallen(inner, at.progress, warm_up))
+    last = inner.final_fraction if final_fraction is None else final_fraction
+    return min(1.0, risen, _fallen(inner, at.progress, warm_up, last))
 
 
-def _fallen(inner: InnerSection, progress: float, warm_up: float) -> float:
+def _fallen(inner: InnerSection, progress: float, warm_up: float, last: float) -> float:
     """The part of its peak that is left where a warm-up ends at `warm_up`; 1 before that."""
     if inner.schedule == "constant":
         return 1.0
@@ -70,7 +74,7 @@ def _fallen(inner: InnerSection, progress: float, warm_up: float) -> float:
     if progress >= 1:
         done = 1.0  # also when the warm-up takes all
     left = 0.5 * (1 + math.cos(math.pi * done)) if inner.schedule == "cosine" else 1 - done
-    return inner.final_fraction + (1 - inner.final_fraction) * left
+    return last + (1 - last) * left
 
 
 def rewarming_steps(spec: RunSpec) -> int:

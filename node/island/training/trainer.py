@@ -482,7 +482,8 @@ class Trainer:
         return int.from_bytes(blake3.blake3(key.encode()).digest(length=7), "little")
 
     def _set_learning_rates(self, work: InnerWork, at: Position, scale: float) -> None:
-        share = scale * share_of_peak(self._spec.inner, at) * self._rewarming.share()
+        of_peak = share_of_peak(self._spec.inner, at, final_fraction=work.final_fraction)
+        share = scale * of_peak * self._rewarming.share()
         for optimizer in self._optimizers:
             factor = work.muon_rate_factor if isinstance(optimizer, Muon) else work.rate_factor
             for group in optimizer.param_groups:
