@@ -91,7 +91,8 @@ class Audit:
     auditor_ids: tuple[NodeId, ...]  # who was asked, in order
     until: float
     findings: tuple[Finding, ...] = ()
-    is_contested: bool = False  # the first auditor disagreed, and others were asked
+    accused: tuple[NodeId, ...] = ()  # whose contributions do not decode, as the reducer has signed
+    is_contested: bool = False  # others were asked than the first auditor
     verdict: Verdict | None = None
     why: str = ""
 
