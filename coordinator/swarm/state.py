@@ -411,6 +411,8 @@ class SwarmState:
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     own_invites: tuple[str, ...] = ()  # by which the run owner's own machines join
+    invite_limits: Mapping[str, int] = field(default_factory=dict)
+    """How many of an invite's members take part at once, where that is bounded."""
     rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone
     audit_secret: bytes = b""  # draws audits: nobody but the coordinator knows it
     audits: tuple[Audit, ...] = ()  # that go on, and those that ended since the latest commit
