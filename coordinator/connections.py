@@ -124,7 +124,14 @@ class Connections:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self.look(loop.time())
+            try:
+                self.look(loop.time())
+            except (
+                OSError
+            ) as error:  # a full file table, which gRPC's own bounds should keep from us
+                if self._may_tell(loop.time()):
+                    why = error.strerror or str(error)
+                    _log.error("nobody counts connections now", why=why)
 
     def look(self, now: float) -> None:
         """Ends what is too much now."""
@@ -140,7 +147,7 @@ class Connections:
                 self.num_ended += 1
                 self._num_ended[source] += 1
             del self._seen[connection.descriptor]
-        if self._num_ended and (self._told_at is None or now - self._told_at >= TELL_SECONDS):
+        if self._num_ended and self._may_tell(now):
             (worst, num), *others = self._num_ended.most_common()
             _log.warning(
                 "connections were ended: more were open than one address or key may have",
@@ -149,7 +156,12 @@ class Connections:
                 others=sum(more for _, more in others),
             )
             self._num_ended.clear()
-            self._told_at = now
+
+    def _may_tell(self, now: float) -> bool:
+        """Whether the log gets a line now; then it has had one."""
+        may = self._told_at is None or now - self._told_at >= TELL_SECONDS
+        self._told_at = now if may else self._told_at
+        return may
 
     def _find(self, now: float) -> None:
         seen: dict[int, Connection] = {}

@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from coordinator_scene import LOCAL, FakeNode, described, invite_from, joined, serving
+from structlog.testing import capture_logs
 
 from coordinator.app import Coordinator
 from coordinator.config import Home, create_home
 from coordinator.connections import Connection, Limits, most_connections, too_many
+from coordinator.services.enrolment import MAX_AT_ONCE
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from tests.relay_scene import until
@@ -144,6 +148,21 @@ async def test_strangers_of_one_address_hold_few_connections_and_others_of_it_jo
         assert credentials.run_name == "tested"
 
 
+async def test_calls_whose_bodies_never_come_keep_nobody_from_joining(
+    crowd: Crowd, tmp_path: Path
+) -> None:
+    config = LOCAL.with_changes(connections_per_address=2 * MAX_AT_ONCE)
+    home = create_home(tmp_path / "run", config=config, text=described)
+    async with serving(home) as coordinator:
+        invite, _ = await invite_from(home)
+        await crowd.comes(calls_without_bodies, coordinator.enrolment_port, MAX_AT_ONCE + 2)
+        await asyncio.sleep(1.0)  # they are there
+        assert crowd.num_left == MAX_AT_ONCE + 2
+        for name in ("node-a", "node-b"):
+            await enrol(invite, Identity.generate(), name)
+        assert crowd.num_left == MAX_AT_ONCE + 2, "nobody had to go for it"
+
+
 @pytest.mark.parametrize("dial", [silent, half_a_handshake])
 async def test_members_behind_one_address_outnumber_what_a_stranger_may_hold_there(
     dial: Dial, crowd: Crowd, tmp_path: Path
@@ -247,3 +266,24 @@ def test_of_few_files_joining_takes_a_quarter() -> None:
     assert most_connections(16) == (12, 4)
     assert most_connections(0) == (1, 1)
     assert most_connections(1 << 20) == (8192, 512)
+
+
+async def test_a_look_that_fails_is_told_and_the_next_one_counts(
+    crowd: Crowd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, num_failed = os.listdir, 0
+
+    def full(folder: str) -> list[str]:
+        nonlocal num_failed
+        if folder == "/dev/fd" and num_failed < 2:
+            num_failed += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return listed(folder)
+
+    monkeypatch.setattr(os, "listdir", full)
+    with capture_logs() as told:
+        async with serving(home_of_few(tmp_path / "run")) as coordinator:
+            await crowd.comes(silent, coordinator.enrolment_port, 2 * PER_ADDRESS)
+            await until(lambda: coordinator.connections.num_ended >= PER_ADDRESS)
+    failed = [line for line in told if line["event"] == "nobody counts connections now"]
+    assert num_failed == 2 and len(failed) == 1, "once a minute"
