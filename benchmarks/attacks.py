@@ -4,12 +4,15 @@
         [--uneven] [--audit 0.05]
 
 Eight nodes in virtual time (lab.simulation.swarm): the coordinator's core, store and desks, and the nodes'
-daemons, exchange and codecs are those of production. Liars are ordinary nodes whose island publishes other
-things than it has trained, or that tell the coordinator something else than what they do. They know what
-honest nodes published last. Each row has the held-out loss of the final state over the one without liars
-(same seed, same merge), the time of the run over that one's, whether all honest nodes hold the same state,
-in which round a contribution of a liar was first clipped or left out, how many of the honest ones were
-in all rounds, and in which round the last of the liars that were put out took part last.
+daemons, exchange and codecs are those of production. Each node joins by an invite of its own. Liars are
+ordinary nodes whose island publishes other things than it has trained, that tell the coordinator something
+else than what they do, or that sign and send something else than they should. They know what honest nodes
+published last. The Sybils are four keys for each liar, all of one invite.
+
+Each row has the held-out loss of the final state over the one without liars (same seed, same merge), the
+time of the run over that one's, whether all honest nodes hold the same state, in which round a contribution
+of a liar was first clipped or left out, how many of the honest ones were in all rounds, and in which round
+the last of the liars that were put out took part last.
 
 With `--uneven` each node trains on an eighth of the text of its own. `--audit` is the share of contributions
 that members spot-check, and of slices that they make again: who only says that it trains is found by that.
@@ -26,23 +29,36 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import structlog
 import torch
+from blake3 import blake3
 from google.protobuf.message import Message
 
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
 from coordinator.swarm.members import BARRED
 from lab.simulation.plain_calls import spec_of
-from lab.simulation.swarm import Life, RunStuckError, SimulatedRun, identity_of, simulate
+from lab.simulation.swarm import (
+    Life,
+    RunStuckError,
+    SimulatedNode,
+    SimulatedRun,
+    identity_of,
+    simulate,
+)
+from node.exchange.codecs.codec import Codec
+from node.exchange.codecs.registry import codec_named
+from node.exchange.mean import norm_of
+from node.exchange.reduction import Reduction, SliceResult
 from node.island.data.corpus import Corpus, read_corpus
 from node.outer_state import Vector
 from protocol.errors import AtollError
 from protocol.run.run_spec import OuterSection
 from protocol.v1 import session_pb2 as pb
-from protocol.wire.rounds import WHOLE, NodeId
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
+from protocol.wire.rounds import WHOLE, Digest, NodeId
 
 NODES = 8
 SECONDS_A_STEP = 1.0  # virtual
@@ -102,6 +118,9 @@ class Attack:
     has_poisoned_labels: bool = False
     trained_share: float = 1.0  # of the inner steps that it says it has taken
     seconds_a_step: float = SECONDS_A_STEP
+    lies: Callable[[SimulatedNode], None] | None = None
+    keys: int = 1
+    """That each liar has; several are all of one invite."""
 
 
 def times(factor: float) -> Callable[[np.random.Generator], Lie]:
@@ -208,6 +227,112 @@ def reports_nothing(message: Message) -> Message:
     return message
 
 
+FIRST_LIE = 2
+"""The round from which on liars lie that send others something else: they have work by then."""
+
+Sends = Callable[[NodeId, Payload], Sequence[Payload]]
+"""What a liar sends a peer in the place of a payload of its own."""
+
+
+def _sending(node: SimulatedNode, sends: Sends) -> None:
+    honest = node.transport.push
+
+    async def push(peer: NodeId, payload: Payload, *, timeout_seconds: float) -> bytes:
+        if payload.header.round < FIRST_LIE or payload.header.sender_id != node.node_id:
+            return await honest(peer, payload, timeout_seconds=timeout_seconds)
+        answer = b""
+        for told in sends(peer, payload):
+            answer = await honest(peer, told, timeout_seconds=timeout_seconds)
+        return answer
+
+    node.transport.push = push  # type: ignore[method-assign] # a liar's
+
+
+def _signed(node: SimulatedNode, header: PayloadHeader, body: bytes, norm: float) -> Payload:
+    changed = replace(header, body_digest=Digest(blake3(body).digest()), norm=norm)
+    return Payload(header=changed.signed(node.identity), body=body)
+
+
+def _turned(node: SimulatedNode, payload: Payload) -> Payload:
+    """The same backwards, well-formed and signed."""
+    header = payload.header
+    codec = codec_named(header.codec)
+    body = codec.encode(-codec.decode(payload.body, header.num_elements))
+    norm = (
+        norm_of(codec.decode(body, header.num_elements)) if header.kind == RESULT else header.norm
+    )
+    return _signed(node, header, body, norm)
+
+
+def signs_two_contributions(node: SimulatedNode) -> None:
+    """Each reducer gets its work, and then the same backwards for the same slot."""
+
+    def sends(_: NodeId, payload: Payload) -> Sequence[Payload]:
+        is_contribution = payload.header.kind == CONTRIBUTION
+        return [payload, _turned(node, payload)] if is_contribution else [payload]
+
+    _sending(node, sends)
+
+
+def signs_two_results(node: SimulatedNode) -> None:
+    """Every other member gets another result than it reports."""
+
+    def sends(peer: NodeId, payload: Payload) -> Sequence[Payload]:
+        is_lie = payload.header.kind == RESULT and int(peer[:2], 16) % 2 == 0
+        return [_turned(node, payload) if is_lie else payload]
+
+    _sending(node, sends)
+
+
+def sends_nonsense(node: SimulatedNode) -> None:
+    """Contributions whose scales are NaN, of the right size and digest and signed, that no codec takes."""
+
+    def sends(_: NodeId, payload: Payload) -> Sequence[Payload]:
+        if payload.header.kind != CONTRIBUTION:
+            return [payload]
+        body = b"\xff" * len(payload.body)
+        return [_signed(node, payload.header, body, payload.header.norm)]
+
+    _sending(node, sends)
+
+
+def keeps_contributions(node: SimulatedNode) -> None:
+    """It says that it has trained, and takes its work into its own slices alone."""
+    _sending(node, lambda _, payload: [] if payload.header.kind == CONTRIBUTION else [payload])
+
+
+class _Backwards:
+    """A codec that reads everything with the other sign."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
+    def reader(self, body: bytes, num_elements: int) -> Callable[[int, int, Vector], None]:
+        read = self._codec.reader(body, num_elements)
+
+        def turned(first: int, past: int, out: Vector) -> None:
+            read(first, past, out)
+            np.negative(out, out=out)
+
+        return turned
+
+
+def reduces_backwards(node: SimulatedNode) -> None:
+    """Its results are the means of its slices turned round: as long as honest ones, so no bound cuts them."""
+    honest = node.outer.result_of
+
+    def lying(reduction: Reduction, fragment: int) -> SliceResult | None:
+        if reduction.plan.round >= FIRST_LIE:
+            turned = cast("Codec", _Backwards(reduction.uplink))
+            reduction = replace(reduction, uplink=turned)
+        return honest(reduction, fragment)
+
+    node.outer.result_of = lying  # type: ignore[method-assign] # a liar's
+
+
 ATTACKS: Mapping[str, Attack] = {
     "sign flip × 1": Attack(lie=times(-1)),
     "sign flip × 10": Attack(lie=times(-10)),
@@ -227,12 +352,19 @@ ATTACKS: Mapping[str, Attack] = {
     "made-up state": Attack(says=votes_for_a_made_up_state),
     "idle": Attack(says=reports_nothing),
     "slow": Attack(seconds_a_step=100 * SECONDS_A_STEP),
+    "kept contributions": Attack(lies=keeps_contributions),
+    "NaN": Attack(lies=sends_nonsense),
+    "two contributions": Attack(lies=signs_two_contributions),
+    "two results": Attack(lies=signs_two_results),
+    "lying reducer": Attack(lies=reduces_backwards),
+    "Sybils": Attack(lie=times(-1), says=votes_for_a_made_up_state, keys=4),
 }
 
 UNSCREENED = "unscreened"
 """Beside the merges: the mean of all that comes."""
 
 WORST = ("sign flip × 10", "ALIE", "inner product", "label poison")
+QUICK = (*WORST, "NaN")
 
 
 def part_of(corpus: Corpus, place: int) -> Corpus:
@@ -279,6 +411,7 @@ def lives_of(
                 seconds_per_inner_step=SECONDS_A_STEP,
                 on_published=watched(place),
                 corpus=data_of(place),
+                invite=f"invite-{place}",
             )
             for place in range(honest)
         ),
@@ -291,9 +424,11 @@ def lives_of(
                 trained_share=attack.trained_share,
                 is_liar=True,
                 absences=((LIARS_LIVE_SECONDS, None),),
-                corpus=data_of(place),
+                corpus=data_of(min(place, NODES - 1)),
+                invite="liars" if attack.keys > 1 else f"invite-{place}",
+                lies=attack.lies,
             )
-            for place in range(honest, NODES)
+            for place in range(honest, honest + liars * attack.keys)
         ),
     ]
 
@@ -318,6 +453,7 @@ def outcome_of(wanted: Row) -> Row:
             )
     except (RunStuckError, AtollError) as error:
         return row | {"ended": f"{type(error).__name__}: {error}"[:200]}
+    row["keys"] = liars * attack.keys
     return row | _figures(done, liars) | {"took": round(time.monotonic() - began, 1)}
 
 
@@ -368,17 +504,19 @@ def rows_of(
 
 def report(rows: Sequence[Row]) -> str:
     """One line for each attack, number of liars and merge: means over the seeds, and their spread."""
-    same = ("merge", "seed", "rounds", "uneven", "audit")
-    clean = {tuple(r[key] for key in same): r for r in rows if r["attack"] == "clean"}
+    same = ("merge", "seed", "rounds", "uneven", "audit", "invites")
+    clean = {tuple(map(r.get, same)): r for r in rows if r["attack"] == "clean"}
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:
-        where = "uneven, " if row["uneven"] else ""
+        where = ("uneven, " if row["uneven"] else "") + (
+            "" if row.get("invites") else "no invites, "
+        )
         where += f"{row['rounds']} rounds, audit {row['audit']:g}"
         groups.setdefault((row["attack"], row["liars"], row["merge"], where), []).append(row)
     lines = []
     for (name, liars, merge, where), runs in groups.items():
         ended = [run for run in runs if "ended" in run]
-        pairs = [(run, clean[*(run[key] for key in same)]) for run in runs if run not in ended]
+        pairs = [(run, clean[tuple(map(run.get, same))]) for run in runs if run not in ended]
         if ended or not pairs:
             why = ended[0]["ended"] if ended else ""
             lines.append((name, liars, merge, where, why, "", "", "", "", ""))
@@ -409,7 +547,8 @@ def _put_out_in_words(runs: Sequence[Row]) -> str:
     after = [run["put_out_after"] for run in runs if run["put_out_after"] is not None]
     if not after:
         return "–"
-    num, of = sum(run["put_out"] for run in runs), sum(run["liars"] for run in runs)
+    num = sum(run["put_out"] for run in runs)
+    of = sum(run["keys"] if "keys" in run else run["liars"] for run in runs)
     return f"{num} of {of} after {max(after)}"
 
 
@@ -423,13 +562,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=TABLES["run"]["rounds"])
     parser.add_argument("--uneven", action="store_true", help="each node has text of its own")
     parser.add_argument("--audit", type=float, default=OuterSection().audit)
-    parser.add_argument("--quick", action="store_true", help="the four worst, 6 rounds, one seed")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the four worst and NaN, 6 rounds, one seed",
+    )
     add_results(parser)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     if chosen.quick:
-        chosen.attacks, chosen.seeds, chosen.rounds = list(WORST), [0], 6
+        chosen.attacks, chosen.seeds, chosen.rounds = list(QUICK), [0], 6
     known = [] if chosen.results is None else read_rows(chosen.results)
     rows = Rows(chosen.results)
     wanted = list(
@@ -441,6 +584,7 @@ def main() -> None:
             rounds=chosen.rounds,
             uneven=chosen.uneven,
             audit=chosen.audit,
+            invites=True,
         )
     )
     todo = [row for row in wanted if not any(row.items() <= there.items() for there in known)]

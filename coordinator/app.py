@@ -14,6 +14,7 @@ import grpc.aio
 
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, rules_in_force
+from coordinator.connections import Connections, Limits, most_connections
 from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
@@ -43,7 +44,7 @@ from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
-from protocol.files.descriptors import require_open_files
+from protocol.files.descriptors import allow_open_files, require_open_files
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.trust.invite import endpoint_of
@@ -54,7 +55,13 @@ from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_serve
 from protocol.v1.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
-from protocol.wire.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_control, bind_enrolment
+from protocol.wire.server import (
+    CONTROL_OPTIONS,
+    ENROLMENT_OPTIONS,
+    bind_control,
+    bind_enrolment,
+    with_most,
+)
 
 if TYPE_CHECKING:
     from coordinator.dashboard.pages import Pages
@@ -81,9 +88,6 @@ OPEN_FILES_PER_NODE = 2
 """Sockets, the database and what gRPC takes for itself; the calls that pages answer at once and who watches;
 a node's connection, and the one after a break before the old one is given up."""
 
-MAX_ENROLMENTS = 32
-"""Enrolments answered at once; strangers can ask for no more of this process than that."""
-
 
 class Coordinator:
     """A coordinator that serves. Make one with `start`."""
@@ -92,6 +96,7 @@ class Coordinator:
         self,
         *,
         driver: Driver,
+        connections: Connections,
         given: GivenFile,
         opened: AsyncExitStack,
         control_port: int,
@@ -101,6 +106,7 @@ class Coordinator:
     ) -> None:
         """`opened` closes all that serves, and then the store."""
         self.driver = driver
+        self.connections = connections
         self.through = through
         self.dashboard_port = dashboard_port
         self.control_port = control_port
@@ -108,6 +114,7 @@ class Coordinator:
         self._given = given
         self._opened = opened
         self._clock_task = asyncio.create_task(driver.run_clock())
+        self._watch_task = asyncio.create_task(connections.watch())
 
     @classmethod
     async def start(
@@ -170,7 +177,8 @@ class Coordinator:
                 ),
             )
             await rulings.announce_key(home.key_number, home.tail_pem)
-            control = grpc.aio.server(options=CONTROL_OPTIONS)
+            most_members, most_joining = most_connections(_files_for_connections(config, carriage))
+            control = grpc.aio.server(options=with_most(CONTROL_OPTIONS, most_members))
             control_port = bind_control(
                 control,
                 config.host,
@@ -179,15 +187,18 @@ class Coordinator:
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
             )
-            enrolment = grpc.aio.server(
-                options=ENROLMENT_OPTIONS, maximum_concurrent_rpcs=MAX_ENROLMENTS
-            )
+            enrolment = grpc.aio.server(options=with_most(ENROLMENT_OPTIONS, most_joining))
             enrolment_port = bind_enrolment(
                 enrolment,
                 config.host,
                 config.enrolment_port,
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
+            )
+            connections = Connections(
+                {control_port: most_members, enrolment_port: most_joining},
+                Limits(per_address=config.connections_per_address),
+                spares_own=carriage is not None,
             )
             certificates = Certificates(
                 home.issuer,
@@ -222,6 +233,7 @@ class Coordinator:
                 rulings,
                 certificates,
                 lookout,
+                connections,
                 driver=driver,
                 enrolment_port=enrolment_port,
                 past=Past(
@@ -252,6 +264,7 @@ class Coordinator:
                 await through.start()
             return cls(
                 driver=driver,
+                connections=connections,
                 given=watched.given,
                 opened=opened.pop_all(),
                 control_port=control_port,
@@ -261,21 +274,25 @@ class Coordinator:
             )
 
     async def serve_until(self, stopped: asyncio.Event) -> None:
-        """Serves until the event, or until the clock fails, and then raises why."""
+        """Serves until the event, or until what must last fails, and then raises why."""
         stop = asyncio.create_task(stopped.wait())
         try:
-            await asyncio.wait({stop, self._clock_task}, return_when=asyncio.FIRST_COMPLETED)
-            if self._clock_task.done():
-                # Rounds would never end again: better to be restarted by whoever watches.
-                self._clock_task.result()
+            lasting = (self._clock_task, self._watch_task)
+            await asyncio.wait({stop, *lasting}, return_when=asyncio.FIRST_COMPLETED)
+            for task in lasting:
+                if task.done():
+                    # Without the clock rounds would never end: better to be restarted by whoever watches.
+                    task.result()
         finally:
             stop.cancel()
 
     async def stop(self) -> None:
         """Ends event streams, lets calls in flight end, and closes the store."""
-        self._clock_task.cancel()
-        # If it failed, serve_until has raised that.
-        await asyncio.gather(self._clock_task, return_exceptions=True)
+        lasting = (self._clock_task, self._watch_task)
+        for task in lasting:
+            task.cancel()
+        # If one failed, serve_until has raised that.
+        await asyncio.gather(*lasting, return_exceptions=True)
         self.driver.end_all(
             UnavailableError(
                 "the coordinator is stopping", next_step="nodes reconnect when it is back"
@@ -298,6 +315,7 @@ def _add_member_services(
     rulings: Rulings,
     certificates: Certificates,
     lookout: Lookout,
+    connections: Connections,
     *,
     driver: Driver,
     enrolment_port: int,
@@ -314,6 +332,7 @@ def _add_member_services(
         store=driver.store,
         standing_of=rulings.standing_of,
         clock=driver.clock.now,
+        on_member=connections.is_of,
     )
     session = SessionDesk(driver, telemetry, home.run, signer, rulings, lookout)
     status = StatusDesk(
@@ -435,6 +454,20 @@ def _through_in_words(coordinator: Coordinator) -> str:
     return f"{through.in_words()}, {ports}; tell nodes of before by 'atoll run move {through.line.host}'"
 
 
+def _own_open_files(config: CoordinatorConfig) -> int:
+    return OWN_OPEN_FILES + (DASHBOARD_OPEN_FILES if config.dashboard else 0)
+
+
+def _files_per_connection(carriage: Carriage | None) -> int:
+    """Through a relay it is three: from the relay, and both ends of the one to the port."""
+    return 1 if carriage is None else 3
+
+
+def _files_for_connections(config: CoordinatorConfig, carriage: Carriage | None) -> int:
+    left = allow_open_files() - _own_open_files(config)
+    return max(0, left) // _files_per_connection(carriage)
+
+
 def run_coordinator(
     home: Home,
     config: CoordinatorConfig,
@@ -447,11 +480,9 @@ def run_coordinator(
 
     `settled` is what this start has chosen for a preset, to be logged.
     """
-    pages = DASHBOARD_OPEN_FILES if config.dashboard else 0
-    # Through a relay a connection is three: from the relay, and both ends of the one to the port.
-    per_node = OPEN_FILES_PER_NODE * (1 if carriage is None else 3)
     require_open_files(
-        OWN_OPEN_FILES + pages + per_node * home.run.run.min_nodes,
+        _own_open_files(config)
+        + OPEN_FILES_PER_NODE * _files_per_connection(carriage) * home.run.run.min_nodes,
         of="the coordinator",
     )
     log = start_logging(as_json=log_json, folder=home.directory, process="coordinator")

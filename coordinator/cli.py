@@ -286,6 +286,13 @@ DIR_OPTION = click.option(
 )
 
 
+_MAX_NODES = click.option(
+    "--max-nodes",
+    type=click.IntRange(min=1),
+    help="How many of those that join with it take part at once.  [default: all]",
+)
+
+
 @invite.command()
 @click.option(
     "--uses",
@@ -321,9 +328,11 @@ DIR_OPTION = click.option(
     is_flag=True,
     help="For your own machines: their work counts without the cap that other invites have.",
 )
+@_MAX_NODES
 @DIR_OPTION
 def create(
     uses: int,
+    max_nodes: int | None,
     expires: float,
     host: str,
     label: str,
@@ -339,6 +348,7 @@ def create(
       atoll invite create --uses 3 --expires 7d
       atoll invite create --label "lab B" --needs-approval
       atoll invite create --own --uses 8
+      atoll invite create --uses 20 --max-nodes 4
     """  # noqa: D301 - click reads the character \b, not its two letters
     from protocol.v1.operator_pb2 import CreateInviteRequest
 
@@ -350,14 +360,16 @@ def create(
         needs_approval=needs_approval,
         role=role,
         own=own,
+        max_nodes=max_nodes or 0,
     )
     with operator_of(directory) as stub:
         made = stub.CreateInvite(request)
     click.echo(f"atoll join {made.invite}")
     nodes = f"one {role}" if uses == 1 else f"{uses} {role}s"
     held_back = ", who wait for your approval," if needs_approval else ""
+    at_once = f", {max_nodes} of them at once," if max_nodes else ""
     click.echo(
-        f"invite {made.invite_id} is for {nodes}{held_back} and expires in "
+        f"invite {made.invite_id} is for {nodes}{at_once}{held_back} and expires in "
         f"{console.seconds_in_words(expires)}; it holds a secret: send it privately",
         err=True,
     )
@@ -389,6 +401,8 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
                     "role": status.role,
                     "node_names": list(status.node_names),
                     "own": status.own,
+                    "max_nodes": status.max_nodes or None,
+                    "num_present": status.num_present,
                 }
                 for status in invites
             ]
@@ -403,6 +417,7 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
             status.label or "-",
             f"own {status.role}" if status.own else status.role,
             f"{len(status.node_ids)} of {status.max_uses}",
+            f"{status.num_present} of {status.max_nodes or 'all'}",
             _standing(status),
             ", ".join(
                 f"{name} ({node_id[:8]})"
@@ -412,7 +427,7 @@ def list_invites(as_json: bool, directory: Path | None) -> None:
         for status in invites
     ]
     console.terminal().print(
-        console.table(("invite", "label", "role", "used", "standing", "joined"), rows)
+        console.table(("invite", "label", "role", "used", "here", "standing", "joined"), rows)
     )
 
 
@@ -429,6 +444,25 @@ def revoke(invite_id: str, directory: Path | None) -> None:
     with operator_of(directory) as stub:
         stub.RevokeInvite(RevokeInviteRequest(invite_id=invite_id))
     click.echo(f"invite {invite_id} is revoked")
+
+
+@invite.command("limit")
+@click.argument("invite_id", metavar="ID")
+@_MAX_NODES
+@DIR_OPTION
+def limit_invite(invite_id: str, max_nodes: int | None, directory: Path | None) -> None:
+    """Bound how many nodes of an invite take part at once; without --max-nodes, all do.
+
+    Those that are here stay. One that comes when so many are here waits until another leaves.
+
+    Example: atoll invite limit 1f0c9a2b --max-nodes 4
+    """
+    from protocol.v1.operator_pb2 import LimitInviteRequest
+
+    with operator_of(directory) as stub:
+        answer = stub.LimitInvite(LimitInviteRequest(invite_id=invite_id, max_nodes=max_nodes or 0))
+    most = f"{max_nodes} of its nodes" if max_nodes else "all of its nodes"
+    click.echo(f"invite {invite_id} lets {most} take part at once; here are {answer.num_present}")
 
 
 @invite.command("own")

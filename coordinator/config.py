@@ -211,7 +211,8 @@ prompts = []                # texts, up to 8; one node's model goes on from each
 class CoordinatorConfig(Section):
     """coordinator.toml: where the coordinator listens, and the host that invites send nodes to.
 
-    `dashboard` is where it serves pages; empty: nowhere.
+    `dashboard` is where it serves pages; empty: nowhere. `connections_per_address` bounds what strangers
+    hold at each port (coordinator.connections).
     """
 
     host: Host = "0.0.0.0"
@@ -219,6 +220,7 @@ class CoordinatorConfig(Section):
     enrolment_port: Port = DEFAULT_ENROLMENT_PORT
     advertise: Host = "127.0.0.1"
     dashboard: WebAddress = DEFAULT_DASHBOARD
+    connections_per_address: int = Field(default=64, ge=4, le=100_000)
 
     @classmethod
     def checked(cls, **values: str | int | None) -> Self:
@@ -267,6 +269,8 @@ class CoordinatorConfig(Section):
             f"enrolment_port = {self.enrolment_port}    # 'atoll join': TLS and an invite\n"
             f"advertise = {json.dumps(self.advertise)}  # the host that invites send nodes to\n"
             f'dashboard = {json.dumps(self.dashboard)}  # page and /metrics; "": none\n'
+            f"connections_per_address = {self.connections_per_address}  # of machines that have not called "
+            "as members yet\n"
         )
 
 

@@ -37,7 +37,12 @@ from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
 
 LOCAL = CoordinatorConfig(
-    host="127.0.0.1", control_port=0, enrolment_port=0, advertise="127.0.0.1", dashboard=""
+    host="127.0.0.1",
+    control_port=0,
+    enrolment_port=0,
+    advertise="127.0.0.1",
+    dashboard="",
+    connections_per_address=100_000,  # all nodes are here
 )
 
 FLAT = Description(tensors=(TensorShape(name="w", shape=(1 << 28,)),))

@@ -73,7 +73,7 @@ class Gate:
     A certificate is not enough for a node or a viewer: this coordinator's database must know it as
     well, no ruling may bar it, its dates must hold also on a connection that was opened long ago, and it may
     not call without end. `standing_of` gives the latest ruling on a node, `clock` seconds, `wall_clock` UTC
-    seconds.
+    seconds. `on_member` hears gRPC's name of each connection by which a member called, and of its key.
     """
 
     def __init__(
@@ -84,10 +84,12 @@ class Gate:
         standing_of: Callable[[NodeId], Ruling | None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float] = time.time,
+        on_member: Callable[[str, str], None] = lambda peer, key: None,
     ) -> None:
         self._swarm_id = swarm_id
         self._store = store
         self._standing_of = standing_of
+        self._on_member = on_member
         self._calls = CallRates(clock)
         self._wall_clock = wall_clock
 
@@ -102,7 +104,7 @@ class Gate:
                 f"the {principal.role}'s certificate is not a node's",
                 next_step="join the swarm with 'atoll join INVITE' in another folder",
             )
-        return self._member(principal.node_id)
+        return self._member(principal.node_id, context)
 
     def operator(self, context: Context) -> None:
         """Lets the run owner pass."""
@@ -112,20 +114,21 @@ class Gate:
                 f"only the run owner may do this, not a {principal.role}",
                 next_step="run it in the coordinator's folder, or with --dir",
             )
+        self._on_member(context.peer(), principal.role)
 
     def anyone(self, context: Context) -> Role:
         """Lets the run owner, enrolled nodes and viewers pass; returns which of them calls."""
         principal = self._principal(context)
         match principal:
             case Principal(role=Role.OPERATOR):
-                pass
+                self._on_member(context.peer(), principal.role)
             case Principal(role=Role.VIEWER, node_id=str(viewer_id)):
-                self._member(NodeId(viewer_id))
+                self._member(NodeId(viewer_id), context)
             case _:
                 self.node(context)
         return principal.role
 
-    def _member(self, node_id: NodeId) -> NodeId:
+    def _member(self, node_id: NodeId, context: Context) -> NodeId:
         member = self._store.enrolled_member(node_id)
         if member is None:
             raise NotPermittedError(
@@ -139,6 +142,7 @@ class Gate:
                 f"{member.node_name} has joined and waits until the run owner approves it",
                 next_step=f"the run owner types 'atoll nodes approve {member.node_name}'",
             )
+        self._on_member(context.peer(), node_id)
         self._calls.take(node_id)
         return node_id
 

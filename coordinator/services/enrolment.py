@@ -37,6 +37,11 @@ Who knows an invite's secret is answered all the same: many people may share an 
 MAX_LOGGED = 60
 """Lines about refused strangers, from all hosts, in as many seconds."""
 
+MAX_AT_ONCE = 32
+"""Enrolments whose requests are here and that wait for the disk; strangers ask for no more of it.
+
+gRPC's own bound counts calls whose bodies never come, so that four connections would keep everybody out."""
+
 MAX_HOSTS = 10_000
 """Hosts whose failures are remembered; the one that failed longest ago is forgotten first."""
 
@@ -101,6 +106,7 @@ class EnrolmentDesk:
         self._wall_clock = wall_clock
         self._write = write
         self._failures = Failures(clock)
+        self._num_waiting = 0
 
     async def enrol(self, host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
         """Enrols a node that calls from `host`.
@@ -116,7 +122,7 @@ class EnrolmentDesk:
             if not is_signed_by(request.public_key, statement, request.proof):
                 raise BadDataError("the request is not signed by the node's own key")
             refuse_barred(self._rulings.standing_of(node_id_of(request.public_key)))
-            answer = await self._write(lambda: self._enrol(host, request, is_known=is_known))
+            answer = await self._written(lambda: self._enrol(host, request, is_known=is_known))
             await self._rulings.note_joined(
                 answer.node_id, node_name=request.node_name, invite_id=request.invite_id
             )
@@ -124,6 +130,17 @@ class EnrolmentDesk:
         except (NotPermittedError, BadDataError):
             self._failures.add(host)
             raise
+
+    async def _written(self, enrol: Callable[[], pb.EnrolResponse]) -> pb.EnrolResponse:
+        if self._num_waiting >= MAX_AT_ONCE:
+            raise TemporaryError(
+                f"{MAX_AT_ONCE} others join at this moment", next_step="try again in a few seconds"
+            )
+        self._num_waiting += 1
+        try:
+            return await self._write(enrol)
+        finally:
+            self._num_waiting -= 1
 
     def challenge(self, request: pb.ChallengeRequest) -> pb.ChallengeResponse:
         """See Certificates.challenge."""

@@ -13,6 +13,7 @@ from coordinator.services.answering import Context, Gate, answered, answered_whe
 from coordinator.services.ruling import Rulings, changes_from_wire
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
+from coordinator.swarm.membership import members_by
 from coordinator.swarm.state import KEPT_ROUNDS
 from coordinator.swarm.turn import present_members
 from protocol.errors import BadDataError, NoInputError, UsageError
@@ -25,6 +26,7 @@ from protocol.trust.invite import (
 )
 from protocol.trust.pki import JOINING, Role
 from protocol.trust.rulings import (
+    MAX_NODES,
     MOST_RULINGS,
     OWN,
     Address,
@@ -116,6 +118,13 @@ class OperatorDesk:
             request.label, of="the invite's label", max_length=checks.MAX_NAME_LENGTH
         )
         role = _role_of(request.role)
+        most = checks.count(request.max_nodes, of="the number of nodes at once", most=MAX_USES)
+        if most and role is Role.VIEWER:
+            raise UsageError(
+                "viewers take no part, so their number at once has no bound",
+                next_step="leave --max-nodes out, or give --uses",
+            )
+        changes = (*(((MAX_NODES, most),) if most else ()), *(OWN if request.own else ()))
         expires_utc_seconds = self._wall_clock() + valid_seconds
         await self._driver.write(
             lambda: self._store.add_invite(
@@ -134,7 +143,7 @@ class OperatorDesk:
                 RulingKind.INVITED,
                 invite_id=invite.invite_id,
                 reason=label,
-                changes=OWN if request.own else (),
+                changes=changes,
             )
         )
         return pb.CreateInviteResponse(invite=invite.encode(), invite_id=invite.invite_id)
@@ -142,6 +151,7 @@ class OperatorDesk:
     def list_invites(self, request: pb.ListInvitesRequest) -> pb.ListInvitesResponse:
         """The invites, newest first, without their secrets."""
         now, own = self._wall_clock(), self._rulings.own_invites
+        state = self._driver.state
         return pb.ListInvitesResponse(
             invites=[
                 pb.InviteStatus(
@@ -155,6 +165,8 @@ class OperatorDesk:
                     role=str(invite.role),
                     node_names=invite.node_names,
                     own=invite.invite_id in own,
+                    max_nodes=state.invite_limits.get(invite.invite_id, 0),
+                    num_present=len(members_by(state, invite.invite_id)),
                 )
                 for invite in self._store.invites()
             ]
@@ -183,6 +195,31 @@ class OperatorDesk:
             )
         )
         return pb.OwnInviteResponse()
+
+    async def limit_invite(self, request: pb.LimitInviteRequest) -> pb.LimitInviteResponse:
+        """Bounds how many of its members take part at once; raises NoInputError, and UsageError."""
+        invite = self._invite(request.invite_id)
+        most = checks.count(request.max_nodes, of="the number of nodes at once", most=MAX_USES)
+        if invite.role is Role.VIEWER:
+            raise UsageError(
+                f"invite {invite.invite_id} is for viewers, who take no part",
+                next_step="'atoll invite list' shows the others",
+            )
+        if most == self._driver.state.invite_limits.get(invite.invite_id, 0):
+            raise UsageError(
+                f"invite {invite.invite_id} has that limit already",
+                next_step="'atoll invite list' shows them",
+            )
+        await self._rulings.make(
+            self._rulings.event(
+                RulingKind.INVITED,
+                invite_id=invite.invite_id,
+                reason=invite.label,
+                changes=((MAX_NODES, most),),
+            )
+        )
+        here = members_by(self._driver.state, invite.invite_id)
+        return pb.LimitInviteResponse(num_present=len(here))
 
     def _invite(self, asked: str) -> InviteRecord:
         """Raises NoInputError when there is none of that name."""
@@ -405,6 +442,14 @@ class OperatorServicer(OperatorServiceServicer):
         """See OperatorDesk.own_invite."""
         return await answered_when_durable(
             context, self._gate.operator, lambda _: self._desk.own_invite(request)
+        )
+
+    async def LimitInvite(
+        self, request: pb.LimitInviteRequest, context: Context
+    ) -> pb.LimitInviteResponse:
+        """See OperatorDesk.limit_invite."""
+        return await answered_when_durable(
+            context, self._gate.operator, lambda _: self._desk.limit_invite(request)
         )
 
     async def SkipSamples(

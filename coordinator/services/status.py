@@ -294,6 +294,8 @@ class StatusDesk:
             standing=standing_in_words(standing) if standing is not None and is_barred else "",
             is_helper=member.is_helper,
             has_symmetric_router=is_symmetric(member),
+            is_own=member.is_own,
+            invite_id=member.invite_id,
             given=None if given is None else given_to_wire(given.of(member.node_id)),
         )
 

@@ -11,6 +11,10 @@ the inputs, others are asked too, and the weight of those present decides:
 - With either the run goes back to before that round, by the ruling that the run owner would make.
 - More than half of it makes the same result: who has found otherwise is contradicted.
 - Neither side has as much: the result stays, and reducer and first auditor stay away from slices and audits.
+
+A slice is audited without a lot where its reducer has signed that a contribution does not decode, which
+its sender has signed as well. When more than half of the weight finds the same, that one is put in
+quarantine; and the reducer where they find another result.
 """
 
 from collections.abc import Sequence
@@ -26,12 +30,12 @@ from coordinator.swarm.conviction import (
     strike,
 )
 from coordinator.swarm.events import Tell
-from coordinator.swarm.members import MemberState, Work
+from coordinator.swarm.members import BARRED, MemberState, Work
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
 from coordinator.swarm.turn import Turn, is_present, name_of
 from coordinator.swarm.weighing import is_enough, say_of, weight_of
-from protocol.trust.evidence import of_findings
+from protocol.trust.evidence import of_findings, of_nonsense
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import AUDIT_ROUNDS, Commit, NodeId
 
@@ -66,7 +70,9 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
             auditor_ids=(),
             until=turn.now,
         )
-        if _lot(turn.state, audit, "is audited") >= turn.state.rules.audited_share:
+        audit = replace(audit, accused=_newly_accused(turn.state, audit))
+        share = turn.state.rules.audited_share
+        if not (share > 0 and audit.accused) and _lot(turn.state, audit, "is audited") >= share:
             continue
         if may := _may_audit(turn.state, audit):
             first = (_drawn(turn.state, audit, may),)
@@ -141,6 +147,23 @@ def audits_in_words(state: SwarmState) -> str:
 # Who audits
 
 
+def _newly_accused(state: SwarmState, audit: Audit) -> tuple[NodeId, ...]:
+    """Whose contributions do not decode, as the reducer says, and whom no audit is about yet."""
+    told = audit.reduced
+    nothing_of = {c.node_id for c, f in zip(told.contributors, told.factors, strict=False) if not f}
+    known = {n for other in state.audits if other.verdict is None for n in other.accused}
+    known |= {n for other in state.audits if other.round == audit.round for n in other.accused}
+    known |= {conviction.node_id for conviction in state.convicted}
+    return tuple(
+        n
+        for n in told.undecodable
+        if n in nothing_of
+        and n not in known
+        and n in state.members
+        and state.members[n].state not in BARRED
+    )
+
+
 def _lot(state: SwarmState, audit: Audit, of: str) -> float:
     """A number from 0 to 1 that nobody knows who does not know the secret."""
     index, result = audit.slice.index, audit.reduced.digest or b""
@@ -156,7 +179,7 @@ def _may_audit(state: SwarmState, audit: Audit) -> list[NodeId]:
     may = [
         member
         for node_id in _here(state, audit)
-        if node_id != reducer
+        if node_id not in (reducer, *audit.accused)
         and (member := state.members[node_id]).state is not MemberState.DIVERGED
         and not member.is_draining
         and not member.standing.is_on_trial
@@ -200,7 +223,9 @@ def _ask(turn: Turn, audit: Audit, node_ids: tuple[NodeId, ...]) -> None:
 def _decide_first(turn: Turn, audit: Audit) -> None:
     state, (first,) = turn.state, audit.auditor_ids
     if audit.findings and audit.findings[0].found == audit.reduced.digest:
-        _end(turn, audit, Verdict.AGREED)
+        is_open = bool(audit.accused) and not _is_sure(turn, audit, [first])
+        if not is_open or not _ask_others(turn, audit):
+            _agree(turn, audit, [first])
         return
     if _has_lost_its_inputs(turn, audit):
         _end_without_inputs(turn, audit)
@@ -210,17 +235,22 @@ def _decide_first(turn: Turn, audit: Audit) -> None:
             _end(turn, audit, Verdict.UNANSWERED)
             _was_silent(turn, first)
         return
+    if not _ask_others(turn, audit):
+        _dispute(turn, audit)
+
+
+def _ask_others(turn: Turn, audit: Audit) -> bool:
+    """Has others than the first auditor make the result again; False where there is nobody."""
+    state, (first,) = turn.state, audit.auditor_ids
     say = _say(state, audit)
     may = [node_id for node_id in _may_audit(state, audit) if node_id != first]
     jury = tuple(sorted(may, key=lambda n: (-say.weights.get(n, 0), n))[: MOST_AUDITORS - 1])
-    if not jury:
-        _dispute(turn, audit)
-        return
-    audit = replace(
-        audit, is_contested=True, auditor_ids=(first, *jury), until=turn.now + audit.seconds
-    )
-    _put(turn, audit)
-    _ask(turn, audit, jury)
+    if jury:
+        asked = (first, *jury)
+        audit = replace(audit, is_contested=True, auditor_ids=asked, until=turn.now + audit.seconds)
+        _put(turn, audit)
+        _ask(turn, audit, jury)
+    return bool(jury)
 
 
 def _decide_contested(turn: Turn, audit: Audit) -> None:
@@ -240,10 +270,10 @@ def _decide_contested(turn: Turn, audit: Audit) -> None:
     failing = [f.node_id for f in audit.findings if f.found != claimed]
     right = {*agreeing, reducer}
     is_over = not lacking(audit) or _is_over(turn, audit)
-    is_sure = bool(agreeing) and is_enough(say, right, among)
+    is_sure = _is_sure(turn, audit, agreeing)
     is_outweighed = weight_of(say, right) <= weight_of(say, differing)
     if is_sure or (agreeing and is_over and not is_outweighed):
-        _end(turn, audit, Verdict.AGREED)
+        _agree(turn, audit, agreeing)
         for node_id in differing if is_sure else ():
             _contradict(turn, node_id)
     elif not is_over:
@@ -301,6 +331,34 @@ def _convict(turn: Turn, audit: Audit, by: Sequence[NodeId], agreeing: Sequence[
         _contradict(turn, node_id)
     convict(turn, reducer, reason, _evidence(audit))
     go_back_before(turn, audit.round, f"{name} is convicted: {reason}", _evidence(audit))
+
+
+def _is_sure(turn: Turn, audit: Audit, agreeing: Sequence[NodeId]) -> bool:
+    """Whether these and the reducer have more than half of the weight."""
+    right = {*agreeing, audit.slice.reducer_id}
+    return bool(agreeing) and is_enough(_say(turn.state, audit), right, _here(turn.state, audit))
+
+
+def _agree(turn: Turn, audit: Audit, agreeing: Sequence[NodeId]) -> None:
+    """The same came out; where enough of the weight says so, whom the reducer accuses is convicted."""
+    is_sure = _is_sure(turn, audit, agreeing)
+    _end(turn, audit, Verdict.AGREED)
+    for node_id in audit.accused if is_sure else ():
+        _convict_of_nonsense(turn, audit, node_id, agreeing)
+
+
+def _convict_of_nonsense(
+    turn: Turn, audit: Audit, node_id: NodeId, agreeing: Sequence[NodeId]
+) -> None:
+    """It has signed a contribution that does not decode: nothing is undone, for nothing of it counted."""
+    state = turn.state
+    reason = (
+        f"it signed a contribution to slice {audit.slice.index} of round {audit.round} that does not decode, "
+        f"as {_names(state, sorted({audit.slice.reducer_id, *agreeing}))} have found"
+    )
+    signed = [f.signed for f in audit.findings if f.signed is not None]
+    agreed = [finding for finding in signed if finding.found == audit.reduced.digest]
+    convict(turn, node_id, reason, of_nonsense(node_id, audit.reduced, agreed))
 
 
 def _undo_unproven(turn: Turn, audit: Audit, why: str) -> None:

@@ -33,6 +33,7 @@ from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
 from protocol.errors import (
     CopyAttachedError,
+    HeldBackError,
     ProtocolMismatchError,
     SessionEndedError,
 )
@@ -43,6 +44,9 @@ from protocol.wire.wire_count import WireTotals
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""
+
+MOST_NAMED = 4
+"""In a sentence about members of one invite."""
 
 
 def roster_of(state: SwarmState) -> tuple[RosterEntry, ...]:
@@ -80,12 +84,13 @@ def require_session(state: SwarmState, node_id: NodeId, session_id: int) -> Memb
 def attach(turn: Turn, event: Attached) -> None:
     """Opens a session.
 
-    Raises ProtocolMismatchError when the node works on something else, and CopyAttachedError while
-    another process with its key is attached.
+    Raises ProtocolMismatchError when the node works on something else, CopyAttachedError while another
+    process with its key is attached, and HeldBackError while as many are here as its invite lets in.
     """
     refuse_barred(turn.state.latest_rulings.get(event.node_id))  # ruled since the edge let it in
     _refuse_strangers(turn.state, event)
     _refuse_copies(turn, event)
+    _refuse_beyond_invite(turn.state, event)
     state = turn.state
     before = state.members.get(event.node_id)
     is_same_process = before is not None and before.process_id == event.process_id
@@ -333,6 +338,26 @@ def _refuse_copies(turn: Turn, event: Attached) -> None:
         f"another process with the key of {member.node_name} is attached, so this one waits until "
         "that one is gone",
         next_step=CopyAttachedError.NEXT_STEP,
+    )
+
+
+def members_by(state: SwarmState, invite_id: str) -> list[Member]:
+    """Those present that joined with an invite."""
+    return [m for m in present_members(state) if m.invite_id == invite_id]
+
+
+def _refuse_beyond_invite(state: SwarmState, event: Attached) -> None:
+    most = state.invite_limits.get(event.invite_id)
+    here = sorted(
+        m.node_name for m in members_by(state, event.invite_id) if m.node_id != event.node_id
+    )
+    if most is None or len(here) < most:
+        return
+    named = ", ".join(here[:MOST_NAMED]) + (", …" if len(here) > MOST_NAMED else "")
+    raise HeldBackError(
+        f"invite {event.invite_id} lets {most} of its nodes take part at once, and so many are here: {named}",
+        next_step="it goes on when one of them leaves; the run owner lets in more by "
+        f"'atoll invite limit {event.invite_id} --max-nodes {most + 1}'",
     )
 
 

@@ -91,7 +91,8 @@ class Audit:
     auditor_ids: tuple[NodeId, ...]  # who was asked, in order
     until: float
     findings: tuple[Finding, ...] = ()
-    is_contested: bool = False  # the first auditor disagreed, and others were asked
+    accused: tuple[NodeId, ...] = ()  # whose contributions do not decode, as the reducer has signed
+    is_contested: bool = False  # others were asked than the first auditor
     verdict: Verdict | None = None
     why: str = ""
 
@@ -412,6 +413,8 @@ class SwarmState:
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     own_invites: tuple[str, ...] = ()  # by which the run owner's own machines join
+    invite_limits: Mapping[str, int] = field(default_factory=dict)
+    """How many of an invite's members take part at once, where that is bounded."""
     rolled_back: tuple[Ruling, ...] = ()  # by which rounds were undone
     audit_secret: bytes = b""  # draws audits: nobody but the coordinator knows it
     audits: tuple[Audit, ...] = ()  # that go on, and those that ended since the latest commit

@@ -22,6 +22,7 @@ from protocol.trust.rulings import (
     digest_of,
     follows,
     in_words,
+    limit_of_invite,
     owned_invite,
     sets_rounds,
     withdraws,
@@ -81,7 +82,7 @@ def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
 def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
     """The state with what rulings of the database come to; members have been barred then already."""
     alarm, convicted = state.alarm, state.convicted  # of after the latest of them
-    state = replace(state, rulings=(), rolled_back=(), own_invites=())
+    state = replace(state, rulings=(), rolled_back=(), own_invites=(), invite_limits={})
     for ruling in rulings:
         state = _noted(state, ruling)
     rules = _rules_after(state, state.rules)
@@ -139,8 +140,14 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
             if alarm is not None and (alarm.round is None or alarm.round >= round):
                 alarm = None  # else the run goes back further still
             return replace(state, alarm=alarm, rolled_back=(*state.rolled_back, ruling))
-        case RulingKind.INVITED if invite_id := owned_invite(ruling):
-            return replace(state, own_invites=(*state.own_invites, invite_id))
+        case RulingKind.INVITED:
+            if (invite_id := owned_invite(ruling)) and invite_id not in state.own_invites:
+                state = replace(state, own_invites=(*state.own_invites, invite_id))
+            if (most := limit_of_invite(ruling)) is not None:
+                limits = {k: v for k, v in state.invite_limits.items() if k != ruling.invite_id}
+                limits |= {ruling.invite_id: most} if most else {}
+                state = replace(state, invite_limits=limits)
+            return state
         case RulingKind.WITHDRAWN:
             still = tuple(one for one in state.rolled_back if not withdraws(ruling, one))
             return replace(state, paused=ruling, alarm=None, rolled_back=still)

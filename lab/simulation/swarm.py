@@ -89,6 +89,10 @@ class Life:
     """Whether it may end by an error, and the run go on."""
     is_helper: bool = False
     """Whether it has no ranks."""
+    invite: str = ""
+    """By which it joins, and all others that say the same; empty: it is let in without."""
+    lies: "Callable[[SimulatedNode], None] | None" = None
+    """What a liar replaces of itself, once each of its processes is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,27 +339,37 @@ class SimulatedNode:
         self._identity = identity_of(place)
         self.node_id = self._identity.node_id
         self.counts = WireCounts()
-        if life.is_helper:
-            self._join_as_helper()
+        if life.invite or life.is_helper:
+            self._join(life.invite or f"for-{self.node_id}")
         self._begin()
 
-    def _join_as_helper(self) -> None:
-        """Redeems an invite as helpers do; nodes of a simulation are let in without."""
-        name, secret_hash = f"for-{self.node_id}", bytes(32)
-        store = self._coordinator.store
-        store.add_invite(
-            invite_id=name,
-            secret_hash=secret_hash,
-            max_uses=1,
-            expires_utc_seconds=math.inf,
-            host="",
-            role=Role.HELPER,
-        )
+    @property
+    def identity(self) -> Identity:
+        """Its keys, with which a liar signs what it likes."""
+        return self._identity
+
+    @property
+    def transport(self) -> MemoryTransport:
+        """Its own, of the process that there is now."""
+        return self._transport
+
+    def _join(self, invite_id: str) -> None:
+        """Redeems an invite, which is made for the first that does."""
+        secret_hash, store = bytes(32), self._coordinator.store
+        if not store.has_invite(invite_id, secret_hash):
+            store.add_invite(
+                invite_id=invite_id,
+                secret_hash=secret_hash,
+                max_uses=1 << 16,
+                expires_utc_seconds=math.inf,
+                host="",
+                role=Role.HELPER if self._life.is_helper else Role.NODE,
+            )
         store.redeem(
-            name,
+            invite_id,
             secret_hash,
             node_id=self.node_id,
-            node_name=name,
+            node_name=f"node-{self._place + 1}",
             public_key=self._identity.public_key,
             now=0.0,
         )
@@ -428,6 +442,8 @@ class SimulatedNode:
             heavy=in_place,
             rng=random.Random(f"{self._place}, process {self._num_processes}"),
         )
+        if self._life.lies is not None:
+            self._life.lies(self)
 
     @property
     def _num_ranks(self) -> int:
@@ -487,18 +503,21 @@ class SimulatedNode:
             running = asyncio.ensure_future(self._daemon.run())
             await asyncio.wait((running,), timeout=dies_at - clock())
             if running.done():  # the run was over before
-                running.result()
-                return self
+                return await self._survives(running)
             await self._die(running)
             if returns_at is None:
                 return None
             await asyncio.sleep(returns_at - clock())
             self._begin()
+        return await self._survives(self._daemon.run())
+
+    async def _survives(self, running: Awaitable[str]) -> "SimulatedNode | None":
+        """Itself, unless it has left; nor a liar whose own checks, or the swarm's, have ended it."""
         try:
-            await self._daemon.run()
+            await running
         except AtollError:
             if self._life.is_liar:
-                return None  # its own checks, or the swarm's, ended it
+                return None
             raise
         return None if self._has_left else self
 

@@ -360,6 +360,7 @@ def _finding_of_result(result: SliceResult | None) -> Digest:
         [(c.node_id, c.samples, c.tokens) for c in result.contributors],
         result.factors,
         result.inputs.error_after,
+        result.inputs.undecodable,
     )
 
 
@@ -370,6 +371,7 @@ def _finding_of(told: Reduced) -> Digest:
         [(c.node_id, c.samples, c.tokens) for c in told.contributors],
         told.factors,
         told.error_after,
+        told.undecodable,
     )
 
 
@@ -378,8 +380,9 @@ def _digest_of(
     contributors: list[tuple[NodeId, int, int]],
     factors: tuple[int, ...],
     error_after: bytes,
+    undecodable: tuple[NodeId, ...],
 ) -> Digest:
     """Of all that a result is: body, norm, whose work it counts and how much of it, what it leaves."""
     norm = header.norm if math.isfinite(header.norm) else 0.0
-    told = repr((sorted(contributors), factors, error_after.hex())).encode()
+    told = repr((sorted(contributors), factors, error_after.hex(), *undecodable)).encode()
     return Digest(blake3(header.body_digest + struct.pack("<d", norm) + told).digest())

@@ -86,6 +86,7 @@ class Inputs:
     missed: tuple[tuple[NodeId, int], ...] = ()
     error_before: bytes = b""
     error_after: bytes = b""
+    undecodable: tuple[NodeId, ...] = ()
 
 
 def digest_of_error(error: Vector | None) -> bytes:
@@ -150,6 +151,11 @@ class _Merged:
         """How much of each is in the mean, in the order of the verdicts."""
         return tuple(verdict.factor for verdict in self.verdicts.values())
 
+    @property
+    def undecodable(self) -> tuple[NodeId, ...]:
+        """Whose bodies no decoder takes."""
+        return tuple(n for n, verdict in self.verdicts.items() if verdict.is_undecodable)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
@@ -211,7 +217,7 @@ class Reduction:
 
         encoded.each_tile(leave_rounded_away)
         error = values if wants_error else None
-        inputs, factors = self._inputs(by, before, error), merged.factors
+        inputs, factors = self._inputs(by, before, error, merged.undecodable), merged.factors
         named = {
             node_id: contribution_digest(self.contributions[node_id].header.body_digest)
             for node_id in merged.verdicts
@@ -226,6 +232,7 @@ class Reduction:
             missed=inputs.missed,
             error_before=inputs.error_before,
             error_after=inputs.error_after,
+            undecodable=inputs.undecodable,
         )
         payload = Payload.seal(
             kind=RESULT,
@@ -255,7 +262,13 @@ class Reduction:
             inputs=inputs,
         )
 
-    def _inputs(self, by: Merging, error_before: bytes, error: Vector | None) -> Inputs:
+    def _inputs(
+        self,
+        by: Merging,
+        error_before: bytes,
+        error: Vector | None,
+        undecodable: tuple[NodeId, ...],
+    ) -> Inputs:
         if not by.is_audited:
             return Inputs()
         named = {*self.contributions, *self.late}
@@ -264,6 +277,7 @@ class Reduction:
             missed=tuple(sorted((n, r) for n, r in by.missed.items() if r > 0 and n in named)),
             error_before=error_before,
             error_after=digest_of_error(error),
+            undecodable=undecodable,
         )
 
     def _contributor(self, sender: NodeId) -> Contributor:
@@ -282,7 +296,8 @@ class Reduction:
             try:
                 merged = self._merged_of(here, node_id, by, verdicts)
             except UndecodableError as error:
-                verdicts[here[error.index]] = Verdict(factor=0, why=str(error))
+                why = str(error)
+                verdicts[here[error.index]] = Verdict(factor=0, why=why, is_undecodable=True)
         for sender, verdict in verdicts.items():
             if verdict.why:
                 log.warning(

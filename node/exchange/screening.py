@@ -52,6 +52,7 @@ class Verdict:
 
     factor: int = WHOLE
     why: str = ""
+    is_undecodable: bool = False
 
 
 def allowances(tokens: Sequence[int], rounds_missed: Sequence[int]) -> list[float]:

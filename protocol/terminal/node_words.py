@@ -315,6 +315,12 @@ def given_in_words(given: pb.Given) -> str:
     )
 
 
+def invite_in_words(node: pb.NodeStatus) -> str:
+    """By which invite it is here, and whether that is of the run owner's own machines."""
+    own = ("own",) if node.is_own else ()
+    return " ".join((*own, node.invite_id)) or "-"
+
+
 def node_facts(node: pb.NodeStatus) -> dict[str, str]:
     """All columns of `atoll nodes`, in words."""
     return {
@@ -333,6 +339,7 @@ def node_facts(node: pb.NodeStatus) -> dict[str, str]:
         "mfu": mfu_in_words(node),
         "peak memory": memory_in_words(node),
         "text": "same" if node.same_corpus else "other",
+        "invite": invite_in_words(node),
         "version": node.version,
         "addresses": " ".join(node.address.multiaddrs),
     }

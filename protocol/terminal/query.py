@@ -341,6 +341,7 @@ def _nodes_at(answer: "status_pb2.GetStatusResponse") -> dict[str, object]:
 
 _SPARE_OF_NODES = (
     *("addresses", "peak memory", "tcp", "time of a round", "mfu", "version", "text", "link"),
+    *("invite",),
     *("upload", "device", "id", "work", "screened"),
 )
 """What a narrow terminal does without, first what goes first."""

@@ -40,7 +40,7 @@ MOST_CHARACTERS = 1 << 16
 """Of one ruling's evidence, which all members keep; what is longer is left out of it."""
 
 _HEADER, _RECEIPT, _REPORT, _FINDING = "header", "receipt", "report", "finding"
-_SPOT = "spot"
+_SPOT, _NONSENSE = "spot", "undecodable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,13 @@ def of_findings(told: Reduced, findings: Iterable[Audited]) -> Evidence:
     return _kept([(_HEADER, told.header), *signed]) if signed else ()
 
 
+def of_nonsense(contributor_id: NodeId, told: Reduced, findings: Iterable[Audited]) -> Evidence:
+    """Whose contribution does not decode: its reducer's signed report, and findings of who made it again."""
+    signed = [(_FINDING, _audited_to_bytes(finding)) for finding in findings if finding.signature]
+    about = (_NONSENSE, contributor_id.encode())
+    return _kept([about, (_REPORT, _reduced_to_bytes(told)), *signed]) if signed else ()
+
+
 def of_spot_checks(findings: Iterable[SpotChecked]) -> Evidence:
     """What checkers have measured of one member, and signed."""
     return _kept([(_SPOT, _spot_checked_to_bytes(finding)) for finding in findings])
@@ -131,9 +138,30 @@ def _proven(evidence: Evidence, run_digest: Digest) -> tuple[NodeId, str]:
         return omission.reducer_id, "its receipt and its report"
     if len(kinds) > 1 and kinds == (_HEADER, *[_FINDING] * (len(kinds) - 1)):
         return _proven_by_findings(contents[0], contents[1:], run_digest)
+    if len(kinds) > 2 and kinds == (_NONSENSE, _REPORT, *[_FINDING] * (len(kinds) - 2)):
+        return _proven_nonsense(contents[0], contents[1], contents[2:], run_digest)
     if set(kinds) == {_SPOT}:
         return _proven_by_spot_checks(contents, run_digest)
     raise BadDataError(f"evidence of {', '.join(kinds)} is of no kind that this version knows")
+
+
+def _proven_nonsense(
+    about: bytes, report: bytes, findings: Sequence[bytes], run_digest: Digest
+) -> tuple[NodeId, str]:
+    told, contributor_id = _reduced_from_bytes(report), NodeId(about.decode(errors="replace"))
+    if contributor_id not in told.undecodable:
+        raise BadDataError(f"the reducer's report does not say that {contributor_id} sent nonsense")
+    reducer_id, _ = _proven_by_findings(told.header, findings, run_digest)
+    header = PayloadHeader.decode(told.header)
+    if not header.report_digest or header.report_digest != told.statement_digest:
+        raise BadDataError("the reducer's report is not the one that is signed with its result")
+    for finding in map(_audited_from_bytes, findings):
+        if finding.found != finding.digest:
+            raise BadDataError("the evidence has a finding that says otherwise")
+    if contributor_id in {reducer_id, *(_audited_from_bytes(f).signer_id for f in findings)}:
+        raise BadDataError("the evidence has a finding of the member that it is about")
+    who = "one auditor" if len(findings) == 1 else f"{len(findings)} auditors"
+    return contributor_id, f"its reducer's signed report, and signed findings of {who}"
 
 
 def _proven_by_findings(

@@ -215,7 +215,7 @@ OWN = (("own", True),)
 
 def owned_invite(ruling: Ruling) -> str:
     """The invite that a ruling says to be for the run owner's own machines; empty for any other ruling."""
-    is_own = ruling.kind is RulingKind.INVITED and ruling.changes == OWN
+    is_own = ruling.kind is RulingKind.INVITED and dict(ruling.changes).get("own") is True
     return ruling.invite_id if is_own else ""
 
 
@@ -226,6 +226,16 @@ ROUNDS = "run.rounds"
 def sets_rounds(ruling: Ruling) -> bool:
     """Whether a ruling says how many rounds the run has; one that was stopped is it no more by it."""
     return ruling.kind is RulingKind.AMENDED and ROUNDS in dict(ruling.changes)
+
+
+MAX_NODES = "max_nodes"
+"""What a ruling on an invite has for changes where it bounds how many of its members take part at once."""
+
+
+def limit_of_invite(ruling: Ruling) -> int | None:
+    """How many of its members an invite lets take part at once, 0 for all; None where this does not say."""
+    told = dict(ruling.changes).get(MAX_NODES) if ruling.kind is RulingKind.INVITED else None
+    return told if type(told) is int and told >= 0 else None
 
 
 HOST, CONTROL_PORT, ENROLMENT_PORT = "host", "control_port", "enrolment_port"
@@ -354,7 +364,9 @@ def in_words(ruling: Ruling) -> str:
     match ruling.kind:
         case RulingKind.INVITED:
             whose = " for the run owner's own machines" if owned_invite(ruling) else ""
-            return f"invite {ruling.invite_id} was made{whose}{why}"
+            most = limit_of_invite(ruling)
+            at_once = "" if most is None else f", for {most or 'all its'} nodes at once"
+            return f"invite {ruling.invite_id} was made{whose}{at_once}{why}"
         case RulingKind.REVOKED:
             return f"invite {ruling.invite_id} was revoked"
         case RulingKind.JOINED:

@@ -97,6 +97,7 @@ class CreateInviteRequest(_message.Message):
     NEEDS_APPROVAL_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
+    MAX_NODES_FIELD_NUMBER: _builtins.int
     max_uses: _builtins.int
     """How many nodes may join with it, at least 1."""
     valid_seconds: _builtins.float
@@ -113,6 +114,8 @@ class CreateInviteRequest(_message.Message):
     """
     own: _builtins.bool
     """Whether it is for the run owner's own machines: what those weigh by their work is not capped."""
+    max_nodes: _builtins.int
+    """How many of those that join with it take part at once; 0: all of them."""
     def __init__(
         self,
         *,
@@ -123,10 +126,11 @@ class CreateInviteRequest(_message.Message):
         needs_approval: _builtins.bool = ...,
         role: _builtins.str = ...,
         own: _builtins.bool = ...,
+        max_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "own", b"own", "role", b"role", "valid_seconds", b"valid_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "label", b"label", "max_nodes", b"max_nodes", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "own", b"own", "role", b"role", "valid_seconds", b"valid_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -191,6 +195,8 @@ class InviteStatus(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     NODE_NAMES_FIELD_NUMBER: _builtins.int
     OWN_FIELD_NUMBER: _builtins.int
+    MAX_NODES_FIELD_NUMBER: _builtins.int
+    NUM_PRESENT_FIELD_NUMBER: _builtins.int
     invite_id: _builtins.str
     """Public name."""
     max_uses: _builtins.int
@@ -207,6 +213,10 @@ class InviteStatus(_message.Message):
     """What those are that join with it, as when it was asked for."""
     own: _builtins.bool
     """Whether it is for the run owner's own machines."""
+    max_nodes: _builtins.int
+    """How many of those that joined with it take part at once; 0: all of them."""
+    num_present: _builtins.int
+    """How many of them are here now."""
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Nodes that joined with it."""
@@ -228,10 +238,12 @@ class InviteStatus(_message.Message):
         role: _builtins.str = ...,
         node_names: _abc.Iterable[_builtins.str] | None = ...,
         own: _builtins.bool = ...,
+        max_nodes: _builtins.int = ...,
+        num_present: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["invite_id", b"invite_id", "label", b"label", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "node_ids", b"node_ids", "node_names", b"node_names", "own", b"own", "remaining_seconds", b"remaining_seconds", "revoked", b"revoked", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["invite_id", b"invite_id", "label", b"label", "max_nodes", b"max_nodes", "max_uses", b"max_uses", "needs_approval", b"needs_approval", "node_ids", b"node_ids", "node_names", b"node_names", "num_present", b"num_present", "own", b"own", "remaining_seconds", b"remaining_seconds", "revoked", b"revoked", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,6 +350,54 @@ class OwnInviteResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OwnInviteResponse: _TypeAlias = OwnInviteResponse  # noqa: Y015
+
+@_typing.final
+class LimitInviteRequest(_message.Message):
+    """Says how many of those that join with an invite take part at once, from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INVITE_ID_FIELD_NUMBER: _builtins.int
+    MAX_NODES_FIELD_NUMBER: _builtins.int
+    invite_id: _builtins.str
+    """Public name."""
+    max_nodes: _builtins.int
+    """So many; 0: all of them."""
+    def __init__(
+        self,
+        *,
+        invite_id: _builtins.str = ...,
+        max_nodes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["invite_id", b"invite_id", "max_nodes", b"max_nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LimitInviteRequest: _TypeAlias = LimitInviteRequest  # noqa: Y015
+
+@_typing.final
+class LimitInviteResponse(_message.Message):
+    """It is noted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_PRESENT_FIELD_NUMBER: _builtins.int
+    num_present: _builtins.int
+    """How many of them are here now; those stay."""
+    def __init__(
+        self,
+        *,
+        num_present: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_present", b"num_present"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LimitInviteResponse: _TypeAlias = LimitInviteResponse  # noqa: Y015
 
 @_typing.final
 class SampleRange(_message.Message):

@@ -55,6 +55,11 @@ class OperatorServiceStub:
                 request_serializer=protocol_dot_v1_dot_operator__pb2.OwnInviteRequest.SerializeToString,
                 response_deserializer=protocol_dot_v1_dot_operator__pb2.OwnInviteResponse.FromString,
                 _registered_method=True)
+        self.LimitInvite = channel.unary_unary(
+                '/atoll.v1.OperatorService/LimitInvite',
+                request_serializer=protocol_dot_v1_dot_operator__pb2.LimitInviteRequest.SerializeToString,
+                response_deserializer=protocol_dot_v1_dot_operator__pb2.LimitInviteResponse.FromString,
+                _registered_method=True)
         self.SkipSamples = channel.unary_unary(
                 '/atoll.v1.OperatorService/SkipSamples',
                 request_serializer=protocol_dot_v1_dot_operator__pb2.SkipSamplesRequest.SerializeToString,
@@ -114,6 +119,13 @@ class OperatorServiceServicer:
 
     def OwnInvite(self, request, context):
         """Says that an invite is for the run owner's own machines, whose work is not capped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LimitInvite(self, request, context):
+        """Bounds how many of an invite's members take part at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,6 +195,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.OwnInvite,
                     request_deserializer=protocol_dot_v1_dot_operator__pb2.OwnInviteRequest.FromString,
                     response_serializer=protocol_dot_v1_dot_operator__pb2.OwnInviteResponse.SerializeToString,
+            ),
+            'LimitInvite': grpc.unary_unary_rpc_method_handler(
+                    servicer.LimitInvite,
+                    request_deserializer=protocol_dot_v1_dot_operator__pb2.LimitInviteRequest.FromString,
+                    response_serializer=protocol_dot_v1_dot_operator__pb2.LimitInviteResponse.SerializeToString,
             ),
             'SkipSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.SkipSamples,
@@ -324,6 +341,33 @@ class OperatorService:
             '/atoll.v1.OperatorService/OwnInvite',
             protocol_dot_v1_dot_operator__pb2.OwnInviteRequest.SerializeToString,
             protocol_dot_v1_dot_operator__pb2.OwnInviteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LimitInvite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.OperatorService/LimitInvite',
+            protocol_dot_v1_dot_operator__pb2.LimitInviteRequest.SerializeToString,
+            protocol_dot_v1_dot_operator__pb2.LimitInviteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class OperatorServiceStub:
     """Makes an invite useless. Nodes that joined with it stay."""
     OwnInvite: _grpc.UnaryUnaryMultiCallable[_operator_pb2.OwnInviteRequest, _operator_pb2.OwnInviteResponse]
     """Says that an invite is for the run owner's own machines, whose work is not capped."""
+    LimitInvite: _grpc.UnaryUnaryMultiCallable[_operator_pb2.LimitInviteRequest, _operator_pb2.LimitInviteResponse]
+    """Bounds how many of an invite's members take part at once."""
     SkipSamples: _grpc.UnaryUnaryMultiCallable[_operator_pb2.SkipSamplesRequest, _operator_pb2.SkipSamplesResponse]
     """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
     RuleNode: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RuleNodeRequest, _operator_pb2.RuleNodeResponse]
@@ -67,6 +69,8 @@ class OperatorServiceAsyncStub(OperatorServiceStub):
     """Makes an invite useless. Nodes that joined with it stay."""
     OwnInvite: _aio.UnaryUnaryMultiCallable[_operator_pb2.OwnInviteRequest, _operator_pb2.OwnInviteResponse]  # type: ignore[assignment]
     """Says that an invite is for the run owner's own machines, whose work is not capped."""
+    LimitInvite: _aio.UnaryUnaryMultiCallable[_operator_pb2.LimitInviteRequest, _operator_pb2.LimitInviteResponse]  # type: ignore[assignment]
+    """Bounds how many of an invite's members take part at once."""
     SkipSamples: _aio.UnaryUnaryMultiCallable[_operator_pb2.SkipSamplesRequest, _operator_pb2.SkipSamplesResponse]  # type: ignore[assignment]
     """Takes samples out of the run: they are not leased any more. Rounds in flight go on."""
     RuleNode: _aio.UnaryUnaryMultiCallable[_operator_pb2.RuleNodeRequest, _operator_pb2.RuleNodeResponse]  # type: ignore[assignment]
@@ -114,6 +118,14 @@ class OperatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_operator_pb2.OwnInviteResponse, _abc.Awaitable[_operator_pb2.OwnInviteResponse]]:
         """Says that an invite is for the run owner's own machines, whose work is not capped."""
+
+    @_abc_1.abstractmethod
+    def LimitInvite(
+        self,
+        request: _operator_pb2.LimitInviteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.LimitInviteResponse, _abc.Awaitable[_operator_pb2.LimitInviteResponse]]:
+        """Bounds how many of an invite's members take part at once."""
 
     @_abc_1.abstractmethod
     def SkipSamples(

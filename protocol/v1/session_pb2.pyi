@@ -1339,6 +1339,7 @@ class ReducedReport(_message.Message):
     MISSED_FIELD_NUMBER: _builtins.int
     ERROR_BEFORE_FIELD_NUMBER: _builtins.int
     ERROR_AFTER_FIELD_NUMBER: _builtins.int
+    UNDECODABLE_IDS_FIELD_NUMBER: _builtins.int
     slice_index: _builtins.int
     """The slice."""
     digest: _builtins.bytes
@@ -1361,6 +1362,10 @@ class ReducedReport(_message.Message):
     def missed(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Rounds in a row, 1 or more, that did not take the work of these, as the reducer counts them."""
 
+    @_builtins.property
+    def undecodable_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Contributors whose signed bodies do not decode, in the order of their ids."""
+
     def __init__(
         self,
         *,
@@ -1372,10 +1377,11 @@ class ReducedReport(_message.Message):
         missed: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         error_before: _builtins.bytes = ...,
         error_after: _builtins.bytes = ...,
+        undecodable_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributors", b"contributors", "digest", b"digest", "error_after", b"error_after", "error_before", b"error_before", "header", b"header", "late_ids", b"late_ids", "missed", b"missed", "slice_index", b"slice_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributors", b"contributors", "digest", b"digest", "error_after", b"error_after", "error_before", b"error_before", "header", b"header", "late_ids", b"late_ids", "missed", b"missed", "slice_index", b"slice_index", "undecodable_ids", b"undecodable_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -225,8 +225,9 @@ class Reduced:
 
     The rest is what an auditor needs beside the contributions: who was `late`, of whom how many rounds in a
     row were `missed`, and the digests of the error that was added to the mean and of that which is left
-    of it; empty where there is none, or nobody audits. Where somebody does, the header holds the digest of
-    all this: so the reducer has signed it with its result, and a false one is evidence.
+    of it; empty where there is none, or nobody audits. So it is with contributors whose bodies are
+    `undecodable`, in the order of their ids. Where somebody audits, the header holds the digest of all this:
+    so the reducer has signed it with its result, and a false one is evidence.
     """
 
     slice_index: int
@@ -240,6 +241,7 @@ class Reduced:
     missed: tuple[tuple[NodeId, int], ...] = ()
     error_before: bytes = b""
     error_after: bytes = b""
+    undecodable: tuple[NodeId, ...] = ()
 
     @property
     def statement_digest(self) -> Digest:
@@ -491,6 +493,7 @@ def reduced_to_wire(report: Reduced, wire: pb.ReducedReport) -> None:
     wire.missed.update(report.missed)
     wire.error_before = report.error_before
     wire.error_after = report.error_after
+    wire.undecodable_ids.extend(report.undecodable)
 
 
 def reduced_from_wire(wire: pb.ReducedReport, *, most_contributors: int) -> Reduced:
@@ -518,4 +521,5 @@ def reduced_from_wire(wire: pb.ReducedReport, *, most_contributors: int) -> Redu
         missed=tuple(of_plan(missed)),
         error_before=before,
         error_after=after,
+        undecodable=tuple(map(NodeId, of_plan(wire.undecodable_ids))),
     )

@@ -24,6 +24,12 @@ HANDSHAKE_SECONDS = 10.0
 """Until TLS and HTTP/2 are agreed on; gRPC's default of two minutes lets strangers fill the file table."""
 
 
+JOINING_SECONDS = 60.0
+"""A connection to the port for joining lasts no longer, and its calls GRACE_SECONDS more."""
+
+GRACE_SECONDS = 15.0
+
+
 def server_options(
     *, idle_seconds: float, streams: int, handshake_seconds: float = HANDSHAKE_SECONDS
 ) -> Options:
@@ -55,8 +61,18 @@ CONTROL_OPTIONS: Options = (
 )
 """Of the port for members; a node's connection is never idle, for it reads its events."""
 
-ENROLMENT_OPTIONS = server_options(idle_seconds=20, streams=8)
+ENROLMENT_OPTIONS: Options = (
+    *server_options(idle_seconds=20, streams=2),
+    # A call whose body never comes keeps its connection from being idle.
+    ("grpc.max_connection_age_ms", round(1000 * JOINING_SECONDS)),
+    ("grpc.max_connection_age_grace_ms", round(1000 * GRACE_SECONDS)),
+)
 """Of the port that strangers reach: nobody has more than one short call to make."""
+
+
+def with_most(options: Options, most: int) -> Options:
+    """The same of a server that has no more connections than that at once; it closes others unread."""
+    return (*options, ("grpc.max_allowed_incoming_connections", most))
 
 
 def bind_control(

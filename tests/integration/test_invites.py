@@ -23,12 +23,15 @@ from coordinator.cli import invite as invite_command
 from coordinator.config import Home, create_home
 from protocol.errors import (
     BadDataError,
+    HeldBackError,
     NoInputError,
     NotPermittedError,
     ProtocolMismatchError,
     TemporaryError,
     UnavailableError,
+    UsageError,
 )
+from protocol.terminal.node_words import node_details
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
@@ -173,3 +176,68 @@ async def test_a_certificate_that_the_database_does_not_know_is_not_enough(tmp_p
         await enrol(invite, identity, "unknown")
         await node.attach()
         await node.close()
+
+
+async def test_who_comes_when_as_many_are_here_as_the_invite_lets_in_waits_until_one_leaves(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "home")
+
+    async def typed(*arguments: str) -> Result:
+        line = [*arguments, "--dir", str(home.directory)]
+        return await asyncio.to_thread(CliRunner().invoke, invite_command, line)
+
+    async def listed() -> dict[str, object]:
+        (one,) = json.loads((await typed("list", "--json")).stdout)
+        return dict(one)
+
+    async with serving(home):
+        created = await typed("create", "--own", "--uses", "3", "--max-nodes", "1")
+        assert "for 3 nodes, 1 of them at once, and" in created.stderr
+        match = re.search(r"(?m)^atoll join (\S+)\n", created.stdout)
+        assert match is not None, created.output
+        invite = Invite.decode(match[1])
+        a, b = [await joined(invite, name) for name in ("node-a", "node-b")]
+        await a.attach()
+        await a.attach()  # its own place is not another's
+        with pytest.raises(HeldBackError, match="so many are here: node-a"):
+            await b.attach()
+        told = await listed()
+        assert (told["max_nodes"], told["num_present"], told["own"]) == (1, 1, True)
+        assert "1 of 1" in (await typed("list")).stdout
+        status = await a.status.GetStatus(status_pb2.GetStatusRequest())
+        (shown,) = [node for node in status.nodes if node.node_id == a.node_id]
+        facts = node_details(shown, status)
+        assert facts["invite"] == f"own {invite.invite_id}"
+
+        await a.session.Detach(session_pb2.DetachRequest(session_id=a.session_id))
+        await b.attach()
+        with pytest.raises(HeldBackError, match="here: node-b"):
+            await a.attach()
+        same = await typed("limit", invite.invite_id, "--max-nodes", "1")
+        assert isinstance(same.exception, UsageError)
+        more = await typed("limit", invite.invite_id, "--max-nodes", "2")
+        assert "lets 2 of its nodes take part at once; here are 1" in more.stdout
+        await a.attach()
+    async with serving(home) as coordinator:  # as rulings of its database say
+        assert coordinator.driver.state.invite_limits == {invite.invite_id: 2}
+        late = await joined(invite, "node-c")
+        for node in (a, b):
+            await node.close()
+            node.connect()
+            await node.attach()
+        with pytest.raises(HeldBackError, match="lets 2 of its nodes"):
+            await late.attach()
+        assert (await typed("limit", invite.invite_id)).exit_code == 0
+        await late.attach()
+        for node in (a, b, late):
+            await node.close()
+
+
+async def test_a_limit_of_who_takes_no_part_is_refused(tmp_path: Path) -> None:
+    home = new_home(tmp_path / "home")
+    async with serving(home):
+        line = ["create", "--role", "viewer", "--max-nodes", "2", "--dir", str(home.directory)]
+        refused = await asyncio.to_thread(CliRunner().invoke, invite_command, line)
+        assert isinstance(refused.exception, UsageError)
+        assert "viewers take no part" in refused.exception.what

@@ -194,10 +194,12 @@ def leaving_out_of_its_slices(victim: NodeId, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(PayloadSigner, "signed_result", unguarded)
 
 
-def run_with_receipts(corpus: Corpus, disks: Path, *, min_nodes: int) -> SimulatedRun:
-    """Hardly a slice is audited: receipts convict without."""
+def run_with_receipts(
+    corpus: Corpus, disks: Path, *, min_nodes: int, step_seconds: float = 0.0
+) -> SimulatedRun:
+    """Hardly a slice is audited by lot: receipts convict without."""
     spec = tiny(outer={"audit": 1e-9}, run={"min_nodes": min_nodes})
-    honest = Life(retention=Retention(keep=100, every=1))
+    honest = Life(retention=Retention(keep=100, every=1), seconds_per_inner_step=step_seconds)
     liar = replace(honest, is_liar=True, absences=((500.0, None),))
     lives = [liar if place == 1 else honest for place in range(NUM_NODES)]
     return simulate(spec, lives=lives, corpus=corpus, disks=disks, within_seconds=1000)
@@ -358,3 +360,76 @@ def test_a_false_accusation_expels_nobody_and_is_logged(corpus: Corpus) -> None:
     assert accused.final.is_finished and not accused.final.rulings
     assert len(accused.digests) == NUM_NODES
     assert [each for each in logs if each["event"] == "an accusation proves nothing"]
+
+
+def nonsense(payload: Payload, *, is_signed_for: bool = True) -> Payload:
+    """The same with a body of the right size that no codec takes, and its digest where that is asked for."""
+    body = b"\xff" * len(payload.body)
+    if not is_signed_for:
+        return Payload(header=payload.header, body=body)
+    header = replace(payload.header, body_digest=Digest(blake3(body).digest()))
+    return Payload(header=header, body=body)
+
+
+def contribute_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second round on one member signs contributions that do not decode."""
+    signed = PayloadSigner.signed
+
+    def lying(self: PayloadSigner, payload: Payload) -> Payload:
+        header = payload.header
+        if header.kind == CONTRIBUTION and header.sender_id == LIAR and header.round > 1:
+            payload = nonsense(payload)
+        return signed(self, payload)
+
+    monkeypatch.setattr(PayloadSigner, "signed", lying)
+
+
+def test_who_signs_contributions_that_no_codec_takes_is_put_in_quarantine(
+    clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    contribute_nonsense(monkeypatch)
+    attacked = run_with_receipts(corpus, tmp_path, min_nodes=NUM_NODES - 1, step_seconds=1.0)
+    assert attacked.final.is_finished
+    (out,) = attacked.final.rulings
+    assert (out.kind, out.node_id, out.by) == (RulingKind.QUARANTINED, LIAR, "the coordinator")
+    assert "does not decode, as " in out.reason
+    proof = proven_by(out, run_digest=attacked.final.run_digest)
+    assert proof.startswith("its reducer's signed report, and signed findings of ")
+    assert attacked.final.members[LIAR].state is MemberState.QUARANTINED
+    planned = [c.round for c in attacked.commits if LIAR in {a.node_id for a in c.assignments}]
+    assert max(planned) <= 3, "it is out while the next round goes on"
+    assert len(attacked.digests) == NUM_NODES - 1
+    assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
+
+
+def test_a_reducer_that_calls_an_honest_contribution_undecodable_is_the_one_that_goes(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    victim = identity_of(3).node_id
+    made = Reduction.result
+
+    def lying(self: Reduction, *, sender: Sender, **rest: Any) -> SliceResult | None:
+        is_its_own = sender.signer is not None and sender.node_id == LIAR
+        if is_its_own and self.plan.round > 1 and victim in self.contributions:
+            false = nonsense(self.contributions[victim], is_signed_for=False)
+            self = replace(self, contributions={**self.contributions, victim: false})
+        return made(self, sender=sender, **rest)
+
+    monkeypatch.setattr(Reduction, "result", lying)
+    attacked = run_with_receipts(corpus, tmp_path, min_nodes=NUM_NODES - 1, step_seconds=1.0)
+    assert attacked.final.is_finished
+    out, back = attacked.final.rulings
+    assert (out.kind, out.node_id) == (RulingKind.QUARANTINED, LIAR)
+    assert "found another result" in out.reason
+    assert (back.kind, back.from_round) == (RulingKind.ROLLED_BACK, 2)
+    assert attacked.final.members[victim].state is not MemberState.QUARANTINED
+
+
+def test_where_nobody_audits_nonsense_counts_for_nothing_and_costs_no_place(
+    clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contribute_nonsense(monkeypatch)
+    spec = tiny(outer={"audit": 0.0}, run={"min_nodes": NUM_NODES})
+    attacked = simulate(spec, lives=[Life()] * NUM_NODES, corpus=corpus)
+    assert attacked.final.is_finished and not attacked.final.rulings
+    assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss

@@ -59,6 +59,7 @@ RIGHTS = {
     "OperatorService.ListInvites": OWNER,
     "OperatorService.RevokeInvite": OWNER,
     "OperatorService.OwnInvite": OWNER,
+    "OperatorService.LimitInvite": OWNER,
     "OperatorService.SkipSamples": OWNER,
     "OperatorService.RuleNode": OWNER,
     "OperatorService.SteerRun": OWNER,

@@ -152,3 +152,94 @@ def test_a_liar_that_leaves_before_most_have_made_its_result_again_has_it_undone
     assert scene.state.alarm is not None and scene.state.alarm.round == 1
     struck = {n for n, m in scene.state.members.items() if m.audits.num_disputed}
     assert struck == {reducer}
+
+
+@settings(examples(60))
+@given(
+    tokens=st.lists(st.integers(1, 1000), min_size=3, max_size=7),
+    lying=st.sets(st.integers(0, 6)),
+    is_reducer_lying=st.booleans(),
+    secret=st.binary(min_size=4, max_size=4),
+    order=st.randoms(use_true_random=False),
+    tells=st.sampled_from([CLAIMED, RIGHT, MADE_UP, b""]),
+)
+def test_who_is_said_to_send_nonsense_goes_when_most_of_the_weight_finds_it_and_else_stays(
+    tokens: list[int],
+    lying: set[int],
+    is_reducer_lying: bool,
+    secret: bytes,
+    order: object,
+    tells: bytes,
+) -> None:
+    """No slice is drawn by lot here: the accusation alone has it made again."""
+    names = NAMES[: len(tokens)]
+    scene = Scene(min_nodes=len(names))
+    rules = replace(scene.state.rules, audited_share=1e-12)
+    scene.state = replace(scene.state, rules=rules, audit_secret=secret)
+    for name in names:
+        scene.attach(name, invite=name)
+    work = dict(zip(names, tokens, strict=True))
+
+    def with_work() -> Mapping[NodeId, Member]:
+        members = scene.state.members.items()
+        return {n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in members}
+
+    say = say_of(with_work().values(), 1)
+    scene.state = replace(scene.state, open_round=replace(scene.round, say=say))
+    reducer = scene.round.slices[0].slice.reducer_id
+    accused = next(NodeId(n) for n in reversed(names) if n != reducer)
+    liars = {NodeId(names[i]) for i in lying if i < len(names)} - {reducer, accused}
+    liars.add(reducer if is_reducer_lying else accused)
+    assume(2 * weight_of(say, liars) < weight_of(say, say.weights))
+
+    result = CLAIMED if is_reducer_lying else RIGHT
+    for name in names:
+        scene.train(name)
+    for progress in scene.round.slices[1:]:
+        scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
+    scene.reduce(reducer, 0, result, undecodable=[accused])
+    for name in names:
+        if scene.state.committed_round == 0:
+            scene.hold(name, 0, result)
+    scene.state = replace(scene.state, members=with_work())
+
+    answered: set[NodeId] = set()
+    while asked := [n for n in asked_of(scene.log, AuditAsked) if n not in answered]:
+        order.shuffle(asked)  # type: ignore[attr-defined]
+        for name in asked:
+            found = tells if name in liars else RIGHT
+            report = Audited(slice_index=0, digest=result, found=found, why="")
+            scene.do(Reported(node_id=name, round=1, report=report))
+        answered.update(asked)
+    assert accused not in answered
+    convicted = {a.conviction.node_id for a in scene.log if isinstance(a, QuarantineAsked)}
+    assert convicted <= liars
+    honest = [n for n in names if n not in liars and n != accused]
+    if not is_reducer_lying and 2 * weight_of(say, honest) > weight_of(say, say.weights):
+        assert convicted == {accused}, "all that are honest looked, and they are most"
+    if is_reducer_lying and len(honest) > 1:
+        right = weight_of(say, honest)
+        if 2 * right > weight_of(say, say.weights):
+            assert convicted == {reducer}
+
+
+def test_nothing_is_made_again_for_whom_no_audit_can_convict_twice() -> None:
+    scene = Scene(min_nodes=5)
+    rules = replace(scene.state.rules, audited_share=1e-12)
+    scene.state = replace(scene.state, rules=rules, audit_secret=b"secret")
+    for name in NAMES[:5]:
+        scene.attach(name, invite=name)
+    for name in NAMES[:5]:
+        scene.train(name)
+    for progress in scene.round.slices:
+        index, reducer = progress.slice.index, progress.slice.reducer_id
+        others = sorted(n for n in NAMES[:5] if n != reducer)
+        accused = "e" if reducer != "e" else others[0]
+        scene.reduce(reducer, index, digest_of(f"result {index}"), undecodable=[accused])
+    slices = [(p.slice.index, p.slice.reducer_id) for p in scene.round.slices]
+    for index, _ in slices:
+        for name in NAMES[:5]:
+            if scene.state.committed_round == 0:
+                scene.hold(name, index, digest_of(f"result {index}"))
+    about = [n for audit in scene.state.audits for n in audit.accused]
+    assert len(about) == len(set(about)) and "e" in about, "one audit for each accused"

@@ -1,7 +1,7 @@
 """A swarm on stage, for tests of the pure core: one line for each thing that happens."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from coordinator.swarm.events import (
@@ -21,6 +21,7 @@ from coordinator.swarm.state import Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
 from protocol.wire.rounds import (
+    WHOLE,
     ContributionDigest,
     Contributor,
     CorpusSummary,
@@ -254,6 +255,7 @@ class Scene:
         digest: Digest | None,
         tokens: dict[str, int] | None = None,
         samples: dict[str, int] | None = None,
+        undecodable: Sequence[str] = (),
     ) -> None:
         """`tokens` by contributor; all participants with their full budget unless told.
 
@@ -279,6 +281,10 @@ class Scene:
                         for node, count in tokens.items()
                     ),
                     contributions=tuple(contribution_from(node, index) for node in tokens),
+                    factors=tuple(0 if node in undecodable else WHOLE for node in tokens)
+                    if undecodable
+                    else (),
+                    undecodable=tuple(map(NodeId, sorted(undecodable))),
                 ),
             )
         )

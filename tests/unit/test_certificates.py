@@ -207,7 +207,9 @@ def test_a_certificate_ends_also_on_a_connection_that_was_opened_while_it_held()
     leaf = ISSUER.issue_node(
         make_request()[0], NODE.node_id, validity=Validity.of_member(scene.wall)
     )
-    context: Any = SimpleNamespace(auth_context=lambda: {"x509_pem_cert": [leaf]})
+    context: Any = SimpleNamespace(
+        auth_context=lambda: {"x509_pem_cert": [leaf]}, peer=lambda: "ipv4:192.0.2.1:5"
+    )
     assert gate.node(context) == NODE.node_id
     for moment in (NOW - 2 * 3600, NOW + MEMBER_SECONDS + 1):
         scene.wall = moment

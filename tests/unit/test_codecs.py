@@ -4,7 +4,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from golden.golden_file import matches_golden
+from golden.golden_file import golden_bytes, matches_golden
 
 from coordinator.config import RUN_TEMPLATE
 from node.exchange.codecs.chunkwise import CHUNK
@@ -302,3 +302,35 @@ def test_the_run_file_names_and_explains_every_codec() -> None:
     newest = {name: int(codec_named(name).name.partition("/")[2]) for name in names}
     assert newest == CODEC_VERSIONS, "the coordinator lets nodes in by these"
     assert all(f'"{name}" ' in RUN_TEMPLATE for name in names)
+
+
+NUM_DAMAGED = 512
+
+
+def damaged(body: bytes, number: int) -> bytes:
+    """The body with up to four of its bytes changed; or another one of its size, which begins likewise."""
+    mixed = (number * 2654435761 + 97) % 2**32
+    if number % 8 == 0:
+        kept = number * len(body) // NUM_DAMAGED
+        return body[:kept] + bytes([mixed % 256]) * (len(body) - kept)
+    change = bytes((mixed >> shift) % 256 for shift in (0, 8, 16, 24))[: 1 + number % 4]
+    return with_bytes(body, mixed % (len(body) - 4), change)
+
+
+@every_codec
+def test_which_bodies_are_refused_never_changes(codec: Codec) -> None:
+    """Who signs a body that is refused is put out: all machines and all releases must refuse the same."""
+    name = codec.name.replace("/", "-")
+    body = golden_bytes(f"{name}-body")
+    (size,) = (n for n in (3 * BLOCK + 45, CHUNK + 813) if is_taken(codec, body, n))
+    taken = [is_taken(codec, damaged(body, number), size) for number in range(NUM_DAMAGED)]
+    assert 0 < sum(taken) < NUM_DAMAGED
+    assert matches_golden(f"{name}-taken", np.packbits(taken).tobytes())
+
+
+def is_taken(codec: Codec, body: bytes, num_elements: int) -> bool:
+    try:
+        codec.decode(body, num_elements)
+    except CodecError:
+        return False
+    return True

@@ -1,5 +1,6 @@
 """The enrolment desk: who gets a certificate, and how often a host may guess."""
 
+import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from coordinator.driver import Driver
 from coordinator.services.certificates import Certificates
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,
+    MAX_AT_ONCE,
     MAX_FAILURES,
     MAX_LOGGED,
     ControlEndpoint,
@@ -180,3 +182,22 @@ def test_failed_attempts_are_limited_by_host_and_forgotten_after_a_while() -> No
 )
 def test_ports_do_not_make_hosts(peer: str, host: str) -> None:
     assert host_of(peer) == host
+
+
+async def test_who_joins_with_too_many_others_at_once_hears_so_and_has_not_failed() -> None:
+    desk, _ = enrolment_desk()
+    is_free = asyncio.Event()
+
+    async def slowly(change: Callable[[], T]) -> T:
+        await is_free.wait()
+        return change()
+
+    desk._write = slowly
+    waiting = [asyncio.create_task(desk.enrol("host", enrol_request())) for _ in range(MAX_AT_ONCE)]
+    await asyncio.sleep(0)
+    for _ in range(MAX_FAILURES + 1):
+        with pytest.raises(TemporaryError, match="32 others join at this moment"):
+            await desk.enrol("host", enrol_request())
+    is_free.set()
+    assert len({answer.node_id for answer in await asyncio.gather(*waiting)}) == 1
+    assert (await desk.enrol("host", enrol_request())).node_id == NODE.node_id

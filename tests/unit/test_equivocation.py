@@ -1,4 +1,4 @@
-"""Two different things that one process signed for one slot prove that it lies, and nothing else does."""
+"""What proves that a member lies: two things that it signed for one slot, or nonsense that others found."""
 
 from dataclasses import replace
 
@@ -6,10 +6,12 @@ import pytest
 
 from node.exchange.signing import AlreadySignedError, PayloadSigner
 from protocol.errors import BadDataError
-from protocol.trust.evidence import equivocation_in
+from protocol.trust.evidence import equivocation_in, of_nonsense, proven_by
 from protocol.trust.identity import Identity
+from protocol.trust.rulings import Ruling, RulingKind
+from protocol.wire.messages import Audited, Reduced
 from protocol.wire.payload import CHUNK, CONTRIBUTION, RESULT, Payload, PayloadHeader
-from protocol.wire.rounds import Digest
+from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
 
 RUN = Digest(b"r" * 32)
 LIAR, OTHER = Identity.generate(), Identity.generate()
@@ -123,3 +125,64 @@ def test_another_process_of_the_same_node_may_make_another() -> None:
         signer.process_id = process_id
         headers.append(signer.signed(payload(body)).header)
     assert not headers[0].contradicts(headers[1])
+
+
+SENDER = Identity.generate().node_id
+
+
+def report_of_nonsense() -> Reduced:
+    """What a reducer reports and signs with its result: that one contribution does not decode."""
+    told = Reduced(
+        slice_index=3,
+        digest=None,
+        contributors=(Contributor(node_id=SENDER, samples=1, tokens=1),),
+        contributions=(ContributionDigest(b"c" * 16),),
+        factors=(0,),
+        undecodable=(SENDER,),
+    )
+    result = signed(b"result", LIAR, kind=RESULT, report_digest=told.statement_digest)
+    return replace(told, digest=result.digest, header=result.encode())
+
+
+def found_alike(told: Reduced, by: Identity, found: bytes | None = None) -> Audited:
+    assert told.digest is not None
+    finding = Audited(slice_index=3, digest=told.digest, found=found or told.digest)
+    return finding.signed(by, run_digest=RUN, round=7)
+
+
+def ruled(node_id: NodeId, evidence: tuple[str, ...]) -> Ruling:
+    return Ruling(
+        number=1,
+        before="",
+        unix_seconds=0.0,
+        kind=RulingKind.QUARANTINED,
+        by="the coordinator",
+        node_id=node_id,
+        evidence=evidence,
+    )
+
+
+def test_nonsense_is_proven_by_its_reducers_report_and_by_who_has_made_the_result_again() -> None:
+    told, jury = report_of_nonsense(), [Identity.generate() for _ in range(2)]
+    evidence = of_nonsense(SENDER, told, [found_alike(told, one) for one in jury])
+    proof = proven_by(ruled(SENDER, evidence), run_digest=RUN)
+    assert proof == "its reducer's signed report, and signed findings of 2 auditors"
+    assert of_nonsense(SENDER, told, []) == (), "a reducer alone proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("told", "finding", "about", "why"),
+    [
+        (replace(report_of_nonsense(), undecodable=()), {}, SENDER, "does not say that"),
+        (replace(report_of_nonsense(), factors=(5,)), {}, SENDER, "not the one that is signed"),
+        (report_of_nonsense(), {"found": b"o" * 32}, SENDER, "says otherwise"),
+        (report_of_nonsense(), {}, OTHER.node_id, "does not say that"),
+    ],
+    ids=["another report", "a changed report", "a finding that differs", "about another"],
+)
+def test_what_does_not_prove_nonsense_is_refused(
+    told: Reduced, finding: dict[str, bytes], about: NodeId, why: str
+) -> None:
+    evidence = of_nonsense(about, told, [found_alike(told, OTHER, **finding)])
+    with pytest.raises(BadDataError, match=why):
+        proven_by(ruled(about, evidence), run_digest=RUN)

@@ -12,7 +12,7 @@ from coordinator.swarm.members import PRESENT, MemberState
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import Rules
 from coordinator.swarm.steering import with_rulings
-from protocol.errors import ExpelledError, UsageError
+from protocol.errors import ExpelledError, HeldBackError, UsageError
 from protocol.trust.rulings import OWN, ROUNDS, RUN_OWNER, RulingKind, follows, in_words
 from protocol.wire.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
 from protocol.wire.rounds import NodeId
@@ -52,6 +52,29 @@ def test_who_joins_by_an_invite_of_the_run_owners_own_is_that_before_the_ruling_
     scene.attach("late", invite="mine")
     assert {n for n, m in scene.state.members.items() if m.is_own} == {"early", "late"}
     assert with_rulings(scene.state, scene.state.rulings).own_invites == ("mine",)
+
+
+def test_an_invite_lets_in_so_many_at_once_by_the_latest_ruling_that_says_how_many() -> None:
+    scene = Scene(min_nodes=5)
+    ruled(scene, RulingKind.INVITED, invite_id="club", changes=(("max_nodes", 2), ("own", True)))
+    assert in_words(scene.state.rulings[-1]).endswith("own machines, for 2 nodes at once")
+    scene.attach("a", "b", invite="club")
+    scene.attach("x", invite="other")
+    with pytest.raises(HeldBackError, match="here: a, b"):
+        scene.attach("c", invite="club")
+    assert scene.state.own_invites == ("club",)
+    ruled(scene, RulingKind.INVITED, invite_id="club", changes=(("max_nodes", 1),))
+    assert {n for n, m in scene.state.members.items() if m.state is MemberState.READY} > {"a", "b"}
+    scene.leave("a")
+    with pytest.raises(
+        HeldBackError, match="lets 1 of its nodes take part at once, and so many are here: b"
+    ):
+        scene.attach("c", invite="club")
+    again = with_rulings(scene.state, scene.state.rulings)
+    assert (again.invite_limits, again.own_invites) == ({"club": 1}, ("club",))
+    ruled(scene, RulingKind.INVITED, invite_id="club", changes=(("max_nodes", 0),))
+    scene.attach("c", invite="club")
+    assert scene.state.invite_limits == {}
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,7 @@ def _hand_out(turn: _Turn, event: MeanTaken) -> None:
         missed=() if made is None else made.inputs.missed,
         error_before=b"" if made is None else made.inputs.error_before,
         error_after=b"" if made is None else made.inputs.error_after,
+        undecodable=() if made is None else made.inputs.undecodable,
     )
     turn.actions.append(Tell(report=reduced))
     if made is None:
