@@ -21,6 +21,7 @@ from coordinator.dashboard.timeline import RoundTally, Timeline
 from coordinator.dashboard.times_file import TimesFile
 from coordinator.driver import Driver
 from coordinator.journal import (
+    log_backup,
     log_refusal,
     log_settled,
     log_slept,
@@ -45,6 +46,7 @@ from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
 from protocol.run.amendments import in_force
+from protocol.service.beside import run_beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.trust.invite import endpoint_of
@@ -408,6 +410,7 @@ async def _serve(
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stopped.set)
     coordinator = await Coordinator.start(home, config, carriage)
+    backing_up = asyncio.create_task(_keep_backing_up(home, config))
     try:
         control = endpoint_of(config.host, coordinator.control_port)
         enrolment = endpoint_of(config.host, coordinator.enrolment_port)
@@ -426,7 +429,18 @@ async def _serve(
         manager.stopping("stopping", within_seconds=STOP_SECONDS)
         log_stopping(coordinator.driver.state, directory)
     finally:
+        backing_up.cancel()
+        await asyncio.gather(backing_up, return_exceptions=True)
         await coordinator.stop()
+
+
+async def _keep_backing_up(home: Home, config: CoordinatorConfig) -> None:
+    """In a process beside this one: reading each row of a copy takes a core, and storages take their time."""
+    if not config.backup:
+        return
+    command = ("coordinator", "backup", str(home.directory.absolute()), config.backup)
+    options = ("--every", config.backup_every, "--keep", str(config.backup_keep), "--json")
+    await run_beside("the backup", (*command, *options), hear=log_backup)
 
 
 def _through_in_words(coordinator: Coordinator) -> str:

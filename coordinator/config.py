@@ -39,7 +39,7 @@ from protocol.run.run_spec import (
     load_run_folder,
     validated,
 )
-from protocol.terminal.typed import web_address_of
+from protocol.terminal.typed import seconds_of, web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,
     CERTIFICATE_FILE,
@@ -90,6 +90,16 @@ def _checked_web_address(text: str) -> str:
 
 
 WebAddress = Annotated[str, AfterValidator(_checked_web_address)]
+
+
+def _checked_span(text: str) -> str:
+    seconds = seconds_of(text)
+    if seconds is None or seconds < 1:
+        raise ValueError("not a time span of a second or more, such as 90s or 10m")
+    return text
+
+
+Span = Annotated[str, AfterValidator(_checked_span)]
 
 RUN_TEMPLATE = """\
 # The run: what is trained, on what, how, and by which rules. What is left out has the value that it
@@ -210,7 +220,7 @@ prompts = []                # texts, up to 8; one node's model goes on from each
 class CoordinatorConfig(Section):
     """coordinator.toml: where the coordinator listens, and the host that invites send nodes to.
 
-    `dashboard` is where it serves pages; empty: nowhere.
+    `dashboard` is where it serves pages, `backup` where copies of the run go; empty: nowhere.
     """
 
     host: Host = "0.0.0.0"
@@ -218,6 +228,9 @@ class CoordinatorConfig(Section):
     enrolment_port: Port = DEFAULT_ENROLMENT_PORT
     advertise: Host = "127.0.0.1"
     dashboard: WebAddress = DEFAULT_DASHBOARD
+    backup: str = ""
+    backup_every: Span = "10m"
+    backup_keep: Annotated[int, Field(ge=1)] = 24
 
     @classmethod
     def checked(cls, **values: str | int | None) -> Self:
@@ -266,6 +279,9 @@ class CoordinatorConfig(Section):
             f"enrolment_port = {self.enrolment_port}    # 'atoll join': TLS and an invite\n"
             f"advertise = {json.dumps(self.advertise)}  # the host that invites send nodes to\n"
             f'dashboard = {json.dumps(self.dashboard)}  # page and /metrics; "": none\n'
+            f"backup = {json.dumps(self.backup)}              # where copies of the run go, a folder or s3://…\n"
+            f"backup_every = {json.dumps(self.backup_every)}     # how often\n"
+            f"backup_keep = {self.backup_keep}          # how many stay\n"
         )
 
 
