@@ -66,6 +66,7 @@ async def run_node(
     if not is_helper and not settings.loop:
         likely_devices(settings.device, num_ranks_of(settings), hardware)
         settings.local_training.check()
+    settings.require_interface()
     what = "the helper" if is_helper else "the node"
     require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of=what)
     lock = FolderLock.take(

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,9 @@ def said(lab: NetworkLab, swarm: Swarm, *command: str) -> str:
         return " ".join(done(atoll(*command, "--dir", swarm.home)).split())
 
 
-def started(lab: NetworkLab, swarm: Swarm, names: Iterable[str]) -> dict[str, Running]:
+def started(
+    lab: NetworkLab, swarm: Swarm, names: Iterable[str], *, options: Sequence[str] = ()
+) -> dict[str, Running]:
     """Nodes that have joined, each started on the host of its name."""
     names = tuple(names)
     with lab.inside(COORDINATOR):
@@ -76,7 +78,7 @@ def started(lab: NetworkLab, swarm: Swarm, names: Iterable[str]) -> dict[str, Ru
     for name in names:
         with lab.inside(name):
             swarm.join(name, invite)
-            running[name] = swarm.start_node(name)
+            running[name] = swarm.start_node(name, *options)
     return running
 
 
