@@ -5,7 +5,7 @@ import secrets
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -46,7 +46,7 @@ from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
 from protocol.files.descriptors import require_open_files
 from protocol.run.amendments import in_force
-from protocol.service.beside import run_beside
+from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.trust.invite import endpoint_of
@@ -410,7 +410,6 @@ async def _serve(
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, stopped.set)
     coordinator = await Coordinator.start(home, config, carriage)
-    backing_up = asyncio.create_task(_keep_backing_up(home, config))
     try:
         control = endpoint_of(config.host, coordinator.control_port)
         enrolment = endpoint_of(config.host, coordinator.enrolment_port)
@@ -424,23 +423,21 @@ async def _serve(
         log.write(f"invite a node: 'atoll invite create --dir {directory}'\n")
         log.write(f"watch the run: 'atoll status --watch --dir {directory}'\n")
         manager.ready(f"serves nodes at {control}, and who joins at {enrolment}")
-        async with manager.watching():
+        async with manager.watching(), _backing_up(home, config):
             await coordinator.serve_until(stopped)
         manager.stopping("stopping", within_seconds=STOP_SECONDS)
         log_stopping(coordinator.driver.state, directory)
     finally:
-        backing_up.cancel()
-        await asyncio.gather(backing_up, return_exceptions=True)
         await coordinator.stop()
 
 
-async def _keep_backing_up(home: Home, config: CoordinatorConfig) -> None:
+def _backing_up(home: Home, config: CoordinatorConfig) -> AbstractAsyncContextManager[None]:
     """In a process beside this one: reading each row of a copy takes a core, and storages take their time."""
     if not config.backup:
-        return
+        return nullcontext()
     command = ("coordinator", "backup", str(home.directory.absolute()), config.backup)
     options = ("--every", config.backup_every, "--keep", str(config.backup_keep), "--json")
-    await run_beside("the backup", (*command, *options), hear=log_backup)
+    return beside("the backup", (*command, *options), hear=log_backup)
 
 
 def _through_in_words(coordinator: Coordinator) -> str:

@@ -35,12 +35,12 @@ def swarm_in(lab: NetworkLab, folder: Path, run_text: str) -> Iterator[Swarm]:
         swarm.end()
 
 
-def start_relay(lab: NetworkLab, folder: Path) -> Running:
+def start_relay(lab: NetworkLab, folder: Path, *options: str | Path) -> Running:
     """A relay on its host, that is ready."""
     with lab.inside(RELAY):
         relay = Running(
             *("relay", "start", folder, "--port", RELAY_PORT, "--advertise", lab.address(RELAY)),
-            *("--ports", "1024-65535", "--max-rate", "20mbit"),
+            *("--ports", "1024-65535", "--max-rate", "20mbit", *options),
         )
     relay.says("relay ready")
     return relay

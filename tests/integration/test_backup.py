@@ -1,5 +1,6 @@
 """`atoll coordinator backup`: whole and consistent, whatever the coordinator does meanwhile."""
 
+import os
 import re
 import signal
 import sqlite3
@@ -289,6 +290,13 @@ def test_one_line_keeps_copies_of_a_run_in_full_flight_and_the_newest_is_restore
         assert name.startswith("kept-")
     (tampered := row / copies_in(row)[0] / "notes").touch()  # a copy is a folder like another
     until(lambda: not tampered.exists(), "it to go as well")
+
+    # The process that makes copies is started again, where somebody kills it.
+    (copying,) = swarm.coordinator.processes() - {swarm.coordinator.process.pid}
+    os.kill(copying, signal.SIGKILL)
+    swarm.coordinator.says("the backup has ended, and is started again")
+    num_made = swarm.coordinator.log.count("backup made")
+    swarm.coordinator.says("backup made", times=num_made + 2)
 
     # The process that makes copies does not outlive a coordinator that is killed.
     swarm.coordinator.process.send_signal(signal.SIGKILL)
