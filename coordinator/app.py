@@ -5,7 +5,7 @@ import secrets
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -22,6 +22,7 @@ from coordinator.dashboard.timeline import RoundTally, Timeline
 from coordinator.dashboard.times_file import TimesFile
 from coordinator.driver import Driver
 from coordinator.journal import (
+    log_backup,
     log_refusal,
     log_settled,
     log_slept,
@@ -45,6 +46,7 @@ from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
 from protocol.errors import UnavailableError
 from protocol.files.descriptors import allow_open_files, require_open_files
+from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.trust.invite import endpoint_of
@@ -439,12 +441,21 @@ async def _serve(
         log.write(f"invite a node: 'atoll invite create --dir {directory}'\n")
         log.write(f"watch the run: 'atoll status --watch --dir {directory}'\n")
         manager.ready(f"serves nodes at {control}, and who joins at {enrolment}")
-        async with manager.watching():
+        async with manager.watching(), _backing_up(home, config):
             await coordinator.serve_until(stopped)
         manager.stopping("stopping", within_seconds=STOP_SECONDS)
         log_stopping(coordinator.driver.state, directory)
     finally:
         await coordinator.stop()
+
+
+def _backing_up(home: Home, config: CoordinatorConfig) -> AbstractAsyncContextManager[None]:
+    """In a process beside this one: reading each row of a copy takes a core, and storages take their time."""
+    if not config.backup:
+        return nullcontext()
+    command = ("coordinator", "backup", str(home.directory.absolute()), config.backup)
+    options = ("--every", config.backup_every, "--keep", str(config.backup_keep), "--json")
+    return beside("the backup", (*command, *options), hear=log_backup)
 
 
 def _through_in_words(coordinator: Coordinator) -> str:

@@ -59,11 +59,7 @@ def back_up(directory: Path, target: Path) -> Backup:
     `target` is not free, and SystemRefusedError when the disk refuses.
     """
     home = Home.load(directory)
-    if not (directory / DATABASE_NAME).is_file():
-        raise NoInputError(
-            f"the coordinator of {directory} was never started: it has no {DATABASE_NAME} yet",
-            next_step=f"start it with 'atoll coordinator start {directory}'",
-        )
+    require_started(directory)
     target = target.absolute()
     if is_taken(target):
         raise CannotCreateError(
@@ -86,6 +82,15 @@ def back_up(directory: Path, target: Path) -> Backup:
         num_bytes=num_bytes,
         authority_key=_how_kept(target / AUTHORITY_KEY_FILE),
     )
+
+
+def require_started(directory: Path) -> None:
+    """Raises NoInputError where there is no database to copy."""
+    if not (directory / DATABASE_NAME).is_file():
+        raise NoInputError(
+            f"the coordinator of {directory} was never started: it has no {DATABASE_NAME} yet",
+            next_step=f"start it with 'atoll coordinator start {directory}'",
+        )
 
 
 def _how_kept(path: Path) -> str:

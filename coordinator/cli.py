@@ -4,6 +4,7 @@ gRPC, TLS and SQLite are imported inside the commands, so that help and mistakes
 """
 
 import os
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import click
 
 from coordinator.new_run import init as new_run
 from protocol.errors import UnavailableError, UsageError
+from protocol.service.beside import ENDS_WITH_STDIN
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal import console
 from protocol.terminal.typed import as_seconds
@@ -19,6 +21,7 @@ from protocol.terminal.typed import as_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from coordinator.backups import Failed, Made
     from protocol.v1.operator_pb2 import InviteStatus
     from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
@@ -55,6 +58,15 @@ coordinator.add_command(new_run)
     help="Let nodes come through a relay: the line of 'atoll relay start', or its file relay.line. The "
     "folder keeps it for later starts; 'none' forgets it.",
 )
+@click.option(
+    "--backup",
+    metavar="TARGET",
+    help="Copy the run again and again to that folder or address, instead of coordinator.toml's.",
+)
+@click.option("--backup-every", metavar="TIME", help="How often: 90s, 10m, 1h.")
+@click.option(
+    "--backup-keep", type=click.IntRange(1), help="How many copies stay; older ones are removed."
+)
 @click.option("--log-json", is_flag=True, help="Write the log for machines.")
 def start(
     directory: Path | None,
@@ -64,6 +76,9 @@ def start(
     dashboard: str | None,
     no_dashboard: bool,
     through: str | None,
+    backup: str | None,
+    backup_every: str | None,
+    backup_keep: int | None,
     log_json: bool,
 ) -> None:
     """Serve the run in DIR until Ctrl-C.
@@ -77,6 +92,7 @@ def start(
     from coordinator.backup import clear_unfinished_backups
     from coordinator.config import Home, settle_preset
     from coordinator.relay.line import Carriage
+    from coordinator.remote_backup import require_target
 
     if no_dashboard and dashboard is not None:
         raise UsageError(
@@ -91,7 +107,12 @@ def start(
         control_port=control_port,
         enrolment_port=enrolment_port,
         dashboard="" if no_dashboard else dashboard,
+        backup=backup,
+        backup_every=backup_every,
+        backup_keep=backup_keep,
     )
+    if config.backup:
+        require_target(config.backup)
     plan = None if settled is None else settled.plan
     carriage = Carriage.chosen(folder, through)
     run_coordinator(home, config, carriage=carriage, log_json=log_json, settled=plan)
@@ -161,46 +182,107 @@ def service(directory: Path | None, is_system: bool, prints: bool) -> None:
 @coordinator.command()
 @click.argument("directory", metavar="DIR", type=_FOLDER)
 @click.argument("target", metavar="TARGET")
-def backup(directory: Path, target: str) -> None:
+@click.option(
+    "--every",
+    metavar="TIME",
+    callback=as_seconds,
+    help="Make a copy below TARGET that often, as 10m, until Ctrl-C.",
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(1),
+    help="With --every: how many copies stay; older ones are removed.  [default: 24]",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print JSON: an object a line for each copy.")
+@ENDS_WITH_STDIN
+def backup(
+    directory: Path,
+    target: str,
+    every: float | None,
+    keep: int | None,
+    is_json: bool,
+    ends_with_stdin: bool,
+) -> None:
     """Copy the run in DIR to the new folder or address TARGET, while its coordinator runs or not.
 
     TARGET holds the keys too, as far as they lie in DIR: keep it as private as that. 'atoll coordinator
     start TARGET' goes on from a folder, 'restore' makes one of an address; never run both. An address is one
     of object storage: s3:// or another that fsspec knows, by 'pip install atoll[remote] s3fs'.
 
+    With --every it goes on. Each copy gets a name with its time below TARGET; 'restore TARGET' takes the
+    newest. A copy is read back before an older one goes. A failure is said, and tried again.
+
     \b
     Examples:
       atoll coordinator backup my-run /mnt/backups/my-run
       atoll coordinator backup my-run s3://backups/my-run-monday
+      atoll coordinator backup my-run s3://backups/my-run --every 10m --keep 24
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from coordinator.backup import back_up
-    from coordinator.remote_backup import back_up_to, is_remote
+    from coordinator.backups import Made, copies_at, once
 
-    made = back_up_to(directory, target) if is_remote(target) else back_up(directory, Path(target))
+    if every is None:
+        if keep is not None:
+            raise UsageError(
+                f"--keep {keep} is for copies that follow each other",
+                next_step="add --every 10m, or leave --keep out",
+            )
+        _say_copy(once(directory, target), is_json=is_json)
+        return
+    from coordinator.backups import DEFAULT_KEEP, Series, back_up_for_good, until_signals
+
+    if every < 1:
+        raise UsageError(f"--every {every:g}s is less than a second", next_step="write 10m")
+    series = Series.of(directory, keep=keep or DEFAULT_KEEP, every_seconds=every)
+
+    def say(told: "Made | Failed") -> None:
+        if isinstance(told, Made) or is_json:
+            _say_copy(told, is_json=is_json)
+            return
+        error, again = told.error, console.seconds_in_words(told.next_seconds)
+        click.echo(f"no copy: {error.what}; tried again in {again}", err=True)
+        if error.next_step:
+            click.echo(f"  next: {error.next_step}", err=True)
+
+    with until_signals(ends_with_stdin=ends_with_stdin) as wait:
+        back_up_for_good(directory, copies_at(target), series, say=say, wait=wait)
+    sys.stdout.flush()
+    os._exit(0)  # threads of a storage whose call was broken off complain when Python ends in order
+
+
+def _say_copy(told: "Made | Failed", *, is_json: bool) -> None:
+    from coordinator.backups import Made, in_a_line
+
+    if is_json:
+        click.echo(in_a_line(told))
+        return
+    assert isinstance(told, Made)
+    made = told.backup
     click.echo(
         f"copied run {made.run_name!r} at round {made.committed_round} of {made.total_rounds} "
-        f"to {target} ({console.bytes_in_words(made.num_bytes)}), {made.authority_key}"
+        f"to {told.place} ({console.bytes_in_words(made.num_bytes)}), {made.authority_key}"
     )
 
 
 @coordinator.command("restore")
-@click.argument("source", metavar="ADDRESS")
+@click.argument("source", metavar="SOURCE")
 @click.argument("directory", metavar="DIR", type=_FOLDER)
 def restore_backup(source: str, directory: Path) -> None:
-    """Make the new folder DIR of a backup on object storage. Nothing is started.
+    """Make the new folder DIR of a backup. Nothing is started.
 
-    Example: atoll coordinator restore s3://backups/my-run-monday my-run
-    """
-    from coordinator.remote_backup import is_remote, restore
+    SOURCE is the folder or address of a backup, or the one below which 'atoll coordinator backup --every'
+    puts copies: of these it takes the newest.
 
-    if not is_remote(source):
-        raise UsageError(
-            f"{source} is no address such as s3://BUCKET/NAME",
-            next_step=f"a backup in a folder is started as it is: 'atoll coordinator start {source}'",
-        )
+    \b
+    Examples:
+      atoll coordinator restore s3://backups/my-run-monday my-run
+      atoll coordinator restore /mnt/backups my-run
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from coordinator.backups import restore
+
     restored = restore(source, directory)
     click.echo(
-        f"restored run {restored.run_name!r} at round {restored.committed_round} to {directory}"
+        f"restored run {restored.run_name!r} at round {restored.committed_round} to {directory}, "
+        f"from {restored.place}"
     )
     click.echo(
         f"next, where the run's coordinator runs nowhere else: atoll coordinator start {directory}"

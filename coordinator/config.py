@@ -40,7 +40,7 @@ from protocol.run.run_spec import (
     load_run_folder,
     validated,
 )
-from protocol.terminal.typed import web_address_of
+from protocol.terminal.typed import seconds_of, web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,
     CERTIFICATE_FILE,
@@ -91,6 +91,16 @@ def _checked_web_address(text: str) -> str:
 
 
 WebAddress = Annotated[str, AfterValidator(_checked_web_address)]
+
+
+def _checked_span(text: str) -> str:
+    seconds = seconds_of(text)
+    if seconds is None or seconds < 1:
+        raise ValueError("not a time span of a second or more, such as 90s or 10m")
+    return text
+
+
+Span = Annotated[str, AfterValidator(_checked_span)]
 
 RUN_TEMPLATE = """\
 # The run: what is trained, on what, how, and by which rules. What is left out has the value that it
@@ -211,8 +221,8 @@ prompts = []                # texts, up to 8; one node's model goes on from each
 class CoordinatorConfig(Section):
     """coordinator.toml: where the coordinator listens, and the host that invites send nodes to.
 
-    `dashboard` is where it serves pages; empty: nowhere. `connections_per_address` bounds what strangers
-    hold at each port (coordinator.connections).
+    `dashboard` is where it serves pages, `backup` where copies of the run go; empty: nowhere.
+    `connections_per_address` bounds what strangers hold at each port (coordinator.connections).
     """
 
     host: Host = "0.0.0.0"
@@ -221,6 +231,9 @@ class CoordinatorConfig(Section):
     advertise: Host = "127.0.0.1"
     dashboard: WebAddress = DEFAULT_DASHBOARD
     connections_per_address: int = Field(default=64, ge=4, le=100_000)
+    backup: str = ""
+    backup_every: Span = "10m"
+    backup_keep: Annotated[int, Field(ge=1)] = 24
 
     @classmethod
     def checked(cls, **values: str | int | None) -> Self:
@@ -271,6 +284,9 @@ class CoordinatorConfig(Section):
             f'dashboard = {json.dumps(self.dashboard)}  # page and /metrics; "": none\n'
             f"connections_per_address = {self.connections_per_address}  # of machines that have not called "
             "as members yet\n"
+            f"backup = {json.dumps(self.backup)}              # where copies of the run go, a folder or s3://…\n"
+            f"backup_every = {json.dumps(self.backup_every)}     # how often\n"
+            f"backup_keep = {self.backup_keep}          # how many stay\n"
         )
 
 

@@ -1,5 +1,6 @@
 """What is news to who runs a swarm, with its reason: a value, and a line of the coordinator's log."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,19 @@ _NEWS = {
     MemberState.QUARANTINED: "node quarantined",
     MemberState.EXPELLED: "node expelled",
 }
+
+
+def log_backup(line: str) -> None:
+    """What the process that makes copies says (coordinator.backups.in_a_line)."""
+    told = json.loads(line)
+    if "failed" in told:
+        again = round(told["next_seconds"])
+        _log.error(
+            "no backup", why=told["failed"], next_step=told["next_step"], next_try_seconds=again
+        )
+    else:
+        size = told["num_bytes"]
+        _log.info("backup made", round=told["committed_round"], to=told["copied"], bytes=size)
 
 
 def log_transition(before: SwarmState, transition: Transition) -> list[News]:

@@ -7,6 +7,7 @@ ranks come from: a coordinator that is another's, a device that no machine has, 
 import asyncio
 import os
 import random
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from protocol.service.notify import ServiceManager
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
+from protocol.trust.rulings import Address
 from protocol.wire.wire_count import WireCounts
 
 log = structlog.get_logger()
@@ -64,6 +66,7 @@ async def run_node(
     if not is_helper and not settings.loop:
         likely_devices(settings.device, num_ranks_of(settings), hardware)
         settings.local_training.check()
+    settings.require_interface()
     what = "the helper" if is_helper else "the node"
     require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of=what)
     lock = FolderLock.take(
@@ -108,7 +111,7 @@ async def _run(
     counts = WireCounts()
     async with (
         heeding_notices(settings.cloud, signals.leave),
-        RenewingCalls(credentials, identity, counts) as calls,
+        RenewingCalls(credentials, identity, counts, _ask_members) as calls,
     ):
         link = CoordinatorLink(
             calls,
@@ -116,6 +119,8 @@ async def _run(
             reconnect=calls.reconnect,
             moves_to=calls.moves_to,
             host=lambda: calls.credentials.host,
+            look_elsewhere=calls.look_elsewhere,
+            meets=calls.meets,
         )
         signals.manager.doing(f"looking for the coordinator at {credentials.endpoint}")
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
@@ -146,6 +151,13 @@ async def _run(
             current_credentials=lambda: calls.credentials,
         )
         return await run_daemon(start, hardware, signals)
+
+
+async def _ask_members(credentials: Credentials) -> Sequence[Address]:
+    """Loads what that takes only when it is needed."""
+    from node.exchange.transport.whereabouts import addresses_elsewhere
+
+    return await addresses_elsewhere(credentials)
 
 
 def _refuse_or_tell(

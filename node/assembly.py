@@ -175,6 +175,8 @@ async def _run_in(
         counts=start.counts,
         listen_multiaddrs=_listen_multiaddrs(settings, start.credentials.host),
         announce_host=settings.announce or None,
+        interface=settings.interface,
+        coordinator_host=lambda: start.current_credentials().host,
         asks_router=asks_router,
         punching_token=secrets.token_bytes(16) if settings.punches(start.credentials.host) else b"",
         carry_share=settings.carry,

@@ -28,6 +28,9 @@ DIRECTORY = click.option(
 LISTEN = click.option("--listen", help="Address that peers connect to.")
 PORT = click.option("--port", type=int, help="Port that peers connect to; 0 picks a free one.")
 ANNOUNCE = click.option("--announce", help="Host to tell peers, when a router forwards the port.")
+INTERFACE = click.option(
+    "--interface", metavar="NAME", help="Interface whose addresses peers are told, as eth1."
+)
 MAX_UPLOAD = click.option(
     "--max-upload", help="Most that transfers upload together: 10mbit, 1.25MB/s."
 )
@@ -171,6 +174,7 @@ def node() -> None:
 @LISTEN
 @PORT
 @ANNOUNCE
+@INTERFACE
 @MAX_UPLOAD
 @METRICS
 @DRAIN_WITHIN
@@ -246,6 +250,7 @@ def helper() -> None:
 @LISTEN
 @PORT
 @ANNOUNCE
+@INTERFACE
 @MAX_UPLOAD
 @METRICS
 @DRAIN_WITHIN

@@ -163,6 +163,10 @@ port = 0
 # a name. Empty means the addresses found.
 announce = ""
 
+# The interface whose addresses peers are told, where this machine has several, such as "eth1". Empty means
+# all of them, and first the one by which the coordinator is reached. It goes without listen and announce.
+interface = ""
+
 # Whether this node asks the router, by UPnP or NAT-PMP, to forward its port while it runs: then peers reach
 # it without a helper. It does not where announce is set, or listen names one address.
 ask_router = true
@@ -210,6 +214,7 @@ weights = ""
 
 OF_HELPERS = frozenset(
     {"name", "max_disk", "max_disk_writes", "listen", "port", "announce", "max_upload", "metrics"}
+    | {"interface"}
     | {"ask_router", "carry", "drain_within", "cloud"}
 )
 """The settings that mean something to a helper."""
@@ -345,6 +350,7 @@ class NodeSettings(Section):
     listen: str = ""
     port: Annotated[int, Field(ge=0, lt=1 << 16)] = 0
     announce: str = ""
+    interface: Annotated[str, Field(max_length=15)] = ""  # as Linux names them
     ask_router: bool = True
     max_upload: Annotated[str, AfterValidator(_rate)] = ""
     carry: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -435,9 +441,23 @@ class NodeSettings(Section):
         """Where peers connect to: loopback for a coordinator there, every interface otherwise."""
         if self.listen:
             return (self.listen,)
-        if is_loopback(coordinator_host):
+        if is_loopback(coordinator_host) and not self.interface:
             return ("::1" if ":" in coordinator_host else "127.0.0.1",)
         return ("0.0.0.0", "::") if has_ipv6 else ("0.0.0.0",)
+
+    def require_interface(self) -> None:
+        """Raises ConfigError where the named interface decides nothing, SystemRefusedError without it."""
+        named = "listen" if self.listen else "announce" if self.announce else ""
+        if self.interface and named:
+            raise ConfigError(
+                f"interface = {self.interface!r}, and {named} = {self.listen or self.announce!r} decides "
+                "what peers are told",
+                next_step=f"remove interface or {named} from node.toml, or from the command",
+            )
+        if self.interface:
+            from node.machine.addresses import interface_addresses, require_interface
+
+            require_interface(self.interface, interface_addresses())
 
     def asks_router(self, coordinator_host: str) -> bool:
         """Whether a router is asked to forward the port."""

@@ -52,6 +52,12 @@ def relay() -> None:
     type=click.IntRange(1, 100_000),
     help="Most that are carried at once.",
 )
+@click.option(
+    "--helper",
+    metavar="DIR",
+    type=_FOLDER,
+    help="Run the helper of that folder beside it, by its node.toml.",
+)
 @click.option("--log-json", is_flag=True, help="Write the log for machines.")
 def start(
     directory: Path,
@@ -61,6 +67,7 @@ def start(
     advertise: str | None,
     max_rate: str | None,
     max_connections: int,
+    helper: Path | None,
     log_json: bool,
 ) -> None:
     """Carry coordinators through this machine until Ctrl-C; DIR keeps its key.
@@ -68,10 +75,14 @@ def start(
     Prints a line for coordinators at its first start, and keeps it in relay.line of DIR. Who has that line
     may be carried: send it privately. The relay reads nothing of what it carries.
 
+    With --helper the same command runs a helper, which has joined before in a folder of its own. It leaves
+    with its work when the relay is stopped, and where its run is finished the relay goes on.
+
     \b
     Example, and what the coordinator's owner types at home:
       atoll relay start my-relay --advertise relay.example.org --max-rate 20mbit
       atoll coordinator start my-run --through LINE
+      atoll relay start my-relay --advertise relay.example.org --helper my-helper
     """  # noqa: D301 - click reads the character \b, not its two letters
     from coordinator.config import advertised_host
     from coordinator.relay.doors import Limits
@@ -86,6 +97,7 @@ def start(
         allowed=_range(ports),
         advertise=outside,
         limits=Limits(most=max_connections, bytes_per_second=_rate(max_rate)),
+        helper=None if helper is None else _helpers_folder(helper),
     )
     asyncio.run(run_relay(directory, settings, log_json=log_json))
 
@@ -103,7 +115,7 @@ def service(directory: Path, options: tuple[str, ...], is_system: bool, prints: 
 
     Example: atoll relay install-service my-relay --print -- --advertise relay.example.org
     """
-    from coordinator.relay.serving import STOP_SECONDS
+    from coordinator.relay.serving import HELPER_SECONDS, STOP_SECONDS
     from protocol.files.folder_lock import FolderLock
 
     if not directory.is_dir():
@@ -111,16 +123,31 @@ def service(directory: Path, options: tuple[str, ...], is_system: bool, prints: 
             f"there is no folder {directory}", next_step=f"'atoll relay start {directory}' first"
         )
     folder = directory.absolute()
+    has_helper = any(option.partition("=")[0] == "--helper" for option in options)
     install_service(
         "relay",
         folder,
         called=folder.name,
         arguments=("relay", "start", *options, str(folder)),
-        stop_seconds=STOP_SECONDS,
+        stop_seconds=STOP_SECONDS + (HELPER_SECONDS if has_helper else 0.0),
         running=FolderLock.holder_of(folder),
         is_system=is_system,
         prints=prints,
     )
+
+
+def _helpers_folder(folder: Path) -> Path:
+    """Absolute; raises AtollError for a folder that is no helper's."""
+    from protocol.trust.credentials import Credentials
+    from protocol.trust.pki import Role
+
+    role = Credentials.load(folder).principal.role
+    if role is not Role.HELPER:
+        raise UsageError(
+            f"--helper {folder} is a {role}'s folder",
+            next_step="join there with an invite of 'atoll invite create --role helper', in another folder",
+        )
+    return folder.absolute()
 
 
 def _range(text: str) -> range:

@@ -1,6 +1,7 @@
 """A relay as a process: its folder, its line, signals and its service manager."""
 
 import asyncio
+import contextlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from coordinator.relay.server import Relay
 from protocol.files.descriptors import require_open_files
 from protocol.files.durable import make_folder, write_atomically
 from protocol.files.folder_lock import FolderLock
+from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import keeping_the_end, start_logging
 from protocol.trust.invite import endpoint_of
@@ -20,6 +22,9 @@ from protocol.trust.invite import endpoint_of
 OWN_OPEN_FILES = 64
 STOP_SECONDS = 20.0
 """What a service manager should grant it for its end."""
+
+HELPER_SECONDS = 150.0
+"""For a helper beside it to leave with its work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,7 @@ class Settings:
     allowed: range
     advertise: str
     limits: Limits
+    helper: Path | None = None  # whose helper runs beside it
 
 
 async def until_stopped(status: str) -> None:
@@ -43,6 +49,14 @@ async def until_stopped(status: str) -> None:
     async with manager.watching():
         await stopped.wait()
     manager.stopping("stopping", within_seconds=STOP_SECONDS)
+
+
+def _helping(folder: Path | None) -> contextlib.AbstractAsyncContextManager[None]:
+    """It ends before the relay does, through which it may reach its coordinator."""
+    if folder is None:
+        return contextlib.nullcontext()
+    command = ("helper", "start", "--dir", str(folder))
+    return beside("the helper", command, hear=click.echo, end_seconds=HELPER_SECONDS)
 
 
 async def run_relay(folder: Path, settings: Settings, *, log_json: bool) -> None:
@@ -71,7 +85,8 @@ async def run_relay(folder: Path, settings: Settings, *, log_json: bool) -> None
                 if is_new:
                     click.echo(f"atoll coordinator start DIR --through {line.encode()}")
                 log.write(f"the line for coordinators, who dial {line.endpoint}, is in {path}\n")
-                await until_stopped(f"serves coordinators at {line.endpoint}")
+                async with _helping(settings.helper):
+                    await until_stopped(f"serves coordinators at {line.endpoint}")
             finally:
                 await relay.stop()
     finally:

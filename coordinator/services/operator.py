@@ -2,9 +2,8 @@
 
 # ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import ip_address
 
 from coordinator.driver import Driver
 from coordinator.invite_rows import InviteRecord
@@ -21,8 +20,8 @@ from protocol.trust.invite import (
     MOST_MEMBERS,
     SECRET_BYTES,
     Invite,
-    InvitedBy,
     hash_of_secret,
+    named_members,
 )
 from protocol.trust.pki import JOINING, Role
 from protocol.trust.rulings import (
@@ -39,7 +38,7 @@ from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
 from protocol.wire.convert_messages import rulings_to_wire
-from protocol.wire.rounds import NodeId, PeerAddress
+from protocol.wire.rounds import NodeId
 
 MAX_USES = 100_000
 MOST_PLACES = 1 << 63
@@ -112,7 +111,7 @@ class OperatorDesk:
             pin=self._entrance.pin,
             invite_id=self._random_bytes(INVITE_ID_BYTES).hex(),
             secret=self._random_bytes(SECRET_BYTES),
-            members=members_to_name(helpers),
+            members=tuple(named_members(helpers)[:MOST_MEMBERS]),
         )
         label = checks.words(
             request.label, of="the invite's label", max_length=checks.MAX_NAME_LENGTH
@@ -493,20 +492,3 @@ class OperatorServicer(OperatorServiceServicer):
         return await answered(
             context, self._gate.operator, lambda _: self._desk.list_rulings(request)
         )
-
-
-def members_to_name(helpers: Sequence[PeerAddress]) -> tuple[InvitedBy, ...]:
-    """Those that an invite names: one address of each, a name or of the whole internet where there is one."""
-    named = []
-    for helper in helpers:
-        found = (InvitedBy.at(helper.public_key, address) for address in helper.multiaddrs)
-        known = sorted((each for each in found if each is not None), key=_is_local)
-        named += known[:1]
-    return tuple(named[:MOST_MEMBERS])
-
-
-def _is_local(member: InvitedBy) -> bool:
-    try:
-        return not ip_address(member.host).is_global
-    except ValueError:
-        return False  # a name

@@ -192,6 +192,11 @@ class NetworkLab:
         self._check(host)
         return ["nsenter", f"--net={self._namespaces[host]}", "--", *argv]
 
+    def namespace(self, host: str) -> Path:
+        """The path of the host's network namespace."""
+        self._check(host)
+        return self._namespaces[host]
+
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
         """Starts a process in the host, with Popen's options; it is killed when the lab ends."""
         process = subprocess.Popen(self.command(host, argv), **options)

@@ -18,10 +18,10 @@ from pathlib import Path
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
 from node.config import NodeSettings, is_loopback
 from node.doctor.findings import Finding, wrong
-from node.doctor.network import Network
+from node.doctor.network import ABOUT_ADDRESSES, Network, address_finding
 from node.history import History
 from node.kept import RUN_FILE
-from node.machine.addresses import has_ipv6, own_addresses
+from node.machine.addresses import has_ipv6, interface_addresses, own_addresses, sources_to
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.kernel import congestion_control
 from node.machine.metadata import NoAnswerError, cloud_here, service_of
@@ -269,6 +269,26 @@ def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
         else f"a free one of {where} at each start; behind a router, set one and forward it"
     )
     return [Finding(about="port", verdict="fine", what=what)]
+
+
+def address_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
+    """Which addresses peers are told; nothing of a swarm on this machine alone."""
+    host = _coordinator_host(folder)
+    if is_loopback(host) and not settings.interface:
+        return []
+    is_chosen = bool(settings.listen or settings.announce)
+    if settings.interface and is_chosen:
+        try:
+            settings.require_interface()
+        except AtollError as error:
+            return [wrong(ABOUT_ADDRESSES, error)]
+    finding = address_finding(
+        interface_addresses(),
+        route=sources_to(host) if host else (),
+        interface=settings.interface,
+        is_chosen=is_chosen,
+    )
+    return [finding]
 
 
 def _coordinator_host(folder: Path) -> str:

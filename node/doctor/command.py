@@ -38,6 +38,7 @@ def examined(folder: Path) -> Iterator[Finding]:
     yield from checks.coordinator_findings(folder, network=network)
     yield from checks.notices_findings(settings)
     yield from checks.port_findings(folder, settings)
+    yield from checks.address_findings(folder, settings)
     yield from checks.libp2p_findings(folder, settings, network=network)
     yield from kernel_findings()
     yield what_to_use(network)

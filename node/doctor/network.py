@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from node.doctor.findings import Finding
+from node.doctor.findings import Finding, wrong
+from node.machine.addresses import OwnAddress, require_interface, told_addresses
+from protocol.errors import AtollError
 from protocol.terminal.node_words import NARROW, NARROW_STEP
 
 ABOUT_NETWORK = "network"
+ABOUT_ADDRESSES = "addresses"
 
 HELPER_STEP = (
     "the run owner types 'atoll invite create --role helper', and on a server with an open port "
@@ -114,6 +117,48 @@ def _as_it_runs(ways: Sequence[tuple[str, str]]) -> Finding:
     if any(way == "punched" for _, way in ways):
         return _fine("holes do here: all other members are reached, some through holes in routers")
     return _fine("nothing is needed: all other members are reached directly")
+
+
+def address_finding(
+    own: Sequence[OwnAddress], *, route: Sequence[str], interface: str, is_chosen: bool
+) -> Finding:
+    """Which addresses peers are told, and why in that order.
+
+    `is_chosen` is that listen or announce decides.
+    """
+    if is_chosen:
+        return Finding(
+            about=ABOUT_ADDRESSES,
+            verdict="fine",
+            what="listen or announce says what peers are told",
+        )
+    try:
+        require_interface(interface, own)
+    except AtollError as error:
+        return wrong(ABOUT_ADDRESSES, error)
+    of = {each.address: each.interface for each in own}
+    told = told_addresses(own, route=route, interface=interface)
+    if not told:
+        return Finding(
+            about=ABOUT_ADDRESSES, verdict="note", what="this machine has none but loopback's"
+        )
+    words = [
+        f"{address} of {of[address]}"
+        + (", by which the coordinator is reached" if address in route else "")
+        for address in told
+    ]
+    what = f"peers are told {'; '.join(words)}"
+    if interface:
+        return Finding(about=ABOUT_ADDRESSES, verdict="fine", what=f"{what}; as interface says")
+    if len({of[address] for address in told}) == 1:
+        return Finding(about=ABOUT_ADDRESSES, verdict="fine", what=what)
+    return Finding(
+        about=ABOUT_ADDRESSES,
+        verdict="note",
+        what=what,
+        next_step="if only one of them leads to peers, name its interface in node.toml: interface = "
+        f'"{of[told[0]]}"',
+    )
 
 
 def _fine(what: str) -> Finding:

@@ -6,6 +6,8 @@ joining port. Calls in flight go on over the channel on which they began, the st
 
 Where the run owner has told that the coordinator moves, calls look for it at both addresses in turns: each
 that finds nobody has the next ones go to the other one. Once it has answered at the new one, only that stays.
+A node that starts, and finds nobody, asks the members that its folder names as well: it was off when the rest
+was told.
 
 `run_of_coordinator` is a node's first question, asked until it is answered. A machine that boots before the
 coordinator's, or before its own network is up, waits: it has nothing else to do, and nobody may be there to
@@ -14,6 +16,7 @@ in any more, another version.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +39,7 @@ from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import renew_by_identity, renewal_request, taken
 from protocol.trust.identity import Identity
-from protocol.trust.invite import endpoint_of
+from protocol.trust.invite import InvitedBy, endpoint_of, named_members
 from protocol.trust.rulings import NO_DIGEST, Address, SignedRuling
 from protocol.v1 import session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
@@ -124,12 +127,17 @@ class SessionStub(Protocol):
     def Detach(self) -> Any: ...  # noqa: D102, N802
 
 
+async def _nowhere_else() -> bool:
+    return False
+
+
 class CoordinatorLink:
     """Calls the coordinator. Errors are AtollErrors, translated where the stub was made.
 
     `renew` gets a new certificate, and returns in how many seconds to get the next. `reconnect` has later
     calls go over a new connection: the one that there is may be dead, and nobody has said so. `moves_to`
-    has them look at another address as well. `host` is where they go now.
+    has them look at another address as well. `host` is where they go now. `look_elsewhere` asks members where
+    the coordinator is, and returns whether there is another address to try; `meets` is told who they are.
     """
 
     def __init__(
@@ -140,8 +148,12 @@ class CoordinatorLink:
         reconnect: Callable[[], None] = lambda: None,
         moves_to: Callable[[Address], None] = lambda _: None,
         host: Callable[[], str] = lambda: "",
+        look_elsewhere: Callable[[], Awaitable[bool]] = _nowhere_else,
+        meets: Callable[[Sequence[RosterEntry]], None] = lambda _: None,
     ) -> None:
         self._stub = stub
+        self._meets = meets
+        self.look_elsewhere = look_elsewhere
         self._host = host
         self._outside_ports: tuple[int, ...] = ()
         self.outside: tuple[str, ...] = ()
@@ -248,6 +260,8 @@ class CoordinatorLink:
                         members = {n: entry for n, entry in members.items() if n not in gone}
                         members |= {entry.node_id: entry for entry in joined}
                         message = RosterTold(members=tuple(m for _, m in sorted(members.items())))
+                if isinstance(message, RosterTold):
+                    self._meets(message.members)
                 yield message
         finally:
             call.cancel()  # gRPC keeps a stream open whose reader merely went away
@@ -284,11 +298,42 @@ class CoordinatorLink:
 
 log = structlog.get_logger()
 
+ASK_MEMBERS_AGAIN_SECONDS = 60.0
+
+MOST_KEPT_MEMBERS = 4
+"""In link.toml."""
+
+
+def kept_members(
+    kept: Sequence[InvitedBy], met: Sequence[RosterEntry], *, own_id: NodeId
+) -> tuple[InvitedBy, ...]:
+    """Whom a node's folder names: those of before where they are, then others, if all can dial them first.
+
+    Nobody is forgotten while nobody is here.
+    """
+    here = named_members(entry.address for entry in met if entry.node_id != own_id)
+    if not here:
+        return tuple(kept)
+    were = {member.public_key for member in kept}
+    ordered = sorted(here, key=lambda one: (one.is_local, one.public_key not in were))
+    return tuple(ordered[:MOST_KEPT_MEMBERS])
+
 
 class RenewingCalls:
-    """A SessionStub. Leave it as a context manager: it closes its channels."""
+    """A SessionStub. Leave it as a context manager: it closes its channels.
 
-    def __init__(self, credentials: Credentials, identity: Identity, counts: WireCounts) -> None:
+    `ask_members` is how those that credentials name are asked where the coordinator is.
+    """
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        identity: Identity,
+        counts: WireCounts,
+        ask_members: Callable[[Credentials], Awaitable[Sequence[Address]]] | None = None,
+    ) -> None:
+        self._ask_members = ask_members
+        self._asked_at = -math.inf
         self._credentials = credentials
         self._identity = identity
         self._counts = counts
@@ -349,6 +394,43 @@ class RenewingCalls:
         self._credentials = replace(ours, elsewhere=address)
         self._credentials.save_renewed()
         log.info("the coordinator will move", to=endpoint_of(*there))
+
+    def meets(self, members: Sequence[RosterEntry]) -> None:
+        """Keeps in link.toml who else is here, for a start that finds no coordinator."""
+        ours = self._credentials
+        own_id = NodeId(ours.principal.node_id or "")
+        kept = kept_members(ours.members, members, own_id=own_id)
+        if set(kept) != set(ours.members):
+            self._credentials = replace(ours, members=kept)
+            self._credentials.save_link()
+
+    async def look_elsewhere(self) -> bool:
+        """Asks members where the coordinator is; later calls go there. Not again for a while.
+
+        Returns whether there is another address. What they say is kept once the coordinator answers there.
+        """
+        now = asyncio.get_running_loop().time()
+        members = self._credentials.members
+        if self._ask_members is None or not members:
+            return False
+        if now < self._asked_at + ASK_MEMBERS_AGAIN_SECONDS:
+            return False
+        self._asked_at = now
+        where = [endpoint_of(member.host, member.port) for member in members]
+        log.info("asking members where the coordinator is", members=where)
+        try:
+            found = await self._ask_members(self._credentials)
+        except AtollError as error:
+            log.warning("members are not asked", why=error.what, next_step=error.next_step)
+            return False
+        if not found:
+            log.info("they know no other address, or do not answer")
+            return False
+        if self._is_at_the_other:
+            self._look_at_the_other()
+        self._credentials = replace(self._credentials, elsewhere=found[0])
+        self._look_at_the_other()
+        return True
 
     def _look_at_the_other(self) -> None:
         if self._credentials.elsewhere is not None:
@@ -442,12 +524,19 @@ async def run_of_coordinator(
 
     Raises what no waiting can mend, and without `waits` UnavailableError or TemporaryError as well.
     """
+
+    async def ask() -> RunSpec:
+        try:
+            return await link.get_run()
+        except UnavailableError:
+            if not await link.look_elsewhere():
+                raise
+            return await link.get_run()
+
     if not waits:
-        return await link.get_run()
+        return await ask()
     reasons = _Reasons()
-    spec = await retried(
-        link.get_run, is_wanted=lambda: True, random=rng, sleep=sleep, on_wait=reasons.note
-    )
+    spec = await retried(ask, is_wanted=lambda: True, random=rng, sleep=sleep, on_wait=reasons.note)
     if reasons.num_tries:
         log.info("the coordinator is there", after_tries=reasons.num_tries)
     return spec

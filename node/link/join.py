@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -116,7 +117,8 @@ async def join(
     with _held(folder):
         _check_is_free(folder)  # again: another 'atoll join' may just have used it
         with _identity(folder) as identity:
-            credentials = await _enrolled(invite, identity, name, elsewhere)
+            enrolled = await _enrolled(invite, identity, name, elsewhere)
+            credentials = replace(enrolled, members=invite.members)
         is_helper = credentials.principal.role is Role.HELPER
         write_settings(folder, name=name, is_helper=is_helper, limits=limits)
         credentials.save(folder)

@@ -12,13 +12,22 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
 import structlog
 
+from protocol.errors import SystemRefusedError
+from protocol.wire.channel import left_alone
+
 SETTLE_SECONDS = 0.2
 """An address goes and the next one comes: changes that follow so closely are told as one."""
+
+ROUTE_SECONDS = 3.0
+"""For the coordinator's name to be resolved."""
+
+_ANY_PORT = 9
 
 ROUTER_LOOKS = (2.0, 2.0, 2.0, 5.0, 10.0, 60.0)
 """After how many seconds each it is looked whether a router forwards a port now. libp2p finds one in 5 s."""
@@ -44,12 +53,24 @@ class _Told(NamedTuple):
     content: bytes
 
 
+class OwnAddress(NamedTuple):
+    """An address of this machine, and of which of its interfaces."""
+
+    address: str
+    interface: str
+
+
 def own_addresses() -> tuple[str, ...]:
+    """`interface_addresses` without their interfaces."""
+    return tuple(dict.fromkeys(own.address for own in interface_addresses()))
+
+
+def interface_addresses() -> tuple[OwnAddress, ...]:
     """Those that others may know, not loopback's or a single link's; in the kernel's order.
 
     Raises OSError where the kernel does not tell.
     """
-    found: list[str] = []
+    found: list[OwnAddress] = []
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
         kernel.send(
             _HEADER.pack(_HEADER.size + _ABOUT.size, _ASKED, _WHOLE_LIST, 1, 0)
@@ -63,7 +84,64 @@ def own_addresses() -> tuple[str, ...]:
                 if told.kind == _END:
                     return tuple(dict.fromkeys(found))
                 if told.kind == _ADDED and (address := address_in(told.content)) is not None:
-                    found.append(address)
+                    with suppress(OSError):  # it went meanwhile
+                        found.append(OwnAddress(address, _interface_in(told.content)))
+
+
+def _interface_in(content: bytes) -> str:
+    *_, index = _ABOUT.unpack_from(content)
+    return socket.if_indextoname(index)
+
+
+def sources_to(host: str) -> tuple[str, ...]:
+    """From which of this machine's addresses packets go to a host, by its routes; nothing is sent.
+
+    It may wait for the name to be resolved.
+    """
+    found = []
+    with suppress(OSError, UnicodeError):
+        for family, kind, _, _, place in socket.getaddrinfo(
+            host, _ANY_PORT, type=socket.SOCK_DGRAM
+        ):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(place)
+                found.append(str(probe.getsockname()[0]).partition("%")[0])
+    return tuple(dict.fromkeys(found))
+
+
+async def route_to(host: str) -> tuple[str, ...]:
+    """`sources_to`; none where that is not known in time, or no host."""
+    if not host:
+        return ()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ROUTE_SECONDS):
+            return await left_alone(partial(sources_to, host))
+    return ()
+
+
+def told_addresses(
+    own: Sequence[OwnAddress], *, route: Sequence[str], interface: str
+) -> tuple[str, ...]:
+    """Which of them peers are told: those of the named interface, or all.
+
+    First come those by which the coordinator is reached, which `route` holds.
+    """
+    told = dict.fromkeys(each.address for each in own if interface in ("", each.interface))
+    return tuple(sorted(told, key=lambda address: address not in route))
+
+
+def require_interface(interface: str, own: Sequence[OwnAddress]) -> None:
+    """Raises SystemRefusedError for a named interface that is not there, or has no address now.
+
+    It may come: a service of the machine is started again.
+    """
+    if not interface or any(each.interface == interface for each in own):
+        return
+    there = ", ".join(f"{each.interface} ({each.address})" for each in own) or "none"
+    raise SystemRefusedError(
+        f"interface = {interface!r}, and no interface of that name has an address here; there are: {there}",
+        next_step="name one of these in node.toml or by --interface, or leave it out",
+    )
 
 
 def most_useful(multiaddrs: Sequence[str], most: int) -> tuple[str, ...]:
@@ -212,3 +290,8 @@ def announced(visible_multiaddrs: tuple[str, ...], announce_host: str | None) ->
         return tuple(dict.fromkeys(told))
     outside = tuple(a for a in visible_multiaddrs if not a.startswith(("/ip4/127.", "/ip6/::1/")))
     return outside or visible_multiaddrs
+
+
+def by_route(multiaddrs: Sequence[str], route: Sequence[str]) -> tuple[str, ...]:
+    """First those by which the coordinator is reached."""
+    return tuple(sorted(multiaddrs, key=lambda one: one.split("/")[2] not in route))

@@ -180,6 +180,18 @@ def unfinished_in(folder: Path) -> list[Path]:
     return sorted(folder.glob(f".*.{_UNFINISHED}*"))
 
 
+def remove_folder(path: Path) -> None:
+    """Removes a folder that must not be taken for a whole one while it goes. Raises OSError."""
+    going = path.with_name(f".{path.name}.{_UNFINISHED}{os.getpid()}")
+    path.rename(going)  # what is left when this process is killed is cleared like the others
+    try:
+        sync_folder(path.parent)
+        shutil.rmtree(going)
+    except BaseException:  # a signal, too
+        shutil.rmtree(going, ignore_errors=True)
+        raise
+
+
 def clear_unfinished(folder: Path) -> None:
     """Removes the folders that `whole_folder` was filling here when its process was killed.
 

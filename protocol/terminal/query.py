@@ -6,6 +6,8 @@ grpc and rich are imported where they are used: --help and usage errors do not w
 import math
 import os
 import sys
+from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from protocol.terminal.watch import Screen
+    from protocol.trust.credentials import Credentials
+    from protocol.trust.rulings import Address
     from protocol.v1 import status_pb2
     from protocol.v1.status_pb2_grpc import StatusServiceStub
 
@@ -45,11 +49,15 @@ class StatusLink:
 
     After a failure the credentials are read and the channel is opened anew: a coordinator may come
     back on another port, and gRPC itself waits ever longer before it tries a lost address again.
+
+    A coordinator that does not answer may have moved: then it looks where the folder says that it goes,
+    and asks, once, the members that the folder names.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._channel: grpc.Channel | None = None
+        self._has_asked = False
 
     def __enter__(self) -> Self:
         return self
@@ -86,45 +94,106 @@ class StatusLink:
 
     def _answer(self, ask: "Callable[[StatusServiceStub], Answer]") -> "Answer":
         """A viewer's certificate, or that of a node that does not run now, may have ended meanwhile."""
+        from protocol.trust.credentials import Credentials, find_home
+
         try:
             try:
                 return ask(self._stub())
             except CertificateRefusedError as refusal:
                 self.close()
-                _renew(self._directory, refusal)
+                _renewed(Credentials.load(find_home(self._directory)), refusal).save_renewed()
                 return ask(self._stub())
+            except UnavailableError as error:
+                self.close()
+                return self._answer_elsewhere(ask, error)
         except AtollError:
             self.close()
             raise
 
-    def _stub(self) -> "StatusServiceStub":
+    def _answer_elsewhere(
+        self, ask: "Callable[[StatusServiceStub], Answer]", error: UnavailableError
+    ) -> "Answer":
+        """Raises the error where the coordinator answers nowhere."""
+        from protocol.trust.credentials import LINK_FILE, Credentials, find_home
+        from protocol.trust.pki import Role
+
+        home = find_home(self._directory)
+        ours = Credentials.load(home)
+        places = [] if ours.elsewhere is None else [ours.elsewhere]
+        for number, address in enumerate([*places, *self._told_by_members(ours)]):
+            there = replace(ours, **asdict(address), elsewhere=None)
+            try:
+                try:
+                    answer = ask(self._stub(there))
+                except CertificateRefusedError as refusal:
+                    self.close()
+                    there = _renewed(there, refusal)
+                    answer = ask(self._stub(there))
+                    there.save_renewed()
+            except AtollError:
+                self.close()
+                continue
+            if number >= len(places):  # else the running node sees to it
+                there.save_link()
+            click.echo(f"the coordinator has moved to {there.endpoint}", err=True)
+            return answer
+        if ours.principal.role is Role.OPERATOR or ours.members:
+            raise error
+        raise UnavailableError(
+            error.what,
+            next_step=f"{error.next_step}; if it has moved, this folder names nobody who knows where to: ask "
+            f"the run owner, and set host in {home / LINK_FILE}",
+        ) from error
+
+    def _told_by_members(self, ours: "Credentials") -> "Sequence[Address]":
+        """Rooms of the node are named as text only (protocol.terminal.lazy_group)."""
+        if self._has_asked or not ours.members:
+            return ()
+        self._has_asked = True
+        try:
+            asking = import_module("node.exchange.transport.whereabouts").ask_members
+        except ImportError:
+            click.echo(
+                "members may know where the coordinator is; with 'atoll[node]' installed they are asked",
+                err=True,
+            )
+            return ()
+        where = ", ".join(f"{member.host}:{member.port}" for member in ours.members)
+        click.echo(f"the coordinator does not answer; asking members at {where}", err=True)
+        try:
+            told: Sequence[Address] = asking(ours)
+        except AtollError as error:
+            click.echo(f"members are not asked: {error.what}", err=True)
+            return ()
+        return told
+
+    def _stub(self, credentials: "Credentials | None" = None) -> "StatusServiceStub":
         from protocol.trust.credentials import Credentials, find_home
         from protocol.v1.status_pb2_grpc import StatusServiceStub
         from protocol.wire.channel import open_blocking_channel
 
         if self._channel is None:
-            home = find_home(self._directory)
-            self._channel = open_blocking_channel(Credentials.load(home))
+            ours = credentials or Credentials.load(find_home(self._directory))
+            self._channel = open_blocking_channel(ours)
         return StatusServiceStub(self._channel)
 
 
-def _renew(directory: Path | None, refusal: CertificateRefusedError) -> None:
-    """Gets a folder a new certificate by its identity.
+def _renewed(credentials: "Credentials", refusal: CertificateRefusedError) -> "Credentials":
+    """The same with a new certificate, got by the identity of their folder.
 
     Raises the refusal where it has none, or nobody of the swarm answers.
     """
     import asyncio
 
-    from protocol.trust.credentials import IDENTITY_FILE, Credentials, find_home
+    from protocol.trust.credentials import IDENTITY_FILE
     from protocol.trust.enrolment import renew_by_identity
     from protocol.trust.identity import Identity
 
-    folder = find_home(directory)
-    if not (folder / IDENTITY_FILE).is_file():
+    if credentials.folder is None or not (credentials.folder / IDENTITY_FILE).is_file():
         raise refusal
-    identity, credentials = Identity.load(folder / IDENTITY_FILE), Credentials.load(folder)
+    identity = Identity.load(credentials.folder / IDENTITY_FILE)
     try:
-        asyncio.run(renew_by_identity(credentials, identity)).save_renewed()
+        return asyncio.run(renew_by_identity(credentials, identity))
     except (ProtocolMismatchError, UnavailableError) as error:
         raise refusal from error
 

@@ -28,7 +28,7 @@ from protocol.files.durable import (
     write_atomically,
 )
 from protocol.trust import pki
-from protocol.trust.invite import endpoint_of
+from protocol.trust.invite import InvitedBy, endpoint_of
 from protocol.trust.rulings import Address
 from protocol.trust.vouching import Bundle, Trust
 
@@ -75,6 +75,7 @@ class Credentials:
         0  # where a new certificate is got without the old one; 0 where nobody has said
     )
     elsewhere: Address | None = None  # where it moves to, as the run owner has told
+    members: tuple[InvitedBy, ...] = ()  # who knows where it is, should it not be there
     folder: Path | None = field(default=None, compare=False)  # that they were read from
 
     @property
@@ -147,6 +148,11 @@ class Credentials:
         write_atomically(directory / KEY_FILE, self.key_pem, mode=0o600)
         self._write_link(directory)
 
+    def save_link(self) -> None:
+        """Writes where the coordinator is, and who knows it, into the folder that they were read from."""
+        if self.folder is not None:
+            self._write_link(self.folder)
+
     def _write_link(self, directory: Path) -> None:
         lines = (
             f"swarm_id = {_quoted(self.swarm_id)}",
@@ -155,6 +161,7 @@ class Credentials:
             f"control_port = {self.control_port}",
             *((f"enrolment_port = {self.enrolment_port}",) if self.enrolment_port else ()),
             *(() if self.elsewhere is None else _table(self.elsewhere)),
+            *(line for member in self.members for line in _table_of(member)),
         )
         write_atomically(directory / LINK_FILE, ("\n".join(lines) + "\n").encode())
 
@@ -211,6 +218,7 @@ class Credentials:
                 key_pem=read_secret(directory / KEY_FILE),
                 enrolment_port=_port(link, "enrolment_port") if "enrolment_port" in link else 0,
                 elsewhere=_elsewhere(link),
+                members=_members(link),
                 folder=directory,
             )
             credentials.check()
@@ -246,6 +254,29 @@ def _elsewhere(link: dict[str, object]) -> Address | None:
         host=_text(table, "host"),
         control_port=_port(table, "control_port"),
         enrolment_port=_port(table, "enrolment_port") if "enrolment_port" in table else 0,
+    )
+
+
+def _table_of(member: InvitedBy) -> tuple[str, ...]:
+    return (
+        "[[members]]",
+        f"key = {_quoted(member.public_key.hex())}",
+        f"host = {_quoted(member.host)}",
+        f"port = {member.port}",
+    )
+
+
+def _members(link: dict[str, object]) -> tuple[InvitedBy, ...]:
+    tables = link.get("members", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ValueError(f"{LINK_FILE}: members are no tables")
+    return tuple(
+        InvitedBy(
+            public_key=bytes.fromhex(_text(table, "key")),
+            host=_text(table, "host"),
+            port=_port(table, "port"),
+        )
+        for table in tables
     )
 
 

@@ -9,11 +9,13 @@ members that know where the coordinator is: of each the public key (32), port (2
 import base64
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import blake3
 
 from protocol.errors import BadDataError, UsageError
+from protocol.wire.rounds import PeerAddress
 
 PIN_BYTES = 32
 SECRET_BYTES = 32
@@ -129,6 +131,24 @@ class InvitedBy:
                 except UsageError:
                     return None
         return None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is an address that not all of the internet dials."""
+        try:
+            return not ipaddress.ip_address(self.host).is_global
+        except ValueError:
+            return False  # a name
+
+
+def named_members(addresses: Iterable[PeerAddress]) -> list[InvitedBy]:
+    """One address of each, a name or of the whole internet where there is one; without those of neither."""
+    named = []
+    for address in addresses:
+        found = (InvitedBy.at(address.public_key, each) for each in address.multiaddrs)
+        known = sorted((each for each in found if each is not None), key=lambda one: one.is_local)
+        named += known[:1]
+    return named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -661,19 +661,23 @@ class Place(_message.Message):
 
     HOST_FIELD_NUMBER: _builtins.int
     ENROLMENT_PORT_FIELD_NUMBER: _builtins.int
+    CONTROL_PORT_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """Name or address."""
     enrolment_port: _builtins.int
     """Port of EnrolmentService."""
+    control_port: _builtins.int
+    """Port of the services for members; 0 where it is not said."""
     def __init__(
         self,
         *,
         host: _builtins.str = ...,
         enrolment_port: _builtins.int = ...,
+        control_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolment_port", b"enrolment_port", "host", b"host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_port", b"control_port", "enrolment_port", b"enrolment_port", "host", b"host"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,12 @@ def swarm_in(lab: NetworkLab, folder: Path, run_text: str) -> Iterator[Swarm]:
         swarm.end()
 
 
-def start_relay(lab: NetworkLab, folder: Path) -> Running:
+def start_relay(lab: NetworkLab, folder: Path, *options: str | Path) -> Running:
     """A relay on its host, that is ready."""
     with lab.inside(RELAY):
         relay = Running(
             *("relay", "start", folder, "--port", RELAY_PORT, "--advertise", lab.address(RELAY)),
-            *("--ports", "1024-65535", "--max-rate", "20mbit"),
+            *("--ports", "1024-65535", "--max-rate", "20mbit", *options),
         )
     relay.says("relay ready")
     return relay
@@ -67,7 +67,9 @@ def said(lab: NetworkLab, swarm: Swarm, *command: str) -> str:
         return " ".join(done(atoll(*command, "--dir", swarm.home)).split())
 
 
-def started(lab: NetworkLab, swarm: Swarm, names: Iterable[str]) -> dict[str, Running]:
+def started(
+    lab: NetworkLab, swarm: Swarm, names: Iterable[str], *, options: Sequence[str] = ()
+) -> dict[str, Running]:
     """Nodes that have joined, each started on the host of its name."""
     names = tuple(names)
     with lab.inside(COORDINATOR):
@@ -76,7 +78,7 @@ def started(lab: NetworkLab, swarm: Swarm, names: Iterable[str]) -> dict[str, Ru
     for name in names:
         with lab.inside(name):
             swarm.join(name, invite)
-            running[name] = swarm.start_node(name)
+            running[name] = swarm.start_node(name, *options)
     return running
 
 

@@ -1,5 +1,6 @@
 """`atoll coordinator backup`: whole and consistent, whatever the coordinator does meanwhile."""
 
+import os
 import re
 import signal
 import sqlite3
@@ -265,3 +266,81 @@ def test_a_backup_of_a_damaged_database_is_refused_and_so_is_a_start(swarm: Swar
     copy = swarm.folder / "copy"
     refused(atoll("coordinator", "backup", swarm.home, copy), 65, "of no use", said, advice)
     assert not copy.exists()
+
+
+def copies_in(row: Path) -> list[str]:
+    return sorted(path.name for path in row.iterdir() if not path.name.startswith("."))
+
+
+def test_one_line_keeps_copies_of_a_run_in_full_flight_and_the_newest_is_restored(
+    swarm: Swarm,
+) -> None:
+    row = swarm.folder / "row"
+    swarm.join("node", swarm.invite())
+    swarm.coordinator.stop(signal.SIGTERM)
+    ports = ("--port", swarm.control_port)
+    options = ("--backup", str(row), "--backup-every", "1s", "--backup-keep", "3")
+    swarm.coordinator = swarm.begin_coordinator(*ports, *options)
+    node = swarm.start_node("node")
+    node.says("applied", times=3)
+    # The child sees that an old one goes only after it has told of the new one.
+    swarm.coordinator.says("backup made", times=6)
+    until(lambda: len(copies_in(row)) == 3, "older copies to go")
+    for name in copies_in(row):
+        assert name.startswith("kept-")
+    (tampered := row / copies_in(row)[0] / "notes").touch()  # a copy is a folder like another
+    until(lambda: not tampered.exists(), "it to go as well")
+
+    # The process that makes copies is started again, where somebody kills it.
+    (copying,) = swarm.coordinator.processes() - {swarm.coordinator.process.pid}
+    os.kill(copying, signal.SIGKILL)
+    swarm.coordinator.says("the backup has ended, and is started again")
+    num_made = swarm.coordinator.log.count("backup made")
+    swarm.coordinator.says("backup made", times=num_made + 2)
+
+    # The process that makes copies does not outlive a coordinator that is killed.
+    swarm.coordinator.process.send_signal(signal.SIGKILL)
+    swarm.coordinator.process.wait()
+    until(lambda: not swarm.coordinator.processes(), "the end of the process beside it")
+    rounds = []
+    for name in copies_in(row):
+        home = Home.load(row / name)
+        store = Store.open(row / name)
+        rounds.append(store.load(rules_of(home.run), home.run.digest()).committed_round)
+        store.close()
+        (row / name / "lock").unlink()
+    assert rounds == sorted(rounds) and rounds[0] < rounds[-1]
+
+    back = swarm.folder / "back"
+    said = done(atoll("coordinator", "restore", row, back))
+    assert f"restored run 'kept' at round {rounds[-1]} to {back}" in said
+    assert f"from {row / copies_in(row)[-1]}" in said
+    swarm.home = back
+    swarm.start_coordinator()
+    until(lambda: swarm.status().run.committed_round > rounds[-1] + 3, "new rounds")
+    swarm.coordinator.stop(signal.SIGTERM)
+
+
+def test_failures_are_said_and_tried_again_and_no_copy_goes_meanwhile(swarm: Swarm) -> None:
+    row = swarm.folder / "row"
+    command = ("coordinator", "backup", swarm.home)
+    refused(atoll(*command, row, "--keep", "2"), 64, "--keep 2", "--every")
+    refused(atoll(*command, row, "--every", "0s"), 64, "less than a second")
+    swarm.coordinator.stop(signal.SIGTERM)
+    backups = swarm.start(*command, row, "--every", "1s", "--keep", "2")
+    backups.says("copied run 'kept' at round 0", times=3)
+    kept_aside = swarm.folder / "aside.db"
+    (swarm.home / "atoll.db").rename(kept_aside)
+    backups.says("no copy: the coordinator of", times=2)
+    assert "was never started" in backups.log and "tried again in 1" in backups.log
+    whole = copies_in(row)
+    assert len(whole) == 2
+    kept_aside.rename(swarm.home / "atoll.db")
+    until(lambda: copies_in(row)[-1] > whole[-1], "a new copy")
+    backups.stop(signal.SIGTERM)
+    assert len(copies_in(row)) in (2, 3)  # it may have ended before the oldest went
+    assert not [path for path in row.iterdir() if path.name not in copies_in(row)]
+
+    refused(atoll("coordinator", "start", swarm.home, "--backup", "s4://b/c"), 65, "s4://b/c")
+    every = ("--backup", row, "--backup-every", "soon")
+    refused(atoll("coordinator", "start", swarm.home, *every), 64, "time span")

@@ -5,7 +5,7 @@ import shutil
 import signal
 import tomllib
 
-from typed_commands import Swarm, atoll, done, refused
+from typed_commands import Swarm, atoll, done, refused, until
 
 from node.kept import kept_model
 from protocol.trust.invite import Invite
@@ -25,11 +25,18 @@ NODES = ("one", "two")
 def test_an_old_invite_finds_the_coordinator_by_a_helper_that_it_names_when_the_old_machine_is_gone(
     swarm: Swarm,
 ) -> None:
+    swarm.join("early", swarm.invite())  # it names nobody: the helper is not here yet
+    watcher = swarm.join("early watcher", swarm.invite("--role", "viewer"))
     helper_home = swarm.join("helper", swarm.invite("--role", "helper"))
     helper = swarm.start("helper", "start", "--dir", helper_home)
     helper.says("attached")
     invite, viewer = swarm.invite(), swarm.invite("--role", "viewer")
     assert [member.host for member in Invite.decode(invite).members] == ["127.0.0.1"]
+    # Two that will be off while it moves. The one has met the helper, the other was told of it.
+    met = swarm.start_node("early")
+    until(lambda: "members" in link_of(swarm, "early"), "the folder to name the helper")
+    met.stop(signal.SIGTERM)
+    swarm.join("laptop", swarm.invite("--role", "viewer"))
     control, enrolment = str(free_port()), str(free_port())
     move = ("run", "move", "127.0.0.1", "--port", control, "--enrolment-port", enrolment)
     done(atoll(*move, "--dir", swarm.home))
@@ -42,6 +49,12 @@ def test_an_old_invite_finds_the_coordinator_by_a_helper_that_it_names_when_the_
         "nor anywhere that the members named in the invite know of",
     )
     refused(atoll("join", invite, "--dir", late), 69, *nowhere)
+    typed = atoll("status", "--dir", swarm.folder / "laptop")
+    assert typed.code == 69 and "asking members at 127.0.0.1" in typed.err
+    refused(
+        *(atoll("status", "--dir", watcher), 69, "no coordinator answers"),
+        *("names nobody who knows where to", f"host in {watcher / 'link.toml'}"),
+    )
     there = swarm.folder / "elsewhere"
     shutil.move(swarm.home, there)
     moved = swarm.start(
@@ -52,6 +65,17 @@ def test_an_old_invite_finds_the_coordinator_by_a_helper_that_it_names_when_the_
         said = done(atoll("join", line, "--dir", swarm.folder / name))
         assert "the coordinator has moved: a member that the invite names knew where to" in said
         assert link_of(swarm, name)["control_port"] == int(control)
+    typed = atoll("status", "--dir", swarm.folder / "laptop")
+    assert "moved" in done(typed)  # the run's name
+    assert f"the coordinator has moved to 127.0.0.1:{control}" in typed.err
+    assert link_of(swarm, "laptop")["control_port"] == int(control)
+    assert atoll("status", "--dir", swarm.folder / "laptop").err == ""
+    met = swarm.start_node("early", "--no-wait")
+    met.says("asking members where the coordinator is")
+    met.says("the coordinator has moved")
+    met.says("attached")
+    assert link_of(swarm, "early")["control_port"] == int(control)
+    met.stop(signal.SIGTERM)
     helper.stop(signal.SIGTERM)
     refused(atoll("join", invite, "--dir", swarm.folder / "last"), 69, *nowhere)
 

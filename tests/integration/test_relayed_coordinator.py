@@ -24,12 +24,16 @@ from node.kept import kept_model
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 7
-RUN = tiny_text(
-    run={"name": "at-home", "rounds": ROUNDS, "min_nodes": 2},
-    inner={"steps": 1_000_000},  # rounds end at their deadline
-    deadlines={"train": 2, "contribute": 15, "commit": 30},
-    evaluation={"every_rounds": ROUNDS},
-)
+
+
+def run_of(rounds: int) -> str:
+    return tiny_text(
+        run={"name": "at-home", "rounds": rounds, "min_nodes": 2},
+        inner={"steps": 1_000_000},  # rounds end at their deadline
+        deadlines={"train": 2, "contribute": 15, "commit": 30},
+        evaluation={"every_rounds": rounds},
+    )
+
 
 NODES = ("one", "two")
 ACCESS = Link(up_bits_per_second=20e6, down_bits_per_second=100e6, delay_seconds=0.02)
@@ -53,7 +57,9 @@ def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies
         stack.callback(relay.clean_up)
         line = (tmp_path / RELAY / LINE_FILE).read_text()
         assert f"--through {line.strip()}" in relay.log
-        swarm = relayed_swarm(lab, tmp_path / "swarm", RUN, relay_folder=tmp_path / RELAY)
+        swarm = relayed_swarm(
+            lab, tmp_path / "swarm", run_of(ROUNDS), relay_folder=tmp_path / RELAY
+        )
         stack.callback(swarm.end)
         relay.says("a coordinator is here")
         running = started(lab, swarm, NODES)
@@ -103,3 +109,48 @@ def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies
             for name in NODES
             for way in ((COORDINATOR, name), (name, COORDINATOR))
         )
+
+
+def test_one_command_on_a_small_server_is_relay_and_helper_and_the_relay_outlives_the_run(
+    lab: NetworkLab, tmp_path: Path
+) -> None:
+    for name in NODES:
+        lab.firewall(name)
+    folder = tmp_path / RELAY
+    with ExitStack() as stack:
+        relay = start_relay(lab, folder)
+        stack.callback(relay.clean_up)
+        swarm = relayed_swarm(lab, tmp_path / "swarm", run_of(4), relay_folder=folder)
+        stack.callback(swarm.end)
+        relay.says("a coordinator is here")
+        with lab.inside(COORDINATOR):
+            vouched = swarm.invite("--role", "helper")
+        with lab.inside(RELAY):
+            home = swarm.join("helper", vouched)
+            start = ("relay", "start", tmp_path / "other")
+            refused(atoll(*start, "--helper", tmp_path), 66, "no swarm joined in")
+        relay.stop(signal.SIGTERM)
+
+        relay = start_relay(lab, folder, "--helper", home)
+        stack.callback(relay.clean_up)
+        swarm.coordinator.says("node attached")
+        running = started(lab, swarm, NODES)
+        with lab.inside("one"):
+            node = ("--helper", swarm.folder / "one")
+            refused(atoll(*start, *node), 64, "is a node's folder", "--role helper")
+        swarm.coordinator.says("round opened", times=2)
+        relay.process.send_signal(signal.SIGTERM)
+        relay.ends(set())
+        assert "node left" in swarm.coordinator.log  # it said goodbye through the relay
+        assert "node lost" not in swarm.coordinator.log
+
+        relay = start_relay(lab, folder, "--helper", home)
+        stack.callback(relay.clean_up)
+        for each in running.values():
+            each.ends(set())
+            assert "run finished" in each.log
+        relay.says("the helper has ended")
+        assert "contribution_received=" in relay.log  # by the helper, who reduces
+        with lab.inside("one"):
+            assert "finished" in done(atoll("status", "--dir", swarm.folder / "one"))
+        relay.stop(signal.SIGTERM)

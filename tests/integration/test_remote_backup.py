@@ -6,15 +6,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from typed_commands import Swarm, atoll, done, refused
 
+from coordinator.backups import CopyName
+from coordinator.config import Home
+from coordinator.remote_backup import RemoteCopies
+from protocol.errors import BadDataError
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(run={"name": "kept", "rounds": 100, "min_nodes": 1})
@@ -44,7 +50,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
         yield Storage(url=url, files=fsspec.filesystem("file"), environment={})
         return
     if find_spec("moto") is None or find_spec("s3fs") is None:
-        pytest.skip("'moto[server]' and s3fs are not installed: pip install 'moto[server]' s3fs")
+        pytest.skip("this environment is older than moto and s3fs in pyproject.toml: make test")
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -129,4 +135,69 @@ def test_addresses_that_lead_nowhere_are_refused(swarm: Swarm, tmp_path: Path) -
         65,
         "nosuch://bucket/copy",
     )
-    refused(atoll("coordinator", "restore", tmp_path, tmp_path / "back"), 64, "is no address")
+    typed = atoll("coordinator", "restore", tmp_path, tmp_path / "back")
+    refused(typed, 66, f"no whole backup lies at {tmp_path}")
+
+
+def test_a_bucket_that_is_not_there_is_said(swarm: Swarm, storage: Storage) -> None:
+    if storage.url.startswith("file://"):
+        pytest.skip("folders are made")
+    typed = atoll("coordinator", "backup", swarm.home, "s3://nowhere/copy", **storage.environment)
+    refused(typed, 69, "s3://nowhere/copy cannot be used", "bucket")
+
+
+def test_copies_follow_each_other_and_the_newest_whole_one_comes_back(
+    swarm: Swarm, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in storage.environment.items():
+        monkeypatch.setenv(key, value)
+    path = storage.url.partition("://")[2]
+
+    def copies() -> list[str]:
+        names = {name.partition(f"{path}/")[2].split("/")[0] for name in storage.files.find(path)}
+        return sorted(names)
+
+    broken_off = f"kept-{Home.load(swarm.home).issuer.swarm_id[:8]}-20260101T000000Z"
+    storage.files.mkdirs(f"{path}/{broken_off}", exist_ok=True)
+    storage.files.pipe_file(f"{path}/{broken_off}/run.toml", b"its sender was killed")
+    command = ("coordinator", "backup", swarm.home, storage.url, "--every", "1s", "--keep", "2")
+    backups = swarm.start(*command)
+    backups.says(f"copied run 'kept' at round 0 of 100 to {storage.url}/kept-", times=4)
+    backups.stop(signal.SIGTERM)
+    assert not list(swarm.home.glob(".upload-*")), "no copy of the keys stays behind"
+    assert broken_off not in copies() and 2 <= len(copies()) <= 4
+
+    whole = [name for name in copies() if storage.files.exists(f"{path}/{name}/backup.json")]
+    newest = CopyName.read(whole[-1])
+    assert newest is not None
+    unfinished = str(replace(newest, at=newest.at + timedelta(seconds=1)))
+    storage.files.mkdirs(f"{path}/{unfinished}", exist_ok=True)
+    storage.files.pipe_file(f"{path}/{unfinished}/run.toml", b"half of one")
+    back = tmp_path / "back"
+    said = done(atoll("coordinator", "restore", storage.url, back))
+    assert f"restored run 'kept' at round 0 to {back}, from {storage.url}/{whole[-1]}" in said
+    assert (back / "ca.key").read_bytes() == (swarm.home / "ca.key").read_bytes()
+
+    storage.files.pipe_file(f"{path}/{whole[-1]}/run.toml", b"changed")
+    typed = atoll("coordinator", "restore", storage.url, tmp_path / "again")
+    older = f"atoll coordinator restore {storage.url}/{whole[-2]} {tmp_path / 'again'}"
+    refused(typed, 65, "run.toml is not what was sent", older)
+    assert "restored run" in done(atoll(*older.split()[1:]))
+
+
+def test_what_a_storage_keeps_otherwise_than_it_was_sent_is_no_copy(
+    swarm: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that takes all and loses some: the copy is read back, and older ones stay."""
+    (tmp_path / "storage").mkdir()
+    copies = RemoteCopies.at(f"file://{tmp_path}/storage")
+    copies.add(swarm.home, "first")
+    sent = LocalFileSystem.pipe_file
+
+    def loses(self: LocalFileSystem, path: str, value: bytes, **options: Any) -> Any:
+        return sent(self, path, value[:-1] if path.endswith("server.key") else value, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", loses)
+    with pytest.raises(BadDataError, match=r"server\.key is not what was sent"):
+        copies.add(swarm.home, "second")
+    assert copies.found()["first"]

@@ -21,7 +21,7 @@ from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.transport import (
     PeerUnreachableError,
 )
-from node.machine.addresses import announced
+from node.machine.addresses import OwnAddress, announced
 from protocol.errors import SystemRefusedError
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.wire_count import WireCounts
@@ -163,7 +163,8 @@ async def test_a_machine_that_loses_an_address_ends_its_connections_and_tells_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def has(*addresses: str) -> None:
-        monkeypatch.setattr(libp2p, "own_addresses", lambda: addresses)
+        own = tuple(OwnAddress(address, "eth0") for address in addresses)
+        monkeypatch.setattr(libp2p, "interface_addresses", lambda: own)
 
     has("10.0.0.1")
     other_transport, other = await start_transport()

@@ -8,9 +8,9 @@ from transport_peers import Desk
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.whereabouts import (
     MOST_PLACES,
-    Place,
+    addresses_elsewhere,
+    addresses_told,
     invites_elsewhere,
-    places_of,
     told_by,
 )
 from protocol.trust.identity import Identity
@@ -20,7 +20,13 @@ from protocol.trust.rulings import Address
 from protocol.wire.wire_count import WireCounts
 
 PIN = bytes(range(32))
-ANYWHERE: Place = ("new.example.org", 7701)
+
+
+def at(host: str, enrolment_port: int = 7701, control_port: int = 7700) -> Address:
+    return Address(host=host, control_port=control_port, enrolment_port=enrolment_port)
+
+
+OLD, NEW = at("old.example.org"), at("new.example.org")
 
 
 def invite_of(*members: InvitedBy, pin: bytes = PIN) -> Invite:
@@ -34,7 +40,7 @@ def invite_of(*members: InvitedBy, pin: bytes = PIN) -> Invite:
     )
 
 
-async def running(told: Sequence[Place]) -> tuple[Libp2pTransport, InvitedBy]:
+async def running(told: Sequence[Address]) -> tuple[Libp2pTransport, InvitedBy]:
     identity = Identity.generate()
     transport = Libp2pTransport(
         identity=identity,
@@ -48,18 +54,18 @@ async def running(told: Sequence[Place]) -> tuple[Libp2pTransport, InvitedBy]:
 
 
 async def test_a_stranger_with_an_invite_is_told_and_one_with_another_pin_is_not() -> None:
-    transport, named = await running([ANYWHERE, ("old.example.org", 7701)])
+    transport, named = await running([NEW, OLD, OLD])
     try:
-        assert await places_of(invite_of(named)) == [ANYWHERE]  # its own address is no news
+        assert await addresses_told(PIN, [named]) == [NEW, OLD]
         (found,) = await invites_elsewhere(invite_of(named))
-        assert (found.host, found.port, found.pin) == (*ANYWHERE, PIN)
-        assert await places_of(invite_of(named, pin=bytes(32))) == []
+        assert (found.host, found.port, found.pin) == (NEW.host, NEW.enrolment_port, PIN)
+        assert await addresses_told(bytes(32), [named]) == []
     finally:
         await transport.stop()
 
 
 async def test_what_cannot_be_a_place_is_left_out_and_a_long_answer_is_cut() -> None:
-    told = [("no host", 1), ("h", 0), *((f"h{n}", 1) for n in range(2 * MOST_PLACES))]
+    told = [at("no host"), at("h", 0), *(at(f"h{n}", 1) for n in range(2 * MOST_PLACES))]
     transport, named = await running(told)
     try:
         found = await invites_elsewhere(invite_of(named))
@@ -68,15 +74,45 @@ async def test_what_cannot_be_a_place_is_left_out_and_a_long_answer_is_cut() -> 
         await transport.stop()
 
 
+async def test_a_folder_is_told_of_what_it_does_not_know_and_of_no_place_without_a_port_for_members() -> (
+    None
+):
+    server_pem = Authority.create(new_swarm_id()).issue_server().certificate_pem
+    pin = pin_of(server_pem)
+    newest, half = at("newest.example.org"), at("half.example.org", control_port=0)
+    identity = Identity.generate()
+    transport = Libp2pTransport(
+        identity=identity,
+        counts=WireCounts(),
+        whereabouts=lambda asked: [OLD, half, NEW, newest] if asked == pin else (),
+    )
+    await transport.start(Desk())
+    try:
+        named = InvitedBy.at(identity.public_key, transport.multiaddrs[0])
+        assert named is not None
+        ours = SimpleNamespace(
+            host=OLD.host,
+            control_port=OLD.control_port,
+            at_the_other=SimpleNamespace(host=NEW.host, control_port=NEW.control_port),
+            server_root_pem=server_pem,
+            members=(named,),
+        )
+        assert await addresses_elsewhere(ours) == [newest]  # type: ignore[arg-type]
+        ours.members = ()
+        assert await addresses_elsewhere(ours) == []  # type: ignore[arg-type]
+    finally:
+        await transport.stop()
+
+
 async def test_a_member_that_is_gone_or_is_another_than_the_named_one_tells_nothing() -> None:
-    transport, named = await running([ANYWHERE])
+    transport, named = await running([NEW])
     try:
         other = InvitedBy(
             public_key=Identity.generate().public_key, host=named.host, port=named.port
         )
         gone = InvitedBy(public_key=named.public_key, host="127.0.0.1", port=1)
-        assert await places_of(invite_of(other, gone)) == []
-        assert await places_of(invite_of(other, named)) == [ANYWHERE]
+        assert await addresses_told(PIN, [other, gone]) == []
+        assert await addresses_told(PIN, [other, named]) == [NEW]
     finally:
         await transport.stop()
 
@@ -85,16 +121,17 @@ def test_a_member_tells_where_it_finds_the_coordinator_of_that_pin_and_where_it_
     server_pem = Authority.create(new_swarm_id()).issue_server().certificate_pem
     ours = SimpleNamespace(
         host="old.example.org",
+        control_port=7700,
         enrolment_port=7701,
         elsewhere=None,
         bundle=SimpleNamespace(server_pem=server_pem),
     )
     tell = told_by(lambda: ours)  # type: ignore[arg-type, return-value]
-    assert tell(pin_of(server_pem)) == [("old.example.org", 7701)]
+    assert tell(pin_of(server_pem)) == [OLD]
     assert tell(bytes(32)) == []
-    ours.elsewhere = Address(host="new.example.org", control_port=7710, enrolment_port=7711)
-    assert tell(pin_of(server_pem))[1:] == [("new.example.org", 7711)]
+    ours.elsewhere = NEW
+    assert tell(pin_of(server_pem)) == [OLD, NEW]
     ours.enrolment_port = 0  # it has not been told
-    assert tell(pin_of(server_pem)) == [("new.example.org", 7711)]
+    assert tell(pin_of(server_pem)) == [NEW]
     ours.bundle.server_pem = b""  # it joined before members were given it
     assert tell(pin_of(server_pem)) == []

@@ -3,21 +3,31 @@
 import asyncio
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from lab.network.namespace import inside, new_namespace
 from lab.network.switch import _ip as ip
+from node.doctor.findings import Finding
+from node.doctor.network import address_finding
 from node.machine import addresses
 from node.machine.addresses import (
+    OwnAddress,
     address_changes,
     address_in,
+    by_route,
     forwarded_among,
+    interface_addresses,
     most_useful,
     own_addresses,
+    require_interface,
+    route_to,
+    told_addresses,
     visible_now,
 )
+from protocol.errors import SystemRefusedError
 
 ADDRESS, LOCAL, LABEL = 1, 2, 3
 DEPRECATED, TENTATIVE, PERMANENT = 0x20, 0x40, 0x80
@@ -116,6 +126,67 @@ def test_a_forwarded_port_is_what_was_not_there_before_and_is_not_this_machines(
     own = ("192.168.1.9",)
     assert forwarded_among((*before, moved, outside), before=before, own=own) == (outside,)
     assert forwarded_among((*before, moved), before=before, own=own) == ()
+
+
+OWN = (
+    OwnAddress("192.168.1.4", "wlan0"),
+    OwnAddress("10.0.0.2", "eth1"),
+    OwnAddress("fd00::2", "eth1"),
+)
+
+
+def test_peers_are_told_first_of_the_address_by_which_the_coordinator_is_reached() -> None:
+    assert told_addresses(OWN, route=(), interface="") == ("192.168.1.4", "10.0.0.2", "fd00::2")
+    assert told_addresses(OWN, route=("fd00::2", "10.0.0.2"), interface="") == (
+        *("10.0.0.2", "fd00::2", "192.168.1.4"),
+    )
+    assert told_addresses(OWN, route=("10.0.0.2",), interface="wlan0") == ("192.168.1.4",)
+    told = ("/ip4/192.168.1.4/tcp/1", "/ip4/10.0.0.2/tcp/1", "/ip6/fd00::2/tcp/2")
+    assert by_route(told, ("fd00::2",)) == (told[2], *told[:2])
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+    for interface in ("", "eth1"):
+        require_interface(interface, OWN)
+    with pytest.raises(
+        SystemRefusedError, match=r"'eth9'.*wlan0 \(192.168.1.4\), eth1 \(10.0.0.2\)"
+    ):
+        require_interface("eth9", OWN)
+    with pytest.raises(SystemRefusedError, match="there are: none"):
+        require_interface("eth9", ())
+
+
+def test_the_doctor_says_which_addresses_peers_are_told_and_why() -> None:
+    def found(interface: str = "", *, own: Sequence[OwnAddress] = OWN) -> Finding:
+        return address_finding(own, route=("10.0.0.2",), interface=interface, is_chosen=False)
+
+    several = found()
+    assert several.verdict == "note" and 'interface = "eth1"' in several.next_step
+    assert several.what == (
+        "peers are told 10.0.0.2 of eth1, by which the coordinator is reached; 192.168.1.4 of wlan0; "
+        "fd00::2 of eth1"
+    )
+    assert found(own=OWN[1:]).verdict == "fine"
+    assert found("wlan0").what == "peers are told 192.168.1.4 of wlan0; as interface says"
+    assert (found("eth9").verdict, found("eth9").exit_code) == ("wrong", 71)
+    assert found(own=()).verdict == "note"
+
+
+@pytest.mark.usefixtures("may_make_namespaces")
+async def test_the_kernel_says_by_which_interface_a_host_is_reached() -> None:
+    with inside(new_namespace()):
+        ip("link set lo up")
+        for number in (1, 2):
+            ip(f"link add dev wire{number} type bridge", f"link set wire{number} up")
+            ip(f"addr add 10.0.{number}.1/24 dev wire{number}")
+        ip("route add 203.0.113.0/24 via 10.0.2.9")
+        assert interface_addresses() == (
+            *(OwnAddress("10.0.1.1", "wire1"), OwnAddress("10.0.2.1", "wire2")),
+        )
+        assert await route_to("203.0.113.7") == ("10.0.2.1",)
+        assert await route_to("10.0.1.9") == ("10.0.1.1",)
+        assert await route_to("198.51.100.1") == ()  # there is no way
+        assert await route_to("") == ()
 
 
 @pytest.fixture

@@ -3,11 +3,12 @@
 import asyncio
 import random
 import threading
+from collections.abc import Sequence
 
 import pytest
 import structlog
 
-from node.link.calls import CoordinatorLink, run_of_coordinator
+from node.link.calls import CoordinatorLink, kept_members, run_of_coordinator
 from protocol.errors import (
     AtollError,
     NotPermittedError,
@@ -16,7 +17,9 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.run.run_spec import RunSpec
+from protocol.trust.invite import InvitedBy
 from protocol.wire.channel import RETRY_CAP_SECONDS, left_alone
+from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry
 from tests.unit.exchange_scene import in_virtual_time
 
 SPEC = RunSpec()
@@ -31,6 +34,11 @@ class Link(CoordinatorLink):
         self.errors = list(errors)
         self.num_asked = 0
         self.is_endless = is_endless
+        self.elsewhere: list[bool] = []  # what members say, once each
+        self.look_elsewhere = self._look_elsewhere
+
+    async def _look_elsewhere(self) -> bool:
+        return bool(self.elsewhere) and self.elsewhere.pop(0)
 
     async def get_run(self) -> RunSpec:
         self.num_asked += 1
@@ -88,6 +96,44 @@ async def test_who_does_not_wait_is_refused_at_once() -> None:
         await run_of_coordinator(link, waits=False, rng=random.Random(0))
     assert asyncio.get_running_loop().time() == 0
     assert link.num_asked == 1
+
+
+@in_virtual_time
+async def test_who_does_not_wait_asks_members_before_it_is_refused() -> None:
+    link = Link(REFUSED)
+    link.elsewhere = [True]
+    assert await said(link, waits=False) == []
+    assert link.num_asked == 2
+    (link := Link(REFUSED, UNREACHABLE)).elsewhere = [True]
+    with pytest.raises(UnavailableError, match="unreachable"):
+        await run_of_coordinator(link, waits=False, rng=random.Random(0))
+
+
+def met(*hosts: str) -> list[RosterEntry]:
+    """Members that tell such an address each; the last character of the host is their key."""
+    return [
+        RosterEntry(
+            node_id=NodeId(host),
+            node_name=host,
+            address=PeerAddress(
+                public_key=host[-1].encode() * 32,
+                multiaddrs=("/unix/nothing", f"/ip4/{host}/tcp/7710"),
+            ),
+        )
+        for host in hosts
+    ]
+
+
+def test_a_folder_names_members_that_all_can_dial_and_those_of_before_first() -> None:
+    def hosts(kept: Sequence[InvitedBy], *now: str) -> list[str]:
+        found = kept_members(kept, met(*now), own_id=NodeId("8.8.4.9"))
+        return [member.host for member in found]
+
+    assert hosts((), "10.0.0.1", "8.8.4.2", "8.8.4.9") == ["8.8.4.2", "10.0.0.1"]
+    kept = kept_members((), met("10.0.0.5", "8.8.4.4"), own_id=NodeId(""))
+    many = ("8.8.4.1", "8.8.4.2", "8.8.4.3", "8.8.4.4", "10.0.0.5", "8.8.4.6")
+    assert hosts(kept, *many) == ["8.8.4.4", "8.8.4.1", "8.8.4.2", "8.8.4.3"]
+    assert hosts(kept, "8.8.4.9") == ["8.8.4.4", "10.0.0.5"]  # alone: nobody is forgotten
 
 
 @in_virtual_time

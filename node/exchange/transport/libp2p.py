@@ -30,7 +30,15 @@ from node.exchange.transport.transport import (
     do_nothing,
 )
 from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer
-from node.machine.addresses import announced, forwarded_among, own_addresses, visible_now
+from node.machine.addresses import (
+    announced,
+    by_route,
+    forwarded_among,
+    interface_addresses,
+    route_to,
+    told_addresses,
+    visible_now,
+)
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, PayloadHeader
@@ -60,7 +68,8 @@ class Libp2pTransport:
 
     `listen_multiaddrs` are libp2p's: "/ip4/0.0.0.0/tcp/7700". `announce_host` (a name or an IP
     address) replaces the host in what peers are told, for a node behind a forwarded port. With
-    `asks_router` the router is asked to forward the port, and peers are told of its address too.
+    `asks_router` the router is asked to forward the port, and peers are told of its address too. They are
+    told first of the address by which `coordinator_host` is reached, or of those of `interface` alone.
     With a `punching_token`, 16 random bytes, it reaches members through their routers and its own.
     Others that do not reach each other may have `carry_share` of its uploads. `whereabouts` is what it
     tells those that hold an invite.
@@ -75,6 +84,8 @@ class Libp2pTransport:
         listen_multiaddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",),
         announce_host: str | None = None,
         asks_router: bool = False,
+        interface: str = "",
+        coordinator_host: Callable[[], str] = lambda: "",
         punching_token: bytes = b"",
         carry_share: float = 0.0,
         whereabouts: Tell = lambda _: (),
@@ -86,6 +97,8 @@ class Libp2pTransport:
         self._listen_multiaddrs = listen_multiaddrs
         self._announce_host = announce_host
         self._asks_router = asks_router
+        self._interface = interface
+        self._coordinator_host = coordinator_host
         self._limits = within_open_files(limits or Limits())
         self._traffic = Traffic(
             counts,
@@ -146,12 +159,9 @@ class Libp2pTransport:
             asks_router=self._asks_router,
         )
         self._traffic.kernel = self._daemon.tcp_pacing
-        self._own_addresses = await asyncio.to_thread(own_addresses)
         self._visible = await self._daemon.multiaddrs()
-        self._multiaddrs = announced(
-            visible_now(self._visible, self._listen_multiaddrs, self._own_addresses),
-            self._announce_host,
-        )
+        await self._look_at_addresses()
+        _log.info("peers are told of", addresses=self._multiaddrs)
         self._connections = Connections(
             self._daemon,
             self._identity.peer_id,
@@ -205,20 +215,28 @@ class Libp2pTransport:
         """See Transport.heed_addresses."""
         if self._daemon is None or self._connections is None:
             return False
-        before, self._own_addresses = self._own_addresses, await asyncio.to_thread(own_addresses)
-        told = self._multiaddrs
-        if self._own_addresses:  # else it has none for a moment, and nobody to tell
-            visible = visible_now(self._visible, self._listen_multiaddrs, self._own_addresses)
-            self._multiaddrs = announced(visible, self._announce_host)
-            if self._asks_router:
-                found = await self._daemon.multiaddrs()
-                forwarded = forwarded_among(found, before=self._visible, own=self._own_addresses)
-                self._multiaddrs = (*forwarded, *self._multiaddrs)
+        before, told = self._own_addresses, self._multiaddrs
+        if await self._look_at_addresses() and self._asks_router:
+            found = await self._daemon.multiaddrs()
+            forwarded = forwarded_among(found, before=self._visible, own=self._own_addresses)
+            self._multiaddrs = (*forwarded, *self._multiaddrs)
         gone = set(before) - set(self._own_addresses)
         if gone:
             self._connections.begin_anew()
             self._punching.begin_anew()
         return bool(gone) or self._multiaddrs != told
+
+    async def _look_at_addresses(self) -> bool:
+        """Finds out what peers are told of from now on; returns False where it is nothing new."""
+        own = await asyncio.to_thread(interface_addresses)
+        self._own_addresses = tuple(dict.fromkeys(each.address for each in own))
+        route = await route_to(self._coordinator_host())
+        told = told_addresses(own, route=route, interface=self._interface)
+        if not told and self._multiaddrs:
+            return False  # it has none for a moment
+        visible = visible_now(self._visible, self._listen_multiaddrs, told)
+        self._multiaddrs = by_route(announced(visible, self._announce_host), route)
+        return bool(told)
 
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
         """Says who is a member now. Anyone else is refused before a body is read."""

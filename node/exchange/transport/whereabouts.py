@@ -1,9 +1,10 @@
 """Where a run's coordinator is now: members tell those that hold an invite, over libp2p.
 
-An invite names one address. When the coordinator has moved and its old machine is gone, whoever holds one
-asks the members that it names besides. They are asked by strangers, for joining makes a member. So they tell
-nothing but addresses, and those only to whom knows the pin of the coordinator's certificate, as each invite
-does. Their word is a hint: whoever joins believes nobody there whose certificate is not the pinned one.
+An invite names one address, and so does a member's folder. When the coordinator has moved and its old machine
+is gone, whoever holds one asks the members that it names besides. They are asked by strangers, for joining
+makes a member. So they tell nothing but addresses, and those only to whom knows the pin of the coordinator's
+certificate, as each invite does. Their word is a hint: nobody there is believed whose certificate is not the
+pinned one.
 
 A protocol of libp2p's of its own: one question, one answer.
 """
@@ -11,7 +12,7 @@ A protocol of libp2p's of its own: one question, one answer.
 import asyncio
 import hmac
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from dataclasses import asdict
 
 import structlog
 
@@ -19,11 +20,12 @@ from node.exchange.limits import Limits
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream
-from protocol.errors import AtollError
+from protocol.errors import UsageError
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.trust.invite import Invite, InvitedBy
+from protocol.trust.invite import Invite, InvitedBy, check_endpoint
 from protocol.trust.pki import pin_of
+from protocol.trust.rulings import Address
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.wire_count import WireCounts
 
@@ -35,10 +37,7 @@ MOST_PLACES = 4
 SECONDS = 20.0
 """For one member: to dial it, and to hear its answer."""
 
-Place = tuple[str, int]
-"""Host and enrolment port."""
-
-Tell = Callable[[bytes], Sequence[Place]]
+Tell = Callable[[bytes], Sequence[Address]]
 """Where the coordinator of this pin is, or nothing."""
 
 _log = structlog.get_logger(__name__)
@@ -47,15 +46,16 @@ _log = structlog.get_logger(__name__)
 def told_by(credentials: Callable[[], Credentials]) -> Tell:
     """What a member tells: where it finds the coordinator, and where that is to move to."""
 
-    def tell(pin: bytes) -> list[Place]:
+    def tell(pin: bytes) -> list[Address]:
         ours = credentials()
         server_pem = ours.bundle.server_pem
         if not server_pem or not hmac.compare_digest(pin_of(server_pem), pin):
             return []
-        places = [(ours.host, ours.enrolment_port)]
-        if ours.elsewhere is not None:
-            places.append((ours.elsewhere.host, ours.elsewhere.enrolment_port))
-        return [place for place in places if place[1]]
+        here = Address(
+            host=ours.host, control_port=ours.control_port, enrolment_port=ours.enrolment_port
+        )
+        places = [here] if ours.elsewhere is None else [here, ours.elsewhere]
+        return [place for place in places if place.enrolment_port]
 
     return tell
 
@@ -63,17 +63,17 @@ def told_by(credentials: Callable[[], Credentials]) -> Tell:
 async def answer(stream: TransferStream, tell: Tell) -> None:
     """Answers one question. Raises FrameError, or what is BROKEN."""
     question = await stream.receive(wire.Whereabouts)
-    places = [wire.Place(host=host, enrolment_port=port) for host, port in tell(question.pin)]
+    places = [wire.Place(**asdict(place)) for place in tell(question.pin)]
     await stream.send(wire.WhereaboutsAnswer(places=places))
     await stream.outlast()
 
 
-async def places_of(invite: Invite) -> list[Place]:
-    """Where those that an invite names say that its coordinator is; its own address is left out.
+async def addresses_told(pin: bytes, members: Sequence[InvitedBy]) -> list[Address]:
+    """Where these members say that the coordinator of a pin is.
 
     Raises AtollError where libp2p does not start here.
     """
-    if not invite.members:
+    if not members:
         return []
     limits = Limits()
     traffic = Traffic(WireCounts(), limits=limits)
@@ -84,14 +84,31 @@ async def places_of(invite: Invite) -> list[Place]:
         limits=limits,
     )
     try:
-        asked = [_asked(daemon, member, invite.pin, traffic) for member in invite.members]
+        asked = [_asked(daemon, member, pin, traffic) for member in members]
         told = [place for places in await asyncio.gather(*asked) for place in places]
     finally:
         await daemon.stop()
-    return [place for place in dict.fromkeys(told) if place != (invite.host, invite.port)]
+    return list(dict.fromkeys(told))
 
 
-async def _asked(daemon: P2pd, member: InvitedBy, pin: bytes, traffic: Traffic) -> list[Place]:
+async def addresses_elsewhere(credentials: Credentials) -> list[Address]:
+    """Where the members that a folder names say that its coordinator is, but where it knows of already."""
+    pin = pin_of(credentials.server_root_pem)
+    other = credentials.at_the_other
+    known = {(one.host, one.control_port) for one in (credentials, other)}
+    return [
+        address
+        for address in await addresses_told(pin, credentials.members)
+        if address.control_port and (address.host, address.control_port) not in known
+    ]
+
+
+def ask_members(credentials: Credentials) -> list[Address]:
+    """`addresses_elsewhere` for commands without an event loop."""
+    return asyncio.run(addresses_elsewhere(credentials))
+
+
+async def _asked(daemon: P2pd, member: InvitedBy, pin: bytes, traffic: Traffic) -> list[Address]:
     peer_id = peer_id_of(member.public_key)
     try:
         async with asyncio.timeout(SECONDS):
@@ -108,13 +125,33 @@ async def _asked(daemon: P2pd, member: InvitedBy, pin: bytes, traffic: Traffic) 
             "a member does not say where the coordinator is", at=member.multiaddr, why=str(error)
         )
         return []
-    return [(place.host, place.enrolment_port) for place in found.places[:MOST_PLACES]]
+    return [
+        Address(
+            host=place.host,
+            control_port=place.control_port,
+            enrolment_port=place.enrolment_port,
+        )
+        for place in found.places[:MOST_PLACES]
+        if _can_be(place.host, place.enrolment_port, place.control_port or place.enrolment_port)
+    ]
+
+
+def _can_be(host: str, *ports: int) -> bool:
+    """What a member names may be no host."""
+    try:
+        for port in ports:
+            check_endpoint(host, port)
+    except UsageError:
+        return False
+    return True
 
 
 async def invites_elsewhere(invite: Invite) -> list[Invite]:
     """The same invite at the places that members name, those that can be."""
-    found = []
-    for host, port in await places_of(invite):
-        with suppress(AtollError):  # what a member names may be no host
-            found.append(invite.at(host, port))
-    return found
+    places = [
+        (address.host, address.enrolment_port)
+        for address in await addresses_told(invite.pin, invite.members)
+    ]
+    return [
+        invite.at(*place) for place in dict.fromkeys(places) if place != (invite.host, invite.port)
+    ]
