@@ -250,6 +250,9 @@ def rollback(round: int, believe: str, reason: str, directory: Path | None) -> N
 def extend(rounds: int, reason: str, directory: Path | None) -> None:
     """Add N rounds to the run. Its learning rate goes on from where it is, without a jump.
 
+    A run whose rounds are all done goes on as well, at the rate that its schedule ended with, once nodes
+    are started again. One that was stopped does not.
+
     Example: atoll run extend 50
     """
     from protocol.v1 import operator_pb2 as pb

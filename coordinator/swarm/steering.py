@@ -67,7 +67,7 @@ def learn_rulings(turn: Turn, event: RulingsLearned) -> None:
             _take(turn, ruling, None)
             news.append(ruling)
     if news:
-        turn.state = replace(turn.state, rules=_rules_after(turn.state, event.rules))
+        turn.state = _ruled_by(turn.state, event.rules)
         turn.act(Tell(message=RulingsTold(rulings=tuple(news))))
     for ruling in news:
         if ruling.kind is RulingKind.ROLLED_BACK:
@@ -82,8 +82,7 @@ def with_rulings(state: SwarmState, rulings: tuple[Ruling, ...]) -> SwarmState:
     state = replace(state, rulings=(), rolled_back=(), own_invites=())
     for ruling in rulings:
         state = _noted(state, ruling)
-    rules = _rules_after(state, state.rules)
-    return replace(state, rules=rules, alarm=alarm, convicted=convicted)
+    return replace(_ruled_by(state, state.rules), alarm=alarm, convicted=convicted)
 
 
 _OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED, RulingKind.RESUMED})
@@ -106,7 +105,7 @@ def _next_round(state: SwarmState) -> int:
 def _take(turn: Turn, ruling: Ruling, rules: Rules | None) -> None:
     turn.state = _noted(turn.state, ruling)
     if rules is not None or ruling.kind is RulingKind.STOPPED:
-        turn.state = replace(turn.state, rules=_rules_after(turn.state, rules or turn.state.rules))
+        turn.state = _ruled_by(turn.state, rules or turn.state.rules)
     reason = f"{ruling.by} decided: {in_words(ruling)}"
     match ruling.kind:
         case RulingKind.EXPELLED:
@@ -148,11 +147,16 @@ def _noted(state: SwarmState, ruling: Ruling) -> SwarmState:
     return state
 
 
-def _rules_after(state: SwarmState, rules: Rules) -> Rules:
-    """A run that is stopped asks for no more rounds than it had then."""
-    if state.stopped is None:
-        return rules
-    return replace(rules, total_rounds=state.stopped.from_round - 1)
+def _ruled_by(state: SwarmState, rules: Rules) -> SwarmState:
+    """The state under new rules: a run that is stopped asks for no more rounds than it had then.
+
+    A finished run that is asked for more rounds goes on.
+    """
+    if state.stopped is not None:
+        rules = replace(rules, total_rounds=state.stopped.from_round - 1)
+    if state.is_finished and rules.total_rounds > state.committed_round:
+        state = replace(state, is_finished=False, finished_at=None)
+    return replace(state, rules=rules)
 
 
 def _refuse(state: SwarmState, event: Ruled) -> None:
@@ -185,10 +189,12 @@ def _refuse_of_node(state: SwarmState, event: Ruled) -> None:
 
 
 def _refuse_of_run(state: SwarmState, event: Ruled) -> None:
-    if state.is_finished:
+    if state.is_finished and not _prolongs(state, event):
+        more = "" if state.stopped is not None else "'atoll run extend N' adds rounds; "
         raise UsageError(
             f"the run is finished since round {state.committed_round}, so nothing of it can be changed",
-            next_step="'atoll export' writes the model out; a new run may begin with its weights",
+            next_step=f"{more}'atoll node fork {state.committed_round} --to FOLDER', on a node, makes a new "
+            "run of its weights",
         )
     if state.stopped is not None:
         raise UsageError(
@@ -218,6 +224,17 @@ def _refuse_of_run(state: SwarmState, event: Ruled) -> None:
             f"run.rounds = {rules.total_rounds} is less than the rounds that have begun",
             next_step="'atoll run stop' ends the run after the round in flight",
         )
+
+
+def _prolongs(state: SwarmState, event: Ruled) -> bool:
+    """Whether a ruling asks for more rounds of a run that nobody has stopped."""
+    rules = event.rules
+    return (
+        event.kind is RulingKind.AMENDED
+        and state.stopped is None
+        and rules is not None
+        and rules.total_rounds > state.committed_round
+    )
 
 
 def _refuse_undone_already(state: SwarmState, event: Ruled) -> None:

@@ -21,6 +21,7 @@ from node.duties.work import (
     Work,
     counted,
     counted_anew,
+    progress_of,
     trained_of,
     work_ahead_of,
     work_of,
@@ -330,6 +331,8 @@ class Duties:
         trained = counted(report, assignment)
         self._trains_for = None
         self._times.trained(trained)
+        if trained.tokens > 0 and (self.progress is None or self.progress.round != plan.round):
+            self._on_progress(progress_of(trained))  # the round was too short for ranks to tell any
         if trained.skipped_steps:
             log.warning(
                 "inner steps left out: gradients did not fit into fp16",
