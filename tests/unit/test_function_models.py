@@ -332,6 +332,22 @@ def test_batch_norm_is_refused_by_name_when_described_and_when_trained() -> None
         ("none_such", "samples", "has no function 'none_such'"),
         ("net", "nothing", r"returns NoneType instead of \(training, held_out\)"),
         ("samples", "samples", r"returns Samples where a torch module should be"),
+        (
+            "net_with_a_loss_for_each",
+            "samples",
+            r"gives a tensor of shape \[2\] instead of a scalar",
+        ),
+        (
+            "net_with_a_mistake",
+            "samples",
+            r"the loss .* fails with two samples, on c\w+: KeyError: 'wrods' \(run_functions\.py, line",
+        ),
+        (
+            "net",
+            "ragged",
+            r"no batch can be made: RuntimeError: stack expects each tensor .* entry 1; give items",
+        ),
+        ("net", "stream", r"a training dataset of type range_iterator, which has no __len__"),
     ],
 )
 def test_what_is_no_model_or_no_data_is_told_in_a_sentence(
@@ -339,6 +355,12 @@ def test_what_is_no_model_or_no_data_is_told_in_a_sentence(
 ) -> None:
     with pytest.raises(AtollError, match=match):
         spec_of(f"tests.run_functions:{model}", f"tests.run_functions:{data}")
+
+
+def test_a_dataset_may_make_its_own_batches() -> None:
+    spec = undescribed("tests.run_functions:net", "tests.run_functions:padded")
+    batch = FunctionData(spec).batch("training", np.array([0, 2]))
+    assert batch.tolist() == [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
 
 
 def test_tensor_parallel_without_a_plan_is_refused_and_what_works_is_said() -> None:
