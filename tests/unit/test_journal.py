@@ -2,8 +2,9 @@
 
 from swarm_scene import INITIAL, Scene, digest_of
 
+from coordinator.dashboard.news_file import sentence_of
 from coordinator.journal import News, farewell, news_of
-from coordinator.swarm.events import Event, Started
+from coordinator.swarm.events import Event, Started, Ticked
 from coordinator.swarm.transition import Transition
 
 
@@ -45,6 +46,21 @@ def test_a_void_round_is_committed_and_settled_in_one_step() -> None:
     scene.attach("a")
     scene.leave("a")
     assert scene.phases() == [("opened", 1), ("committed", 1), ("settled", 1)]
+
+
+def test_why_a_node_is_gone_is_told() -> None:
+    scene = ToldScene(min_nodes=3)
+    scene.attach("a", "b")
+    scene.leave("a")
+    lease = scene.state.rules.lease_seconds
+    scene.now += lease
+    scene.do(Ticked())
+    why = {
+        n.facts["node"]: n.facts["why"] for n in scene.news if n.what in ("node left", "node lost")
+    }
+    assert why == {"a": "tired", "b": f"silent for {lease:g} s"}
+    left = next(n for n in scene.news if n.what == "node left")
+    assert sentence_of(left) == "a has left: tired"
 
 
 def test_a_stopping_coordinator_says_what_becomes_of_its_nodes() -> None:
