@@ -8,6 +8,7 @@ from typing import Literal
 import structlog
 
 from coordinator.presets.choosing import Plan
+from coordinator.swarm.agreement import awaits_first_weights
 from coordinator.swarm.books import screenings_of
 from coordinator.swarm.events import EndSession, Tell
 from coordinator.swarm.members import PRESENT, Member, MemberState
@@ -84,6 +85,8 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
                 device=member.device,
             )
             was = None
+        if awaits_first_weights(after, member):
+            continue  # as it should
         if (was is None or was.state is not member.state) and member.state in _NEWS:
             reason = {"why": why[node_id]} if why.get(node_id) else {}
             what, round_held = _NEWS[member.state], member.outer_round
@@ -177,9 +180,10 @@ def _told(after: SwarmState, told: Tell) -> Iterator[News]:
                 )
         case RefetchAsked(reason=reason):
             for node_id in told.to or ():
-                yield _news(
-                    "warning", "node told to refetch", node=_name(after, node_id), reason=reason
-                )
+                if not awaits_first_weights(after, after.members[node_id]):
+                    yield _news(
+                        "warning", "node told to refetch", node=_name(after, node_id), reason=reason
+                    )
         case RunFinished(round=number, reason=reason):
             yield _news("info", "run finished", round=number, reason=reason)
 

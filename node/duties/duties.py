@@ -437,7 +437,10 @@ class Duties:
             await self._exchange.take_in(self._island.publish)
 
     async def _refetch(self, asked: RefetchAsked) -> None:
-        if asked is not self._unanswered:
+        is_first = not self._outer.round and asked.outer_digest == self._spec.first_digest
+        if is_first and asked is not self._unanswered:
+            log.info("fetching the weights that the run begins with")
+        elif asked is not self._unanswered:
             log.warning("asked to fetch the outer state anew", round=asked.round, why=asked.reason)
         self._doing = "refetching"
         await self._ahead.pause()
@@ -455,7 +458,12 @@ class Duties:
         if not is_done:  # tried again after what has come meanwhile, which may make it needless
             self._unanswered = asked
             self._num_unanswered += 1
-            if self._num_unanswered == 1 and not self._exchange.refused:
+            if is_first and self._num_unanswered == 1:
+                log.info(
+                    "no node here has the weights that the run begins with; this one waits",
+                    next_step="start one of them with --weights, as 'atoll init' has printed it",
+                )
+            elif self._num_unanswered == 1 and not self._exchange.refused:
                 log.warning(
                     "nobody here supplies the state that this node was asked to fetch",
                     round=asked.round,

@@ -288,6 +288,11 @@ def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
     assert (wanted.source, wanted.num_nodes, wanted.link) == (EXAMPLES, 3, "100mbit")
     wanted = answered("lm:model", "", "tokens", "64", "", "")
     assert (wanted.source, wanted.data, wanted.context) == (None, ("tokens",), 64)
+    monkeypatch.setenv("HOME", str(llama.parent))
+    wanted = answered("~/llama", "", "~/tokens", "", "")
+    assert (wanted.source, wanted.data) == (llama, (str(llama.parent / "tokens"),)), (
+        "as a shell does"
+    )
     wanted = answered("3m", "a.txt b.txt", "", "")
     assert (wanted.model, wanted.data, wanted.lora) == ("3m", ("a.txt", "b.txt"), None)
 

@@ -256,7 +256,8 @@ def compute_once(spec: RunSpec, batch: Tree) -> None:
     on_device = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch)
     try:
         result = _checked(found.loss(found.module.to(device), on_device), model.function)
-        (result.total if isinstance(result, Counted) else result).backward()
+        total: Any = result.total if isinstance(result, Counted) else result
+        total.backward()
     except AtollError:
         raise
     except Exception as error:
