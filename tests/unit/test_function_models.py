@@ -31,6 +31,8 @@ from node.island.training.compiling import compile_layers
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.training.trainer import Trainer
+from node.models.card import Origin
+from node.models.export import export_model
 from protocol.errors import (
     AtollError,
     BadDataError,
@@ -49,6 +51,7 @@ from protocol.run.run_spec import (
     load_run_file,
     validated,
 )
+from protocol.wire.rounds import Digest
 from tests.run_functions import Net
 from tests.unit.test_transformers_models import with_text, work_of
 
@@ -495,3 +498,21 @@ def test_functions_in_a_run_file_are_checked() -> None:
         validated({"data": {"source": "function"}}, origin="the test")
     with pytest.raises(ConfigError, match=r'goes with \[model\] source = "function"'):
         validated({"data": {"source": "function", "function": "a:b"}}, origin="the test")
+
+
+def test_an_export_says_how_the_function_makes_its_model_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_frozen_table")
+    trained = first_vector(spec) + 1
+    origin = Origin(run="my-run", run_digest=spec.digest(), round=3, outer_digest=Digest(bytes(32)))
+    export_model(spec=spec, parameters=trained, origin=origin, out=tmp_path / "out")
+    code = (
+        (tmp_path / "out" / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    )
+    monkeypatch.chdir(tmp_path / "out")
+    found: dict[str, Any] = {}
+    exec(code, found)
+    module, first = found["module"], random_module(spec)
+    assert torch.equal(module.table.weight, first.table.weight), "frozen"
+    assert torch.equal(module.head.bias, first.head.bias + 1)
