@@ -9,8 +9,9 @@ from typing import Literal
 import structlog
 
 from coordinator.presets.choosing import Plan
+from coordinator.swarm.agreement import awaits_first_weights
 from coordinator.swarm.books import screenings_of
-from coordinator.swarm.events import Tell
+from coordinator.swarm.events import EndSession, Tell
 from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
@@ -85,6 +86,7 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
     """What is news to who runs the swarm: no heartbeats, no single reports. Pure."""
     after = transition.state
     changed = _changed_members(before, after)
+    why = {a.node_id: a.reason for a in transition.actions if isinstance(a, EndSession)}
     for node_id, member, was in changed:
         if was is None or was.session_id != member.session_id:
             named = {} if member.asked_name == member.node_name else {"asked": member.asked_name}
@@ -97,10 +99,12 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
                 device=member.device,
             )
             was = None
+        if awaits_first_weights(after, member):
+            continue  # as it should
         if (was is None or was.state is not member.state) and member.state in _NEWS:
-            yield _news(
-                "info", _NEWS[member.state], node=member.node_name, round=member.outer_round
-            )
+            reason = {"why": why[node_id]} if why.get(node_id) else {}
+            what, round_held = _NEWS[member.state], member.outer_round
+            yield _news("info", what, node=member.node_name, round=round_held, **reason)
     for ruling in after.rulings[len(before.rulings) :]:
         yield _news("info", "ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
     for node_id in before.members.keys() - after.members.keys():
@@ -190,9 +194,10 @@ def _told(after: SwarmState, told: Tell) -> Iterator[News]:
                 )
         case RefetchAsked(reason=reason):
             for node_id in told.to or ():
-                yield _news(
-                    "warning", "node told to refetch", node=_name(after, node_id), reason=reason
-                )
+                if not awaits_first_weights(after, after.members[node_id]):
+                    yield _news(
+                        "warning", "node told to refetch", node=_name(after, node_id), reason=reason
+                    )
         case RunFinished(round=number, reason=reason):
             yield _news("info", "run finished", round=number, reason=reason)
 

@@ -10,6 +10,7 @@ import click
 
 from coordinator.presets.link_shares import CongestionControl
 from protocol.errors import UsageError
+from protocol.files.durable import expanded
 from protocol.terminal import console
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ def _answered(wanted: "Wanted") -> "Wanted":
         "model: a size, a TOML file, a transformers folder, or module:function of yours",
         default="0.2m",
     )
+    model = _at_home(model)
     asked = _answered_function(wanted, model) if ":" in model else _answered_model(wanted, model)
     nodes = click.prompt("nodes that you expect", default=2, type=click.IntRange(1, 10_000))
     link = wanted.link or click.prompt("the slowest node's link, such as 100mbit", default="")
@@ -258,7 +260,7 @@ def _answered_model(wanted: "Wanted", model: str) -> "Wanted":
         model=None if is_folder else model,
         source=Path(model) if is_folder else None,
         lora=rank or None,
-        data=() if is_private else tuple(data.split()),
+        data=() if is_private else tuple(map(_at_home, data.split())),
         private=is_private,
     )
 
@@ -273,11 +275,16 @@ def _answered_function(wanted: "Wanted", function: str) -> "Wanted":
     return replace(
         wanted,
         function=function,
-        source=Path(folder) if folder else None,
-        data=() if is_function else tuple(data.split()),
+        source=Path(_at_home(folder)) if folder else None,
+        data=() if is_function else tuple(map(_at_home, data.split())),
         data_function=data if is_function else None,
         context=context,
     )
+
+
+def _at_home(path: str) -> str:
+    """A path as a shell would hand it over: nobody is at a shell while questions are answered."""
+    return str(expanded(path)) if path.startswith("~") else path
 
 
 def _refuse_beside_a_run_file(run_file: Path) -> None:

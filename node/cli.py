@@ -3,7 +3,9 @@
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -497,6 +499,20 @@ def fork(round: int, to: Path, folder: Path | None, keep_progress: bool) -> None
     click.echo(f"  atoll init NEWDIR --run {to / RUN_FILE}")
 
 
+@contextmanager
+def _prints_to_standard_error() -> Iterator[None]:
+    """What libraries and a run's functions print within it is beside the answer, which programs read."""
+    sys.stdout.flush()
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(answer, 1)
+        os.close(answer)
+
+
 @node.command()
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path, file_okay=False))
 @click.option(
@@ -523,11 +539,14 @@ def describe(
 
     require_installed(to="describe a model")
     from node.models.describing import Asked, describe_asked, describe_run, in_words
+    from protocol.terminal.logging import start_logging
 
-    if asked is not None:
-        facts = describe_asked(directory, source, Asked(**json.loads(asked)))
-    else:
-        facts = describe_run(directory, source=source, is_forced=force)
+    start_logging(as_json=False)
+    with _prints_to_standard_error():
+        if asked is not None:
+            facts = describe_asked(directory, source, Asked(**json.loads(asked)))
+        else:
+            facts = describe_run(directory, source=source, is_forced=force)
     click.echo(json.dumps(facts) if is_json else in_words(facts))
 
 

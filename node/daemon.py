@@ -29,6 +29,7 @@ from node.heavy import Heavy
 from node.history import History, KeptRulings
 from node.island.data.island import SuppliedIsland
 from node.island.island import Island
+from node.island.ranks.faults import TrainingDivergedError
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
 from node.machine.addresses import address_changes, most_useful
@@ -272,6 +273,11 @@ class Daemon:
             await self._session.flush(timeout_seconds=5)
             goodbye = "the run is finished"
             return work.result()
+        except (
+            TrainingDivergedError
+        ) as error:  # of the run, not of this machine: its owner may know
+            goodbye = f"stopped by an error: {error.what}"
+            raise
         except Exception:
             goodbye = "stopped by an error, which its log tells"
             raise

@@ -113,6 +113,16 @@ def net_with_unused() -> Any:
     return module, lambda module, batch: module["used"](batch).square().mean()
 
 
+def net_with_a_loss_for_each() -> Any:
+    return Net(8, 40), lambda module, batch: F.cross_entropy(
+        module(batch["words"]), batch["label"], reduction="none"
+    )
+
+
+def net_with_a_mistake() -> Any:
+    return Net(8, 40), lambda module, batch: mean_loss(module, {"words": batch["wrods"]})
+
+
 def squares(module: nn.Module, batch: Tensor) -> Tensor:
     return module(batch).square().mean()
 
@@ -154,6 +164,33 @@ class Rows:
 
 def rows() -> Any:
     return Rows(), Rows()
+
+
+class Ragged:
+    """Row i has i + 1 places."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(index + 1)
+
+
+class Padded(Ragged):
+    def collate_fn(self, items: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+
+def ragged() -> Any:
+    return Ragged(), Ragged()
+
+
+def padded() -> Any:
+    return Padded(), Padded()
+
+
+def stream() -> Any:
+    return iter(range(10)), Ragged()
 
 
 class Chain(nn.Module):

@@ -90,7 +90,7 @@ SENTENCES = {
     "node ready": "{node} is ready",
     "node diverged": "{node} holds another state than the others, and fetches theirs",
     "node lost": "{node} has not been heard for longer than its lease",
-    "node left": "{node} has left",
+    "node left": "{node} has left: {why}",
     "node quarantined": "{node} is in quarantine",
     "node expelled": "{node} is expelled",
     "ruled": "{what}, by {by}",

@@ -34,7 +34,14 @@ from coordinator.presets.wanted import (
 from protocol.errors import ConfigError, UsageError
 from protocol.files.durable import refusing, write_atomically
 from protocol.run.models import FIRST_WEIGHTS
-from protocol.run.run_spec import DESCRIPTION_FILE, load_run_file, load_run_folder, validated
+from protocol.run.run_spec import (
+    DESCRIPTION_FILE,
+    RunSpec,
+    load_run_file,
+    load_run_folder,
+    validated,
+)
+from protocol.terminal.console import count_in_words
 
 if TYPE_CHECKING:
     from coordinator.presets.measured_links import MeasuredLinks
@@ -147,14 +154,14 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
     if wanted != Wanted(name=wanted.name, num_nodes=wanted.num_nodes):
         values |= {("model", key): (value, "") for key, value in trained.model.items()}
         values[("inner", "batch")] = (trained.batch, trained.why_batch)
-        values |= _inner(wanted, trained)
+        values |= _inner(wanted, trained, is_given=wanted.source is not None and not facts.is_new)
     if wanted.lora is not None:
         values[("lora", "rank")] = (wanted.lora, "")
     if wanted.num_nodes is not None:
         values[("run", "min_nodes")] = (wanted.num_nodes, "")
     if wanted.steps is not None:
         values[("inner", "steps")] = (wanted.steps, "")
-    notes = [note]
+    notes = [note, *facts.notes]
     if trained.why_batch:
         notes.append(f"batch {trained.batch}: {trained.why_batch}")
     plan = None
@@ -174,7 +181,8 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         if values.get(("inner", "optimizer"), ("muon",))[0] == "adamw":
             retired |= {("inner", "muon_learning_rate")}
         text = with_values(f"{HEADER}\n{tables}", values, retired=retired)
-        validated(tomllib.loads(text), origin="the new run file")
+        spec = validated(tomllib.loads(text), origin="the new run file")
+        notes.append(_share_of_data(spec, facts.num_tokens))
     return NewRun(
         text=text,
         plan=plan,
@@ -314,12 +322,24 @@ def _flops_of(machine: Machine | None) -> float:
     return machine.num_cores * ASSUMED_CORE_FLOPS
 
 
-def _inner(wanted: Wanted, trained: Trained) -> dict[Place, tuple[Any, str]]:
+def _share_of_data(spec: RunSpec, num_tokens: int | None) -> str:
+    """How many tokens the run trains, beside those that there are: a small dataset comes again and again."""
+    if not num_tokens:
+        return ""
+    nodes = spec.run.min_nodes
+    trained = spec.run.rounds * spec.node_steps * spec.inner.batch * spec.model.context * nodes
+    return (
+        f"{spec.run.rounds} rounds of {nodes} nodes train {count_in_words(trained)} tokens, "
+        f"{trained / num_tokens:.2g} times what the data have ([run] rounds changes it)"
+    )
+
+
+def _inner(wanted: Wanted, trained: Trained, *, is_given: bool) -> dict[Place, tuple[Any, str]]:
     """The inner optimizer and its rates: Muon for new decoders."""
     is_new = wanted.builder is None
     optimizer = wanted.optimizer or ("muon" if is_new else "adamw")
     why = "ended lower than adamw" if is_new and wanted.optimizer is None else ""
-    rate, why_rate = _learning_rate(wanted, trained)
+    rate, why_rate = _learning_rate(wanted, trained, is_given=is_given)
     values: dict[Place, tuple[Any, str]] = {("inner", "optimizer"): (optimizer, why)}
     if optimizer == "muon":
         muon, beside = (float(f"{t * rate:.2g}") for t in (MUON_TIMES, BESIDE_MUON_TIMES))
@@ -328,14 +348,14 @@ def _inner(wanted: Wanted, trained: Trained) -> dict[Place, tuple[Any, str]]:
     return values | {("inner", "learning_rate"): (rate, why_rate)}
 
 
-def _learning_rate(wanted: Wanted, trained: Trained) -> tuple[float, str]:
+def _learning_rate(wanted: Wanted, trained: Trained, *, is_given: bool) -> tuple[float, str]:
     """AdamW's where it trains everything."""
     if wanted.function is not None:
         return (
             trained.learning_rate,
             "a decoder's of this size; what this model wants, you know better",
         )
-    if wanted.source is None:
+    if not is_given:
         return trained.learning_rate, ""
     rate, why = trained.learning_rate / CONTINUED_SHARE, "a fifth of a new model's of this size"
     if wanted.lora is not None:

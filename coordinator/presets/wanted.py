@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,9 @@ class Facts:
     num_frozen: int = 0
     num_layers: int = 0
     vocab_size: int | None = None  # of the data's tokens, or of the tokenizer's
+    num_tokens: int | None = None  # to train on, where they were looked at
+    is_new: bool = False  # whether a folder's model begins with random weights
+    notes: Sequence[str] = ()
     first_digest: str = ""  # of given weights
     first_weights: str = (
         ""  # the file of the run's folder, or the transformers folder, that has them

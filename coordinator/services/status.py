@@ -13,6 +13,7 @@ from coordinator.round_rows import screening_to_wire, wire_ledger
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.services.one_round import closed_round, open_round
+from coordinator.swarm.agreement import awaits_first_weights
 from coordinator.swarm.books import recent_screening
 from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
 from coordinator.swarm.going_back import books_after
@@ -229,7 +230,9 @@ class StatusDesk:
             digests_agree=all(
                 member.outer_digest == agreed
                 for member in state.members.values()
-                if member.state in PRESENT and member.outer_round == agreed_round
+                if member.state in PRESENT
+                and member.outer_round == agreed_round
+                and not awaits_first_weights(state, member)
             ),
             num_parameters=sum(state.rules.layout.fragment_elements),
             inner_steps=state.rules.inner_steps,
@@ -272,7 +275,9 @@ class StatusDesk:
         return pb.NodeStatus(
             node_id=member.node_id,
             node_name=member.node_name,
-            state=_NODE_STATES[member.state],
+            state=pb.NODE_STATE_JOINING
+            if awaits_first_weights(state, member)
+            else _NODE_STATES[member.state],
             device=member.device,
             num_ranks=member.num_ranks,
             # Before a restart nobody's calls are known: as silent as this process is old.

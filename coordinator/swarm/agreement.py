@@ -184,6 +184,12 @@ def _ask_commits(turn: Turn, node_id: NodeId) -> None:
     turn.act(Tell(message=wanted, to=(node_id,)))
 
 
+def awaits_first_weights(state: SwarmState, member: Member) -> bool:
+    """Whether a member has yet to fetch the weights that the run begins with, as all but one have to."""
+    begins = state.rules.first_digest is not None and not state.committed_round
+    return begins and member.state is MemberState.DIVERGED and not member.outer_round
+
+
 def _differs(state: SwarmState, member: Member) -> str:
     assert state.outer_digest is not None
     return (

@@ -21,6 +21,7 @@ from node.duties.work import (
     Work,
     counted,
     counted_anew,
+    progress_of,
     trained_of,
     work_ahead_of,
     work_of,
@@ -346,6 +347,8 @@ class Duties:
         trained = counted(report, assignment)
         self._trains_for = None
         self._times.trained(trained)
+        if trained.tokens > 0 and (self.progress is None or self.progress.round != plan.round):
+            self._on_progress(progress_of(trained))  # the round was too short for ranks to tell any
         if trained.skipped_steps:
             log.warning(
                 "inner steps left out: gradients did not fit into fp16",
@@ -451,7 +454,10 @@ class Duties:
             await self._exchange.take_in(self._island.publish)
 
     async def _refetch(self, asked: RefetchAsked) -> None:
-        if asked is not self._unanswered:
+        is_first = not self._outer.round and asked.outer_digest == self._spec.first_digest
+        if is_first and asked is not self._unanswered:
+            log.info("fetching the weights that the run begins with")
+        elif asked is not self._unanswered:
             log.warning("asked to fetch the outer state anew", round=asked.round, why=asked.reason)
         self._doing = "refetching"
         await self._ahead.pause()
@@ -469,7 +475,12 @@ class Duties:
         if not is_done:  # tried again after what has come meanwhile, which may make it needless
             self._unanswered = asked
             self._num_unanswered += 1
-            if self._num_unanswered == 1 and not self._exchange.refused:
+            if is_first and self._num_unanswered == 1:
+                log.info(
+                    "no node here has the weights that the run begins with; this one waits",
+                    next_step="start one of them with --weights, as 'atoll init' has printed it",
+                )
+            elif self._num_unanswered == 1 and not self._exchange.refused:
                 log.warning(
                     "nobody here supplies the state that this node was asked to fetch",
                     round=asked.round,

@@ -132,6 +132,16 @@ def trained_of(report: InnerReport) -> Trained:
     )
 
 
+def progress_of(report: InnerReport) -> Progress:
+    """How far training came, by its report."""
+    return Progress(
+        round=report.round,
+        inner_step=report.inner_steps,
+        loss=report.loss,
+        tokens_per_second=report.tokens / max(report.seconds, 1e-3),
+    )
+
+
 def counted_anew(trained: Trained, assignment: Assignment, *, context: int) -> Trained:
     """No more than another plan of the same round asks, which may be for other samples."""
     samples = min(trained.samples, assignment.num_samples)

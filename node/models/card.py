@@ -9,6 +9,7 @@ from typing import Literal
 from node.config import HISTORY_FILE
 from node.exchange.codecs.registry import codec_named
 from node.history import History
+from protocol.run.models import FunctionModel
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import bytes_in_words, count_in_words
 from protocol.wire.rounds import Commit, Digest, NodeId
@@ -176,6 +177,33 @@ def _rows_of_adapters(spec: RunSpec, form: Form) -> list[tuple[str, str]]:
     ]
 
 
+def _way_to_load_function(spec: RunSpec, model: FunctionModel) -> str:
+    """By the function itself: it makes what is not trained, and buffers."""
+    module, _, name = model.function.partition(":")
+    is_partly_frozen = spec.description is not None and spec.description.num_frozen
+    arguments = ", ".join(f"{key}={value!r}" for key, value in model.arguments.items())
+    lines = [
+        "```python",
+        *(["import torch"] if is_partly_frozen else []),
+        "from safetensors.torch import load_file",
+        "",
+        f"from {module} import {name}",
+        "",
+        *(
+            [f"torch.manual_seed({spec.run.seed})  # what is not trained is drawn from it"]
+            if is_partly_frozen
+            else []
+        ),
+        f"module, *_ = {name}({arguments})",
+        'module.load_state_dict(load_file("model.safetensors"), strict=False)',
+        "```",
+        "",
+        "The file has what the run trains. All else is as the function makes it.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -> str:
     if spec.adapters is not None and not form.is_merged:
         return (
@@ -186,6 +214,8 @@ def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -
             'model = PeftModel.from_pretrained(base, ".")\n'
             "```\n"
         )
+    if isinstance(spec.model, FunctionModel):
+        return _way_to_load_function(spec, spec.model)
     if problem:
         return (
             f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "

@@ -86,7 +86,7 @@ def export(
         f"{dtype}{rounded}"
     )
     if problem:
-        click.echo(f"transformers does not load it: {problem}")
+        click.echo(f"transformers does not load it: {problem}; see {out / 'README.md'}")
 
 
 def _exported(

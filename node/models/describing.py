@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
+from node.island.data.corpus import refuse_other_than_text, text_files
 from node.island.models.code import DIGITS, code_digest, functions_of
 from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
 from node.island.parallel.mesh_shape import MeshShape
@@ -23,6 +24,7 @@ from node.machine.hardware import Hardware, look_around
 from node.models.reading import (
     CONFIG,
     digest_of_first,
+    has_weights,
     read_config,
     read_json,
     read_settings,
@@ -30,7 +32,7 @@ from node.models.reading import (
     write_first,
 )
 from node.outer_state import Vector
-from protocol.errors import BadDataError, CannotCreateError, UsageError
+from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.files.durable import refusal_to_write, write_atomically
 from protocol.run.layout import layout_of
 from protocol.run.models import (
@@ -78,19 +80,26 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     """
     tables: Tables = {}
     model_vocab_size = None
+    notes: list[str] = []
     if asked.by is not None:
         tables["model"], model_vocab_size = _model_of(source, asked)
     if asked.lora is not None:
         tables["lora"] = {"rank": asked.lora}
-    tables["data"], vocab_size = _data_of(source, asked)
+    tables["data"], vocab_size, num_tokens = _data_of(source, asked)
     if source is not None and model_vocab_size is not None:
-        _require_fitting_tokens(source, tables["data"], model_vocab_size, vocab_size)
-    facts: dict[str, Any] = {**tables, "vocab_size": vocab_size}
+        _require_fitting_tokens(source, asked, tables["data"], model_vocab_size, vocab_size)
+    if tables["data"].get("source") == "text" and not asked.private:
+        _look_at_text(asked.data, notes)
+    facts: dict[str, Any] = {**tables, "vocab_size": vocab_size, "num_tokens": num_tokens}
+    facts["notes"] = notes
     facts.pop("lora", None)
     if asked.by is None:
         return facts
     inner = {} if asked.batch is None else {"batch": asked.batch}
     spec = validated({**tables, "inner": inner}, origin="the new run")
+    if asked.by == "transformers" and source is not None and not has_weights(source):
+        notes.append(f"{source} has no weights, so the run begins with random ones")
+        facts["is_new"] = True
     return facts | _facts_of(_describe(folder, spec, source), source)
 
 
@@ -157,17 +166,17 @@ def _model_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | 
     return model, int(config.get("vocab_size", 0))
 
 
-def _data_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | None]:
-    """[data] of the new run, and how many different tokens there are where that is known."""
+def _data_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | None, int | None]:
+    """[data] of the new run, how many different tokens there are, and how many to train on, if known."""
     if asked.data_function is not None:
-        return {"source": "function", "function": asked.data_function}, None
+        return {"source": "function", "function": asked.data_function}, None, None
     if asked.private:
-        return _private_data(source, asked.tokenizer)
+        return (*_private_data(source, asked.tokenizer), None)
     paths = list(asked.data)
     if not paths:
-        return {}, None
+        return {}, None, None
     if not any(Path(path).is_dir() for path in paths):
-        return {"source": "text", "paths": paths}, None
+        return {"source": "text", "paths": paths}, None, None
     if len(paths) > 1:
         raise UsageError(
             f"--data names {len(paths)} paths, and a folder of tokens stands alone",
@@ -177,9 +186,24 @@ def _data_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | N
 
     manifest = read_manifest(Path(paths[0]))
     if source is not None and asked.by != "function":
-        _require_same_tokenizer(source, Path(paths[0]))
+        _require_same_tokenizer(source, Path(paths[0]), are_bytes=manifest.tokenizer == "bytes")
     table = {"source": "tokens", "paths": paths, "digest": manifest.digest().hex()}
-    return table, manifest.vocab_size
+    return table, manifest.vocab_size, manifest.num_tokens("training")
+
+
+def _look_at_text(paths: Sequence[str], notes: list[str]) -> None:
+    """Raises NoInputError for what no node would take as text; what is not here may be where nodes are."""
+    for path in paths:
+        try:
+            found = text_files([path], Path.cwd())
+        except NoInputError:
+            notes.append(
+                f"--data {path}: nothing of that name is here, so nodes will look for text of it where they "
+                "start"
+            )
+            found = []
+        for file in [each.path for each in found] or [Path(path)]:
+            refuse_other_than_text(file)
 
 
 def _private_data(source: Path | None, named: str | None) -> tuple[dict[str, Any], int | None]:
@@ -195,9 +219,14 @@ def _private_data(source: Path | None, named: str | None) -> tuple[dict[str, Any
     return table, vocab_size
 
 
-def _require_same_tokenizer(source: Path, tokens: Path) -> None:
-    """Raises BadDataError where both have a tokenizer.json and they differ."""
+def _require_same_tokenizer(source: Path, tokens: Path, *, are_bytes: bool) -> None:
+    """Raises BadDataError where the model has a tokenizer.json, and the tokens were made otherwise."""
     ours, theirs = tokens / TOKENIZER, source / TOKENIZER
+    if are_bytes and theirs.is_file():
+        raise BadDataError(
+            f"the tokens in {tokens} are bytes, and the model in {source} has a tokenizer",
+            next_step=f"make them with it: atoll data prepare … --tokenizer {source} --out NEWDIR",
+        )
     if ours.is_file() and theirs.is_file() and ours.read_bytes() != theirs.read_bytes():
         raise BadDataError(
             f"the tokens in {tokens} were made with another tokenizer than {theirs}",
@@ -206,7 +235,11 @@ def _require_same_tokenizer(source: Path, tokens: Path) -> None:
 
 
 def _require_fitting_tokens(
-    source: Path, data: Mapping[str, Any], model_vocab_size: int, vocab_size: int | None
+    source: Path,
+    asked: Asked,
+    data: Mapping[str, Any],
+    model_vocab_size: int,
+    vocab_size: int | None,
 ) -> None:
     """Raises UsageError for a model of tokens that would be trained on bytes, or on more than it has."""
     if data.get("source") != "tokens" and model_vocab_size != BYTES_VOCABULARY:
@@ -215,10 +248,12 @@ def _require_fitting_tokens(
                 f"the model in {source} is one of tokens, and there is no {TOKENIZER}",
                 next_step="name the one that data holders are to use with --tokenizer FILE",
             )
+        named = " ".join(asked.data)
+        why = f"--data {named} is no folder of them" if named else "no --data names any"
         raise UsageError(
-            f"the model in {source} is one of tokens, and no --data names any",
-            next_step=f"make them once: atoll data prepare TEXT… --tokenizer {source} --out tokens; "
-            "then add --data tokens",
+            f"the model in {source} is one of tokens, and {why}",
+            next_step=f"make them once: atoll data prepare {named or 'TEXT…'} --tokenizer {source} "
+            "--out tokens; then --data tokens",
         )
     if (vocab_size or 0) > model_vocab_size:
         raise UsageError(
@@ -283,7 +318,7 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     description = describe(spec, source)
     described = spec.model_copy(update={"description": description})
     is_whole = isinstance(spec.model, TransformersModel) and spec.adapters is None
-    is_given = is_whole and source is not None and any(source.glob("*.safetensors"))
+    is_given = is_whole and source is not None and has_weights(source)
     weights = first_vector(described, source if is_given else None)
     _write_weights(folder / FIRST_WEIGHTS, described, weights)
     return description.model_copy(update={"first_digest": digest_of_first(weights).hex()})

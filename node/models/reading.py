@@ -12,6 +12,7 @@ all compare its digest with the run's.
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -211,7 +212,11 @@ def read_tensors(
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of the folder by name, from one file or from several with an index."""
     if (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
-        _refuse_without_weights(folder)
+        if not has_weights(folder):
+            raise NoInputError(
+                f"{folder} has no weights: neither {WEIGHTS} nor {INDEX} is there",
+                next_step=f"{_COPY_AGAIN}; to begin with random weights, add --by transformers",
+            )
         return tensors_in(folder / WEIGHTS)
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -233,18 +238,17 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
-def _refuse_without_weights(folder: Path) -> None:
-    if (folder / WEIGHTS).exists():
-        return
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights beside its config. Raises BadDataError where only pickles hold them."""
+    if any(folder.glob("*.safetensors")):
+        return True
     pickled = [name for name in _PICKLED if (folder / name).exists()]
     if pickled:
         raise BadDataError(
             f"{folder} has its weights as {pickled[0]} only, and pickles are not read: they may run code",
             next_step="save the model with safetensors, as transformers' save_pretrained does",
         )
-    raise NoInputError(
-        f"{folder} has no weights: neither {WEIGHTS} nor {INDEX} is there", next_step=_COPY_AGAIN
-    )
+    return False
 
 
 def _is_known_not_to_matter(name: str, spec: RunSpec) -> bool:
@@ -258,10 +262,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise NoInputError(
-            f"{path} is not there",
-            next_step="name a folder as transformers' save_pretrained writes it",
-        ) from error
+        next_step = "name a folder as transformers' save_pretrained writes it"
+        if not path.parent.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path.parent)):
+            name = path.parent.name  # perhaps a model's name on the hub: nothing is fetched unasked
+            next_step += (
+                f"; 'hf download {path.parent} --local-dir {name}' fetches one, then --from {name}"
+            )
+        raise NoInputError(f"{path} is not there", next_step=next_step) from error
     except OSError as error:
         raise NoInputError(
             f"{path} cannot be read: {error.strerror}", next_step="make it a file that you may read"

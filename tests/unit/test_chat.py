@@ -108,3 +108,35 @@ def test_the_marks_of_transformers_templates_are_passed_over(tmp_path: Path) -> 
     again = FileTokenizer(folder).encode([conversation(TURNS)])[0]
     assert len(again.tokens) and again.counted is not None
     assert abs(len(again.tokens) - len(plain)) <= len(TURNS)  # trimmed line breaks apart
+
+
+def test_a_template_may_leave_a_loop_as_those_of_transformers_may(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    path = folder / "chat_template.jinja"
+    plain = FileTokenizer(folder).encode([conversation(TURNS)])[0].tokens
+    text = path.read_text()
+    path.write_text("{% for m in messages %}{% break %}{% endfor %}" + text)
+    again = FileTokenizer(folder).encode([conversation(TURNS)])[0].tokens
+    assert np.array_equal(plain, again)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% if %}", r"chat template cannot be read: line 1: Expected an expression"),
+        (
+            "{{ strftime_now('%Y') }}",
+            r"talk\.jsonl, byte 0: the chat template asks for something that is not given here: "
+            "'strftime_now' is undefined",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_followed_is_told_with_its_reason(
+    template: str, words: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    (folder / "chat_template.jinja").write_text(template)
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
+    with pytest.raises(BadDataError, match=words) as refused:
+        prepared(tmp_path / "talk.jsonl", out=tmp_path / "out", tokenizer=folder)
+    assert "chat_template.jinja" in refused.value.next_step

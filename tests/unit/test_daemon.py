@@ -71,6 +71,16 @@ async def test_a_plan_that_comes_again_is_trained_once() -> None:
 
 
 @in_virtual_time
+async def test_a_round_too_short_for_its_ranks_to_tell_of_it_has_a_loss_and_a_speed_all_the_same() -> (
+    None
+):
+    async with Life() as life:
+        await life.opened(1, seconds=60)
+        told = life.link.heartbeats[-1]
+        assert (told.loss, told.tokens_per_second) == (1.0, TOKENS / 5.0)
+
+
+@in_virtual_time
 async def test_the_same_plan_after_the_work_is_done_makes_the_node_report_it_once_more() -> None:
     async with Life() as life:
         plan = await life.opened(1, seconds=60)

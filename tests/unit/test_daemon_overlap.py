@@ -276,6 +276,8 @@ async def test_training_ahead_that_diverges_ends_the_node_at_once() -> None:
         assert life.running is not None and life.running.done()
         with pytest.raises(TrainingDivergedError):
             life.running.result()
+        told = "stopped by an error: the loss is no longer finite"
+        assert life.link.goodbyes == [told], "the run owner is told as well"
 
 
 @in_virtual_time

@@ -31,6 +31,8 @@ from node.island.training.compiling import compile_layers
 from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.training.trainer import Trainer
+from node.models.card import Origin
+from node.models.export import export_model
 from protocol.errors import (
     AtollError,
     BadDataError,
@@ -49,6 +51,7 @@ from protocol.run.run_spec import (
     load_run_file,
     validated,
 )
+from protocol.wire.rounds import Digest
 from tests.run_functions import Net
 from tests.unit.test_transformers_models import with_text, work_of
 
@@ -332,6 +335,22 @@ def test_batch_norm_is_refused_by_name_when_described_and_when_trained() -> None
         ("none_such", "samples", "has no function 'none_such'"),
         ("net", "nothing", r"returns NoneType instead of \(training, held_out\)"),
         ("samples", "samples", r"returns Samples where a torch module should be"),
+        (
+            "net_with_a_loss_for_each",
+            "samples",
+            r"gives a tensor of shape \[2\] instead of a scalar",
+        ),
+        (
+            "net_with_a_mistake",
+            "samples",
+            r"the loss .* fails with two samples, on c\w+: KeyError: 'wrods' \(run_functions\.py, line",
+        ),
+        (
+            "net",
+            "ragged",
+            r"no batch can be made: RuntimeError: stack expects each tensor .* entry 1; give items",
+        ),
+        ("net", "stream", r"a training dataset of type range_iterator, which has no __len__"),
     ],
 )
 def test_what_is_no_model_or_no_data_is_told_in_a_sentence(
@@ -339,6 +358,12 @@ def test_what_is_no_model_or_no_data_is_told_in_a_sentence(
 ) -> None:
     with pytest.raises(AtollError, match=match):
         spec_of(f"tests.run_functions:{model}", f"tests.run_functions:{data}")
+
+
+def test_a_dataset_may_make_its_own_batches() -> None:
+    spec = undescribed("tests.run_functions:net", "tests.run_functions:padded")
+    batch = FunctionData(spec).batch("training", np.array([0, 2]))
+    assert batch.tolist() == [[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
 
 
 def test_tensor_parallel_without_a_plan_is_refused_and_what_works_is_said() -> None:
@@ -473,3 +498,21 @@ def test_functions_in_a_run_file_are_checked() -> None:
         validated({"data": {"source": "function"}}, origin="the test")
     with pytest.raises(ConfigError, match=r'goes with \[model\] source = "function"'):
         validated({"data": {"source": "function", "function": "a:b"}}, origin="the test")
+
+
+def test_an_export_says_how_the_function_makes_its_model_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_frozen_table")
+    trained = first_vector(spec) + 1
+    origin = Origin(run="my-run", run_digest=spec.digest(), round=3, outer_digest=Digest(bytes(32)))
+    export_model(spec=spec, parameters=trained, origin=origin, out=tmp_path / "out")
+    code = (
+        (tmp_path / "out" / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    )
+    monkeypatch.chdir(tmp_path / "out")
+    found: dict[str, Any] = {}
+    exec(code, found)
+    module, first = found["module"], random_module(spec)
+    assert torch.equal(module.table.weight, first.table.weight), "frozen"
+    assert torch.equal(module.head.bias, first.head.bias + 1)

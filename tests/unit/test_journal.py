@@ -2,17 +2,20 @@
 
 from swarm_scene import INITIAL, Scene, digest_of
 
+from coordinator.dashboard.news_file import sentence_of
 from coordinator.journal import News, farewell, news_of
-from coordinator.swarm.events import Event, Started
+from coordinator.swarm.events import Event, Started, Ticked
 from coordinator.swarm.transition import Transition
+from protocol.wire.messages import RefetchAsked
+from protocol.wire.rounds import Digest
 
 
 class ToldScene(Scene):
     """A scene whose news are kept."""
 
-    def __init__(self, *, min_nodes: int = 1) -> None:
+    def __init__(self, *, min_nodes: int = 1, first_digest: Digest | None = None) -> None:
         self.news: list[News] = []
-        super().__init__(min_nodes=min_nodes)
+        super().__init__(min_nodes=min_nodes, first_digest=first_digest)
 
     def do(self, event: Event) -> None:
         before = self.state
@@ -45,6 +48,33 @@ def test_a_void_round_is_committed_and_settled_in_one_step() -> None:
     scene.attach("a")
     scene.leave("a")
     assert scene.phases() == [("opened", 1), ("committed", 1), ("settled", 1)]
+
+
+def test_a_node_that_fetches_the_first_weights_is_no_news_of_another_state() -> None:
+    scene = ToldScene(min_nodes=2, first_digest=digest_of("given"))
+    scene.attach("a", digest=INITIAL)
+    assert scene.asked(RefetchAsked)
+    scene.attach("b", digest=digest_of("given"))
+    scene.beat("a", at=0, digest=digest_of("given"))
+    told = [(n.what, n.facts["node"]) for n in scene.news if "node" in n.facts]
+    assert told == [
+        *(("node attached", "a"), ("node attached", "b"), ("node ready", "b"), ("node ready", "a"))
+    ]
+
+
+def test_why_a_node_is_gone_is_told() -> None:
+    scene = ToldScene(min_nodes=3)
+    scene.attach("a", "b")
+    scene.leave("a")
+    lease = scene.state.rules.lease_seconds
+    scene.now += lease
+    scene.do(Ticked())
+    why = {
+        n.facts["node"]: n.facts["why"] for n in scene.news if n.what in ("node left", "node lost")
+    }
+    assert why == {"a": "tired", "b": f"silent for {lease:g} s"}
+    left = next(n for n in scene.news if n.what == "node left")
+    assert sentence_of(left) == "a has left: tired"
 
 
 def test_a_stopping_coordinator_says_what_becomes_of_its_nodes() -> None:

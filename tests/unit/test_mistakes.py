@@ -90,6 +90,7 @@ def test_a_coordinators_folder_is_not_taken_for_a_nodes(command: list[str], tmp_
     [
         ("talk.jsonl", b'{"text": "hello"}\n', "a record a line"),
         ("table.parquet", b"PAR1", "a table"),
+        ("table.csv", b"id,text\n", "a table"),
         ("text.txt.gz", b"\x1f\x8b", "compressed"),
         ("weights.txt", b"\x7fELF\0\0\0", "binary: it has zero bytes"),
     ],

@@ -81,6 +81,48 @@ def test_a_function_is_one_command_and_its_run_is_named_by_its_folder(
     assert started["first_weights"] == f"--weights {home / 'first.safetensors'}"
 
 
+def test_what_a_runs_code_prints_is_not_taken_for_what_was_found_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "talkative.py").write_text(
+        "import os\n"
+        "from vision import data, model as silent\n"
+        "def model():\n"
+        "    print('building the model')\n"
+        "    os.write(1, b'and so says a library')\n"
+        "    return silent()\n"
+    )
+    (code / "vision.py").write_text((EXAMPLES / "vision.py").read_text())
+    words = ("--function", "talkative:model", "--data-function", "vision:data", "--from", code)
+    spec = made(tmp_path / "run", *words)
+    assert spec.description is not None and spec.num_parameters > 0
+    told = capfd.readouterr()
+    assert "building the model" in told.err and "and so says a library" in told.err
+    assert "building" not in told.out
+
+
+def test_a_mixture_of_experts_is_one_command(llama: Path, tmp_path: Path) -> None:
+    import transformers  # takes seconds
+
+    config = transformers.MixtralConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
+    tokens = llama.parent / "tokens"
+    asked = ("--from", tmp_path / "mixtral", "--by", "transformers", "--data", tokens)
+    spec = made(tmp_path / "run", *asked)
+    assert spec.description is not None and spec.description.activation_bytes is None
+
+
 def test_private_data_are_one_command_with_the_tokenizer_of_the_model_or_one_that_is_named(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +149,9 @@ def test_what_a_transformers_folder_cannot_be_leaves_no_folder(
     for arguments, code, words in (
         (["--from", str(tmp_path / "bare"), "--private"], 64, "there is no tokenizer.json"),
         (["--from", str(llama)], 64, "no --data names any"),
+        (["--from", str(llama), "--data", "nowhere"], 64, "--data nowhere is no folder of them"),
+        (["--from", "owner/model", "--data", str(llama)], 66, "hf download owner/model"),
+        (["--data", "talk.jsonl"], 66, "is no text but a record a line"),
         (["--private", "--tokenizer", "nowhere"], 66, "the tokenizer nowhere is not there"),
         (
             ["--from", str(llama), "--private", "--lora", "4", "--context", "999"],
@@ -117,6 +162,56 @@ def test_what_a_transformers_folder_cannot_be_leaves_no_folder(
         assert console.run(cli.root, ["init", str(tmp_path / "run"), *arguments]) == code
         assert words in capfd.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+def test_tokens_of_bytes_are_refused_for_a_model_that_has_a_tokenizer(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prepared(llama.parent / "text.jsonl", out=tmp_path / "bytes")
+    words = ["init", str(tmp_path / "run"), "--from", str(llama), "--data", str(tmp_path / "bytes")]
+    assert console.run(cli.root, words) == 65
+    told = capfd.readouterr().err
+    assert f"are bytes, and the model in {llama} has a tokenizer" in told
+    assert f"atoll data prepare … --tokenizer {llama}" in told
+
+
+def test_a_folder_without_weights_begins_with_random_ones_at_a_new_models_rate_and_says_so(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (bare / name).write_text((llama / name).read_text())
+    asked = ("--data", llama.parent / "tokens", "--by", "transformers")
+    new = made(tmp_path / "new", "--from", bare, *asked)
+    assert f"{bare} has no weights, so the run begins with random ones" in capfd.readouterr().out
+    given = made(tmp_path / "given", "--from", llama, *asked)
+    assert given.inner.learning_rate == pytest.approx(new.inner.learning_rate / 5)
+    assert "random" not in capfd.readouterr().out
+    (bare / "pytorch_model.bin").write_bytes(b"pickle")
+    words = ["init", str(tmp_path / "run"), "--from", str(bare), *map(str, asked)]
+    assert console.run(cli.root, words) == 65
+    assert "pytorch_model.bin only, and pickles are not read" in capfd.readouterr().err
+
+
+def test_a_new_run_says_how_often_it_goes_through_its_data(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = llama.parent / "tokens"
+    asked = ("--from", llama, "--data", tokens, "--batch", 4, "--context", 32, "--nodes", 3)
+    spec = made(tmp_path / "run", *asked)
+    trained = spec.run.rounds * spec.inner.steps * 4 * 32 * 3
+    times = trained / read_manifest(tokens).num_tokens("training")
+    told = capsys.readouterr().out
+    assert f"100 rounds of 3 nodes train 576.0k tokens, {times:.2g} times what the data" in told
+
+
+def test_text_that_is_not_here_is_told_when_the_run_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = made(tmp_path / "run", "--data", tmp_path / "elsewhere" / "*.txt")
+    assert spec.data.source == "text"
+    assert "nothing of that name is here, so nodes will look for text" in capsys.readouterr().out
 
 
 FACTS = Facts(
@@ -193,6 +288,11 @@ def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
     assert (wanted.source, wanted.num_nodes, wanted.link) == (EXAMPLES, 3, "100mbit")
     wanted = answered("lm:model", "", "tokens", "64", "", "")
     assert (wanted.source, wanted.data, wanted.context) == (None, ("tokens",), 64)
+    monkeypatch.setenv("HOME", str(llama.parent))
+    wanted = answered("~/llama", "", "~/tokens", "", "")
+    assert (wanted.source, wanted.data) == (llama, (str(llama.parent / "tokens"),)), (
+        "as a shell does"
+    )
     wanted = answered("3m", "a.txt b.txt", "", "")
     assert (wanted.model, wanted.data, wanted.lora) == ("3m", ("a.txt", "b.txt"), None)
 

@@ -297,6 +297,7 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
         ),
         ("a.parquet", b"PAR1 no", BadDataError, "is damaged"),
         ("a.json", b"{}", BadDataError, "one JSON value"),
+        ("a.csv", b"id,text\n1,hello\n", BadDataError, "it is a table"),
         ("a.jsonl.zst", b"x", BadDataError, "compressed"),
         ("a.txt", b"a\0b", BadDataError, "zero bytes"),
         (
@@ -320,7 +321,8 @@ def test_input_that_cannot_be_used_is_refused_and_leaves_no_result(
 def test_text_that_is_not_utf_8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("größer".encode("latin-1"))
     folder = write_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(BadDataError, match="not UTF-8: byte 2, after 'gr', is 0xf6"):
+    words = r"a\.txt, byte 0: a document is not UTF-8: its byte 2, after 'gr', is 0xf6"
+    with pytest.raises(BadDataError, match=words):
         prepared(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=folder)
 
 

@@ -276,6 +276,46 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(
     assert stage.state == before
 
 
+def all_done() -> Scene:
+    scene = begun()
+    for _ in range(2):
+        run_round(scene, "a", "b")
+    scene.evaluate("a", round=3)
+    scene.evaluate("b", round=3)
+    assert scene.state.is_finished
+    return scene
+
+
+def test_a_finished_run_goes_on_when_rounds_are_added_and_ends_anew_after_them() -> None:
+    scene = all_done()
+    rules = amended_rules(scene, total_rounds=4)
+    ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 4),), rules=rules)
+    assert not scene.state.is_finished and scene.state.finished_at is None
+    assert [m.plan.round for m in scene.asked(RoundOpened)] == [4]
+    run_round(scene, "a", "b")
+    scene.evaluate("a", round=4)
+    assert [m.round for m in of_kind(scene.log, RunFinished)] == [3, 4]
+
+
+def test_a_finished_run_that_gets_no_more_rounds_stays_as_it_is() -> None:
+    scene = all_done()
+    before = scene.state
+    for changes in ({"min_nodes": 2}, {"total_rounds": 3}):
+        with pytest.raises(UsageError, match="the run is finished since round 3") as refused:
+            ruled(scene, RulingKind.AMENDED, rules=amended_rules(scene, **changes))
+        assert "'atoll run extend N'" in refused.value.next_step
+    assert scene.state == before
+
+
+def test_an_older_copy_of_a_finished_run_goes_on_by_the_rounds_that_nodes_tell_were_added() -> None:
+    scene, older = all_done(), all_done()
+    rules = amended_rules(scene, total_rounds=5)
+    ruled(scene, RulingKind.AMENDED, changes=((ROUNDS, 5),), rules=rules)
+    older.do(RulingsLearned(rulings=scene.state.rulings, rules=scene.state.rules))
+    assert not older.state.is_finished
+    assert with_rulings(older.state, older.state.rulings) == older.state
+
+
 def test_rulings_form_a_chain_and_a_state_from_the_disk_stands_as_before() -> None:
     scene = begun()
     ruled(scene, RulingKind.EXPELLED, "b")

@@ -190,6 +190,8 @@ def _globbed(folder: Path, pattern: Path) -> Iterator[str]:
 _NO_TEXT = {
     ".jsonl": "a record a line",
     ".json": "records",
+    ".csv": "a table",
+    ".tsv": "a table",
     ".parquet": "a table",
     ".gz": "compressed",
     ".zst": "compressed",
@@ -204,15 +206,21 @@ _LOOKED_AT_BYTES = 1 << 16
 def _read(path: Path) -> bytes:
     """The text of a file. Raises NoInputError where it cannot be read, or is none."""
     text = _bytes_of(path)
+    refuse_other_than_text(path, text[:_LOOKED_AT_BYTES])
+    return text
+
+
+def refuse_other_than_text(path: Path, beginning: bytes = b"") -> None:
+    """Raises NoInputError for a file that is no text, by its name or its first bytes."""
     what = _NO_TEXT.get(path.suffix.lower())
-    if what is None and b"\0" in text[:_LOOKED_AT_BYTES]:
+    if what is None and b"\0" in beginning:
         what = "binary: it has zero bytes"
     if what is not None:
         raise NoInputError(
             f"{path} is no text but {what}, and would be learned byte by byte as it stands",
-            next_step="write its text into files that end in .txt, and name those in [data] paths",
+            next_step="make tokens of it once with 'atoll data prepare', which reads .jsonl, .parquet and "
+            ".gz too, or write its text into files that end in .txt",
         )
-    return text
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -12,7 +12,7 @@ import gzip
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -28,6 +28,8 @@ LITTLE_TEXT_BYTES = 64 << 20
 LONGEST_LINE_BYTES = 1 << 16
 """How far behind its place a cut in plain text looks for the end of a line."""
 
+_SOME_OF_A_FOLDER = "name the others: 'folder/**/*.txt', in quotes, takes all such below a folder"
+
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 
 _KINDS: dict[str, Kind] = {
@@ -36,13 +38,19 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+_AS_RECORDS = "write a record a row, as pandas' to_json(…, orient='records', lines=True) does"
 _REFUSED = {
-    ".json": "one JSON value: write a record a line, and name it .jsonl",
-    ".zst": "compressed: unpack it with 'zstd -d', or compress it with gzip",
-    ".xz": "compressed: unpack it with 'unxz', or compress it with gzip",
-    ".bz2": "compressed: unpack it with 'bunzip2', or compress it with gzip",
-    ".zip": "an archive: unpack it, and name the folder",
-    ".tar": "an archive: unpack it, and name the folder",
+    ".json": (
+        "one JSON value",
+        "write a record a line, and name it .jsonl; of a list of records jq -c '.[]' makes that",
+    ),
+    ".csv": ("a table", _AS_RECORDS),
+    ".tsv": ("a table", _AS_RECORDS),
+    ".zst": ("compressed", "unpack it with 'zstd -d', or compress it with gzip"),
+    ".xz": ("compressed", "unpack it with 'unxz', or compress it with gzip"),
+    ".bz2": ("compressed", "unpack it with 'bunzip2', or compress it with gzip"),
+    ".zip": ("an archive", "unpack it, and name the folder"),
+    ".tar": ("an archive", "unpack it, and name the folder"),
 }
 
 
@@ -64,6 +72,7 @@ class Document:
 
     text: bytes
     messages: tuple[dict[str, Any], ...] = ()
+    where: str = field(default="", compare=False)  # the file, and the byte that it begins at
 
 
 def input_files(patterns: Iterable[str]) -> list[Path]:
@@ -165,8 +174,12 @@ def documents_of(part: Part, *, field: str) -> Iterator[Document]:
 
 def _kind_of(path: Path) -> Kind:
     suffix = _suffix_of(path)
-    if (why := _REFUSED.get(suffix)) is not None:
-        raise BadDataError(f"{path} cannot be read: it is {why.partition(':')[0]}", next_step=why)
+    if suffix in _REFUSED:
+        what, next_step = _REFUSED[suffix]
+        raise BadDataError(
+            f"{path} cannot be read: it is {what}",
+            next_step=f"{next_step}. To leave it out, {_SOME_OF_A_FOLDER}",
+        )
     return _KINDS.get(suffix, "text")
 
 
@@ -175,7 +188,7 @@ def _check_is_text(path: Path) -> None:
         if b"\0" in file.read(LONGEST_LINE_BYTES):
             raise BadDataError(
                 f"{path} is no text: it has zero bytes",
-                next_step="name files of text, .jsonl or .parquet",
+                next_step=f"name files of text, .jsonl or .parquet; {_SOME_OF_A_FOLDER}",
             )
 
 
@@ -188,7 +201,7 @@ def _texts(part: Part) -> Iterator[Document]:
     try:
         with _opened(part.path) as file:
             if part.path.suffix == ".gz":
-                yield from _streamed(file, part.document_bytes)
+                yield from _streamed(file, part.document_bytes, part.path)
                 return
             start = _cut_from(file, part.start)
             each = part.document_bytes
@@ -196,7 +209,7 @@ def _texts(part: Part) -> Iterator[Document]:
                 stop = _cut_from(file, place)
                 file.seek(start)
                 if text := file.read(stop - start):
-                    yield Document(text=text)
+                    yield Document(text=text, where=f"{part.path}, byte {start}")
                 start = stop
     except (EOFError, gzip.BadGzipFile) as error:
         raise _not_whole(part.path, error) from error
@@ -216,10 +229,13 @@ def _cut_from(file: IO[bytes], place: int) -> int:
     return place - 1 + inside
 
 
-def _streamed(file: IO[bytes], document_bytes: int) -> Iterator[Document]:
+def _streamed(file: IO[bytes], document_bytes: int, path: Path) -> Iterator[Document]:
     """As _texts, of what cannot be read from the middle."""
+    start = 0
     while text := file.read(document_bytes):
-        yield Document(text=text + file.readline(LONGEST_LINE_BYTES))
+        text += file.readline(LONGEST_LINE_BYTES)
+        yield Document(text=text, where=f"{path}, byte {start} of what is unpacked")
+        start += len(text)
 
 
 def _lines(part: Part, field: str) -> Iterator[Document]:
@@ -258,15 +274,17 @@ def _record_of(line: bytes, path: Path, place: int) -> dict[str, Any]:
 def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
     """A record's text, or its conversation. Raises BadDataError for one that has neither."""
     if isinstance(text := record.get(field), str):
-        return Document(text=text.encode(errors="surrogatepass"))
+        return Document(text=text.encode(errors="surrogatepass"), where=place)
     messages = record.get("messages")
     if isinstance(messages, list) and all(_is_turn(each) for each in messages):
         canonical = json.dumps(messages, sort_keys=True, ensure_ascii=False)
-        return Document(text=canonical.encode(errors="surrogatepass"), messages=tuple(messages))
+        written = canonical.encode(errors="surrogatepass")
+        return Document(text=written, messages=tuple(messages), where=place)
     raise BadDataError(
         f"{place}: the record has no text in {field!r}, and no conversation in 'messages'; its keys "
         f"are {', '.join(map(repr, record)) or 'none'}",
-        next_step="name the key that has the text with --field KEY",
+        next_step="name the key that has the text with --field KEY; questions and answers are written as "
+        "'messages', a list of {'role': …, 'content': …}",
     )
 
 

@@ -1,7 +1,8 @@
 """Samples that a function of the run gives: [data] source = "function"; implements Dataset.
 
 The function returns two map-style datasets, to train on and held out; sample number i is item i. Items
-are collated as torch does it: tensors, arrays and numbers, in tuples or dictionaries.
+are collated by the dataset's own `collate_fn`, or as torch does it: tensors, arrays and numbers, in
+tuples or dictionaries.
 """
 
 from typing import Any, cast
@@ -12,8 +13,8 @@ from torch.utils.data import default_collate
 
 from node.island.data.dataset import Indices, Tree
 from node.island.data.manifest import Split
-from node.island.models.code import called, code_digest, refuse
-from protocol.errors import NoInputError
+from node.island.models.code import called, code_digest, refuse, said
+from protocol.errors import BadDataError, NoInputError
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary, Digest
 
@@ -32,7 +33,12 @@ class FunctionData:
         self._splits: dict[Split, Any] = {"training": found[0], "held_out": found[1]}
         for split, dataset in self._splits.items():
             if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-                raise refuse(self._function, f"a {split} dataset without __len__ and __getitem__")
+                raise BadDataError(
+                    f"the run's function {self._function} returns a {split} dataset of type "
+                    f"{type(dataset).__name__}, which has no __len__ and __getitem__",
+                    next_step="return a dataset with a length, whose sample number i is item i; of a "
+                    "DataLoader its dataset, of a stream a list or a file of what it gives",
+                )
         if self.num_samples < spec.inner.batch or self.num_held_out_samples < 1:
             raise NoInputError(
                 f"{self._function} gives {self.num_samples} samples to train on and "
@@ -73,12 +79,15 @@ class FunctionData:
         """See Dataset. Of no indices the first sample: ranks without samples go through the model too."""
         numbers = cast("list[int]", np.atleast_1d(indices).tolist()) or [0]
         dataset = self._splits[split]
+        collate = getattr(dataset, "collate_fn", default_collate)
         try:
-            return default_collate([dataset[number] for number in numbers])
+            return collate([dataset[number] for number in numbers])
         except Exception as error:
-            raise refuse(
-                self._function,
-                f"samples of which no batch can be made: {type(error).__name__}: {error}",
+            raise BadDataError(
+                f"the run's function {self._function} returns samples of which no batch can be made: "
+                f"{said(error)}",
+                next_step="give items of one shape, or give the dataset a method collate_fn(items), which "
+                "pads them and returns the batch",
             ) from error
 
     def num_counted(self, split: Split, indices: Indices) -> int:

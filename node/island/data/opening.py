@@ -191,7 +191,8 @@ def check_is_runs(manifest: Manifest, spec: RunSpec, place: str) -> None:
         raise BadDataError(
             f"{place} holds other tokens than the run's: their digest is {digest[:12]}…, and "
             f"[data] digest says {str(spec.data.digest)[:12]}…",
-            next_step="copy the run's tokens there, or name their folder with data = in node.toml",
+            next_step="name the folder of the run's tokens; or leave --data and data of node.toml out, and "
+            "other members give them",
         )
 
 

@@ -135,7 +135,12 @@ class FileTokenizer:
                 "the data has conversations in 'messages', and the tokenizer comes without a chat template",
                 next_step="add chat_template.jinja to its folder, and name the folder with --tokenizer",
             )
-        text, spans = self._template.written_out(document.messages)
+        try:
+            text, spans = self._template.written_out(document.messages)
+        except BadDataError as error:
+            raise BadDataError(
+                f"{document.where}: {error.what}", next_step=error.next_step
+            ) from error
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
         counted = np.zeros(len(begins), np.bool_)
@@ -156,17 +161,26 @@ class _Template:
     """A chat template, in Jinja as transformers has it."""
 
     def __init__(self, source: str, names: dict[str, Any]) -> None:
+        from jinja2 import TemplateSyntaxError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def refuse(message: str) -> None:
             raise ValueError(message)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
         environment.globals["raise_exception"] = refuse
         # Marks that transformers reads, and that we do without: see written_out.
         plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
-        self._template = environment.from_string(plain)
+        try:
+            self._template = environment.from_string(plain)
+        except TemplateSyntaxError as error:
+            raise BadDataError(
+                f"the tokenizer's chat template cannot be read: line {error.lineno}: {error.message}",
+                next_step="correct chat_template.jinja in the tokenizer's folder",
+            ) from error
         self._names = names
 
     @classmethod
@@ -208,7 +222,7 @@ class _Template:
     def _rendered(
         self, messages: tuple[dict[str, Any], ...], *, add_generation_prompt: bool = False
     ) -> str:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, UndefinedError
 
         try:
             return self._template.render(
@@ -216,6 +230,11 @@ class _Template:
                 add_generation_prompt=add_generation_prompt,
                 **self._names,
             )
+        except UndefinedError as error:  # such as strftime_now: tokens would differ by the day
+            raise BadDataError(
+                f"the chat template asks for something that is not given here: {error.message}",
+                next_step="write a value in its place into chat_template.jinja in the tokenizer's folder",
+            ) from error
         except (TemplateError, ValueError, TypeError) as error:
             raise BadDataError(
                 f"the chat template refuses a conversation: {error}",
@@ -229,7 +248,8 @@ def _text_of(document: Document) -> str:
     except UnicodeDecodeError as error:
         near = document.text[max(0, error.start - 20) : error.start].decode(errors="replace")
         raise BadDataError(
-            f"a document is not UTF-8: byte {error.start}, after {near!r}, is {error.object[error.start]:#x}",
+            f"{document.where}: a document is not UTF-8: its byte {error.start}, after {near!r}, is "
+            f"{error.object[error.start]:#x}",
             next_step="convert it, as 'iconv -f ISO-8859-1 -t UTF-8', or leave it out",
         ) from error
 

@@ -10,9 +10,11 @@ import importlib
 import json
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder, all_suffixes
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import blake3
@@ -208,7 +210,7 @@ def loaded(function: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module_name), name, None)
     except Exception as error:
         raise ConfigError(
-            f"the run's module {module_name} fails when it is imported: {_said(error)}",
+            f"the run's module {module_name} fails when it is imported: {said(error)}",
             next_step=with_reason,
         ) from error
     if not callable(found):
@@ -229,7 +231,7 @@ def called(function: str, arguments: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"the run's function {function} failed: {_said(error)}",
+            f"the run's function {function} failed: {said(error)}",
             next_step="correct it, or the arguments in run.toml",
         ) from error
 
@@ -242,15 +244,15 @@ def refuse(function: str, what: str) -> BadDataError:
     )
 
 
-def _said(error: Exception) -> str:
-    """The error, and the last line of code that it passed."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
+def said(error: Exception) -> str:
+    """The error, and the last line that it passed of code that is neither a library's nor Atoll's."""
+    others = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    others = [*others, str(Path(__file__).parents[2]), "<"]
     place = ""
-    if trace is not None:
-        file = os.path.basename(trace.tb_frame.f_code.co_filename)  # noqa: PTH119 - a name, not a path
-        place = f" ({file}, line {trace.tb_lineno})"
+    for frame, line in walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(tuple(others)):
+            place = f" ({os.path.basename(file)}, line {line})"  # noqa: PTH119 - a name, not a path
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from node.island.models.architecture import Tree, changed_buffer, tensors_of
 from node.outer_state import Vector
-from protocol.errors import ConfigError, UsageError
+from protocol.errors import AtollError, ConfigError, UsageError
 from protocol.run.layout import layout_of
 from protocol.run.models import Description, TensorShape
 from protocol.run.run_spec import RunSpec
@@ -54,6 +54,10 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
         )
     _refuse_other_types(model)
     counted = _counted(model, loss, batch)
+    if counted is None and spec.model.source == "function":
+        from node.island.models.function import compute_once
+
+        compute_once(spec, batch)
     flops, activation_bytes = (_formula(model, tensors, spec), None) if counted is None else counted
     return found.model_copy(
         update={
@@ -228,6 +232,8 @@ def _counted(
             with saved_tensors_hooks(keep, lambda tensor: tensor):
                 result = loss(on_shapes)
             result.backward()  # type: ignore[no-untyped-call]  # torch declares no types
+    except AtollError:  # of a loss that is none
+        raise
     except Exception as error:  # whatever a model does with values that are not there
         log.info(
             "operations are not counted on shapes but estimated, and activations not at all",

@@ -25,11 +25,11 @@ from node.island.models.architecture import (
     digest_of_values,
     without_memory,
 )
-from node.island.models.code import called, find_code, refuse, sources_of
+from node.island.models.code import called, find_code, refuse, said, sources_of
 from node.island.models.generic import GenericArchitecture
 from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
-from protocol.errors import ConfigError
+from protocol.errors import AtollError, BadDataError, ConfigError
 from protocol.run.models import Description, FunctionModel, StageUnit, TensorStyle
 from protocol.run.run_spec import RunSpec
 
@@ -195,7 +195,11 @@ def _checked(found: Any, function: str) -> Tensor | Counted:
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
         total: Tensor = found[0]
         return Counted(total=total, number=torch.as_tensor(found[1], device=total.device))
-    what = f"of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    what = (
+        f"a tensor of shape {list(found.shape)}"
+        if isinstance(found, Tensor)
+        else type(found).__name__
+    )
     raise refuse(function, f"a loss that gives {what} instead of a scalar, or (sum, count)")
 
 
@@ -237,6 +241,31 @@ def random_module(spec: RunSpec) -> nn.Module:
     """The module with weights as its own code draws them, from the run's seed."""
     torch.manual_seed(spec.run.seed)
     return brought(spec).module
+
+
+def compute_once(spec: RunSpec, batch: Tree) -> None:
+    """Computes the loss of a batch and its gradients, as ranks will: on a GPU where there is one.
+
+    Raises BadDataError where that fails. It takes the memory of the model and its gradients.
+    """
+    model = spec.model
+    assert isinstance(model, FunctionModel)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(spec.run.seed)
+    found = brought(spec)
+    on_device = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch)
+    try:
+        result = _checked(found.loss(found.module.to(device), on_device), model.function)
+        total: Any = result.total if isinstance(result, Counted) else result
+        total.backward()
+    except AtollError:
+        raise
+    except Exception as error:
+        raise BadDataError(
+            f"the loss of {model.function} fails with two samples, on {device.type}: {said(error)}",
+            next_step="correct it, and make the run again; a model that needs a GPU is described where "
+            "there is one",
+        ) from error
 
 
 def frozen_of(module: nn.Module) -> dict[str, Tensor]:

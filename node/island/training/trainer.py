@@ -103,10 +103,17 @@ class _Tally:
         self.loss_sum, norm_sum = self._sums.tolist()
         # A finite loss with an infinite gradient has ruined the weights as well.
         if not (math.isfinite(self.loss_sum) and math.isfinite(norm_sum)):
+            is_first = training_round == 1 and not self._steps_before
             raise TrainingDivergedError(
                 f"round {training_round}: the loss or its gradient is no longer finite "
                 f"(inner step {self._steps_before + 1} to {self.steps})",
-                next_step="lower [inner] learning_rate or [outer] learning_rate in run.toml",
+                next_step=(
+                    "look at the loss and its samples: targets that are all left out, a logarithm or a "
+                    "division of 0; else "
+                    if is_first
+                    else ""
+                )
+                + "lower [inner] learning_rate or [outer] learning_rate in run.toml",
             )
         if self.num_losses > self._losses_before:
             num_new = self.num_losses - self._losses_before
