@@ -165,8 +165,14 @@ def in_force(spec: RunSpec, rulings: Iterable[Ruling], *, round: int | None = No
     for from_round, ruling in _amendments(rulings):
         if round is not None and from_round > round:
             continue
+        followed = tuple(
+            (key, value)
+            for key, value in ruling.changes
+            if key in AMENDABLE
+            or key not in ruling.optional  # then it is the coordinator's business
+        )
         try:
-            spec = amended(spec, ruling.changes)
+            spec = amended(spec, followed)
         except UsageError as error:
             raise ConfigError(
                 f"ruling {ruling.number} amends what this version cannot follow: {error.what}",

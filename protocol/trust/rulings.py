@@ -6,8 +6,9 @@ restored from an older copy. What an amendment changes stands in protocol.run.am
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import fields as fields_of
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
@@ -56,6 +57,9 @@ class RulingKind(StrEnum):
     )
     MOVED = "moved"  # the coordinator will be at another address: `changes` has it
     KEYED = "keyed"  # the coordinator has another key: `changes` has its number and certificates
+    PASSED_OVER = (
+        "passed over"  # of a later release, and optional: the chain has it, and that is all
+    )
 
 
 ABOUT_NODES = frozenset(
@@ -70,8 +74,11 @@ ABOUT_NODES = frozenset(
 
 
 _OF_SOME_KINDS = frozenset(
-    {"last_round", "incarnation", "outer_digest", "contributors", "evidence"}
+    {"last_round", "incarnation", "outer_digest", "contributors", "evidence", "optional"}
 )
+
+KIND = "kind"
+"""Among what is optional of a ruling: a release that does not know the kind may pass over all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +101,8 @@ class Ruling:
     outer_digest: str = ""  # of the state that the run goes on from, in hexadecimal digits
     contributors: tuple[str, ...] = ()  # to what is undone, by their names
     evidence: tuple[str, ...] = ()  # what it rests on: protocol.trust.evidence
+    optional: tuple[str, ...] = ()  # fields, keys of `changes` or KIND that a release need not know
+    text: str = ""  # as it is signed, where this release does not know all of that
 
     def canonical_json(self) -> str:
         """What is signed, told and kept. Fields that only some kinds have are left out of all others."""
@@ -102,8 +111,11 @@ class Ruling:
     @cached_property
     def _json(self) -> str:
         """Made once: whoever joins a run of a thousand members is told a thousand of them."""
+        if self.text:
+            return self.text
         fields = {k: v for k, v in asdict(self).items() if v or k not in _OF_SOME_KINDS}
-        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        del fields["text"]
+        return _canonical(fields)
 
     def digest(self) -> Digest:
         """BLAKE3 of it: what the next ruling names."""
@@ -123,21 +135,49 @@ class SignedRuling:
     signature: bytes
 
 
+def _canonical(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+
 _RULING: TypeAdapter[Ruling] = TypeAdapter(Ruling)
+_FIELDS = frozenset(field.name for field in fields_of(Ruling)) - {"text"}
+_KINDS = frozenset(map(str, RulingKind)) - {str(RulingKind.PASSED_OVER)}
 
 
 def ruling_from_json(text: str) -> Ruling:
-    """Reads one; raises BadDataError for what is none, or is not written as it is signed."""
+    """Reads one; what it says to be optional this release need not know.
+
+    Raises BadDataError for what is none, or is not written as it is signed, and ProtocolMismatchError for one
+    of a later release that must be followed.
+    """
     try:
         fields: Any = json.loads(text)
-        ruling = _RULING.validate_python(fields)
-    except (ValueError, ValidationError) as error:
+        is_whole = isinstance(fields, dict) and _canonical(fields) == text
+        ruling = _RULING.validate_python(_known_of(fields, text) if is_whole else fields)
+    except (ValueError, TypeError, ValidationError) as error:
         raise BadDataError("a ruling cannot be read", next_step=_SAME_VERSION) from error
     if ruling.canonical_json() != text:
         raise BadDataError(
             "a ruling has other fields than this version knows", next_step=_SAME_VERSION
         )
     return ruling
+
+
+def _known_of(fields: Mapping[str, Any], text: str) -> Mapping[str, Any]:
+    """The fields without what is unknown here; raises ProtocolMismatchError where that must be known."""
+    kind = fields.get(KIND)
+    is_new = isinstance(kind, str) and kind not in _KINDS
+    unknown = {*(fields.keys() - _FIELDS), *([KIND] if is_new else [])}
+    if not unknown:
+        return fields
+    if needed := sorted(unknown - {*fields.get("optional", ())}):
+        what = f"is of kind {kind!r}" if KIND in needed else f"has {', '.join(needed)}"
+        raise ProtocolMismatchError(
+            f"ruling {fields.get('number')} {what}, which this release does not know and must follow",
+            next_step="install the coordinator's version of Atoll: 'atoll --version'",
+        )
+    known = {key: fields[key] for key in fields.keys() & _FIELDS} | {"text": text}
+    return known | {KIND: str(RulingKind.PASSED_OVER)} if is_new else known
 
 
 _SAME_VERSION = "use the same version of Atoll on both sides"
@@ -394,6 +434,9 @@ def in_words(ruling: Ruling) -> str:
             return (
                 f"the coordinator's keys were changed: key {key_number(ruling)} signs from now on"
             )
+        case RulingKind.PASSED_OVER:
+            kind = json.loads(ruling.text)[KIND]
+            return f"a ruling of kind {kind!r}, which this release does not know and need not{why}"
         case _:
             return f"{who} was {ruling.kind}{why}"
 

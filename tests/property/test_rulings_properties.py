@@ -11,7 +11,7 @@ from coordinator.swarm.members import BARRED
 from coordinator.swarm.membership import roster_of
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import AtollError, ExpelledError, HeldBackError
-from protocol.trust.rulings import RUN_OWNER, RulingKind, follows
+from protocol.trust.rulings import ROUNDS, RUN_OWNER, RulingKind, follows
 from protocol.wire.rounds import NodeId
 from tests.unit.swarm_scene import Scene, digest_of
 
@@ -24,7 +24,9 @@ KINDS = (
     RulingKind.RESUMED,
     RulingKind.STOPPED,
 )
-STEP = st.tuples(st.sampled_from(("attach", "round", *KINDS)), st.sampled_from(NODES))
+STEP = st.tuples(
+    st.sampled_from(("attach", "round", "extend", "evaluate", *KINDS)), st.sampled_from(NODES)
+)
 
 
 def take(scene: Scene, what: str | RulingKind, node: str) -> None:
@@ -44,6 +46,21 @@ def take(scene: Scene, what: str | RulingKind, node: str) -> None:
                 )
             case "attach":
                 scene.attach(node)
+            case "extend":
+                total = before.rules.total_rounds + 1
+                scene.do(
+                    Ruled(
+                        kind=RulingKind.AMENDED,
+                        by=RUN_OWNER,
+                        unix_seconds=0.0,
+                        changes=((ROUNDS, total),),
+                        rules=replace(before.rules, total_rounds=total),
+                    )
+                )
+            case "evaluate":
+                if before.evaluating is not None:
+                    for asked in before.evaluating.node_ids:
+                        scene.evaluate(asked, round=before.evaluating.round)
             case _ if scene.state.open_round is not None:
                 here = [a.node_id for a in scene.round.assignments]
                 here = [n for n in here if scene.state.members[n].state not in BARRED]
@@ -64,7 +81,7 @@ def take(scene: Scene, what: str | RulingKind, node: str) -> None:
 def test_whatever_is_ruled_barred_nodes_take_no_part_and_the_chain_holds(
     steps: list[tuple[str | RulingKind, str]],
 ) -> None:
-    scene = Scene(min_nodes=1, rounds=50)
+    scene = Scene(min_nodes=1, rounds=2)
     scene.attach("a")
     for what, node in steps:
         was_open = scene.state.open_round
@@ -83,6 +100,9 @@ def test_whatever_is_ruled_barred_nodes_take_no_part_and_the_chain_holds(
         if opened is not None and (was_open is None or was_open.number < opened.number):
             assert not barred & {a.node_id for a in opened.assignments}
             assert opened.num_rulings == len(state.rulings)
+        assert not state.is_finished or state.committed_round == state.rules.total_rounds
+        if state.committed_round < state.rules.total_rounds:
+            assert (state.finished_at, state.end_waits_until) == (None, None)
         if state.stopped is not None:
             assert state.committed_round <= state.rules.total_rounds == state.stopped.from_round - 1
         assert all(follows(later, before) for before, later in pairwise(state.rulings))

@@ -1,5 +1,6 @@
 """The rulings that a node keeps: checked, on its disk, and by the coordinator's word where they differ."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from node.history import KeptRulings
-from protocol.errors import BadDataError, ConfigError
+from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
+from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import (
     RUN_OWNER,
@@ -23,6 +25,7 @@ from protocol.trust.rulings import (
     ruling_from_json,
 )
 from protocol.trust.signing import CommitSigner
+from protocol.wire.convert_messages import rulings_from_wire, rulings_to_wire
 
 SPEC = RunSpec()
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())
@@ -46,6 +49,89 @@ def chain(*reasons: str, after: tuple[SignedRuling, ...] = ()) -> tuple[SignedRu
         )
         made.append(signed(ruling))
     return tuple(made)
+
+
+def of_a_later_release(number: int, before: Ruling | None, **fields: object) -> SignedRuling:
+    """What a release to come may rule; `fields` are those that this one does not know, or their values."""
+    known = Ruling(
+        number=number,
+        before=digest_of([before] if before else []).hex(),
+        kind=RulingKind.PAUSED,
+        by=RUN_OWNER,
+        unix_seconds=1.5,
+        reason="a new idea",
+    )
+    told = json.loads(known.canonical_json()) | fields
+    text = json.dumps(told, sort_keys=True, separators=(",", ":"))
+    ruling = ruling_from_json(text)
+    assert ruling.canonical_json() == text
+    signature = SIGNER.signature_of(b"atoll ruling 1\n" + text.encode())
+    return SignedRuling(ruling=ruling, signature=signature)
+
+
+def test_a_ruling_of_a_kind_to_come_that_is_optional_counts_in_the_chain_and_for_nothing_else(
+    tmp_path: Path,
+) -> None:
+    (first,) = chain("a pause")
+    second = of_a_later_release(
+        2, first.ruling, kind="greeted", colour="red", optional=["colour", "kind"]
+    )
+    assert second.ruling.kind is RulingKind.PASSED_OVER
+    assert in_words(second.ruling) == (
+        "a ruling of kind 'greeted', which this release does not know and need not: a new idea"
+    )
+    path = tmp_path / "rulings"
+    kept = KeptRulings(SPEC, path=path, verifier=VERIFIER)
+    kept.take((first, second))
+    (third,) = chain("later", after=(first, second))[2:]
+    kept.take((third,))
+    again = KeptRulings(SPEC, path=path, verifier=VERIFIER)
+    assert again.rulings == kept.rulings and again.digest == digest_of([third.ruling])
+    assert rulings_from_wire(rulings_to_wire(again.after(0))) == (first, second, third)
+    assert not again.are_amending and again.spec_in(9) == SPEC
+
+
+def test_of_a_ruling_that_is_known_only_what_is_optional_may_be_unknown() -> None:
+    ruling = of_a_later_release(1, None, colour="red", optional=["colour"]).ruling
+    assert ruling.kind is RulingKind.PAUSED and ruling.reason == "a new idea"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"kind": "greeted"}, "ruling 1 is of kind 'greeted', which this release does not know"),
+        ({"kind": "greeted", "optional": ["colour"]}, "is of kind 'greeted'"),
+        ({"kind": "passed over"}, "is of kind 'passed over'"),
+        ({"colour": "red", "optional": ["kind"]}, "ruling 1 has colour"),
+        ({"text": "anything"}, "ruling 1 has text"),
+    ],
+)
+def test_a_ruling_that_must_be_followed_and_is_not_known_is_refused(
+    fields: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ProtocolMismatchError, match=why) as refused:
+        of_a_later_release(1, None, **fields)
+    assert refused.value.next_step is not None and "install" in refused.value.next_step
+
+
+@pytest.mark.parametrize("optional", [5, [5], [[]], "kind"])
+def test_what_says_nonsense_of_what_is_optional_is_refused(optional: object) -> None:
+    with pytest.raises((BadDataError, ProtocolMismatchError)):
+        of_a_later_release(1, None, kind="greeted", optional=optional)
+
+
+def test_an_amendment_of_a_key_to_come_is_followed_without_it_where_nodes_need_not_know_it() -> (
+    None
+):
+    changes = [["outer.learning_rate", 0.4], ["outer.shyness", 2]]
+    amends: dict[str, object] = {"kind": "amended", "changes": changes, "from_round": 3}
+    coordinators = of_a_later_release(1, None, **amends, optional=["outer.shyness"]).ruling
+    assert in_force(SPEC, [coordinators]).outer.learning_rate == 0.4
+    everybodys = of_a_later_release(1, None, **amends).ruling
+    with pytest.raises(
+        ConfigError, match=r"ruling 1 amends what this version cannot follow.*shyness"
+    ):
+        in_force(SPEC, [everybodys])
 
 
 def test_a_ruling_is_read_as_it_was_written() -> None:

@@ -1,5 +1,6 @@
 """Rulings in the core: who may take part, whether rounds open, and when the run ends."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,15 @@ from coordinator.swarm.membership import roster_of
 from coordinator.swarm.state import Rules
 from coordinator.swarm.steering import with_rulings
 from protocol.errors import ExpelledError, HeldBackError, UsageError
-from protocol.trust.rulings import OWN, ROUNDS, RUN_OWNER, RulingKind, follows, in_words
+from protocol.trust.rulings import (
+    OWN,
+    ROUNDS,
+    RUN_OWNER,
+    RulingKind,
+    follows,
+    in_words,
+    ruling_from_json,
+)
 from protocol.wire.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
 from protocol.wire.rounds import NodeId
 
@@ -339,6 +348,24 @@ def test_rulings_that_were_brought_back_bar_nodes_and_those_that_do_not_follow_a
     older.do(RulingsLearned(rulings=scene.state.rulings, rules=older.state.rules))
     assert older.state.rulings == scene.state.rulings
     assert older.member("b").state is MemberState.EXPELLED and older.state.paused is not None
+
+
+def test_a_ruling_that_this_release_may_pass_over_has_its_place_in_the_chain() -> None:
+    scene = begun()
+    ruled(scene, RulingKind.PAUSED)
+    fields = json.loads(scene.state.rulings[0].canonical_json()) | {
+        "number": 2,
+        "before": scene.state.rulings[0].digest().hex(),
+        "kind": "greeted",
+        "optional": ["kind"],
+    }
+    told = ruling_from_json(json.dumps(fields, sort_keys=True, separators=(",", ":")))
+    scene.do(RulingsLearned(rulings=(told,), rules=scene.state.rules))
+    ruled(scene, RulingKind.RESUMED)
+    rulings = scene.state.rulings
+    assert [ruling.kind for ruling in rulings] == ["paused", "passed over", "resumed"]
+    assert follows(rulings[1], rulings[0]) and follows(rulings[2], rulings[1])
+    assert with_rulings(replace(scene.state, rulings=(), paused=None), rulings) == scene.state
 
 
 def test_a_ruling_that_is_made_anew_keeps_the_round_that_it_is_from() -> None:
