@@ -117,8 +117,8 @@ async def crowd() -> AsyncIterator[Crowd]:
     await crowd.leaves()
 
 
-def home_of_few(folder: Path) -> Home:
-    config = LOCAL.with_changes(connections_per_address=PER_ADDRESS)
+def home_of_few(folder: Path, *, host: str = "127.0.0.1") -> Home:
+    config = LOCAL.with_changes(connections_per_address=PER_ADDRESS, host=host)
     return create_home(folder, config=config, text=described)
 
 
@@ -163,11 +163,14 @@ async def test_calls_whose_bodies_never_come_keep_nobody_from_joining(
         assert crowd.num_left == MAX_AT_ONCE + 2, "nobody had to go for it"
 
 
-@pytest.mark.parametrize("dial", [silent, half_a_handshake])
+@pytest.mark.parametrize(
+    ("dial", "host"), [(silent, "127.0.0.1"), (half_a_handshake, "0.0.0.0"), (silent, "::")]
+)
 async def test_members_behind_one_address_outnumber_what_a_stranger_may_hold_there(
-    dial: Dial, crowd: Crowd, tmp_path: Path
+    dial: Dial, host: str, crowd: Crowd, tmp_path: Path
 ) -> None:
-    home = home_of_few(tmp_path / "run")
+    """Where all addresses are listened at, IPv4 comes by sockets of IPv6."""
+    home = home_of_few(tmp_path / "run", host=host)
     async with serving(home) as coordinator:
         nodes = await members_of(home, coordinator, 2 * PER_ADDRESS)
         await crowd.comes(dial, coordinator.control_port, 10 * PER_ADDRESS)
