@@ -507,3 +507,39 @@ def test_a_result_that_is_lost_once_in_a_long_while_costs_one_round_each_time() 
     assert "d" not in reducers_of(scene)
     void_once(scene)
     assert "d" in reducers_of(scene)
+
+
+def accusing(scene: Scene, accused: str) -> NodeId:
+    """Round 1 commits with slice 0 alone, whose reducer says that one contribution does not decode."""
+    reducer = reducer_of(scene)
+    for progress in scene.round.slices[1:]:
+        scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
+    scene.reduce(reducer, 0, RESULT, undecodable=[accused])
+    for name in scene.state.members:
+        if scene.state.committed_round == 0:
+            scene.hold(name, 0, RESULT)
+    (first,) = asked_of(scene.log, AuditAsked)
+    return first
+
+
+def test_an_accusation_that_two_of_six_uphold_while_the_others_are_silent_convicts_nobody() -> None:
+    scene = scene_of("a", "b", "c", "d", "e", "f", share=1e-12)
+    accused = next(n for n in scene.state.members if n != reducer_of(scene))
+    first = accusing(scene, accused)
+    find(scene, first, RESULT)
+    jury = asked_of(scene.actions, AuditAsked)
+    assert {*jury, first, reducer_of(scene), accused} == set(scene.state.members)
+    scene.wait_until(audit_of(scene).until)
+    assert audit_of(scene).verdict is Verdict.AGREED
+    assert not of_kind(scene.log, QuarantineAsked) and not scene.state.convicted
+
+
+def test_an_accusation_that_most_of_the_weight_upholds_convicts() -> None:
+    scene = scene_of("a", "b", "c", "d", share=1e-12)
+    accused = next(n for n in scene.state.members if n != reducer_of(scene))
+    first = accusing(scene, accused)
+    find(scene, first, RESULT)  # with the reducer it has two thirds: the accused has no work yet
+    (asked,) = of_kind(scene.log, QuarantineAsked)
+    assert asked.conviction.node_id == accused
+    assert "slice 0 of round 1 that does not decode, as " in asked.conviction.reason
+    assert scene.state.alarm is None, "nothing of it counted, so nothing is undone"
