@@ -333,6 +333,20 @@ def reduces_backwards(node: SimulatedNode) -> None:
     node.outer.result_of = lying  # type: ignore[method-assign] # a liar's
 
 
+def makes_nonsense_of_its_slices(node: SimulatedNode) -> None:
+    """It reports, signs and sends results that no codec takes, the same to all."""
+    honest = node.outer.result_of
+
+    def lying(reduction: Reduction, fragment: int) -> SliceResult | None:
+        made = honest(reduction, fragment)
+        if made is None or reduction.plan.round < FIRST_LIE:
+            return made
+        header, body = made.payload.header, b"\xff" * len(made.payload.body)
+        return replace(made, payload=_signed(node, header, body, header.norm))
+
+    node.outer.result_of = lying  # type: ignore[method-assign] # a liar's
+
+
 ATTACKS: Mapping[str, Attack] = {
     "sign flip × 1": Attack(lie=times(-1)),
     "sign flip × 10": Attack(lie=times(-10)),
@@ -357,6 +371,7 @@ ATTACKS: Mapping[str, Attack] = {
     "two contributions": Attack(lies=signs_two_contributions),
     "two results": Attack(lies=signs_two_results),
     "lying reducer": Attack(lies=reduces_backwards),
+    "nonsense results": Attack(lies=makes_nonsense_of_its_slices),
     "Sybils": Attack(lie=times(-1), says=votes_for_a_made_up_state, keys=4),
 }
 

@@ -146,7 +146,9 @@ class Connections:
             if _end(connection):
                 self.num_ended += 1
                 self._num_ended[source] += 1
+            # Until gRPC has closed it, it is there, and no newcomer.
             del self._seen[connection.descriptor]
+            self._others[connection.descriptor] = connection.inode
         if self._num_ended and self._may_tell(now):
             (worst, num), *others = self._num_ended.most_common()
             _log.warning(

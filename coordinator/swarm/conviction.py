@@ -11,9 +11,9 @@ from coordinator.swarm.evaluation import sound_alarm
 from coordinator.swarm.events import LeftOutProven, QuarantineAsked
 from coordinator.swarm.members import BARRED, Member
 from coordinator.swarm.reach_back import latest_in_reach
-from coordinator.swarm.state import Alarm, Conviction, SwarmState
-from coordinator.swarm.turn import Turn, name_of
-from protocol.wire.rounds import NodeId
+from coordinator.swarm.state import Alarm, Conviction, Round, SwarmState
+from coordinator.swarm.turn import Turn, is_present, name_of
+from protocol.wire.rounds import Commit, NodeId
 
 MOST_ROUNDS_OUT = 64
 
@@ -107,6 +107,37 @@ def strike(turn: Turn, node_id: NodeId) -> None:
     back_at = next_round(turn.state) + out
     record = replace(member.audits, num_disputed=num_disputed, back_at_round=back_at)
     turn.put_member(replace(member, audits=record))
+
+
+def rest_of_void(turn: Turn, closed: Round, commit: Commit) -> None:
+    """Keeps those from slices for a while whose results reached too few, while results of others did.
+
+    Its link may be slow, its bytes may not decode, or it keeps them to accomplices: members cannot tell these
+    apart, and the slice is lost each time. Where as many slices are void as not, the network is at fault.
+    """
+    void = [o for o in commit.slices if o.digest is None]
+    if 2 * len(void) >= len(commit.slices):
+        return
+    for node_id in sorted({closed.slices[o.index].slice.reducer_id for o in void}):
+        own = [p for p in closed.slices if p.slice.reducer_id == node_id]
+        is_reported = any(
+            p.digest is not None and not p.refused and commit.slices[p.slice.index].digest is None
+            for p in own
+        )
+        member = turn.state.members.get(node_id)
+        if member is None or not is_reported or not is_present(turn.state, node_id):
+            continue
+        record, number = member.audits, closed.number
+        is_again = record.num_void > 0 and number - record.void_round <= 2 * MOST_ROUNDS_OUT
+        num_void = record.num_void + 1 if is_again else 1
+        back_at = next_round(turn.state) + min(MOST_ROUNDS_OUT, 1 << (num_void - 1))
+        record = replace(
+            record,
+            num_void=num_void,
+            void_round=number,
+            back_at_round=max(record.back_at_round, back_at),
+        )
+        turn.put_member(replace(member, audits=record))
 
 
 def may_reduce(member: Member, number: int) -> bool:

@@ -8,6 +8,7 @@ from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.audit import audits_in_words, draw, pending_audits
 from coordinator.swarm.books import book
 from coordinator.swarm.bounds import bounded, norms_after
+from coordinator.swarm.conviction import rest_of_void
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.events import Tell
 from coordinator.swarm.kept_errors import errors_after, forget_errors, refuse_untraced
@@ -400,6 +401,7 @@ def close_round(turn: Turn) -> None:
     )
     note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))
+    rest_of_void(turn, current, commit)
     draw(turn, current, commit)
     spot_checks.draw(turn, current, commit)
     if is_void:

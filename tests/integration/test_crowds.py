@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import errno
 import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from structlog.testing import capture_logs
 
 from coordinator.app import Coordinator
 from coordinator.config import Home, create_home
-from coordinator.connections import Connection, Limits, most_connections, too_many
+from coordinator.connections import Connection, Connections, Limits, most_connections, too_many
 from coordinator.services.enrolment import MAX_AT_ONCE
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
@@ -117,8 +119,8 @@ async def crowd() -> AsyncIterator[Crowd]:
     await crowd.leaves()
 
 
-def home_of_few(folder: Path) -> Home:
-    config = LOCAL.with_changes(connections_per_address=PER_ADDRESS)
+def home_of_few(folder: Path, *, host: str = "127.0.0.1") -> Home:
+    config = LOCAL.with_changes(connections_per_address=PER_ADDRESS, host=host)
     return create_home(folder, config=config, text=described)
 
 
@@ -163,11 +165,14 @@ async def test_calls_whose_bodies_never_come_keep_nobody_from_joining(
         assert crowd.num_left == MAX_AT_ONCE + 2, "nobody had to go for it"
 
 
-@pytest.mark.parametrize("dial", [silent, half_a_handshake])
+@pytest.mark.parametrize(
+    ("dial", "host"), [(silent, "127.0.0.1"), (half_a_handshake, "0.0.0.0"), (silent, "::")]
+)
 async def test_members_behind_one_address_outnumber_what_a_stranger_may_hold_there(
-    dial: Dial, crowd: Crowd, tmp_path: Path
+    dial: Dial, host: str, crowd: Crowd, tmp_path: Path
 ) -> None:
-    home = home_of_few(tmp_path / "run")
+    """Where all addresses are listened at, IPv4 comes by sockets of IPv6."""
+    home = home_of_few(tmp_path / "run", host=host)
     async with serving(home) as coordinator:
         nodes = await members_of(home, coordinator, 2 * PER_ADDRESS)
         await crowd.comes(dial, coordinator.control_port, 10 * PER_ADDRESS)
@@ -287,3 +292,19 @@ async def test_a_look_that_fails_is_told_and_the_next_one_counts(
             await until(lambda: coordinator.connections.num_ended >= PER_ADDRESS)
     failed = [line for line in told if line["event"] == "nobody counts connections now"]
     assert num_failed == 2 and len(failed) == 1, "once a minute"
+
+
+@pytest.mark.parametrize(("spares_own", "num_ended"), [(False, 3), (True, 0)])
+def test_what_a_relay_brings_from_this_machine_is_the_relays_to_bound(
+    spares_own: bool, num_ended: int
+) -> None:
+    with ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listener.getsockname()[1]
+        for _ in range(5):
+            opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            opened.enter_context(listener.accept()[0])
+        watched = Connections({port: 100}, Limits(per_address=2), spares_own=spares_own)
+        watched.look(0.0)
+        watched.look(0.5)
+        assert watched.num_ended == num_ended

@@ -127,7 +127,8 @@ def test_another_process_of_the_same_node_may_make_another() -> None:
     assert not headers[0].contradicts(headers[1])
 
 
-SENDER = Identity.generate().node_id
+SENDER_KEYS = Identity.generate()
+SENDER = SENDER_KEYS.node_id
 
 
 def report_of_nonsense() -> Reduced:
@@ -186,3 +187,10 @@ def test_what_does_not_prove_nonsense_is_refused(
     evidence = of_nonsense(about, told, [found_alike(told, OTHER, **finding)])
     with pytest.raises(BadDataError, match=why):
         proven_by(ruled(about, evidence), run_digest=RUN)
+
+
+def test_nobody_finds_itself_to_send_nonsense() -> None:
+    told = report_of_nonsense()
+    evidence = of_nonsense(SENDER, told, [found_alike(told, SENDER_KEYS)])
+    with pytest.raises(BadDataError, match="finding of the member that it is about"):
+        proven_by(ruled(SENDER, evidence), run_digest=RUN)

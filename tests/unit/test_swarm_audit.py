@@ -7,6 +7,7 @@ import pytest
 
 from coordinator.store import Store
 from coordinator.streams import what_holds_for
+from coordinator.swarm.conviction import MOST_ROUNDS_OUT
 from coordinator.swarm.events import (
     GoBack,
     QuarantineAsked,
@@ -39,6 +40,14 @@ def scene_of(*names: str, share: float = 1.0, secret: bytes = b"secret") -> Scen
         scene.attach(name, invite=name)
     for name in names:
         scene.train(name)
+    return scene
+
+
+def long_scene_of(*names: str) -> Scene:
+    """The same in a long run without audits or evaluations."""
+    scene = scene_of(*names, share=0.0)
+    rules = replace(scene.state.rules, total_rounds=1000, evaluate_every_rounds=1000)
+    scene.state = replace(scene.state, rules=rules)
     return scene
 
 
@@ -448,3 +457,89 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
     reported(first, second)
     assert scene.round.slices[0].digest is not None and not scene.round.slices[0].refused
     assert scene.member(reducer).audits == AuditRecord()
+
+
+def void_once(scene: Scene, *loners: str) -> None:
+    """A round in which nobody gets the results of these, and everybody those of the others."""
+    names = [str(a.node_id) for a in scene.round.assignments]
+    number = scene.round.number
+    for name in names:
+        scene.train(name)
+    for progress in scene.round.slices:
+        index, reducer = progress.slice.index, progress.slice.reducer_id
+        result = digest_of(f"result {number}/{index}")
+        scene.reduce(reducer, index, result)
+        for name in names:
+            if reducer not in loners and scene.state.committed_round < number:
+                scene.hold(name, index, result)
+    scene.wait_until(scene.round.commit_deadline)
+    assert scene.state.committed_round == number, scene.reason
+    scene.apply(digest_of(f"state {number}"), *scene.state.members)
+
+
+def reducers_of(scene: Scene) -> set[str]:
+    return {str(progress.slice.reducer_id) for progress in scene.round.slices}
+
+
+def test_a_reducer_whose_results_reach_too_few_reduces_more_and_more_rarely() -> None:
+    scene = long_scene_of("a", "b", "c", "d")
+    void = []
+    while scene.round.number <= 24:
+        if "d" in reducers_of(scene):
+            void.append(scene.round.number)
+        void_once(scene, "d")
+    assert void == [1, 3, 6, 11, 20]
+    assert scene.member("d").state is MemberState.READY, "it trains on"
+
+
+def test_where_as_many_results_get_lost_as_not_nobody_is_kept_from_reducing() -> None:
+    scene = long_scene_of("a", "b", "c", "d")
+    void_once(scene, "c", "d")
+    assert reducers_of(scene) == {"a", "b", "c", "d"}
+
+
+def test_a_result_that_is_lost_once_in_a_long_while_costs_one_round_each_time() -> None:
+    scene = long_scene_of("a", "b", "c", "d")
+    lost = AuditRecord(num_void=5, void_round=scene.round.number - 2 * MOST_ROUNDS_OUT - 1)
+    members = {**scene.state.members, NodeId("d"): replace(scene.member("d"), audits=lost)}
+    scene.state = replace(scene.state, members=members)
+    void_once(scene, "d")
+    assert "d" not in reducers_of(scene)
+    void_once(scene)
+    assert "d" in reducers_of(scene)
+
+
+def accusing(scene: Scene, accused: str) -> NodeId:
+    """Round 1 commits with slice 0 alone, whose reducer says that one contribution does not decode."""
+    reducer = reducer_of(scene)
+    for progress in scene.round.slices[1:]:
+        scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
+    scene.reduce(reducer, 0, RESULT, undecodable=[accused])
+    for name in scene.state.members:
+        if scene.state.committed_round == 0:
+            scene.hold(name, 0, RESULT)
+    (first,) = asked_of(scene.log, AuditAsked)
+    return first
+
+
+def test_an_accusation_that_two_of_six_uphold_while_the_others_are_silent_convicts_nobody() -> None:
+    scene = scene_of("a", "b", "c", "d", "e", "f", share=1e-12)
+    accused = next(n for n in scene.state.members if n != reducer_of(scene))
+    first = accusing(scene, accused)
+    find(scene, first, RESULT)
+    jury = asked_of(scene.actions, AuditAsked)
+    assert {*jury, first, reducer_of(scene), accused} == set(scene.state.members)
+    scene.wait_until(audit_of(scene).until)
+    assert audit_of(scene).verdict is Verdict.AGREED
+    assert not of_kind(scene.log, QuarantineAsked) and not scene.state.convicted
+
+
+def test_an_accusation_that_most_of_the_weight_upholds_convicts() -> None:
+    scene = scene_of("a", "b", "c", "d", share=1e-12)
+    accused = next(n for n in scene.state.members if n != reducer_of(scene))
+    first = accusing(scene, accused)
+    find(scene, first, RESULT)  # with the reducer it has two thirds: the accused has no work yet
+    (asked,) = of_kind(scene.log, QuarantineAsked)
+    assert asked.conviction.node_id == accused
+    assert "slice 0 of round 1 that does not decode, as " in asked.conviction.reason
+    assert scene.state.alarm is None, "nothing of it counted, so nothing is undone"
