@@ -6,10 +6,13 @@ must tell what was trained, not what was rounded away: it publishes g + (x − b
 value that stands for g alone. After adopting b = r(g). Where adopting keeps a part of what was trained
 ("keep" and "blend" of the run's overlap), the local value should be t and is x = r(t), so b = x − (t − g),
 which is kept in fp32. For fp32 parameters r changes nothing, and x itself is published.
+
+All of it is computed where the parameter is, mostly on a GPU, and in pieces, for there is little room beside
+it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -22,6 +25,9 @@ Overlap = Literal["none", "blend", "keep"]
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _NAMED_AT_MOST = 3
+
+PIECE_ELEMENTS = 1 << 23
+"""32 MiB in fp32, of which a device holds five at once."""
 
 _EXACT = (torch.float32, torch.float64)
 """Types that hold every value of the outer state."""
@@ -62,6 +68,22 @@ class Held:
             tensor = tensor.narrow(dim, start, size)
         return tensor
 
+    def pieces(self) -> Iterator["Held"]:
+        """The same, some rows at a time."""
+        of_row = max(1, prod(self.local.shape[1:]))
+        rows = max(1, PIECE_ELEMENTS // of_row)
+        if not self.start or len(self.local) <= rows:
+            yield self
+            return
+        first, *others = self.start
+        for at in range(0, len(self.local), rows):
+            yield replace(self, local=self.local[at : at + rows], start=(first + at, *others))
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """By which what is remembered of it is found again."""
+        return self.place.name, self.start
+
 
 @dataclass(slots=True, kw_only=True)
 class Weights:
@@ -78,16 +100,18 @@ class Weights:
     rank: int
     parameters: Tensor  # global, read-only
     published: Tensor  # local, of the fragment that was published last; it begins with that
-    _bases: dict[str, Tensor] = field(default_factory=dict)  # b, where it is not r(g)
-    _at_publish: dict[str, Tensor] = field(default_factory=dict)  # x then, of inexact types
+    # By the keys of pieces: b, where it is not r(g), in memory of the CPU …
+    _bases: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
+    # … and x when it was published, of inexact types.
+    _at_publish: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def adopt(self, fragment: int | None, *, is_taken: bool) -> None:
         """Takes over global parameters: of a fragment by the run's overlap, or all, and nothing stays."""
         for held in self._held(fragment):
             if fragment is None or self.overlap == "none":
-                held.local.copy_(held.within(self.parameters))
-                self._bases.pop(held.place.name, None)
+                held.local.copy_(self._global(held))
+                self._bases.pop(held.key, None)
             elif self.overlap == "keep" or not is_taken:
                 # What was not taken is all still owed.
                 share = self.local_share if is_taken else 0.0
@@ -101,15 +125,15 @@ class Weights:
         for held in self._held(fragment):
             is_exact = held.local.dtype in _EXACT
             if not is_exact and self.overlap != "none":
-                self._at_publish[held.place.name] = held.local.clone()
+                self._at_publish[held.key] = held.local.clone()
             if not held.publishes:
                 continue
             target = held.within(self.published, self.fragments[fragment][0])
             if is_exact:
                 target.copy_(held.local)
             else:
-                trained = _fp32(held.local) - self._base_of(held)
-                torch.add(held.within(self.parameters), trained, out=target)
+                new = self._global(held)
+                target.copy_(new + (_fp32(held.local) - self._base_of(held, new)))
 
     @torch.no_grad()
     def aside(self) -> list[Tensor]:
@@ -126,21 +150,22 @@ class Weights:
     def show_global(self) -> None:
         """Lets the model have the global parameters for a while; `put_back` ends it."""
         for held in self._held(None):
-            held.local.copy_(held.within(self.parameters))
+            held.local.copy_(self._global(held))
 
     def _rebase(self, held: Held, first: int, share: float) -> None:
         """Keeps what was trained since publishing: local + (1 − share) · (global − published)."""
-        new, published = held.within(self.parameters), held.within(self.published, first)
+        new = self._global(held)
+        published = held.within(self.published, first).to(held.local.device)
         if held.local.dtype in _EXACT:
             held.local.sub_(published.to(held.local), alpha=1 - share)
             held.local.add_(new.to(held.local), alpha=1 - share)
             return
-        since = _fp32(held.local) - _fp32(self._at_publish[held.place.name])
+        since = _fp32(held.local) - _fp32(self._at_publish[held.key])
         self._settle(held, new + since + share * (published - new), new)
 
     def _blend(self, held: Held) -> None:
         """Mixes: local = share · local + (1 − share) · global."""
-        new = held.within(self.parameters)
+        new = self._global(held)
         if held.local.dtype in _EXACT:
             held.local.lerp_(new.to(held.local), 1 - self.local_share)
             return
@@ -149,16 +174,18 @@ class Weights:
     def _settle(self, held: Held, target: Tensor, new: Tensor) -> None:
         """Sets a parameter to `target`, rounded, and remembers what then stands for global alone."""
         held.local.copy_(target)
-        self._bases[held.place.name] = _fp32(held.local) - (target - new)
+        self._bases[held.key] = (_fp32(held.local) - (target - new)).to("cpu")
 
-    def _base_of(self, held: Held) -> Tensor:
-        base = self._bases.get(held.place.name)
-        if base is not None:
-            return base
-        return _fp32(held.within(self.parameters).to(held.local.dtype))
+    def _base_of(self, held: Held, new: Tensor) -> Tensor:
+        base = self._bases.get(held.key)
+        return _fp32(new.to(held.local.dtype)) if base is None else base.to(held.local.device)
+
+    def _global(self, held: Held) -> Tensor:
+        """The global values in fp32, where the parameter is."""
+        return held.within(self.parameters).to(held.local.device)
 
     def _held(self, fragment: int | None) -> Iterator[Held]:
-        """What the rank holds of a fragment, or of all, to be read or changed in place."""
+        """What the rank holds of a fragment, or of all, in pieces, to be read or changed in place."""
         _reshard(self.model)
         first, past = 0, len(self.parameters)
         if fragment is not None:
@@ -167,7 +194,7 @@ class Weights:
         tensors = tensors_of(self.model, self.places)
         for place in self.places:
             if first <= place.offset < past:
-                yield held_of(place, tensors[place.name], rank=self.rank)
+                yield from held_of(place, tensors[place.name], rank=self.rank).pieces()
 
 
 def check_model(model: nn.Module, places: Sequence[Place]) -> None:
@@ -301,7 +328,7 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _fp32(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", torch.float32)
+    return tensor.to(torch.float32)
 
 
 def _listed(named: Iterable[tuple[str, tuple[int, ...]]]) -> str:

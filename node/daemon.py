@@ -435,6 +435,7 @@ class Daemon:
             trains=self._island.ability.trains,
             evaluates=self._island.ability.evaluates,
             outside_token=self._transport.outside_token,
+            outside_by_ipv6=self._transport.outside_by_ipv6,
             punched=self._transport.punched,
             narrow=self._transport.narrow,
             carry_bytes_per_second=self._transport.carry_bytes_per_second,

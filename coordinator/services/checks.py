@@ -1,8 +1,10 @@
 """Bounds on what callers send, checked before anything is done with it. All raise BadDataError."""
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from ipaddress import IPv6Address
 
 from protocol.errors import BadDataError
 from protocol.run.run_spec import MOST_PROMPTS
@@ -108,6 +110,28 @@ def address_of(node_id: NodeId, address: PeerAddress) -> PeerAddress:
     for multiaddr in address.multiaddrs:
         words(multiaddr, of="a multiaddress", max_length=MAX_MULTIADDR_LENGTH)
     return address
+
+
+def place_by_ipv6(multiaddr: str) -> str:
+    """Where one machine can be dialled by QUIC over IPv6, or nothing."""
+    if not multiaddr:
+        return ""
+    words(multiaddr, of="a multiaddress", max_length=MAX_MULTIADDR_LENGTH)
+    match multiaddr.split("/"):
+        case ["", "ip6", host, "udp", port, "quic-v1"] if port.isascii() and port.isdigit():
+            with contextlib.suppress(ValueError):
+                address = IPv6Address(host)
+                is_one = not (
+                    address.is_multicast
+                    or address.is_unspecified
+                    or address.is_loopback
+                    or address.is_link_local
+                    or address.ipv4_mapped
+                    or address.scope_id
+                )
+                if is_one and 0 < int(port) < 1 << 16:
+                    return multiaddr
+    raise BadDataError(f"{multiaddr!r} is no place of QUIC over IPv6")
 
 
 def layout(summary: LayoutSummary) -> LayoutSummary:

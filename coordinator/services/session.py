@@ -220,6 +220,7 @@ class SessionDesk:
             cannot_evaluate=request.cannot_evaluate,
             reach_back=checks.round_spans(request.reach_back),
             outside=self._lookout.of(node_id, request.outside_token),
+            outside_by_ipv6=checks.place_by_ipv6(request.outside_by_ipv6),
             carry_bytes_per_second=request.carry_bytes_per_second,
             through=through,
         )
@@ -499,6 +500,7 @@ def _kept_of(
     known = list(event.through.items())[:MOST_OUT_OF_REACH]
     kept.through.extend(pb.Through(node_id=one, through_id=other) for one, other in known)
     kept.outside_token = b""  # with it others could say where this node is
+    kept.outside_by_ipv6 = ""
     del kept.wire[:]
     kept.wire.extend(convert.wire_counts_to_wire(wire))
     return kept

@@ -63,9 +63,9 @@ class HeartbeatSeen:
     cannot_train: bool = False
     cannot_evaluate: bool = False
     reach_back: tuple[RoundSpan, ...] = ()
-    outside: tuple[
-        str, ...
-    ] = ()  # multiaddresses that its router shows, to each that looks; lately
+    # Multiaddresses that its router shows lately, to each that looks, by IPv4 …
+    outside: tuple[str, ...] = ()
+    outside_by_ipv6: str = ""  # … and the one that it says it has
     carry_bytes_per_second: float = 0.0  # that it may carry for others; 0: nothing
     through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
 

@@ -97,7 +97,7 @@ class SpotFinding:
 class PunchTries:
     """How often two members were told to dial each other: coordinator.swarm.punching has the rules."""
 
-    between: tuple[str, str]  # the addresses of their routers
+    between: tuple[str, ...]  # the addresses that were known of both
     num: int
     latest_at: float
 
@@ -142,6 +142,7 @@ class Member:
     reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
     audits: AuditRecord = field(default_factory=AuditRecord)
     outside: tuple[str, ...] = ()  # as in its latest heartbeat
+    outside_by_ipv6: str = ""  # likewise
     punches: Mapping[NodeId, PunchTries] = field(default_factory=dict)  # with members of higher ids
     spots: tuple[SpotFinding, ...] = ()  # of whether it trains what it is leased, oldest first
     carry_bytes_per_second: float = 0.0  # that it may carry for others, as plans count on it

@@ -147,6 +147,7 @@ def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
             cannot_evaluate=event.cannot_evaluate,
             reach_back=event.reach_back,
             outside=event.outside,
+            outside_by_ipv6=event.outside_by_ipv6,
             carry_bytes_per_second=steadied_carriage(
                 member.carry_bytes_per_second, event.carry_bytes_per_second
             ),

@@ -80,7 +80,7 @@ class NetworkLab:
 
     `routers` puts hosts behind home routers, a host's own first: such a host has an address of its own
     within, and others know it by its last router's. Those of `mapping` have one that maps ports by NAT-PMP.
-    Routers know IPv4 alone.
+    By IPv6 routers translate nothing, and let in what answers.
     """
 
     def __init__(

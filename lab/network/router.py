@@ -1,5 +1,7 @@
 """Home routers as arithmetic: they translate addresses of IPv4 (NAT), and map ports when they are asked to.
 
+By IPv6 they translate nothing, and let in what answers, from where it was asked.
+
 How a router maps, and whom it lets in, in the words of RFC 4787 and in those of everybody:
 
 | kind | one mapping for | lets in |
@@ -36,7 +38,7 @@ class Place(NamedTuple):
     """One end of a conversation."""
 
     protocol: int
-    address: bytes  # four bytes
+    address: bytes  # 4 bytes, or 16
     port: int
 
 
@@ -61,9 +63,14 @@ class Router:
     _ports: Callable[[], int] = field(default_factory=lambda: itertools.count(FIRST_PORT).__next__)
     _out: dict[tuple[Place, Place | None], _Mapping] = field(default_factory=dict)
     _in: dict[tuple[int, int], _Mapping] = field(default_factory=dict)
+    _asked_by_ipv6: set[tuple[Place, Place]] = field(default_factory=set)  # from within, to where
 
     def out(self, content: bytes) -> bytes | None:
         """A packet of the host as the rest sees it; None of what no router passes on."""
+        if is_ipv6(content):
+            if (within := ends_by_ipv6(content)) is not None:
+                self._asked_by_ipv6.add(within)
+            return content
         ends = ends_of(content)
         if ends is None:
             return None
@@ -74,6 +81,9 @@ class Router:
 
     def into(self, content: bytes) -> bytes | None:
         """A packet for the router as the host sees it; None of what is not let in."""
+        if is_ipv6(content):
+            coming = ends_by_ipv6(content)
+            return content if coming is None or coming[::-1] in self._asked_by_ipv6 else None
         ends = ends_of(content)
         if ends is None:
             return None
@@ -87,6 +97,7 @@ class Router:
         """Starts anew, with no mapping; the ports that it gives go on."""
         self._out.clear()
         self._in.clear()
+        self._asked_by_ipv6.clear()
 
     def answer(self, content: bytes) -> bytes | None:
         """What the router itself says to a packet of the host that is for its address within."""
@@ -176,6 +187,19 @@ def ends_of(content: bytes) -> tuple[Place, Place] | None:
         Place(content[9], content[12:16], ports[0]),
         Place(content[9], content[16:20], ports[1]),
     )
+
+
+def is_ipv6(content: bytes) -> bool:
+    """Whether a packet is one of IPv6."""
+    return len(content) >= 40 and content[0] >> 4 == 6
+
+
+def ends_by_ipv6(content: bytes) -> tuple[Place, Place] | None:
+    """From where to where a packet goes; None of what is not TCP or UDP, such as errors."""
+    if content[6] not in _CHECKSUM_AT or len(content) < 48:
+        return None
+    ports = struct.unpack_from("!HH", content, 40)
+    return Place(content[6], content[8:24], ports[0]), Place(content[6], content[24:40], ports[1])
 
 
 def rewritten(content: bytes, *, source: Place | None = None, target: Place | None = None) -> bytes:

@@ -125,7 +125,7 @@ class Switch:
         }
         self.hosts = {
             host: Host(
-                [BEHIND_A_ROUTER] if host in self._routers else told,
+                [BEHIND_A_ROUTER, *told[1:]] if host in self._routers else told,
                 mtu=setup["mtu"],
                 congestion_control=setup["congestion_control"],
                 keeps_window=setup["keeps_window"],

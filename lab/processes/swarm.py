@@ -1,4 +1,6 @@
-"""A swarm of real processes on loopback, by the commands that people type; for faults and figures.
+"""A swarm of real processes, by the commands that people type; for faults and figures.
+
+All run where the caller is, which is this machine's loopback, or inside a host of the network laboratory.
 
 Every member keeps its folder and its log over all its lives. Logs are JSON with every phase, and
 are followed while they grow. This process uses no gRPC: what it wants to know it reads in the logs,
@@ -29,7 +31,7 @@ POLL_SECONDS = 0.05
 LEFTOVER_SECONDS = 20.0
 """What came of a killed process may take so long to see that it is alone, and to end."""
 
-_READY = re.compile(r"coordinator ready: control 127\.0\.0\.1:(\d+), enrolment 127\.0\.0\.1:(\d+)")
+_READY = re.compile(r"coordinator ready: control \S+:(\d+), enrolment \S+:(\d+)")
 COORDINATOR = "coordinator"
 
 
@@ -161,7 +163,8 @@ class Member:
 class RealSwarm:
     """A coordinator and nodes. Leaving the `with` block ends all of it."""
 
-    def __init__(self, folder: Path, run_text: str) -> None:
+    def __init__(self, folder: Path, run_text: str, *, host: str = "127.0.0.1") -> None:
+        """`host` is the coordinator's address."""
         self.folder = folder
         self.logs = FollowedLogs()
         self.nodes: dict[str, Member] = {}
@@ -175,7 +178,7 @@ class RealSwarm:
         run_file = folder / "run.toml"
         run_file.write_text(run_text, encoding="utf-8")
         home = folder / COORDINATOR
-        ports = ("--host", "127.0.0.1", "--port", "0", "--enrolment-port", "0")
+        ports = ("--host", host, "--port", "0", "--enrolment-port", "0")
         self.run_command("coordinator", "init", home, "--run", run_file, *ports)
         self.coordinator = self._member(
             COORDINATOR, home, ("coordinator", "start", home, "--log-json")
@@ -230,15 +233,15 @@ class RealSwarm:
         """The coordinator and all nodes."""
         return (self.coordinator, *self.nodes.values())
 
-    def join(self, *names: str) -> list[Member]:
-        """Lets these join by one invite; they do not run yet."""
+    def join(self, *names: str, role: str = "node", options: Sequence[str] = ()) -> list[Member]:
+        """Lets these join by one invite, with such options; they do not run yet."""
         uses = str(len(names))
-        home = self.coordinator.home
-        invite = self.run_command("invite", "create", "--uses", uses, "--dir", home).split()[-1]
+        asked = ("invite", "create", "--uses", uses, "--role", role)
+        invite = self.run_command(*asked, "--dir", self.coordinator.home).split()[-1]
         for name in names:
             folder = self.folder / name
-            self.run_command("join", "--dir", folder, "--name", name, ATOLL_INVITE=invite)
-            arguments = ("node", "start", "--dir", folder, "--name", name, "--log-json")
+            self.run_command("join", "--dir", folder, "--name", name, *options, ATOLL_INVITE=invite)
+            arguments = (role, "start", "--dir", folder, "--name", name, "--log-json")
             self.nodes[name] = self._member(name, folder, arguments)
         return [self.nodes[name] for name in names]
 

@@ -186,6 +186,11 @@ class MemoryTransport:
         """None: it sends no datagrams."""
         return b""
 
+    @property
+    def outside_by_ipv6(self) -> str:
+        """None: nobody is dialled."""
+        return ""
+
     async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
         """There is no outside."""
         return False

@@ -86,8 +86,8 @@ def _known_of(network: Network) -> str:
         )
     if network.own_address:
         return (
-            f"{network.own_address} serves those who have IPv6, if no firewall closes its TCP ports, and for "
-            "all others "
+            f"{network.own_address} serves those who have IPv6, by holes where a firewall closes its TCP "
+            "ports, and for all others "
         )
     return ""
 

@@ -164,6 +164,20 @@ def has_ipv6() -> bool:
     return True
 
 
+_INTERNET = "2000::"
+"""The first of all global addresses of IPv6 (RFC 4291); nothing is sent to it."""
+
+
+def leaving_by_ipv6() -> str | None:
+    """Which address this machine's packets to the internet have by IPv6, or else one that others may know."""
+    with suppress(OSError), socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+        probe.connect((_INTERNET, 9))
+        return str(probe.getsockname()[0])
+    with suppress(OSError):
+        return next((address for address in own_addresses() if ":" in address), None)
+    return None
+
+
 def address_in(content: bytes) -> str | None:
     """The address that a message is about; None of one that others cannot use now."""
     family, _, flags, scope, _ = _ABOUT.unpack_from(content)

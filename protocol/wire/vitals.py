@@ -140,6 +140,7 @@ class Vitals:
     trains: bool = True
     evaluates: bool = True
     outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
+    outside_by_ipv6: str = ""  # where its QUIC is, as no router translates it: a multiaddress
     punched: tuple[NodeId, ...] = ()  # members that it reaches through holes in routers
     narrow: tuple[NodeId, ...] = ()  # members to which only small packets get through
     carry_bytes_per_second: float = 0.0  # for pairs that do not reach each other; 0: nothing
@@ -171,6 +172,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         cannot_train=not vitals.trains,
         cannot_evaluate=not vitals.evaluates,
         outside_token=vitals.outside_token,
+        outside_by_ipv6=vitals.outside_by_ipv6,
         punched_ids=vitals.punched,
         narrow_ids=vitals.narrow,
         carry_bytes_per_second=vitals.carry_bytes_per_second,

@@ -37,13 +37,14 @@ pytestmark = pytest.mark.usefixtures("may_make_network_labs")
 
 @contextmanager
 def at_home(
-    one: NatKind, other: NatKind, folder: Path, *, has_helper: bool = False
+    one: NatKind, other: NatKind, folder: Path, *, has_helper: bool = False, has_ipv6: bool = False
 ) -> Iterator[tuple[NetworkLab, Swarm, dict[str, Running]]]:
     """Two nodes that train, each behind a router of its kind, and outside the coordinator, and a helper."""
     with (
         NetworkLab(
             dict.fromkeys((COORDINATOR, ONE, OTHER, HELPER), ACCESS),
             routers={ONE: [one], OTHER: [other]},
+            families=dict.fromkeys((ONE, OTHER), "46") if has_ipv6 else None,
         ) as lab,
         swarm_in(lab, folder / "swarm", RUN) as swarm,
     ):
@@ -120,6 +121,16 @@ def test_what_no_hole_can_be_punched_in_goes_through_a_helper_and_is_told(tmp_pa
         assert punched(lab, swarm) == {ONE: [], OTHER: [], HELPER: []}
         assert lab.traffic(ONE, OTHER).delivered_packets == 0
         assert lab.traffic(ONE, HELPER).delivered_bytes > 10_000
+
+
+@pytest.mark.nightly
+def test_nodes_behind_symmetric_routers_train_together_where_both_have_ipv6(tmp_path: Path) -> None:
+    with at_home("symmetric", "symmetric", tmp_path, has_ipv6=True) as (lab, swarm, _):
+        until(lambda: punched(lab, swarm) == {ONE: [OTHER], OTHER: [ONE]})
+        last = asked(lab, swarm, "status")["run"]["committed_round"]
+        until(lambda: whole_rounds(lab, swarm, after=last))
+        assert lab.traffic(ONE, OTHER).delivered_bytes > 10_000
+        assert asked(lab, swarm, "status")["run"]["digests_agree"]
 
 
 @pytest.mark.nightly

@@ -83,12 +83,13 @@ async def until(is_so: Callable[[], object]) -> None:
 
 
 @asynccontextmanager
-async def at_home(one: NatKind, other: NatKind) -> AsyncIterator[AtHome]:
+async def at_home(one: NatKind, other: NatKind, *, has_ipv6: bool = False) -> AsyncIterator[AtHome]:
     async with AsyncExitStack() as stack:
         lab = stack.enter_context(
             NetworkLab(
                 dict.fromkeys((ONE, OTHER, OUTSIDE), Link(delay_seconds=0.01)),
                 routers={ONE: [one], OTHER: [other]},
+                families=dict.fromkeys((ONE, OTHER), "46") if has_ipv6 else None,
             )
         )
         clock = asyncio.get_running_loop().time
@@ -97,7 +98,9 @@ async def at_home(one: NatKind, other: NatKind) -> AsyncIterator[AtHome]:
             listening = await listen(lookout.saw, lab.address(OUTSIDE), PORTS)
         stack.callback(listening.close)
         assert listening.ports == PORTS
-        peers = [await stack.enter_async_context(_member(lab, host)) for host in (ONE, OTHER)]
+        peers = [
+            await stack.enter_async_context(_member(lab, host, has_ipv6)) for host in (ONE, OTHER)
+        ]
         for peer in peers:
             peer.transport.set_roster(tuple(each.entry for each in peers))
             lookout.of(peer.node_id, peer.transport.outside_token)
@@ -105,7 +108,7 @@ async def at_home(one: NatKind, other: NatKind) -> AsyncIterator[AtHome]:
 
 
 @asynccontextmanager
-async def _member(lab: NetworkLab, host: str) -> AsyncIterator[Peer]:
+async def _member(lab: NetworkLab, host: str, has_ipv6: bool) -> AsyncIterator[Peer]:
     identity, counts = Identity.generate(), WireCounts()
     transport = Libp2pTransport(
         identity=identity,
@@ -116,6 +119,7 @@ async def _member(lab: NetworkLab, host: str) -> AsyncIterator[Peer]:
     peer = Peer(identity.node_id, identity.public_key, transport, counts)
     with lab.inside(host):  # what a thread starts there stays there
         await transport.start(peer.desk)
+    transport._punching._own_ipv6 = lambda: lab.address6(host) if has_ipv6 else None
     start_daemon = transport._punching._start_daemon
 
     async def started_there():  # type: ignore[no-untyped-def]
@@ -152,6 +156,25 @@ async def test_members_behind_their_routers_reach_each_other_through_the_holes_t
         assert home.lab.traffic(ONE, OTHER).delivered_bytes > BIG
         assert home.lab.traffic(OTHER, ONE).delivered_bytes > BIG
         assert home.lab.traffic(ONE, OUTSIDE).delivered_bytes < 100_000
+
+
+async def test_through_symmetric_routers_members_reach_each_other_by_ipv6() -> None:
+    async with at_home("symmetric", "symmetric", has_ipv6=True) as home:
+        await until(lambda: home.one.transport.unreachable == (home.other.node_id,))
+        await until(lambda: home.other.transport.unreachable == (home.one.node_id,))
+        places = {}
+        for peer in (home.one, home.other):
+            assert peer.transport.outside_by_ipv6 == ""  # before it is wanted
+            await peer.transport.show_outside(home.observers)
+            places[peer.node_id] = peer.transport.outside_by_ipv6
+        assert all(place.startswith("/ip6/fd99::") for place in places.values())
+        home.one.transport.punch(home.other.node_id, places[home.other.node_id])
+        home.other.transport.punch(home.one.node_id, places[home.one.node_id])
+        await until(home.is_punched)
+        for sender, receiver in ((home.one, home.other), (home.other, home.one)):
+            payload = make_payload(sender_id=sender.node_id, body=bytes(BIG))
+            await sender.transport.push(receiver.node_id, payload, timeout_seconds=60)
+            assert receiver.desk.received == [(sender.node_id, payload)]
 
 
 def pairs_on_the_page() -> list[tuple[NatKind, NatKind, str]]:

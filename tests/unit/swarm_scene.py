@@ -194,6 +194,7 @@ class Scene:
         cannot_train: bool = False,
         cannot_evaluate: bool = False,
         outside: tuple[str, ...] = (),
+        outside_by_ipv6: str = "",
         carry: float = 0.0,
         through: Mapping[str, str] | None = None,
     ) -> None:
@@ -211,6 +212,7 @@ class Scene:
                 cannot_train=cannot_train,
                 cannot_evaluate=cannot_evaluate,
                 outside=outside,
+                outside_by_ipv6=outside_by_ipv6,
                 carry_bytes_per_second=carry,
                 through={NodeId(one): NodeId(by) for one, by in (through or {}).items()},
             )

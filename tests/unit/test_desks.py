@@ -221,6 +221,27 @@ async def test_where_a_router_puts_a_node_is_told_to_that_node_and_shown_to_nobo
     assert list(shown.nodes[0].heartbeat.punched_ids) == [NODE.node_id]
     for secret in (b"203.0.113.1", token):
         assert secret not in shown.SerializeToString()
+    heartbeat.outside_by_ipv6 = "/ip6/2a02:db8::7/udp/4001/quic-v1"
+    await desk.heartbeat(NODE.node_id, heartbeat)
+    shown = status.get_status(status_pb2.GetStatusRequest())
+    assert b"2a02:db8::7" not in shown.SerializeToString()
+    for place in (
+        "/ip4/203.0.113.1/udp/1/quic-v1",
+        "/ip6/2a02:db8::7/tcp/4001",
+        "/ip6/2a02:db8::7/udp/0/quic-v1",
+        "/ip6/2a02:db8::7/udp/65536/quic-v1",
+        "/ip6/2a02:db8::7/udp/x/quic-v1",
+        "/ip6/2a02:db8::7/udp/1/quic-v1/p2p/12D3",
+        "/dns6/example.org/udp/1/quic-v1",
+        *(
+            f"/ip6/{host}/udp/1/quic-v1"
+            for host in ("::", "::1", "fe80::1", "ff02::1", "::ffff:10.0.0.1", "fe80::1%eth0", "no")
+        ),
+    ):
+        heartbeat.outside_by_ipv6 = place
+        with pytest.raises(BadDataError, match="no place of QUIC over IPv6"):
+            await desk.heartbeat(NODE.node_id, heartbeat)
+    heartbeat.outside_by_ipv6 = ""
     heartbeat.outside_token = b"short"
     with pytest.raises(BadDataError, match="a token of 5 bytes"):
         await desk.heartbeat(NODE.node_id, heartbeat)

@@ -294,8 +294,8 @@ def joined(**facts: object) -> Network:
         (
             joined(own_address="2001:db8::5", has_ipv6_only=True),
             "note",
-            "2001:db8::5 serves those who have IPv6, if no firewall closes its TCP ports, and for all others "
-            "holes in this router",
+            "2001:db8::5 serves those who have IPv6, by holes where a firewall closes its TCP ports, and "
+            "for all others holes in this router",
         ),
         (
             joined(own_address="2001:db8::5", has_ipv6_only=True, forwarded="203.0.113.9"),

@@ -2,7 +2,8 @@
 
 import itertools
 import struct
-from ipaddress import IPv4Address
+from ipaddress import IPv4Address, IPv6Address
+from typing import get_args
 
 import pytest
 
@@ -50,6 +51,41 @@ def reaches(routed: Router, source: Place, target: Place) -> bool:
     ends = ends_of(passed)
     assert ends is not None and ends[0] == source and ends[1].address == HOME
     return True
+
+
+def by_ipv6(source: str, target: str, *, protocol: int = UDP, port: int = 4001) -> bytes:
+    head = bytes([0x60, 0, 0, 0]) + struct.pack("!HBB", 8, protocol, 64)
+    return (
+        head
+        + IPv6Address(source).packed
+        + IPv6Address(target).packed
+        + struct.pack("!HHHH", port, 4001, 8, 0)
+    )
+
+
+@pytest.mark.parametrize("kind", get_args(NatKind))
+@pytest.mark.parametrize("protocol", [UDP, TCP])
+def test_by_ipv6_nothing_is_translated_and_what_was_asked_may_answer(
+    kind: NatKind, protocol: int
+) -> None:
+    routed = router(kind)
+    out, back = (
+        by_ipv6("fd99::1", "fd99::2", protocol=protocol),
+        by_ipv6("fd99::2", "fd99::1", protocol=protocol),
+    )
+    assert routed.into(back) is None
+    assert routed.out(out) == out
+    assert routed.into(back) == back
+    for other in (
+        by_ipv6("fd99::3", "fd99::1", protocol=protocol),
+        by_ipv6("fd99::2", "fd99::1", protocol=protocol, port=4002),
+        by_ipv6("fd99::2", "fd99::1", protocol=TCP + UDP - protocol),
+    ):
+        assert routed.into(other) is None
+    error = by_ipv6("fd99::3", "fd99::1", protocol=58)  # a packet was too large, say
+    assert routed.into(error) == error
+    routed.forget()
+    assert routed.into(back) is None
 
 
 def asked(routed: Router, request: bytes) -> bytes:
@@ -166,7 +202,7 @@ def test_what_is_neither_tcp_nor_udp_is_not_passed_on() -> None:
     ping[9] = 1
     fragment = bytearray(udp_packet(place(HOME, 1), place(FRIEND, 2), b""))
     fragment[6:8] = b"\0\1"
-    for packet in (ping, fragment, b"", b"\x60" + bytes(39)):
+    for packet in (ping, fragment, b"", b"\x60" + bytes(38)):
         assert router().out(bytes(packet)) is None
         assert router().into(bytes(packet)) is None
 

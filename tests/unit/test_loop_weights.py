@@ -106,6 +106,55 @@ def test_over_many_rounds_of_keep_nothing_but_what_was_trained_is_published(
     assert (weights.parameters - trained).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("overlap", ["none", "keep", "blend"])
+def test_pieces_of_any_size_bring_the_same_bits(
+    dtype: torch.dtype, overlap: Overlap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for size in (1 << 23, 12, 5, 1):  # elements: all at once, some rows, one row or less
+        monkeypatch.setattr(atoll.weights, "PIECE_ELEMENTS", size)
+        found.append(_lived(Small(dtype), overlap, device="cpu"))
+        assert len(found[0]) == len(found[-1]) == 8
+        assert all(torch.equal(one, other) for one, other in zip(found[0], found[-1], strict=True))
+
+
+def _lived(model: Small, overlap: Overlap, *, device: str) -> list[Tensor]:
+    """What is published and held over some rounds, the last of which is not taken."""
+    weights = weights_of(model.to(device), overlap=overlap, local_share=0.5)
+    weights.adopt(None, is_taken=True)
+    told = []
+    for round in range(4):
+        train(model, 0.3)
+        weights.publish(0)
+        told.append(weights.published.clone())
+        train(model, -0.7)
+        weights.parameters.add_(0.1 * weights.published)
+        weights.adopt(0, is_taken=round < 3)
+        told.append(flat(model).cpu())
+    kept = weights.aside()
+    weights.show_global()
+    weights.put_back(kept)
+    assert torch.equal(flat(model).cpu(), told[-1])
+    return told
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA shows no GPU here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("overlap", ["none", "keep", "blend"])
+def test_a_gpu_brings_the_same_values_as_the_cpu_but_for_rounding(
+    dtype: torch.dtype, overlap: Overlap
+) -> None:
+    torch.manual_seed(3)
+    here, there = Small(dtype), Small(dtype)
+    found = zip(
+        _lived(here, overlap, device="cpu"), _lived(there, overlap, device="cuda"), strict=True
+    )
+    tolerance = 1e-2 if dtype in (torch.bfloat16, torch.float16) else 1e-6
+    for one, other in found:
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
 def test_keep_puts_what_was_trained_since_publishing_on_top() -> None:
     model = Small()
     weights = weights_of(model, overlap="keep")

@@ -31,8 +31,17 @@ def scene(*names: str) -> Scene:
     return scene
 
 
-def beat(scene: Scene, name: str, *unreachable: str, outside: tuple[str, ...] = ()) -> None:
-    scene.beat(name, at=0, digest=INITIAL, unreachable=unreachable, outside=outside)
+def by_ipv6(site: int, host: int = 1) -> str:
+    """Where a member says that it is."""
+    return f"/ip6/2a02:{site}::{host}/udp/4001/quic-v1"
+
+
+def beat(
+    scene: Scene, name: str, *unreachable: str, outside: tuple[str, ...] = (), six: str = ""
+) -> None:
+    scene.beat(
+        name, at=0, digest=INITIAL, unreachable=unreachable, outside=outside, outside_by_ipv6=six
+    )
 
 
 def told(scene: Scene) -> Sequence[tuple[str, str, str]]:
@@ -91,6 +100,46 @@ def test_nobody_is_told_to_dial_an_address_in_the_coordinators_own_network() -> 
         on_stage = scene()
         apart(on_stage, (alike,), (alike.replace("udp/", "udp/1"),))
         assert len(told(on_stage)) == 2
+
+
+def places_tried(
+    scene: Scene, num: int, *, a: tuple[tuple[str, ...], str], b: tuple[tuple[str, ...], str]
+) -> list[set[str]]:
+    """Where the two are told to dial each other, while they stay apart: one pair for each try."""
+    found = []
+    for _ in range(num):
+        scene.now += LAST_WAIT_SECONDS
+        beat(scene, "a", "b", outside=a[0], six=a[1])
+        beat(scene, "b", "a", outside=b[0], six=b[1])
+        places = {place for _, _, place in told(scene)}
+        if places:
+            found.append(places)
+    return found
+
+
+def test_where_both_have_ipv6_they_dial_by_it_first_and_then_in_turns() -> None:
+    six, other = by_ipv6(1), by_ipv6(2)
+    tried = places_tried(scene(), 5, a=(A, six), b=(B, other))
+    assert tried[:4] == [{six, other}, {A[0], B[0]}, {six, other}, {A[0], B[0]}]
+    # No router shows them: the coordinator hears no datagrams, or by IPv6 alone.
+    assert places_tried(scene(), 3, a=((), six), b=((), other)) == 3 * [{six, other}]
+    assert places_tried(scene(), 3, a=(A, six), b=(B, "")) == 3 * [{A[0], B[0]}]
+    assert places_tried(scene(), 3, a=(A, ""), b=((), other)) == []
+
+
+def test_symmetric_routers_are_no_matter_by_ipv6() -> None:
+    six, other = by_ipv6(1), by_ipv6(2)
+    tried = places_tried(scene(), 12, a=(OF_MANY, six), b=(B, other))
+    assert tried[MOST_SYMMETRIC_TRIES:] == (12 - MOST_SYMMETRIC_TRIES) * [{six, other}]
+
+
+def test_addresses_of_ipv6_for_one_site_are_tried_there_alone() -> None:
+    here, beside, elsewhere = (
+        f"/ip6/{host}/udp/1/quic-v1" for host in ("fd00:1:2:3::1", "fd00:1:2:4::1", "fd00:9::1")
+    )
+    assert places_tried(scene(), 1, a=((), here), b=((), beside)) == [{here, beside}]
+    assert places_tried(scene(), 1, a=((), here), b=((), elsewhere)) == []
+    assert places_tried(scene(), 1, a=((), here), b=((), by_ipv6(1))) == []
 
 
 def test_those_that_reach_each_other_are_left_alone() -> None:

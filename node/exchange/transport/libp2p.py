@@ -301,6 +301,11 @@ class Libp2pTransport:
         """See Transport.outside_token."""
         return b"" if self._punching.why_not else self._punching.token
 
+    @property
+    def outside_by_ipv6(self) -> str:
+        """See Transport.outside_by_ipv6."""
+        return self._punching.place_by_ipv6 if self._shows_outside else ""
+
     async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
         """See Transport.show_outside."""
         if self._connections is None or not self._punching.token:

@@ -4,6 +4,7 @@ Two members that nobody can dial reach each other when both send to each other a
 the other's router has put it: each one's packets open its own router for the other's. The coordinator sees
 where that is, from datagrams that come from p2pd's own socket, and says when to dial
 (coordinator.swarm.punching). p2pd does not send these itself; we do, through a copy of its socket.
+By IPv6 no router translates: there we know where p2pd is, and say so.
 
 It is another p2pd than the one that speaks TCP, with the same key, so that libp2p never takes QUIC where TCP
 would do: the kernel paces TCP, and finds dead connections within seconds. QUIC paces itself, and ends a
@@ -22,7 +23,8 @@ import structlog
 
 from node.exchange.limits import Limits
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
-from node.exchange.transport.rates.tcp import descriptors_of_udp, send_from
+from node.exchange.transport.rates.tcp import send_from, udp_sockets_of
+from node.machine.addresses import has_ipv6, leaving_by_ipv6
 from protocol.errors import AtollError
 from protocol.trust.identity import Identity
 
@@ -50,11 +52,15 @@ class Punching:
         start_daemon: Callable[[], Awaitable[P2pd]],
         limits: Limits,
         on_connection: Callable[[], None],
+        own_ipv6: Callable[[], str | None] = leaving_by_ipv6,
     ) -> None:
         """`token` is told to the coordinator in heartbeats: it knows our datagrams by it."""
+        self._own_ipv6 = own_ipv6
         self.token = token
         self.connected: frozenset[str] = frozenset()
         """Members that are, by peer id."""
+        self.place_by_ipv6 = ""
+        """Where p2pd can be dialled by IPv6, as a multiaddress; empty where it cannot."""
         self.why_not = ""
         """What keeps this machine from punching holes, once that is known."""
         self._start_daemon = start_daemon
@@ -85,17 +91,26 @@ class Punching:
             self._dials[peer_id].cancel()
 
     async def show(self, observers: Sequence[Observer]) -> None:
-        """Has the coordinator see where our router puts us. Raises nothing: what keeps us is said once."""
-        if self.why_not or not observers:
+        """Has the coordinator see where our router puts us, and finds out where IPv6 does.
+
+        Raises nothing: what keeps us is said once.
+        """
+        own_ipv6 = self._own_ipv6()
+        if self.why_not or not (observers or own_ipv6):
             return
         try:
             daemon = await self._running()
             places = [await _resolved(observer) for observer in observers]
-            descriptor = next(descriptors_of_udp(daemon.pid), None)
-            if descriptor is None:
+            sockets = list(udp_sockets_of(daemon.pid))
+            if not sockets:
                 raise OSError("p2pd listens on no port of UDP")
+            port = next((s.port for s in sockets if s.family == socket.AF_INET6), None)
+            is_there = own_ipv6 is not None and port is not None
+            self.place_by_ipv6 = f"/ip6/{own_ipv6}/udp/{port}/quic-v1" if is_there else ""
+            by_ipv4 = next((s for s in sockets if s.family == socket.AF_INET), None)
             for place in filter(None, places):
-                send_from(daemon.pid, descriptor, self.token, place)
+                if by_ipv4 is not None:
+                    send_from(daemon.pid, by_ipv4.descriptor, self.token, place)
         except (AtollError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in _FORBIDDEN:
                 _log.debug("not shown where this machine's router puts it", why=str(error))
@@ -233,10 +248,11 @@ class Punching:
 def punching_daemon(
     identity: Identity, *, on_streams: Mapping[str, StreamCallback], limits: Limits
 ) -> Callable[[], Awaitable[P2pd]]:
-    """Starts the p2pd that speaks QUIC, by IPv4: routers that translate addresses are of that."""
+    """Starts the p2pd that speaks QUIC."""
+    by_ipv6 = ("/ip6/::/udp/0/quic-v1",) if has_ipv6() else ()
     return lambda: P2pd.start(
         identity,
-        listen_multiaddrs=("/ip4/0.0.0.0/udp/0/quic-v1",),
+        listen_multiaddrs=("/ip4/0.0.0.0/udp/0/quic-v1", *by_ipv6),
         on_streams=on_streams,
         limits=limits,
     )

@@ -198,6 +198,10 @@ class Transport(Protocol):
     def outside_token(self) -> bytes:
         """What our datagrams to those hold that see from where they come; empty: none is sent."""
 
+    @property
+    def outside_by_ipv6(self) -> str:
+        """Where our QUIC can be dialled by IPv6, while that is wanted; empty when it cannot."""
+
     async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
         """Sends them datagrams while a member is out of reach, or punched; hosts, and ports of UDP.
 

@@ -394,13 +394,22 @@ def copy_of(pid: int, descriptor: int) -> socket.socket:
         return child.copy_of(descriptor)
 
 
-def descriptors_of_udp(pid: int) -> Iterator[int]:
-    """Where a process listens by UDP over IPv4. Raises OSError where that is not to be known."""
+class UdpSocket(NamedTuple):
+    """Where a process listens by UDP."""
+
+    descriptor: int
+    family: int
+    port: int
+
+
+def udp_sockets_of(pid: int) -> Iterator[UdpSocket]:
+    """Those of IPv4 and IPv6. Raises OSError where they are not to be known."""
     try:
         for _, descriptor in sockets_of(pid):
             with suppress(_GoneError), copy_of(pid, descriptor) as copy:
-                if copy.family == socket.AF_INET and copy.type == socket.SOCK_DGRAM:
-                    yield descriptor
+                is_ip = copy.family in (socket.AF_INET, socket.AF_INET6)
+                if is_ip and copy.type == socket.SOCK_DGRAM:
+                    yield UdpSocket(descriptor, copy.family, copy.getsockname()[1])
     except _GoneError as error:
         raise OSError(errno.ESRCH, "the process has ended") from error
 
