@@ -20,7 +20,7 @@ from coordinator.backup import Backup, back_up, require_started
 from coordinator.config import CONFIG_FILE, Home
 from coordinator.remote_backup import RemoteCopies, Restored, back_up_to, is_remote
 from protocol.errors import AtollError, BadDataError, NoInputError, SystemRefusedError, UsageError
-from protocol.files.durable import make_folder, refusing, remove_folder
+from protocol.files.durable import expanded, make_folder, refusing, remove_folder
 from protocol.service.beside import heed_stdin
 
 DEFAULT_EVERY = "10m"
@@ -188,7 +188,7 @@ class FolderCopies:
 
 def copies_at(target: str) -> Copies:
     """Raises what RemoteCopies.at raises."""
-    return RemoteCopies.at(target) if is_remote(target) else FolderCopies(folder=Path(target))
+    return RemoteCopies.at(target) if is_remote(target) else FolderCopies(folder=expanded(target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,18 +97,24 @@ async def _run_once(
         return await process.wait()
     finally:
         if process.returncode is None:
-            await asyncio.shield(_end(process, end_seconds))
+            await asyncio.shield(_end(process, hear, end_seconds))
 
 
-async def _end(process: asyncio.subprocess.Process, seconds: float) -> None:
+async def _end(
+    process: asyncio.subprocess.Process, hear: Callable[[str], None], seconds: float
+) -> None:
+    assert process.stdout is not None
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
-        try:
-            async with asyncio.timeout(seconds):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
+    try:
+        async with asyncio.timeout(seconds):
+            with contextlib.suppress(ValueError):  # a line that nobody understands
+                async for line in process.stdout:  # else a full pipe would hold it up
+                    hear(line.decode(errors="replace").rstrip("\n"))
             await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 def heed_stdin() -> None:

@@ -1,6 +1,7 @@
 """Real processes in a network lab: a coordinator that nobody can dial, and the relay that carries it."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,11 +27,11 @@ from tests.tiny_runs import tiny_text
 ROUNDS = 7
 
 
-def run_of(rounds: int) -> str:
+def run_of(rounds: int, *, contribute: float = 15, commit: float = 30) -> str:
     return tiny_text(
         run={"name": "at-home", "rounds": rounds, "min_nodes": 2},
         inner={"steps": 1_000_000},  # rounds end at their deadline
-        deadlines={"train": 2, "contribute": 15, "commit": 30},
+        deadlines={"train": 2, "contribute": contribute, "commit": commit},
         evaluation={"every_rounds": rounds},
     )
 
@@ -111,16 +112,17 @@ def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies
         )
 
 
+@pytest.mark.nightly
 def test_one_command_on_a_small_server_is_relay_and_helper_and_the_relay_outlives_the_run(
     lab: NetworkLab, tmp_path: Path
 ) -> None:
     for name in NODES:
         lab.firewall(name)
-    folder = tmp_path / RELAY
+    folder, text = tmp_path / RELAY, run_of(14, contribute=8, commit=12)
     with ExitStack() as stack:
         relay = start_relay(lab, folder)
         stack.callback(relay.clean_up)
-        swarm = relayed_swarm(lab, tmp_path / "swarm", run_of(4), relay_folder=folder)
+        swarm = relayed_swarm(lab, tmp_path / "swarm", text, relay_folder=folder)
         stack.callback(swarm.end)
         relay.says("a coordinator is here")
         with lab.inside(COORDINATOR):
@@ -138,10 +140,14 @@ def test_one_command_on_a_small_server_is_relay_and_helper_and_the_relay_outlive
         with lab.inside("one"):
             node = ("--helper", swarm.folder / "one")
             refused(atoll(*start, *node), 64, "is a node's folder", "--role helper")
-        swarm.coordinator.says("round opened", times=2)
+        swarm.coordinator.says("two nodes reach each other through")
+        num_opened = swarm.coordinator.log.count("round opened")
+        swarm.coordinator.says("round opened", times=num_opened + 1)
+        time.sleep(1)  # half of the time in which nodes train: the helper has heard of it
         relay.process.send_signal(signal.SIGTERM)
         relay.ends(set())
         assert "node left" in swarm.coordinator.log  # it said goodbye through the relay
+        assert "slice taken over" not in swarm.coordinator.log  # and had reduced its round
         assert "node lost" not in swarm.coordinator.log
 
         relay = start_relay(lab, folder, "--helper", home)

@@ -139,9 +139,8 @@ def test_addresses_that_lead_nowhere_are_refused(swarm: Swarm, tmp_path: Path) -
     refused(typed, 66, f"no whole backup lies at {tmp_path}")
 
 
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_a_bucket_that_is_not_there_is_said(swarm: Swarm, storage: Storage) -> None:
-    if storage.url.startswith("file://"):
-        pytest.skip("folders are made")
     typed = atoll("coordinator", "backup", swarm.home, "s3://nowhere/copy", **storage.environment)
     refused(typed, 69, "s3://nowhere/copy cannot be used", "bucket")
 

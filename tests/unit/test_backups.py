@@ -17,6 +17,7 @@ from coordinator.backups import (
     Made,
     Series,
     back_up_for_good,
+    copies_at,
     restore,
 )
 from coordinator.config import CONFIG_FILE
@@ -163,6 +164,15 @@ def test_restoring_wants_a_whole_copy_of_one_swarm(tmp_path: Path) -> None:
     whole_copy(row / name_at(-20, swarm="ffffffff"))
     what, next_step = refusals(row, to)
     assert "copies of 2 swarms" in what and name_at(-10) in next_step
+
+
+def test_a_folder_of_ones_home_may_be_written_as_in_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """coordinator.toml is read by no shell."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    whole_copy(tmp_path / "row" / name_at(0))
+    assert copies_at("~/row").found() == {name_at(0): True}
 
 
 def test_a_copy_that_goes_is_no_copy_from_its_first_moment_on(tmp_path: Path) -> None:
