@@ -203,7 +203,14 @@ def _look_at_text(paths: Sequence[str], notes: list[str]) -> None:
             )
             found = []
         for file in [each.path for each in found] or [Path(path)]:
-            refuse_other_than_text(file)
+            try:
+                refuse_other_than_text(file)
+            except NoInputError as error:
+                raise NoInputError(
+                    error.what,
+                    next_step=f"make tokens of it once: atoll data prepare {path} --out tokens; then "
+                    "--data tokens",
+                ) from error
 
 
 def _private_data(source: Path | None, named: str | None) -> tuple[dict[str, Any], int | None]:

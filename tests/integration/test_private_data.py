@@ -14,7 +14,7 @@ from node.island.data.dataset import Dataset, SampleOrder
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from protocol.errors import BadDataError, ConfigError
+from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
 from protocol.wire.payload import Payload
@@ -197,6 +197,10 @@ def test_tokens_of_another_tokenizer_than_the_other_holders_are_refused(tmp_path
         spec = tiny(data={**private, "tokenizer": other}, model=sized)
         with pytest.raises(BadDataError, match=f"are of tokenizer {digest[:12]}.*{why}"):
             open_dataset(spec, own)
+    text = DataPlaces(folder=tmp_path, own=str(tmp_path / "text.jsonl"))
+    with pytest.raises(NoInputError, match=r"text\.jsonl holds no tokens") as refused:
+        open_dataset(tiny(data={**private, "tokenizer": digest}, model=sized), text)
+    assert f"atoll data prepare {text.own} --tokenizer FILE" in refused.value.next_step
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What a rank does for a GPU, as far as a machine without one can show it."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,8 @@ from node.island.training.precision import dtype_of
 from node.island.training.trainer import LOOK_SECONDS, steps_until_next_look
 from protocol.errors import ConfigError, ExitCode
 from protocol.run.layout import TensorPlace
+from protocol.run.run_spec import RunSpec
+from tests.run_functions import failing
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -150,6 +152,29 @@ def test_another_error_of_a_rank_is_a_bug() -> None:
     said = rank._as_people_see_it(RuntimeError("shapes differ"), setup)
     assert isinstance(said, RankFailedError)
     assert "report it" in str(said)
+
+
+def failure_of(call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+def test_an_error_of_a_runs_own_code_is_its_owners_and_no_bug_of_atoll() -> None:
+    of_a_function = RunSpec.model_validate(
+        {"model": {"source": "function", "function": "tests.run_functions:net"}}
+    )
+    setup: Any = SimpleNamespace(rank=1, device="cpu", spec=of_a_function)
+    own = failure_of(failing)
+    said = rank._as_people_see_it(own, setup)
+    assert isinstance(said, ConfigError)
+    assert "own code failed on rank 1: ZeroDivisionError: at depth 1 (run_functions.py" in said.what
+    ours = failure_of(lambda: Mesh(shape=MeshShape(replicate=4), rank=3).new_group("nothing"))
+    assert isinstance(rank._as_people_see_it(ours, setup), RankFailedError), "it passed Atoll last"
+    without: Any = SimpleNamespace(rank=1, device="cpu", spec=RunSpec())
+    assert isinstance(rank._as_people_see_it(own, without), RankFailedError)
 
 
 def test_grouped_heads_in_fp32_on_a_gpu_are_repeated_for_its_kernels(

@@ -152,6 +152,7 @@ def test_what_a_transformers_folder_cannot_be_leaves_no_folder(
         (["--from", str(llama), "--data", "nowhere"], 64, "--data nowhere is no folder of them"),
         (["--from", "owner/model", "--data", str(llama)], 66, "hf download owner/model"),
         (["--data", "talk.jsonl"], 66, "is no text but a record a line"),
+        (["--data", "talk.jsonl"], 66, "atoll data prepare talk.jsonl --out tokens"),
         (["--private", "--tokenizer", "nowhere"], 66, "the tokenizer nowhere is not there"),
         (
             ["--from", str(llama), "--private", "--lora", "4", "--context", "999"],

@@ -218,8 +218,7 @@ def refuse_other_than_text(path: Path, beginning: bytes = b"") -> None:
     if what is not None:
         raise NoInputError(
             f"{path} is no text but {what}, and would be learned byte by byte as it stands",
-            next_step="make tokens of it once with 'atoll data prepare', which reads .jsonl, .parquet and "
-            ".gz too, or write its text into files that end in .txt",
+            next_step="write its text into files that end in .txt, and name those in [data] paths or as data",
         )
 
 

@@ -133,7 +133,9 @@ def manifest_of_run(
         place = there[0] if there else folders[0]
         manifest = read_manifest(
             place,
-            when_missing="copy the run's tokens there, or say where they are with data = in node.toml",
+            when_missing=_to_make_tokens(spec, place)
+            if spec.data.private
+            else "copy the run's tokens there, or say where they are with data = in node.toml",
         )
         check_is_runs(manifest, spec, str(place))
         return manifest
@@ -206,9 +208,20 @@ def _check_same_tokenizer(manifest: Manifest, spec: RunSpec, place: str) -> None
         raise BadDataError(
             f"the tokens in {place} {made_by}, and the run's "
             + ("are bytes" if wanted is None else f"are of {wanted[:12]}…, by [data] tokenizer"),
-            next_step="ask the run owner for the tokenizer, and make them with it: atoll data prepare … "
-            "--tokenizer FILE --out NEWDIR",
+            next_step=_to_make_tokens(spec, "…"),
         )
+
+
+def _to_make_tokens(spec: RunSpec, text: Path | str) -> str:
+    """How a holder of private data makes tokens of them."""
+    if spec.data.tokenizer is None:
+        return (
+            f"make them of bytes: atoll data prepare {text} --out NEWDIR; then name NEWDIR as data"
+        )
+    return (
+        "ask the run owner for the tokenizer, and make them with it: atoll data prepare "
+        f"{text} --tokenizer FILE --out NEWDIR; then name NEWDIR as data"
+    )
 
 
 def _check_fits(manifest: Manifest, spec: RunSpec) -> None:

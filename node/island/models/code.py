@@ -244,16 +244,28 @@ def refuse(function: str, what: str) -> BadDataError:
     )
 
 
+_ATOLL = str(Path(__file__).parents[2])
+
+
 def said(error: Exception) -> str:
     """The error, and the last line that it passed of code that is neither a library's nor Atoll's."""
-    others = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    others = [*others, str(Path(__file__).parents[2]), "<"]
-    place = ""
-    for frame, line in walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        if not file.startswith(tuple(others)):
-            place = f" ({os.path.basename(file)}, line {line})"  # noqa: PTH119 - a name, not a path
+    own = [(file, line) for file, line in _passed(error) if not file.startswith(_ATOLL)]
+    # The name is enough, without the path.
+    place = f" ({os.path.basename(own[-1][0])}, line {own[-1][1]})" if own else ""  # noqa: PTH119
     return f"{type(error).__name__}: {error}{place}"
+
+
+def is_of_other_code(error: Exception) -> bool:
+    """Whether neither Atoll nor a library that Atoll had called has failed, but code that a run brings."""
+    passed = _passed(error)
+    return bool(passed) and not passed[-1][0].startswith(_ATOLL)
+
+
+def _passed(error: Exception) -> list[tuple[str, int]]:
+    """Files and lines that an error has passed, the last one at last, without those of libraries."""
+    libraries = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<")
+    frames = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
+    return [(file, line) for file, line in frames if not file.startswith(libraries)]
 
 
 def _toml_list(names: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ import torch._dynamo  # else every rank spends a second on it, at its first opti
 from node.island.checkpoints.writer import CheckpointWriter
 from node.island.data.opening import open_dataset
 from node.island.island import Progress
-from node.island.models.code import find_code
+from node.island.models.code import find_code, functions_of, is_of_other_code, said
 from node.island.parallel.mesh import Mesh
 from node.island.ranks.accelerator import bind_to_near_cores, pin, select
 from node.island.ranks.commands import (
@@ -50,7 +50,7 @@ from node.island.training.compiling import be_deterministic
 from node.island.training.trainer import Trainer
 from node.machine.freed_memory import keep_freed_memory
 from node.outer_state import SharedVectors
-from protocol.errors import AtollError
+from protocol.errors import AtollError, ConfigError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -88,14 +88,20 @@ _FULL = ("can't allocate memory", "out of memory")
 def _as_people_see_it(error: Exception, setup: RankSetup) -> AtollError:
     """Too little memory is no bug: it is said by itself, with what takes less."""
     is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if not is_full and not any(said in str(error) for said in _FULL):
+    is_full = is_full or any(words in str(error) for words in _FULL)
+    if not is_full and is_of_other_code(error) and functions_of(setup.spec):
+        return ConfigError(
+            f"the run's own code failed on rank {setup.rank}: {said(error)}",
+            next_step="have the run's owner correct it; the log has the traceback",
+        )
+    if not is_full:
         return RankFailedError(
             f"rank {setup.rank} failed: {type(error).__name__}: {error}",
             next_step="see the traceback in the log, and report it",
         )
-    said = " ".join(str(error).split()).partition(" If reserved but unallocated")[0]
+    told = " ".join(str(error).split()).partition(" If reserved but unallocated")[0]
     return OutOfMemoryError(
-        f"rank {setup.rank} has no memory left on {setup.device}: {said or type(error).__name__}",
+        f"rank {setup.rank} has no memory left on {setup.device}: {told or type(error).__name__}",
         next_step='set micro_batch = 1 or activation_checkpointing = "full" in node.toml, take more '
         "ranks with shard or --mesh auto, or end what else uses the device",
     )
