@@ -6,7 +6,7 @@ Nothing is loaded that takes seconds: of the node's own speed others of its kind
 import asyncio
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,6 +14,7 @@ from statistics import median
 from node.config import NodeSettings, load_settings
 from node.history import History
 from node.island.data.places import reads_in_words
+from node.island.models.code import check_functions
 from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices, look_around
@@ -150,14 +151,27 @@ def _takes(
     else:
         memory = console.bytes_in_words(node_bytes(spec))
         yield f"it takes: {memory} of memory beside what training takes, and up to {disk} of disk"
-    try:
-        records.require_room()
-        if is_helper:
-            refuse_small_helper(spec, hardware)
-        else:
-            refuse_what_cannot_work(settings, spec, hardware)
-    except AtollError as error:
-        yield f"before it can start: {error}"
+    checks: list[Callable[[], None]] = [records.require_room]
+    if is_helper:
+        checks.append(lambda: refuse_small_helper(spec, hardware))
+    else:
+        checks += what_a_start_checks(settings, spec, hardware)
+    for check in checks:
+        try:
+            check()
+        except AtollError as error:
+            yield f"before it can start: {error}"
+
+
+def what_a_start_checks(
+    settings: NodeSettings, spec: RunSpec, hardware: Hardware
+) -> list[Callable[[], None]]:
+    """Each of what 'atoll node start' looks at first raises AtollError, with what its owner may do."""
+    checks: list[Callable[[], None]] = [lambda: refuse_what_cannot_work(settings, spec, hardware)]
+    if not settings.loop:  # else nothing here runs the run's code
+        code = settings.code_folder(Path.cwd())
+        checks.insert(0, lambda: check_functions(spec, allowed=settings.allow_functions, code=code))
+    return checks
 
 
 def _in_words(devices: Sequence[str], hardware: Hardware) -> str:

@@ -2,8 +2,14 @@
 
 import pytest
 
-from node.first_look import expected_a_day, share_of_day
+from node.config import NodeSettings
+from node.first_look import expected_a_day, share_of_day, what_a_start_checks
+from node.island.models.describing import describe
+from node.machine.hardware import Hardware
 from node.machine.limits import Limits, hours_of
+from protocol.errors import AtollError
+from protocol.run.models import FunctionModel
+from protocol.run.run_spec import DataSection, RunSpec
 from protocol.v1.session_pb2 import HeartbeatRequest, Utilisation, WireCount
 from protocol.v1.status_pb2 import (
     NODE_STATE_LEFT,
@@ -69,3 +75,27 @@ def test_who_has_left_and_helpers_are_no_measure() -> None:
 def test_before_the_first_round_nothing_is_known() -> None:
     expected = expected_a_day(GetStatusResponse(), kind="cpu", limits=Limits())
     assert (expected.tokens, expected.moved_bytes) == (None, None)
+
+
+def found(settings: NodeSettings, spec: RunSpec) -> list[str]:
+    """What keeps a machine with room enough from starting, as its owner is told."""
+    told = []
+    for check in what_a_start_checks(settings, spec, Hardware(memory_bytes=1 << 36, gpus=())):
+        try:
+            check()
+        except AtollError as error:
+            told.append(str(error))
+    return told
+
+
+def test_who_joins_is_told_of_all_that_starting_will_ask_for() -> None:
+    assert found(NodeSettings(name="n"), RunSpec()) == []
+    undescribed = RunSpec(
+        model=FunctionModel(source="function", function="tests.run_functions:net"),
+        data=DataSection(source="function", function="tests.run_functions:samples"),
+    )
+    own_code = undescribed.model_copy(update={"description": describe(undescribed, None)})
+    (told,) = found(NodeSettings(name="n"), own_code)
+    assert "trains with code of its own" in told and "--allow-function" in told
+    assert found(NodeSettings(name="n", allow_functions=(own_code.run.name,)), own_code) == []
+    assert found(NodeSettings(name="n", loop=True), own_code) == []
