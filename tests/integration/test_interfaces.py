@@ -58,6 +58,7 @@ def test_peers_are_told_of_the_named_interface_and_bodies_take_it(
         assert lab.traffic(*way).delivered_bytes == 0
 
 
+@pytest.mark.nightly
 def test_the_address_by_which_the_coordinator_is_reached_comes_first_and_the_doctor_says_so(
     lab: NetworkLab, swarm: Swarm
 ) -> None:

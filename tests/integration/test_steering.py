@@ -7,7 +7,6 @@ from typing import Any
 
 from typed_commands import Swarm, atoll, done, refused, until
 
-from node.kept import kept_model
 from protocol.v1 import status_pb2
 from tests.tiny_runs import tiny_text
 
@@ -181,6 +180,7 @@ def test_a_finished_run_is_extended_and_nodes_that_went_home_train_on_from_its_e
         swarm.end()
 
 
+@pytest.mark.nightly
 def test_a_fork_goes_on_with_the_momentum_the_schedule_and_the_samples_of_its_run(
     tmp_path: Path,
 ) -> None:
@@ -248,26 +248,3 @@ def test_a_viewer_looks_on_and_may_do_nothing_else(swarm: Swarm) -> None:
     refused(atoll("status", "--dir", viewer), 79, "the run owner has expelled press")
     swarm.coordinator.stop(signal.SIGTERM)
     refused(atoll("run", "pause", "--dir", swarm.home), 69, "no coordinator answers")
-
-
-def test_a_finished_run_goes_on_another_day_with_its_nodes_as_they_are(tmp_path: Path) -> None:
-    run = tiny_text(run={"name": "short", "rounds": 2, "min_nodes": 1}, inner={"steps": 2})
-    swarm = Swarm(tmp_path / "short", run)
-    try:
-        home = swarm.join("a", swarm.invite())
-        swarm.start_node("a").ends_with(0, "all 2 rounds are committed")
-        first = kept_model(home)
-        refused(
-            atoll("run", "pause", "--dir", swarm.home), 64, "finished since round 2", "run extend N"
-        )
-        swarm.coordinator.stop(signal.SIGTERM)
-        swarm.start_coordinator()
-        assert "run.rounds = 4 from round 3 on" in owner(swarm, "run", "extend", "2")
-        assert run_of(swarm).phase == status_pb2.RUN_PHASE_WAITING
-        swarm.start_node("a").ends_with(0, "all 4 rounds are committed")
-        last = kept_model(home)
-        assert (first.round, last.round) == (2, 4)
-        assert last.outer_digest != first.outer_digest
-        assert run_of(swarm).committed_round == 4
-    finally:
-        swarm.end()
