@@ -580,7 +580,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="the four worst and NaN, 6 rounds, one seed",
+        help="the four worst, 6 rounds, one seed",
     )
     add_results(parser)
     chosen = parser.parse_args()

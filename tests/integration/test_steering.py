@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typed_commands import Swarm, atoll, done, refused, until
 
 from protocol.v1 import status_pb2
