@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import structlog
@@ -39,6 +39,7 @@ from google.protobuf.message import Message
 
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
 from coordinator.swarm.members import BARRED
+from lab.backwards import Backwards
 from lab.simulation.plain_calls import spec_of
 from lab.simulation.swarm import (
     Life,
@@ -48,7 +49,6 @@ from lab.simulation.swarm import (
     identity_of,
     simulate,
 )
-from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
 from node.exchange.mean import norm_of
 from node.exchange.reduction import Reduction, SliceResult
@@ -301,32 +301,13 @@ def keeps_contributions(node: SimulatedNode) -> None:
     _sending(node, lambda _, payload: [] if payload.header.kind == CONTRIBUTION else [payload])
 
 
-class _Backwards:
-    """A codec that reads everything with the other sign."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._codec, name)
-
-    def reader(self, body: bytes, num_elements: int) -> Callable[[int, int, Vector], None]:
-        read = self._codec.reader(body, num_elements)
-
-        def turned(first: int, past: int, out: Vector) -> None:
-            read(first, past, out)
-            np.negative(out, out=out)
-
-        return turned
-
-
 def reduces_backwards(node: SimulatedNode) -> None:
     """Its results are the means of its slices turned round: as long as honest ones, so no bound cuts them."""
     honest = node.outer.result_of
 
     def lying(reduction: Reduction, fragment: int) -> SliceResult | None:
         if reduction.plan.round >= FIRST_LIE:
-            turned = cast("Codec", _Backwards(reduction.uplink))
+            turned: Any = Backwards(reduction.uplink)
             reduction = replace(reduction, uplink=turned)
         return honest(reduction, fragment)
 

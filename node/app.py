@@ -14,15 +14,16 @@ from pathlib import Path
 import structlog
 
 from node.config import NodeSettings
+from node.first_look import what_a_start_checks
 from node.island.data.places import DataPlaces, check_reach, reads_in_words
-from node.island.models.code import DIGITS, check_functions, code_digest, functions_of, in_words
+from node.island.models.code import DIGITS, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.island.ranks.output import rank_output
 from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.metadata import heeding_notices
-from node.machine.placement import num_ranks_of, refuse_small_helper, refuse_what_cannot_work
+from node.machine.placement import num_ranks_of, refuse_small_helper
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import AtollError
@@ -164,17 +165,15 @@ def _refuse_or_tell(
     folder: Path, settings: NodeSettings, spec: RunSpec, hardware: Hardware
 ) -> None:
     """What of the run runs and is read here, and whether it can be trained here. Raises AtollError."""
-    if not settings.loop:  # else nothing here runs them
-        code = settings.code_folder(Path.cwd())
-        check_functions(spec, allowed=settings.allow_functions, code=code)
-        if functions_of(spec):
-            log.info(
-                "the run's own code runs here, as its owner allows",
-                code=in_words(spec),
-                folder=str(code or "installed"),
-                digest=code_digest(spec)[:DIGITS],
-            )
-    refuse_what_cannot_work(settings, spec, hardware)
+    for check in what_a_start_checks(settings, spec, hardware):
+        check()
+    if functions_of(spec) and not settings.loop:  # else nothing here runs them
+        log.info(
+            "the run's own code runs here, as its owner allows",
+            code=in_words(spec),
+            folder=str(settings.code_folder(Path.cwd()) or "installed"),
+            digest=code_digest(spec)[:DIGITS],
+        )
     log.info("the run reads", what=reads_in_words(spec.data, own=settings.data))
     if spec.data.source == "text" and not spec.data.private and not settings.data:
         places = settings.data_places(home=folder, folder=Path.cwd())

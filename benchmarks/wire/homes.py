@@ -14,6 +14,7 @@ are those that took both nodes' work, whole.
 Pairs that are in the file of results are not run again. Needs root.
 """
 
+import contextlib
 import itertools
 import sys
 import tempfile
@@ -118,13 +119,11 @@ def measure(one: str, other: str, seconds: float) -> Row:
         for name, kind in ((ONE, one), (OTHER, other)):
             if kind in LETS_NOTHING_IN:
                 lab.firewall(name)
-        with lab.inside(COORDINATOR):
-            swarm = RealSwarm(Path(folder), RUN_FILE, host=lab.address(COORDINATOR))
-            swarm.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            with lab.inside(COORDINATOR):
+                swarm = RealSwarm(Path(folder), RUN_FILE, host=lab.address(COORDINATOR))
+                stack.enter_context(swarm)
             return _watched(lab, swarm, seconds) | {"one": one, "other": other}
-        finally:
-            swarm.__exit__(None, None, None)
 
 
 def _watched(lab: NetworkLab, swarm: RealSwarm, seconds: float) -> Row:

@@ -6,11 +6,11 @@ COMMAND is what would have run the honest node: python -P -m protocol.terminal.c
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import blake3
 import numpy as np
 
+from lab.backwards import Backwards
 from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, SliceResult
@@ -90,32 +90,13 @@ def make_up_states() -> None:
     CoordinatorLink.heartbeat = beat_lying  # type: ignore[method-assign]
 
 
-class Turned:
-    """A codec that reads everything with the other sign."""
-
-    def __init__(self, codec: Any) -> None:
-        self._codec = codec
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._codec, name)
-
-    def reader(self, body: bytes, num_elements: int) -> Callable[[int, int, Vector], None]:
-        read = self._codec.reader(body, num_elements)
-
-        def turned(first: int, past: int, out: Vector) -> None:
-            read(first, past, out)
-            np.negative(out, out=out)
-
-        return turned
-
-
 def reduce_backwards() -> None:
     """From round 3 on it hands out means that point backwards and are as long as honest ones."""
     result_of = Outer.result_of
 
     def turned(self: Outer, reduction: Reduction, fragment: int) -> SliceResult | None:
         if reduction.plan.round >= 3:
-            reduction = replace(reduction, uplink=Turned(reduction.uplink))  # type: ignore[arg-type]
+            reduction = replace(reduction, uplink=Backwards(reduction.uplink))  # type: ignore[arg-type]
         return result_of(self, reduction, fragment)
 
     Outer.result_of = turned  # type: ignore[method-assign]

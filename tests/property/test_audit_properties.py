@@ -1,6 +1,6 @@
 """Audits with liars among reducers and auditors: with less than half of the weight they convict nobody."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from effort import examples
@@ -17,6 +17,26 @@ from tests.unit.swarm_scene import Scene, asked_of, digest_of
 
 NAMES = tuple("abcdefg")
 CLAIMED, RIGHT, MADE_UP = (digest_of(t) for t in ("claimed", "right", "made up"))
+
+
+def weighed(
+    names: Sequence[str], tokens: Sequence[int], *, secret: bytes, audited_share: float
+) -> tuple[Scene, Callable[[], Mapping[NodeId, Member]]]:
+    """A round that confirmed work decides, and the members with that work, whatever they have just earned."""
+    scene = Scene(min_nodes=len(names))
+    rules = replace(scene.state.rules, audited_share=audited_share)
+    scene.state = replace(scene.state, rules=rules, audit_secret=secret)
+    for name in names:
+        scene.attach(name, invite=name)
+    work = dict(zip(names, tokens, strict=True))
+
+    def with_work() -> Mapping[NodeId, Member]:
+        members = scene.state.members.items()
+        return {n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in members}
+
+    say = say_of(with_work().values(), 1)
+    scene.state = replace(scene.state, open_round=replace(scene.round, say=say))
+    return scene, with_work
 
 
 @settings(examples(60))
@@ -37,20 +57,8 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
     tells: bytes,
 ) -> None:
     names = NAMES[: len(tokens)]
-    scene = Scene(min_nodes=len(names))
-    rules = replace(scene.state.rules, audited_share=1.0)
-    scene.state = replace(scene.state, rules=rules, audit_secret=secret)
-    for name in names:
-        scene.attach(name, invite=name)
-    work = dict(zip(names, tokens, strict=True))
-
-    def with_work() -> Mapping[NodeId, Member]:
-        """The members with so much confirmed work, whatever they have just earned."""
-        members = scene.state.members.items()
-        return {n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in members}
-
-    say = say_of(with_work().values(), 1)
-    scene.state = replace(scene.state, open_round=replace(scene.round, say=say))
+    scene, with_work = weighed(names, tokens, secret=secret, audited_share=1.0)
+    say = scene.round.say
     reducer = scene.round.slices[0].slice.reducer_id
     liars = {NodeId(names[i]) for i in lying if i < len(names)} - {reducer}
     if is_reducer_lying:
@@ -175,19 +183,8 @@ def test_who_is_said_to_send_nonsense_goes_when_most_of_the_weight_finds_it_and_
 ) -> None:
     """No slice is drawn by lot here: the accusation alone has it made again."""
     names = NAMES[: len(tokens)]
-    scene = Scene(min_nodes=len(names))
-    rules = replace(scene.state.rules, audited_share=1e-12)
-    scene.state = replace(scene.state, rules=rules, audit_secret=secret)
-    for name in names:
-        scene.attach(name, invite=name)
-    work = dict(zip(names, tokens, strict=True))
-
-    def with_work() -> Mapping[NodeId, Member]:
-        members = scene.state.members.items()
-        return {n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in members}
-
-    say = say_of(with_work().values(), 1)
-    scene.state = replace(scene.state, open_round=replace(scene.round, say=say))
+    scene, with_work = weighed(names, tokens, secret=secret, audited_share=1e-12)
+    say = scene.round.say
     reducer = scene.round.slices[0].slice.reducer_id
     accused = next(NodeId(n) for n in reversed(names) if n != reducer)
     liars = {NodeId(names[i]) for i in lying if i < len(names)} - {reducer, accused}
