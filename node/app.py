@@ -14,7 +14,6 @@ from pathlib import Path
 import structlog
 
 from node.config import NodeSettings
-from node.first_look import what_a_start_checks
 from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
@@ -23,7 +22,7 @@ from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.metadata import heeding_notices
-from node.machine.placement import num_ranks_of, refuse_small_helper
+from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import AtollError

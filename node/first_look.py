@@ -14,12 +14,11 @@ from statistics import median
 from node.config import NodeSettings, load_settings
 from node.history import History
 from node.island.data.places import reads_in_words
-from node.island.models.code import check_functions
 from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.limits import Limits
-from node.machine.placement import num_ranks_of, refuse_small_helper, refuse_what_cannot_work
+from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
 from node.records import Records
 from protocol.errors import AtollError
 from protocol.run.layout import layout_of
@@ -161,17 +160,6 @@ def _takes(
             check()
         except AtollError as error:
             yield f"before it can start: {error}"
-
-
-def what_a_start_checks(
-    settings: NodeSettings, spec: RunSpec, hardware: Hardware
-) -> list[Callable[[], None]]:
-    """Each of what 'atoll node start' looks at first raises AtollError, with what its owner may do."""
-    checks: list[Callable[[], None]] = [lambda: refuse_what_cannot_work(settings, spec, hardware)]
-    if not settings.loop:  # else nothing here runs the run's code
-        code = settings.code_folder(Path.cwd())
-        checks.insert(0, lambda: check_functions(spec, allowed=settings.allow_functions, code=code))
-    return checks
 
 
 def _in_words(devices: Sequence[str], hardware: Hardware) -> str:

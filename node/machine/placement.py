@@ -1,13 +1,15 @@
 """Which mesh a node's ranks form, or why they cannot: said before torch is loaded, with the numbers.
 
-Pure. Asked twice: with what the system says of its devices (node.machine.hardware), and with what torch says
-once it is there (node.assembly), which may be less.
+Pure, but for a look at the run's own code. Asked twice: with what the system says of its devices
+(node.machine.hardware), and with what torch says once it is there (node.assembly), which may be less.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from node.config import NodeSettings
+from node.island.models.code import check_functions
 from node.island.parallel.auto_mesh import (
     Choice,
     DeviceKind,
@@ -78,6 +80,17 @@ def local_training_of(
     except ConfigError:
         return local
     return compiled if is_known and has_compilers() else local
+
+
+def what_a_start_checks(
+    settings: NodeSettings, spec: RunSpec, hardware: Hardware
+) -> list[Callable[[], None]]:
+    """Each of what 'atoll node start' looks at first raises AtollError, with what its owner may do."""
+    checks: list[Callable[[], None]] = [lambda: refuse_what_cannot_work(settings, spec, hardware)]
+    if not settings.loop:  # else nothing here runs the run's code
+        code = settings.code_folder(Path.cwd())
+        checks.insert(0, lambda: check_functions(spec, allowed=settings.allow_functions, code=code))
+    return checks
 
 
 def refuse_what_cannot_work(settings: NodeSettings, spec: RunSpec, hardware: Hardware) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from liar import Turned
 
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.state import Verdict
+from lab.backwards import Backwards
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import (
@@ -88,7 +88,7 @@ def pointing_elsewhere(monkeypatch: pytest.MonkeyPatch, *, from_round: int = 2) 
     def lying(self: Reduction, *, sender: Sender, **rest: Any) -> SliceResult | None:
         is_its_own = sender.signer is not None and sender.node_id == LIAR
         if is_its_own and self.plan.round >= from_round:
-            self = replace(self, uplink=Turned(self.uplink))  # type: ignore[arg-type]
+            self = replace(self, uplink=Backwards(self.uplink))  # type: ignore[arg-type]
         return made(self, sender=sender, **rest)
 
     monkeypatch.setattr(Reduction, "result", lying)

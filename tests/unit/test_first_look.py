@@ -3,10 +3,11 @@
 import pytest
 
 from node.config import NodeSettings
-from node.first_look import expected_a_day, share_of_day, what_a_start_checks
+from node.first_look import expected_a_day, share_of_day
 from node.island.models.describing import describe
 from node.machine.hardware import Hardware
 from node.machine.limits import Limits, hours_of
+from node.machine.placement import what_a_start_checks
 from protocol.errors import AtollError
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import DataSection, RunSpec
