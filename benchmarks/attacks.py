@@ -360,7 +360,7 @@ UNSCREENED = "unscreened"
 """Beside the merges: the mean of all that comes."""
 
 WORST = ("sign flip × 10", "ALIE", "inner product", "label poison")
-QUICK = WORST
+QUICK = ("sign flip × 10", "inner product")
 
 
 def part_of(corpus: Corpus, place: int) -> Corpus:
@@ -561,7 +561,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="the four worst, 6 rounds, one seed",
+        help="two of the worst, 6 rounds, one seed",
     )
     add_results(parser)
     chosen = parser.parse_args()

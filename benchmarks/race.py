@@ -411,7 +411,7 @@ def compete_alone(
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     ratio, optimizer = case
     race = replace(RACES[ratio], num_nodes=num_nodes)
-    race = replace(race, steps=30 * race.steps // 800) if is_quick else race
+    race = replace(race, steps=15 * race.steps // 800) if is_quick else race
     known, rows = known_in(results), Rows(results)
 
     def loss_of(tried: Try) -> float:

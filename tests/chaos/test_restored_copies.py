@@ -44,7 +44,7 @@ def assert_sound(run: SimulatedRun, *, rounds: int, nodes: int) -> None:
     assert run.final.ledger.leased == ()
 
 
-@pytest.mark.parametrize("late_seconds", [30, 3600])
+@pytest.mark.parametrize("late_seconds", [30, pytest.param(3600, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("copied_at", [3.0, 12.5, 42.5])
 def test_rounds_that_were_closed_without_their_nodes_are_as_if_they_had_never_been(
     corpus: Corpus, tmp_path: Path, copied_at: float, late_seconds: float
@@ -69,7 +69,9 @@ def test_rounds_that_were_closed_without_their_nodes_are_as_if_they_had_never_be
     assert run.final.token_clock == 16 * 3 * TOKENS
 
 
-@pytest.mark.parametrize("comes_first", ["who is behind", "who is ahead"])
+@pytest.mark.parametrize(
+    "comes_first", ["who is behind", pytest.param("who is ahead", marks=pytest.mark.nightly)]
+)
 def test_whoever_comes_first_all_go_on_from_the_newest_state(
     corpus: Corpus, tmp_path: Path, comes_first: str
 ) -> None:

@@ -75,6 +75,7 @@ def test_functions_train_where_their_contributor_agrees_and_nowhere_else(
     trained_alike(swarm, invite, *allowed, first=("--shard", "2"))
 
 
+@pytest.mark.nightly
 def test_a_model_of_transformers_trains_in_a_swarm_and_is_refused_where_it_cannot(
     swarm_of: Start, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_copies_of_a_run_in_full_flight_are_consistent_and_one_can_be_started(
     swarm.does("training", "node")  # the copy that was started took nobody away
 
 
+@pytest.mark.nightly
 def test_a_coordinator_started_from_an_old_copy_goes_on_where_its_node_is(swarm: Swarm) -> None:
     swarm.join("node", swarm.invite())
     node = swarm.start_node("node")

@@ -302,6 +302,7 @@ def test_a_glob_that_matches_nothing_is_told_by_the_node(other_swarm: Swarm) -> 
 # Stopping
 
 
+@pytest.mark.nightly
 def test_a_node_in_any_phase_stops_when_asked_and_leaves_nothing(swarm: Swarm) -> None:
     invite = swarm.invite("--uses", "3")
     for name in ("first", "second", "third"):

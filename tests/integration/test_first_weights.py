@@ -81,7 +81,8 @@ def waiting(tmp_path: Path) -> Iterator[Swarm]:
     swarm.end()
 
 
-@pytest.mark.parametrize("is_killed", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_first_weights_are_kept_by_the_node_that_was_given_them_and_by_one_that_fetched_them(
     waiting: Swarm, is_killed: bool
 ) -> None:

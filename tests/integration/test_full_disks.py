@@ -153,6 +153,7 @@ def test_a_coordinator_whose_disk_becomes_full_keeps_what_was_committed_and_its_
         swarm.end()
 
 
+@pytest.mark.nightly
 def test_a_log_on_a_full_disk_ends_nobody(tmp_path: Path) -> None:
     full = Path("/dev/full")
     swarm = Swarm(tmp_path / "swarm", RUN.format(rounds=2))

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from typed_commands import Swarm, atoll, done, refused, until
 
 from tests.tiny_runs import tiny_text
@@ -69,6 +70,7 @@ def test_a_run_goes_back_and_on_and_what_was_exported_before_is_exported_again(
     assert told["outer_digest"] == rounds[3]["outer_digest"]
 
 
+@pytest.mark.nightly
 def test_a_round_that_one_node_keeps_is_gone_back_to_when_the_run_owner_believes_it(
     swarm: Swarm,
 ) -> None:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import tomllib
 
+import pytest
 from typed_commands import Swarm, atoll, done, refused, until
 
 from node.kept import kept_model
@@ -22,6 +23,7 @@ RUN = tiny_text(
 NODES = ("one", "two")
 
 
+@pytest.mark.nightly
 def test_an_old_invite_finds_the_coordinator_by_a_helper_that_it_names_when_the_old_machine_is_gone(
     swarm: Swarm,
 ) -> None:

@@ -78,6 +78,7 @@ def no_round_is_lost(
     assert {model.outer_digest.hex() for model in models} == {run["outer_digest"]}
 
 
+@pytest.mark.nightly
 def test_a_node_that_moves_in_mid_run_is_found_at_its_new_address_and_misses_no_round(
     lab: NetworkLab, begin: Callable[[int], Swarm]
 ) -> None:

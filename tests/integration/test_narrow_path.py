@@ -46,6 +46,7 @@ def whole_rounds(lab: NetworkLab, swarm: Swarm, *, after: int) -> list[dict[str,
     ]
 
 
+@pytest.mark.nightly
 def test_a_path_on_which_large_packets_vanish_is_named_and_the_rounds_go_on_without_it(
     lab: NetworkLab, swarm: Swarm
 ) -> None:

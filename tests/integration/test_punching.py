@@ -244,6 +244,7 @@ async def test_whoever_is_no_member_any_more_is_refused_through_its_hole() -> No
         assert not home.other.transport._punching._dials  # type: ignore[attr-defined]
 
 
+@pytest.mark.nightly
 async def test_a_hole_to_a_member_that_has_moved_or_by_a_p2pd_that_died_is_punched_again() -> None:
     async with at_home("port restricted", "port restricted") as home:
         await home.dial_each_other()

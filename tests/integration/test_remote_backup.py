@@ -77,6 +77,9 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
+@pytest.mark.parametrize(
+    "storage", [pytest.param("file", marks=pytest.mark.nightly), "s3"], indirect=True
+)
 def test_a_backup_comes_back_as_it_was_sent_and_a_coordinator_starts_from_it(
     swarm: Swarm, storage: Storage, tmp_path: Path
 ) -> None:
@@ -104,6 +107,9 @@ def test_a_backup_comes_back_as_it_was_sent_and_a_coordinator_starts_from_it(
     assert "node joined with invite" in done(atoll("audit", "--dir", back))
 
 
+@pytest.mark.parametrize(
+    "storage", ["file", pytest.param("s3", marks=pytest.mark.nightly)], indirect=True
+)
 def test_what_was_changed_or_is_not_whole_is_no_backup(
     swarm: Swarm, storage: Storage, tmp_path: Path
 ) -> None:
@@ -142,6 +148,9 @@ def test_a_bucket_that_is_not_there_is_said(swarm: Swarm, storage: Storage) -> N
     refused(typed, 69, "s3://nowhere/copy cannot be used", "bucket")
 
 
+@pytest.mark.parametrize(
+    "storage", [pytest.param("file", marks=pytest.mark.nightly), "s3"], indirect=True
+)
 def test_copies_follow_each_other_and_the_newest_whole_one_comes_back(
     swarm: Swarm, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_node_beyond_its_hours_stays_a_member_and_trains_nothing(folder: Path)
         swarm.end()
 
 
+@pytest.mark.nightly
 def test_who_joins_is_told_what_the_run_is_takes_and_brings(folder: Path) -> None:
     swarm = Swarm(folder / "swarm", RUN)
     try:

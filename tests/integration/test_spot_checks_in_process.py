@@ -154,6 +154,7 @@ def test_a_commit_waits_for_a_piece_of_a_check_at_most_and_no_audit_goes_unanswe
     assert sum(len(member.spots) for member in members) > 12, "and members check each other"
 
 
+@pytest.mark.nightly
 def test_who_copies_the_mean_of_the_others_is_put_out(corpus: Corpus) -> None:
     copier = Copier()
     liar = replace(HONEST, seconds_per_inner_step=1.01, on_published=copier.copy)
@@ -161,6 +162,7 @@ def test_who_copies_the_mean_of_the_others_is_put_out(corpus: Corpus) -> None:
     expect_liar_put_out(run(corpus, [*map(copier.watch, range(LIAR_PLACE)), as_liar(liar)]))
 
 
+@pytest.mark.nightly
 def test_who_is_readmitted_and_trains_stays_and_a_restart_of_the_coordinator_loses_no_finding(
     corpus: Corpus, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     assert "the rack" in owner(swarm, "invite", "list")
 
 
+@pytest.mark.nightly
 def test_a_finished_run_is_extended_and_nodes_that_went_home_train_on_from_its_end(
     tmp_path: Path,
 ) -> None:

@@ -120,6 +120,7 @@ def test_each_sample_of_an_epoch_is_trained_once(folder: Path) -> None:
     assert replace(ledger, committed=()).leased == ()
 
 
+@pytest.mark.nightly
 def test_nodes_with_some_of_the_shards_and_with_none_train_together(
     folder: Path, tmp_path: Path
 ) -> None:

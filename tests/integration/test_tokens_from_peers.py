@@ -45,6 +45,7 @@ def ledger_of(swarm: Swarm) -> tuple[RunSpec, Ledger]:
         store.close()
 
 
+@pytest.mark.nightly
 def test_two_nodes_with_half_of_the_shards_each_train_a_whole_epoch_each_sample_once(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -44,7 +44,7 @@ def alone(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> tuple[Figu
         (MeshShape(tensor=2), PLAIN),
         (MeshShape(context=2), PLAIN),
         (MeshShape(pipeline=2), PLAIN),
-        (MeshShape(shard=2, pipeline=2), PLAIN),
+        pytest.param(MeshShape(shard=2, pipeline=2), PLAIN, marks=pytest.mark.nightly),
     ],
     ids=lambda value: str(value) if isinstance(value, MeshShape) else f"parts {value.micro_batch}",
 )
@@ -85,7 +85,7 @@ def apart_alone(
         (MeshShape(replicate=2), LocalTraining(micro_batch=3)),
         (MeshShape(shard=2, zero=3), LocalTraining(activation_checkpointing="full")),
         (MeshShape(tensor=2), PLAIN),
-        (MeshShape(shard=2, tensor=2), PLAIN),
+        pytest.param(MeshShape(shard=2, tensor=2), PLAIN, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

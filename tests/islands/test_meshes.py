@@ -57,23 +57,30 @@ TWO = [
 ]
 FOUR = [
     MeshShape(replicate=2, shard=2),
+    MeshShape(shard=2, tensor=2),
+    MeshShape(tensor=2, context=2),
+    MeshShape(shard=2, pipeline=2),
+    MeshShape(context=2, pipeline=2),
+]
+"""Each kind of split beside each other one at least once, with those of two ranks."""
+MORE_OF_FOUR = [
     MeshShape(replicate=2, shard=2, zero=1),
     MeshShape(shard=4),
-    MeshShape(shard=2, tensor=2),
     MeshShape(replicate=2, tensor=2),
     MeshShape(shard=2, context=2),
     MeshShape(shard=2, context=2, zero=1),
-    MeshShape(tensor=2, context=2),
     MeshShape(context=4),
-    MeshShape(shard=2, pipeline=2),
     MeshShape(shard=2, pipeline=2, zero=2, schedule="zbv"),
     MeshShape(tensor=2, pipeline=2),
-    MeshShape(context=2, pipeline=2),
     MeshShape(pipeline=4, num_microbatches=8),
 ]
 
 
-@pytest.mark.parametrize("shape", TWO + FOUR, ids=lambda s: f"{s}, {s.schedule}, zero {s.zero}")
+@pytest.mark.parametrize(
+    "shape",
+    [*TWO, *FOUR, *(pytest.param(shape, marks=pytest.mark.nightly) for shape in MORE_OF_FOUR)],
+    ids=lambda s: f"{s}, {s.schedule}, zero {s.zero}",
+)
 def test_a_mesh_trains_as_one_process_and_publishes_the_same_bytes(
     shape: MeshShape, alone: dict[bool, tuple[Figures, np.ndarray]], tmp_path: Path
 ) -> None:
@@ -128,7 +135,7 @@ def family_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]
         pytest.param("like Qwen", MeshShape(replicate=2), PLAIN, marks=pytest.mark.nightly),
         ("like Qwen", MeshShape(shard=2), PLAIN),
         ("like Qwen", MeshShape(tensor=2), RECOMPUTED),
-        ("like Qwen", MeshShape(shard=2, tensor=2), PLAIN),
+        pytest.param("like Qwen", MeshShape(shard=2, tensor=2), PLAIN, marks=pytest.mark.nightly),
         pytest.param(
             "like Qwen", MeshShape(tensor=2, pipeline=2), PLAIN, marks=pytest.mark.nightly
         ),
@@ -185,12 +192,10 @@ def words_of(local: LocalTraining) -> str:
             pytest.param(
                 shape,
                 LocalTraining(activation_checkpointing="full", micro_batch=1),
-                # Both kinds of four ranks that share most; the others are of the same two.
-                marks=[]
-                if shape in (MeshShape(shard=2, tensor=2), MeshShape(shard=2, context=2))
-                else NIGHTLY,
+                # Of four ranks that which shares most.
+                marks=[] if shape == MeshShape(shard=2, context=2) else NIGHTLY,
             )
-            for shape in FOUR
+            for shape in FOUR + MORE_OF_FOUR
             if shape.pipeline == 1
         ),
         *(
@@ -218,7 +223,7 @@ def test_what_a_machine_chooses_changes_nothing_on_meshes_that_allow_it(
         pytest.param(MeshShape(replicate=2), "inductor", marks=pytest.mark.nightly),
         pytest.param(MeshShape(replicate=2), "aot_eager", marks=pytest.mark.nightly),
         (MeshShape(shard=2), "aot_eager"),
-        (MeshShape(context=2), "aot_eager"),
+        pytest.param(MeshShape(context=2), "aot_eager", marks=pytest.mark.nightly),
         (MeshShape(pipeline=2, schedule="interleaved-1f1b"), "aot_eager"),
     ],
     ids=lambda value: f"{value}, {value.schedule}" if isinstance(value, MeshShape) else value,
@@ -253,7 +258,7 @@ def alone_with_muon(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         MeshShape(shard=2, zero=2),
         MeshShape(tensor=2),
         MeshShape(pipeline=2, schedule="zbv"),
-        MeshShape(shard=2, tensor=2),
+        pytest.param(MeshShape(shard=2, tensor=2), marks=pytest.mark.nightly),
         MeshShape(shard=2, has_offload=True),
     ],
     ids=lambda s: f"{s}, zero {s.zero}",

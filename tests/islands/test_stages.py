@@ -81,7 +81,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         ("tied", MeshShape(pipeline=2), PLAIN),
         ("tied", MeshShape(pipeline=2, schedule="interleaved-1f1b"), PLAIN),
         ("tied", MeshShape(tensor=2, pipeline=2), PLAIN),
-        ("tied", MeshShape(pipeline=2), LocalTraining(compile=True)),
+        pytest.param(
+            "tied", MeshShape(pipeline=2), LocalTraining(compile=True), marks=pytest.mark.nightly
+        ),
         ("counted", MeshShape(shard=2, pipeline=2), PLAIN),
         ("a head of its own", MeshShape(pipeline=2, schedule="zbv"), PLAIN),
         ("muon", MeshShape(pipeline=2), PLAIN),
@@ -142,7 +144,7 @@ def transformers_alone(
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        ("qwen3", MeshShape(tensor=2, pipeline=2)),  # tied
+        pytest.param("qwen3", MeshShape(tensor=2, pipeline=2), marks=pytest.mark.nightly),  # tied
         ("llama", MeshShape(pipeline=2, schedule="zbv")),
         ("mixtral", MeshShape(pipeline=2)),
     ],

@@ -50,13 +50,15 @@ RECOMPUTED = LocalTraining(activation_checkpointing="full", micro_batch=3)
         pytest.param("gpt2", MeshShape(shard=2, zero=1), PLAIN, marks=pytest.mark.nightly),
         pytest.param("gpt2", MeshShape(shard=2, zero=2), PLAIN, marks=pytest.mark.nightly),
         ("gpt2", MeshShape(shard=2), RECOMPUTED),
-        ("gpt2", MeshShape(shard=2), LocalTraining(compile=True)),
+        pytest.param(
+            "gpt2", MeshShape(shard=2), LocalTraining(compile=True), marks=pytest.mark.nightly
+        ),
         pytest.param("mixtral", MeshShape(replicate=2), PLAIN, marks=pytest.mark.nightly),
         ("mixtral", MeshShape(shard=2), PLAIN),
         pytest.param("gemma", MeshShape(shard=2), PLAIN, marks=pytest.mark.nightly),
         ("gemma", MeshShape(tensor=2), PLAIN),
-        pytest.param("qwen3", MeshShape(tensor=2), PLAIN, marks=pytest.mark.nightly),
-        ("qwen3", MeshShape(shard=2, tensor=2), PLAIN),
+        ("qwen3", MeshShape(tensor=2), PLAIN),
+        pytest.param("qwen3", MeshShape(shard=2, tensor=2), PLAIN, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -69,7 +69,9 @@ def taken_by_last(scene: Scene, plan: Plan, change: Vector, node_id: NodeId) -> 
     return taken
 
 
-@pytest.mark.parametrize("kept_rounds", [0, 16])  # who comes back takes a snapshot, or replays
+@pytest.mark.parametrize(
+    "kept_rounds", [pytest.param(0, marks=pytest.mark.nightly), 16]
+)  # who comes back takes a snapshot, or replays
 @examples(300)
 @given(rounds=st.lists(ROUND, min_size=1, max_size=6))
 @in_virtual_time

@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
@@ -256,6 +255,8 @@ class Engine:
         return WholeMatrices(parts, self._mesh.new_group("shard", "context", "tensor"))
 
     def _spread(self, whole: Optimizer) -> Optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # it costs every start 0.2 s
+
         # AdamW keeps a mark of its class among its defaults, which its constructor does not take.
         settings = {k: v for k, v in whole.defaults.items() if k != "decoupled_weight_decay"}
         if isinstance(whole, Muon):
