@@ -87,6 +87,8 @@ def _refusal_of_result(
         return f"{place} has been taken over meanwhile"
     if known.held is not None and known.held.header != header:
         return f"another result of {place} is held already"
+    if known.refused == header:
+        return f"this result of {place} does not decode"
     return misfit(header, known.part, state.rules.downlink)
 
 
@@ -95,9 +97,11 @@ def contradicted(state: RoundState | None, header: PayloadHeader) -> PayloadHead
     known = None if state is None else state.slices.get(header.slice_index)
     if known is None:
         return None
-    is_contribution = header.kind == CONTRIBUTION
-    here = known.contributions.get(header.sender_id) if is_contribution else known.held
-    return here.header if here is not None and header.contradicts(here.header) else None
+    held = known.contributions.get(header.sender_id) if header.kind == CONTRIBUTION else known.held
+    for here in (held.header if held is not None else None, known.refused):
+        if here is not None and header.contradicts(here):
+            return here
+    return None
 
 
 def misfit(header: PayloadHeader, part: Slice | SliceOutcome, codec: Codec) -> str:
