@@ -192,9 +192,7 @@ class Coordinator:
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
             )
-            enrolment = grpc.aio.server(
-                interceptors=[WholeMessages()], options=with_most(ENROLMENT_OPTIONS, most_joining)
-            )
+            enrolment = grpc.aio.server(options=with_most(ENROLMENT_OPTIONS, most_joining))
             enrolment_port = bind_enrolment(
                 enrolment,
                 config.host,

@@ -98,7 +98,8 @@ class WholeMessages(grpc.aio.ServerInterceptor):
 
     gRPC reads a call's message before anybody here hears of the call, up to 4 MiB of each, for as long as
     the caller likes. So each call is answered as one that streams its message: on the wire that is the same,
-    and nothing is read before it is asked for.
+    and nothing is read before it is asked for. Not for strangers, who share an address with who joins: of
+    their messages JOINING_BYTES come.
     """
 
     def __init__(self, *, whole_seconds: float = WHOLE_SECONDS) -> None:
