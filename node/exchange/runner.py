@@ -15,7 +15,7 @@ import structlog
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import Pushes
-from node.exchange.round.admission import contradicted, refusal
+from node.exchange.round.admission import contradicted, misfit_of_result, refusal
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -238,7 +238,12 @@ class RoundRunner:
     # What peers bring
 
     def look_at(self, header: PayloadHeader) -> None:
-        """Tells the coordinator, once, of a header that contradicts one that is here; both are signed."""
+        """Tells the coordinator, once, of a header that contradicts one that is here; both are signed.
+
+        Or of a result's that is not as its slice must have it: its body need not come for that.
+        """
+        if misfit_of_result(self.state, header) and not self._donors.forgery(header):
+            self.feed(ResultUndecodable(header=header))
         here = contradicted(self.state, header)
         if here is None or header.slot in self._lies_told:
             return

@@ -224,7 +224,11 @@ class MeanTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultUndecodable:
-    """A result came whole, and no codec takes it, or not with the norm that its signed header says."""
+    """A reducer's signed result is nothing that its slice can have.
+
+    No codec takes the bytes, which are whole, or not with the norm that their header says. Or that header is
+    of other elements or of another codec.
+    """
 
     header: PayloadHeader
 
