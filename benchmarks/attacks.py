@@ -301,6 +301,11 @@ def keeps_contributions(node: SimulatedNode) -> None:
     _sending(node, lambda _, payload: [] if payload.header.kind == CONTRIBUTION else [payload])
 
 
+def keeps_results(node: SimulatedNode) -> None:
+    """It reports the results of its slices, and sends them to nobody."""
+    _sending(node, lambda _, payload: [] if payload.header.kind == RESULT else [payload])
+
+
 def reduces_backwards(node: SimulatedNode) -> None:
     """Its results are the means of its slices turned round: as long as honest ones, so no bound cuts them."""
     honest = node.outer.result_of
@@ -348,6 +353,7 @@ ATTACKS: Mapping[str, Attack] = {
     "idle": Attack(says=reports_nothing),
     "slow": Attack(seconds_a_step=100 * SECONDS_A_STEP),
     "kept contributions": Attack(lies=keeps_contributions),
+    "kept results": Attack(lies=keeps_results),
     "NaN": Attack(lies=sends_nonsense),
     "two contributions": Attack(lies=signs_two_contributions),
     "two results": Attack(lies=signs_two_results),

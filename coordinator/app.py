@@ -60,6 +60,7 @@ from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
 from protocol.wire.server import (
     CONTROL_OPTIONS,
     ENROLMENT_OPTIONS,
+    WholeMessages,
     bind_control,
     bind_enrolment,
     with_most,
@@ -180,7 +181,9 @@ class Coordinator:
             )
             await rulings.announce_key(home.key_number, home.tail_pem)
             most_members, most_joining = most_connections(_files_for_connections(config, carriage))
-            control = grpc.aio.server(options=with_most(CONTROL_OPTIONS, most_members))
+            control = grpc.aio.server(
+                interceptors=[WholeMessages()], options=with_most(CONTROL_OPTIONS, most_members)
+            )
             control_port = bind_control(
                 control,
                 config.host,

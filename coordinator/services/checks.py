@@ -19,6 +19,7 @@ from protocol.wire.messages import (
     Finding,
     Reduced,
     Report,
+    ResultRefused,
     SpotChecked,
     Trained,
     Wrote,
@@ -217,6 +218,20 @@ def reduced(told: Reduced, *, node_id: NodeId, round: int) -> Reduced:
     if header.report_digest and header.report_digest != told.statement_digest:
         raise BadDataError(f"{what} is not the one that is signed with its result")
     return replace(told, norm=header.norm)
+
+
+def refused_result(told: ResultRefused) -> PayloadHeader:
+    """The header of a result that a member refuses, which must be of that slice, and signed."""
+    try:
+        header = PayloadHeader.decode(told.header)
+    except PayloadError as error:
+        raise BadDataError(f"{told.subject} has no header of a result: {error}") from error
+    place = (header.kind, header.run_digest, header.round, header.slice_index, header.digest)
+    if place != (RESULT, told.run_digest, told.round, told.slice_index, told.digest):
+        raise BadDataError(f"{told.subject} has the header of another payload")
+    if why := header.forgery():
+        raise BadDataError(f"{told.subject} is of no signed result: {why}")
+    return header
 
 
 def finding(told: Finding, *, node_id: NodeId, round: int, run_digest: Digest) -> None:

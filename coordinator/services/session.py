@@ -30,6 +30,7 @@ from coordinator.swarm.events import (
     HeartbeatSeen,
     HistoryTold,
     LeftOutProven,
+    RefusalSeen,
     Reported,
     ReportedTogether,
 )
@@ -55,6 +56,7 @@ from protocol.wire.messages import (
     LeftOutSeen,
     Message,
     Reduced,
+    ResultRefused,
     RoundCommitted,
     RulingsTold,
 )
@@ -273,13 +275,14 @@ class SessionDesk:
         told = [_reported(node_id, report, current, state.run_digest) for report in request.reports]
         proofs = [one.report for one in told if isinstance(one.report, EquivocationSeen)]
         left_out = [one.report for one in told if isinstance(one.report, LeftOutSeen)]
+        refused = [one.report for one in told if isinstance(one.report, ResultRefused)]
         for shown in left_out[:MOST_PROOFS]:  # before a report that may end the round
             await self._heed_left_out(shown, of=node_id, session=session)
         # A copy that is restored plans rounds anew, and nodes repeat what they told of the plan before.
         reports = tuple(
             one
             for one in told
-            if not isinstance(one.report, EquivocationSeen | LeftOutSeen)
+            if not isinstance(one.report, EquivocationSeen | LeftOutSeen | ResultRefused)
             and not (
                 isinstance(one.report, Reduced)
                 and current is not None
@@ -289,6 +292,8 @@ class SessionDesk:
         )
         if reports:
             await self._driver.apply(ReportedTogether(reports=reports), session=session)
+        for refusal in refused[:MOST_PROOFS]:
+            await self._heed_refusal(refusal, of=node_id, session=session)
         for proof in proofs[:MOST_PROOFS]:
             await self._heed(proof, of=node_id)
         self._telemetry.heard(node_id, now=self._driver.clock.now())
@@ -329,6 +334,24 @@ class SessionDesk:
         )
         proven = LeftOutProven(omission=omission, evidence=of_omission(shown.receipt, told))
         await self._driver.apply(proven, session=session)
+
+    async def _heed_refusal(self, told: ResultRefused, *, of: NodeId, session: Session) -> None:
+        """Takes in that a member cannot decode a result. Of one that nobody has signed nothing follows."""
+        try:
+            result = checks.refused_result(told)
+        except BadDataError as error:
+            _log.warning("an accusation proves nothing", by=of, why=error.what)
+            return
+        _log.warning(
+            "a result does not decode, says a member",
+            round=result.round,
+            slice=result.slice_index,
+            reducer=result.sender_id,
+            by=of,
+        )
+        await self._driver.apply(
+            RefusalSeen(node_id=of, refused=told, result=result), session=session
+        )
 
     def _members_among(self, node_ids: Iterable[str]) -> tuple[NodeId, ...]:
         """Those of the ids that are members'; others are not worth keeping."""

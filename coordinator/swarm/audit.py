@@ -23,14 +23,16 @@ from dataclasses import replace
 from blake3 import blake3
 
 from coordinator.swarm.conviction import (
+    MOST_CONTRADICTED,
     MOST_ROUNDS_OUT,
+    contradict,
     convict,
     go_back_before,
     next_round,
     strike,
 )
 from coordinator.swarm.events import Tell
-from coordinator.swarm.members import BARRED, MemberState, Work
+from coordinator.swarm.members import BARRED, MemberState
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
 from coordinator.swarm.turn import Turn, is_present, name_of
@@ -48,9 +50,6 @@ of AUDIT_ROUNDS both are done before nodes forget what they made their results o
 
 LEAST_SECONDS = 2.0
 """Each has so long at least."""
-
-MOST_CONTRADICTED = 2
-"""So often a member's findings are contradicted until its confirmed work counts no more."""
 
 
 def draw(turn: Turn, closed: Round, commit: Commit) -> None:
@@ -275,7 +274,7 @@ def _decide_contested(turn: Turn, audit: Audit) -> None:
     if is_sure or (agreeing and is_over and not is_outweighed):
         _agree(turn, audit, agreeing)
         for node_id in differing if is_sure else ():
-            _contradict(turn, node_id)
+            contradict(turn, node_id)
     elif not is_over:
         return
     elif _has_lost_its_inputs(turn, audit):
@@ -328,7 +327,7 @@ def _convict(turn: Turn, audit: Audit, by: Sequence[NodeId], agreeing: Sequence[
     name = name_of(state, reducer)
     _end(turn, audit, Verdict.CONVICTED, why=reason)
     for node_id in agreeing:
-        _contradict(turn, node_id)
+        contradict(turn, node_id)
     convict(turn, reducer, reason, _evidence(audit))
     go_back_before(turn, audit.round, f"{name} is convicted: {reason}", _evidence(audit))
 
@@ -392,18 +391,6 @@ def _was_silent(turn: Turn, node_id: NodeId) -> None:
     out = min(MOST_ROUNDS_OUT, 1 << (silent - 1))
     record = replace(member.audits, num_unanswered=silent, audits_from_round=planned + out)
     turn.put_member(replace(member, audits=record))
-
-
-def _contradict(turn: Turn, node_id: NodeId) -> None:
-    """A member's finding is not what more than half of the weight found: on repeat it loses its say."""
-    member = turn.state.members.get(node_id)
-    if member is None:
-        return
-    record = replace(member.audits, num_contradicted=member.audits.num_contradicted + 1)
-    member = replace(member, audits=record)
-    if record.num_contradicted >= MOST_CONTRADICTED:
-        member = replace(member, work=Work())
-    turn.put_member(member)
 
 
 def _end(turn: Turn, audit: Audit, verdict: Verdict, *, why: str = "") -> None:

@@ -9,13 +9,16 @@ from dataclasses import replace
 
 from coordinator.swarm.evaluation import sound_alarm
 from coordinator.swarm.events import LeftOutProven, QuarantineAsked
-from coordinator.swarm.members import BARRED, Member
+from coordinator.swarm.members import BARRED, Member, Work
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Alarm, Conviction, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, name_of
 from protocol.wire.rounds import Commit, NodeId
 
 MOST_ROUNDS_OUT = 64
+
+MOST_CONTRADICTED = 2
+"""So often a member's findings are contradicted until its confirmed work counts no more."""
 
 
 def convict(turn: Turn, node_id: NodeId, reason: str, evidence: tuple[str, ...]) -> None:
@@ -109,6 +112,18 @@ def strike(turn: Turn, node_id: NodeId) -> None:
     turn.put_member(replace(member, audits=record))
 
 
+def contradict(turn: Turn, node_id: NodeId) -> None:
+    """A member's finding is not what more than half of the weight found: on repeat it loses its say."""
+    member = turn.state.members.get(node_id)
+    if member is None:
+        return
+    record = replace(member.audits, num_contradicted=member.audits.num_contradicted + 1)
+    member = replace(member, audits=record)
+    if record.num_contradicted >= MOST_CONTRADICTED:
+        member = replace(member, work=Work())
+    turn.put_member(member)
+
+
 def rest_of_void(turn: Turn, closed: Round, commit: Commit) -> None:
     """Keeps those from slices for a while whose results reached too few, while results of others did.
 
@@ -127,17 +142,25 @@ def rest_of_void(turn: Turn, closed: Round, commit: Commit) -> None:
         member = turn.state.members.get(node_id)
         if member is None or not is_reported or not is_present(turn.state, node_id):
             continue
-        record, number = member.audits, closed.number
-        is_again = record.num_void > 0 and number - record.void_round <= 2 * MOST_ROUNDS_OUT
-        num_void = record.num_void + 1 if is_again else 1
-        back_at = next_round(turn.state) + min(MOST_ROUNDS_OUT, 1 << (num_void - 1))
-        record = replace(
-            record,
-            num_void=num_void,
-            void_round=number,
-            back_at_round=max(record.back_at_round, back_at),
-        )
-        turn.put_member(replace(member, audits=record))
+        rest(turn, node_id, closed.number)
+
+
+def rest(turn: Turn, node_id: NodeId, number: int) -> None:
+    """Keeps a member from slices for 1, 2, 4, … rounds, whose result of a round did not reach the others."""
+    member = turn.state.members.get(node_id)
+    if member is None or (member.audits.num_void and member.audits.void_round == number):
+        return
+    record = member.audits
+    is_again = record.num_void > 0 and number - record.void_round <= 2 * MOST_ROUNDS_OUT
+    num_void = record.num_void + 1 if is_again else 1
+    back_at = next_round(turn.state) + min(MOST_ROUNDS_OUT, 1 << (num_void - 1))
+    record = replace(
+        record,
+        num_void=num_void,
+        void_round=number,
+        back_at_round=max(record.back_at_round, back_at),
+    )
+    turn.put_member(replace(member, audits=record))
 
 
 def may_reduce(member: Member, number: int) -> bool:

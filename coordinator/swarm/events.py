@@ -13,7 +13,8 @@ from coordinator.swarm.shares import UNKNOWN, Rates
 from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
-from protocol.wire.messages import Message, Report
+from protocol.wire.messages import Message, Report, ResultRefused
+from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import (
     Commit,
     CorpusSummary,
@@ -113,6 +114,15 @@ class LeftOutProven:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RefusalSeen:
+    """A participant has signed that a result does not decode; the edge has checked both signatures."""
+
+    node_id: NodeId
+    refused: ResultRefused  # with the result's header
+    result: PayloadHeader  # the same header, read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedTogether:
     """Several reports of one node, taken in together before anything is decided by them."""
 
@@ -208,6 +218,7 @@ Event = (
     | Reported
     | ReportedTogether
     | LeftOutProven
+    | RefusalSeen
     | BaseLearned
     | CommitLearned
     | HistoryTold

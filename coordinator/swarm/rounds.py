@@ -8,7 +8,7 @@ from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.audit import audits_in_words, draw, pending_audits
 from coordinator.swarm.books import book
 from coordinator.swarm.bounds import bounded, norms_after
-from coordinator.swarm.conviction import rest_of_void
+from coordinator.swarm.conviction import contradict, rest_of_void
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.events import Tell
 from coordinator.swarm.kept_errors import errors_after, forget_errors, refuse_untraced
@@ -173,7 +173,8 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
         _put_slice(turn, replace(current, held=held), progress)
         if is_news:
             refuse_untraced(turn, report.slice_index)
-            _offer_to_deceived(turn, report.slice_index, current.held)
+            refusing = (refusal.node_id for refusal in progress.refusals)
+            offer_to_deceived(turn, report.slice_index, {*current.held, *refusing})
 
 
 def _for_auditors(
@@ -204,10 +205,10 @@ def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) 
         if current.phase is not RoundPhase.APPLYING:
             before = current.held.get(node_id, {})
             for index in (index for index, digest in news.items() if before.get(index) != digest):
-                _offer_to_deceived(turn, index, (node_id,))
+                offer_to_deceived(turn, index, (node_id,))
 
 
-def _offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> None:
+def offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> None:
     """Who was given another result than the reducer has reported fetches the reported one.
 
     It has both signatures then, and shows them.
@@ -215,7 +216,8 @@ def _offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> No
     current = turn.state.open_round
     assert current is not None
     digest = current.slices[index].digest
-    others = {n: current.held.get(n, {}).get(index) for n in node_ids}
+    refused = {r.node_id: r.refused.digest for r in current.slices[index].refusals}
+    others = {n: current.held.get(n, {}).get(index) or refused.get(n) for n in node_ids}
     deceived = tuple(sorted(n for n, told in others.items() if told not in (None, digest)))
     if digest is None or not deceived:
         return
@@ -236,6 +238,16 @@ def holders_of(state: SwarmState, current: Round, progress: SliceProgress) -> tu
     """The present participants that hold the result which the slice's reducer reported."""
     participants = present_participants(state, current)
     return tuple(n for n in participants if is_held_by(n, current, progress))
+
+
+def refusers_of(current: Round, progress: SliceProgress) -> list[NodeId]:
+    """Who has signed that the result which the reducer reported does not decode, and does not hold it."""
+    return [
+        refusal.node_id
+        for refusal in progress.refusals
+        if refusal.refused.digest == progress.digest
+        and not is_held_by(refusal.node_id, current, progress)
+    ]
 
 
 def deciders(state: SwarmState, current: Round, *, is_late: bool) -> tuple[NodeId, ...]:
@@ -313,7 +325,9 @@ def void_reason(
     if progress.refused:
         return progress.refused
     if not is_held_by_enough(state, current, progress, is_late=is_late):
-        return f"held by {held_in_words(state, current, progress)}"
+        refusers = refusers_of(current, progress)
+        more = f", and {len(refusers)} say that it does not decode" if refusers else ""
+        return f"held by {held_in_words(state, current, progress)}{more}"
     return ""
 
 
@@ -327,9 +341,17 @@ def is_undecided(state: SwarmState, current: Round, progress: SliceProgress) -> 
         return False
     if progress.digest is None:
         return is_present(state, progress.slice.reducer_id)
-    if progress.refused:
+    if progress.refused or _have_all_told(state, current, progress):
         return False
     return not is_held_by_enough(state, current, progress, is_late=False)
+
+
+def _have_all_told(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether all who decide hold the result or have refused it: then nobody is waited for."""
+    if not progress.refusals:
+        return False
+    told = {*refusers_of(current, progress), *holders_of(state, current, progress)}
+    return told.issuperset(deciders(state, current, is_late=False))
 
 
 def _first_undecided(state: SwarmState, current: Round) -> int | None:
@@ -401,6 +423,9 @@ def close_round(turn: Turn) -> None:
     )
     note_parts(turn, current, commit)
     turn.act(Tell(message=RoundCommitted(commit=commit)))
+    for progress, outcome in zip(current.slices, commit.slices, strict=True):
+        for node_id in refusers_of(current, progress) if outcome.digest is not None else ():
+            contradict(turn, node_id)  # more than half of the weight holds what it refuses
     rest_of_void(turn, current, commit)
     draw(turn, current, commit)
     spot_checks.draw(turn, current, commit)

@@ -21,8 +21,8 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from coordinator.swarm.audit import MOST_CONTRADICTED, STAGE_ROUNDS
-from coordinator.swarm.conviction import convict
+from coordinator.swarm.audit import STAGE_ROUNDS
+from coordinator.swarm.conviction import MOST_CONTRADICTED, convict
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import Member, MemberState, SpotFinding, Work
 from coordinator.swarm.state import Round, Say, SpotCheck, SwarmState

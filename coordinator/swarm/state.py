@@ -12,7 +12,7 @@ from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import Member, Members
 from protocol.trust.rulings import Ruling
-from protocol.wire.messages import Audited, Reduced, Trained
+from protocol.wire.messages import Audited, Reduced, ResultRefused, Trained
 from protocol.wire.rounds import (
     Assignment,
     Commit,
@@ -109,6 +109,14 @@ class KeptError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A participant has signed that a result does not decode."""
+
+    node_id: NodeId
+    refused: ResultRefused  # as it has signed it, with the result's header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SliceProgress:
     """One slice on its way to a commit."""
 
@@ -125,6 +133,7 @@ class SliceProgress:
     is_offered: bool = False  # the others were told to fetch the result of a gone reducer
     reduced: Reduced | None = None  # the report as it was made, where it may be audited
     refused: str = ""  # why the result counts for nothing, or empty
+    refusals: tuple[Refusal, ...] = ()  # of its reducer's results, in the order of node ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +170,7 @@ class Round:
     )  # reports, before the digest is settled
     say: Say | None = None  # of its participants when it was opened; None: it was learned
     on_trial: tuple[NodeId, ...] = ()  # participants that nobody waits for
+    unstuck_at: float | None = None  # a few slices without holders were given to others
     hurried_at: float | None = None  # those that are late were told to hand in what they have
     is_excused: bool = False  # the others were told not to wait for them
     usual_speeds: Mapping[str, float] = field(

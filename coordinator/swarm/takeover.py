@@ -1,8 +1,16 @@
-"""What becomes of a slice whose reducer is gone. Pure.
+"""What becomes of a slice whose reducer is gone, or has made a result that does not decode. Pure.
 
 A result that was made is passed on by who holds it. Otherwise a backup reduces the slice, while the
 others still hold their contributions. A reducer that has not reported a while after it should have
 reduced counts as gone as well: it may be dead and its lease not over yet, or stalled, or cut off.
+
+A result does not decode when members with as much weight as a commit needs have signed that. Each of them
+has the bytes, which their reducer has signed. So that one is convicted, and its slice has a backup at once.
+Fewer change nothing, but that no slice is waited for of which everybody has said what it found.
+
+A few results that are not made, or reach too few, while the others' do, are not waited for to a deadline of
+hours: who keeps them cannot be told from a slow link. Their slices are others' for this round, and who has
+made such a result rests. Reducers give up contributions sooner than that (node.exchange.round.awaiting).
 """
 
 from collections import Counter
@@ -10,26 +18,140 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-from coordinator.swarm.events import Tell
+from coordinator.swarm.conviction import convict, rest
+from coordinator.swarm.events import RefusalSeen, Tell
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.reach import best_reducers, cut_off_from
-from coordinator.swarm.rounds import holders_of
+from coordinator.swarm.rounds import (
+    deciders,
+    holders_of,
+    is_held_by_enough,
+    offer_to_deceived,
+    refusers_of,
+)
 from coordinator.swarm.standing import late_helper
-from coordinator.swarm.state import Round, RoundPhase, SliceProgress, SwarmState
+from coordinator.swarm.state import Refusal, Round, RoundPhase, SliceProgress, SwarmState
 from coordinator.swarm.turn import (
     Same,
     Turn,
     as_set,
     is_present,
+    name_of,
     others_in,
+    participants_of,
     present_participants,
 )
-from coordinator.swarm.weighing import say_in
+from coordinator.swarm.weighing import is_enough, say_in
+from protocol.trust.evidence import of_refusals
 from protocol.wire.messages import ResultOffered, SliceTakenOver
 from protocol.wire.rounds import NodeId
 
+STUCK_TIMES, STUCK_LEAST_SECONDS, STUCK_AGAIN = 5.0, 30.0, 1.5
+"""A round waits so many times as long as it took until the latest result was made, or so much longer than
+that; then less than half of the slices, which too few hold, are given to others. Then so many times again."""
+
 LEAST_SECONDS = 1.0
 """With less time before the commit deadline no backup could collect, reduce and hand out."""
+
+
+def refusal_seen(turn: Turn, event: RefusalSeen) -> None:
+    """Remembers who has signed that the result of a slice's reducer does not decode: of each the latest.
+
+    It may come before the reducer's own report, and of another result than that: then it was lied to.
+    """
+    told, current = event.refused, turn.state.open_round
+    if current is None or current.number != told.round or current.phase is RoundPhase.APPLYING:
+        return
+    member_id, index = event.node_id, told.slice_index
+    is_here = member_id in participants_of(current) and is_present(turn.state, member_id)
+    if not is_here or not 0 <= index < len(current.slices):
+        return
+    progress = current.slices[index]
+    if event.result.sender_id != progress.slice.reducer_id or member_id == event.result.sender_id:
+        return
+    before = {refusal.node_id: refusal for refusal in progress.refusals}
+    known = before.get(member_id)
+    if known is not None and known.refused.digest in (progress.digest, told.digest):
+        return
+    before[member_id] = Refusal(node_id=member_id, refused=told)
+    after = tuple(before[node_id] for node_id in sorted(before))
+    _put(turn, current, replace(progress, refusals=after))
+    offer_to_deceived(turn, index, (member_id,))
+
+
+def _convict_of_nonsense(turn: Turn) -> None:
+    """Has reducers convicted whose results do not decode, and their slices made by others."""
+    current = turn.state.open_round
+    assert current is not None
+    for progress in current.slices:
+        if progress.refused or not progress.refusals:
+            continue
+        current = turn.state.open_round
+        assert current is not None
+        among = deciders(turn.state, current, is_late=False)
+        say = say_in(turn.state, current, among)
+        by = [n for n in refusers_of(current, progress) if n in as_set(Same(among))]
+        if not by or not is_enough(say, by, among):
+            continue
+        by.sort(key=lambda n: (-say.weights.get(n, 0), n))
+        signed = {refusal.node_id: refusal.refused for refusal in progress.refusals}
+        reducer = progress.slice.reducer_id
+        reason = (
+            f"it signed a result of slice {progress.slice.index} of round {current.number} that does not "
+            f"decode, as {', '.join(sorted(name_of(turn.state, n) for n in by))} have found"
+        )
+        evidence = of_refusals(signed[by[0]].header, [signed[n] for n in by])
+        convict(turn, reducer, reason, evidence)
+        refused = replace(
+            progress, refused=f"{name_of(turn.state, reducer)} is convicted: {reason}"
+        )
+        _put(turn, current, refused)
+        current = turn.state.open_round
+        assert current is not None
+        _hand_over(turn, current, refused)
+
+
+def _give_up_a_few(turn: Turn) -> None:
+    """Has others make, or fetch, the slices that alone keep a round from its end."""
+    current = turn.state.open_round
+    assert current is not None
+    at = _stuck_at(current)
+    if at is None or turn.now < at:
+        return
+    turn.put_round(replace(current, unstuck_at=turn.now))
+    stuck = [
+        progress.slice.index
+        for progress in current.slices
+        if not progress.refused
+        and not progress.is_empty
+        and not is_held_by_enough(turn.state, current, progress, is_late=False)
+    ]
+    if 2 * len(stuck) >= len(current.slices):
+        return  # it is the network
+    for index in stuck:
+        current = turn.state.open_round
+        assert current is not None
+        progress = current.slices[index]
+        reducer = progress.slice.reducer_id
+        if progress.digest is not None and is_present(turn.state, reducer):
+            rest(turn, reducer, current.number)  # one that has made none may wait for a slow link
+        others = [n for n in holders_of(turn.state, current, progress) if n != reducer]
+        if others and not progress.is_offered:
+            _offer(turn, current, progress, tuple(others))
+        else:
+            _hand_over(turn, current, progress)
+
+
+def _stuck_at(current: Round) -> float | None:
+    """When a few slices are given up; None where nothing is made yet, or no backup could be in time."""
+    since, again = current.opened_at, current.unstuck_at
+    if current.reduced_at is None:
+        return None
+    took = current.reduced_at - since
+    at = since + max(STUCK_TIMES * took, took + STUCK_LEAST_SECONDS)
+    if again is not None:
+        at = since + STUCK_AGAIN * (again - since)
+    return at if current.commit_deadline - at >= LEAST_SECONDS else None
 
 
 def take_over(turn: Turn) -> None:
@@ -37,6 +159,10 @@ def take_over(turn: Turn) -> None:
     current = turn.state.open_round
     if current is None or current.phase is RoundPhase.APPLYING:
         return
+    _convict_of_nonsense(turn)
+    _give_up_a_few(turn)
+    current = turn.state.open_round
+    assert current is not None
     staying = _staying(turn.state, current, at_most=2)
     for progress in current.slices:
         current = turn.state.open_round
@@ -81,8 +207,8 @@ def next_overdue(state: SwarmState) -> float | None:
     if current is None or current.phase is RoundPhase.APPLYING:
         return None
     staying = _staying(state, current, at_most=2)
-    times = (_overdue_at(current, progress, staying) for progress in current.slices)
-    return min((time for time in times if time is not None), default=None)
+    times = [_overdue_at(current, progress, staying) for progress in current.slices]
+    return min((time for time in (*times, _stuck_at(current)) if time is not None), default=None)
 
 
 def _overdue_at(current: Round, progress: SliceProgress, staying: Sequence[Member]) -> float | None:
@@ -146,6 +272,7 @@ def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
         is_offered=False,
         reduced=None,
         refused="",
+        refusals=(),
     )
     index = progress.slice.index
     held = {
@@ -183,6 +310,7 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
     others = (p for p in current.slices if p.slice.index != progress.slice.index)
     load = Counter(other.slice.reducer_id for other in others)
     on_trial = as_set(Same(current.on_trial))
+    convicted = {conviction.node_id for conviction in state.convicted}
 
     def preference(member: Member) -> tuple[bool, bool, bool, bool, bool, int, NodeId]:
         return (
@@ -195,7 +323,8 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
             member.node_id,
         )
 
-    best = min(_staying(state, current), key=preference, default=None)
+    staying = (m for m in _staying(state, current) if m.node_id not in convicted)
+    best = min(staying, key=preference, default=None)
     return None if best is None else best.node_id
 
 

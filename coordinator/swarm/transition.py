@@ -26,6 +26,7 @@ from coordinator.swarm.events import (
     HeartbeatSeen,
     HistoryTold,
     LeftOutProven,
+    RefusalSeen,
     Reported,
     ReportedTogether,
     Ruled,
@@ -69,7 +70,7 @@ from coordinator.swarm.standing import excuse, excuses_at
 from coordinator.swarm.start import end_waiting, start, wait_longer
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.steering import learn_rulings, rule
-from coordinator.swarm.takeover import next_overdue, take_over
+from coordinator.swarm.takeover import next_overdue, refusal_seen, take_over
 from coordinator.swarm.turn import Turn, members_of
 from coordinator.swarm.withdrawal import watch_going_back, withdraws_at
 from protocol.wire.messages import (
@@ -207,6 +208,8 @@ def _take_in(turn: Turn, event: Event) -> None:
                 _take_in_row(turn, tuple(in_a_row))
         case LeftOutProven():
             left_out(turn, event)
+        case RefusalSeen():
+            refusal_seen(turn, event)
         case BaseLearned():
             learn_base(turn, event)
         case CommitLearned():

@@ -15,7 +15,7 @@ import structlog
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import Pushes
-from node.exchange.round.admission import contradicted, refusal
+from node.exchange.round.admission import contradicted, misfit_of_result, refusal
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -36,6 +36,7 @@ from node.exchange.round.state import (
     ReceiptCame,
     Reduce,
     ResultFetched,
+    ResultUndecodable,
     RoundNews,
     Rules,
     Send,
@@ -54,7 +55,7 @@ from node.exchange.state.sources import StateHere
 from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult
 from protocol.errors import BadDataError
 from protocol.trust.receipts import Receipt
-from protocol.wire.messages import EquivocationSeen, Report, SliceTakenOver
+from protocol.wire.messages import EquivocationSeen, Finding, Report, SliceTakenOver
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
 from protocol.wire.rounds import Commit, NodeId, Plan
 
@@ -130,6 +131,8 @@ class RoundRunner:
             case Drop(index=index):
                 self._held.drop(self.state.plan.round, index)
             case Tell(report=report):
+                if isinstance(report, Finding):
+                    report = self._outer.signed_finding(report, self.state.plan.round)
                 self._report(report)
             case Fetch():
                 self._start(self._fetch(action))
@@ -235,7 +238,12 @@ class RoundRunner:
     # What peers bring
 
     def look_at(self, header: PayloadHeader) -> None:
-        """Tells the coordinator, once, of a header that contradicts one that is here; both are signed."""
+        """Tells the coordinator, once, of a header that contradicts one that is here; both are signed.
+
+        Or of a result's that is not as its slice must have it: its body need not come for that.
+        """
+        if misfit_of_result(self.state, header) and not self._donors.forgery(header):
+            self.feed(ResultUndecodable(header=header))
         here = contradicted(self.state, header)
         if here is None or header.slot in self._lies_told:
             return
@@ -300,6 +308,7 @@ class RoundRunner:
             except CodecError as error:
                 round = self.state.plan.round
                 log.warning("result refused", round=round, sender=sender, why=str(error))
+                self.feed(ResultUndecodable(header=payload.header))
                 raise TransferRefusedError(f"the result does not decode: {error}") from error
         came = PayloadCame(sender=sender, payload=payload, admitted_in=attempt)
         if why := self.feed(came):
@@ -354,6 +363,10 @@ class RoundRunner:
             self.feed(FetchEnded(is_committed=fetch.is_committed))
 
     async def _take_fetched(self, payload: Payload) -> None:
-        await self._heavy(partial(self._outer.check_result, payload))
         self.look_at(payload.header)
+        try:
+            await self._heavy(partial(self._outer.check_result, payload))
+        except CodecError:
+            self.feed(ResultUndecodable(header=payload.header))
+            raise
         self.feed(ResultFetched(payload=payload))

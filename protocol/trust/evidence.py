@@ -10,7 +10,7 @@ things. The proof needs no word of who brings it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from google.protobuf.message import Message as WireMessage
@@ -22,15 +22,18 @@ from protocol.v1 import session_pb2 as pb
 from protocol.wire.messages import (
     Audited,
     Reduced,
+    ResultRefused,
     SpotChecked,
     audited_from_wire,
     audited_to_wire,
     reduced_from_wire,
     reduced_to_wire,
+    result_refused_from_wire,
+    result_refused_to_wire,
     spot_checked_from_wire,
     spot_checked_to_wire,
 )
-from protocol.wire.payload import PayloadError, PayloadHeader
+from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 
 Evidence = tuple[str, ...]
@@ -40,7 +43,10 @@ MOST_CHARACTERS = 1 << 16
 """Of one ruling's evidence, which all members keep; what is longer is left out of it."""
 
 _HEADER, _RECEIPT, _REPORT, _FINDING = "header", "receipt", "report", "finding"
-_SPOT, _NONSENSE = "spot", "undecodable"
+_SPOT, _NONSENSE, _REFUSED = "spot", "undecodable", "refused"
+
+MOST_REFUSALS = 64
+"""In evidence of a result that does not decode: with more it would be too long to be kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,13 @@ def of_spot_checks(findings: Iterable[SpotChecked]) -> Evidence:
     return _kept([(_SPOT, _spot_checked_to_bytes(finding)) for finding in findings])
 
 
+def of_refusals(header: bytes, refusals: Iterable[ResultRefused]) -> Evidence:
+    """The signed header of a result, and who has signed that it does not decode."""
+    signed = [each for each in refusals if each.signature][:MOST_REFUSALS]
+    pieces = [(_REFUSED, _refused_to_bytes(each)) for each in signed]
+    return _kept([(_HEADER, header), *pieces]) if pieces else ()
+
+
 def proven_by(ruling: Ruling, *, run_digest: Digest) -> str:
     """What a ruling's evidence proves, in words; empty for one without.
 
@@ -140,6 +153,8 @@ def _proven(evidence: Evidence, run_digest: Digest) -> tuple[NodeId, str]:
         return _proven_by_findings(contents[0], contents[1:], run_digest)
     if len(kinds) > 2 and kinds == (_NONSENSE, _REPORT, *[_FINDING] * (len(kinds) - 2)):
         return _proven_nonsense(contents[0], contents[1], contents[2:], run_digest)
+    if len(kinds) > 1 and kinds == (_HEADER, *[_REFUSED] * (len(kinds) - 1)):
+        return _proven_by_refusals(contents[0], contents[1:], run_digest)
     if set(kinds) == {_SPOT}:
         return _proven_by_spot_checks(contents, run_digest)
     raise BadDataError(f"evidence of {', '.join(kinds)} is of no kind that this version knows")
@@ -164,20 +179,44 @@ def _proven_nonsense(
     return contributor_id, f"its reducer's signed report, and signed findings of {who}"
 
 
-def _proven_by_findings(
-    header: bytes, findings: Sequence[bytes], run_digest: Digest
+def _proven_by_refusals(
+    header: bytes, refusals: Sequence[bytes], run_digest: Digest
 ) -> tuple[NodeId, str]:
+    result = _signed_result(header, run_digest)
+    members = set()
+    for refusal in map(_refused_from_bytes, refusals):
+        if (refusal.run_digest, refusal.digest) != (run_digest, result.digest):
+            raise BadDataError("the evidence has a refusal of another result")
+        if why := refusal.forgery(refusal.signer_id):
+            raise BadDataError(f"the evidence is no proof: {why}")
+        members.add(refusal.signer_id)
+    if result.sender_id in members:
+        raise BadDataError("the evidence has a finding of the member that it is about")
+    who = "one member" if len(members) == 1 else f"{len(members)} members"
+    return result.sender_id, f"its signed result, which {who} signed that it does not decode"
+
+
+def _signed_result(header: bytes, run_digest: Digest) -> PayloadHeader:
     try:
         result = PayloadHeader.decode(header)
     except PayloadError as error:
         raise BadDataError(f"the evidence has no header of a result: {error}") from error
+    if result.kind != RESULT or result.run_digest != run_digest:
+        raise BadDataError("the evidence is of another run, or of something else than a result")
     if why := result.forgery():
         raise BadDataError(f"the evidence is no proof: {why}")
+    return result
+
+
+def _proven_by_findings(
+    header: bytes, findings: Sequence[bytes], run_digest: Digest
+) -> tuple[NodeId, str]:
+    result = _signed_result(header, run_digest)
     place = run_digest, result.round, result.slice_index, result.digest
     auditors = set()
     for finding in map(_audited_from_bytes, findings):
         told = finding.run_digest, finding.round, finding.slice_index, finding.digest
-        if (result.run_digest, *place[1:]) != place or told != place:
+        if told != place:
             raise BadDataError("the evidence has a finding on another result")
         auditor_id = finding.signer_id
         if why := finding.forgery(auditor_id):
@@ -231,6 +270,16 @@ def _audited_to_bytes(report: Audited) -> bytes:
 
 def _audited_from_bytes(kept: bytes) -> Audited:
     return audited_from_wire(_parsed(pb.AuditedReport, kept, of="an auditor's finding"))
+
+
+def _refused_to_bytes(report: ResultRefused) -> bytes:
+    wire = pb.ResultRefusedReport()
+    result_refused_to_wire(replace(report, header=b""), wire)
+    return wire.SerializeToString(deterministic=True)
+
+
+def _refused_from_bytes(kept: bytes) -> ResultRefused:
+    return result_refused_from_wire(_parsed(pb.ResultRefusedReport, kept, of="a refusal"))
 
 
 def _spot_checked_to_bytes(report: SpotChecked) -> bytes:

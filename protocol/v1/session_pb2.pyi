@@ -1747,6 +1747,52 @@ class LeftOutReport(_message.Message):
 Global___LeftOutReport: _TypeAlias = LeftOutReport  # noqa: Y015
 
 @_typing.final
+class ResultRefusedReport(_message.Message):
+    """A slice's result does not decode as its signed header has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLICE_INDEX_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    HEADER_FIELD_NUMBER: _builtins.int
+    RUN_DIGEST_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    MEMBER_KEY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    slice_index: _builtins.int
+    """The slice."""
+    digest: _builtins.bytes
+    """Digest of the result payload, 32 bytes."""
+    header: _builtins.bytes
+    """The result's signed header, exactly as it is digested (protocol.wire.payload); not signed again here."""
+    run_digest: _builtins.bytes
+    """Digest of the run file, 32 bytes."""
+    round: _builtins.int
+    """The round."""
+    member_key: _builtins.bytes
+    """Ed25519 public key of who refuses it, 32 bytes; its digest is that node's id."""
+    signature: _builtins.bytes
+    """The key's signature over protocol.wire.messages.ResultRefused.statement, 64 bytes."""
+    def __init__(
+        self,
+        *,
+        slice_index: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        header: _builtins.bytes = ...,
+        run_digest: _builtins.bytes = ...,
+        round: _builtins.int = ...,
+        member_key: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "header", b"header", "member_key", b"member_key", "round", b"round", "run_digest", b"run_digest", "signature", b"signature", "slice_index", b"slice_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResultRefusedReport: _TypeAlias = ResultRefusedReport  # noqa: Y015
+
+@_typing.final
 class ReportRequest(_message.Message):
     """Reports steps of rounds, in their order."""
 
@@ -1792,6 +1838,7 @@ class Report(_message.Message):
     AUDITED_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     SPOT_CHECKED_FIELD_NUMBER: _builtins.int
+    RESULT_REFUSED_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     @_builtins.property
@@ -1838,6 +1885,10 @@ class Report(_message.Message):
     def spot_checked(self) -> Global___SpotCheckedReport:
         """What a member has learned of its lease was measured."""
 
+    @_builtins.property
+    def result_refused(self) -> Global___ResultRefusedReport:
+        """A result does not decode."""
+
     def __init__(
         self,
         *,
@@ -1853,12 +1904,13 @@ class Report(_message.Message):
         audited: Global___AuditedReport | None = ...,
         left_out: Global___LeftOutReport | None = ...,
         spot_checked: Global___SpotCheckedReport | None = ...,
+        result_refused: Global___ResultRefusedReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "result_refused", b"result_refused", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "round", b"round", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "result_refused", b"result_refused", "round", b"round", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited", "left_out", "spot_checked"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited", "left_out", "spot_checked", "result_refused"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 

@@ -29,6 +29,7 @@ from protocol.wire.messages import (
     RefetchAsked,
     Report,
     ResultOffered,
+    ResultRefused,
     RosterChanged,
     RosterTold,
     RoundCommitted,
@@ -44,6 +45,8 @@ from protocol.wire.messages import (
     audited_to_wire,
     reduced_from_wire,
     reduced_to_wire,
+    result_refused_from_wire,
+    result_refused_to_wire,
     spot_checked_from_wire,
     spot_checked_to_wire,
 )
@@ -249,6 +252,8 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
             audited_to_wire(report, wire.audited)
         case LeftOutSeen(receipt=receipt):
             wire.left_out.receipt = receipt
+        case ResultRefused():
+            result_refused_to_wire(report, wire.result_refused)
     return wire
 
 
@@ -297,6 +302,8 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
             return audited_from_wire(wire.audited)
         case "left_out":
             return LeftOutSeen(receipt=wire.left_out.receipt)
+        case "result_refused":
+            return result_refused_from_wire(wire.result_refused)
         case _:
             raise BadDataError(
                 "the report is of no kind that this coordinator knows",

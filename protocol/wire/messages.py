@@ -412,6 +412,30 @@ class LeftOutSeen:
     receipt: bytes  # as protocol.trust.receipts reads it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultRefused(Finding):
+    """A result does not decode as its `header`, which its reducer has signed, says that it does.
+
+    Whoever gets the same bytes finds the same. The header is not signed again, and no part of evidence.
+    """
+
+    slice_index: int
+    digest: Digest  # of the header: what a commit would name
+    header: bytes = b""
+
+    @property
+    def statement(self) -> bytes:
+        """See Finding."""
+        wire = pb.ResultRefusedReport()
+        result_refused_to_wire(replace(self, header=b"", signature=b""), wire)
+        return b"atoll refused result 1\n" + wire.SerializeToString(deterministic=True)
+
+    @property
+    def subject(self) -> str:
+        """See Finding."""
+        return f"the refusal of the result of slice {self.slice_index} of round {self.round}"
+
+
 Report = (
     Trained
     | Reduced
@@ -424,6 +448,7 @@ Report = (
     | Audited
     | LeftOutSeen
     | SpotChecked
+    | ResultRefused
 )
 """What a node tells the coordinator about its part in a round."""
 
@@ -476,6 +501,30 @@ def spot_checked_from_wire(wire: pb.SpotCheckedReport) -> SpotChecked:
         run_digest=wire.run_digest,
         round=wire.round,
         signer_key=wire.checker_key,
+        signature=wire.signature,
+    )
+
+
+def result_refused_to_wire(report: ResultRefused, wire: pb.ResultRefusedReport) -> None:
+    """Writes what is refused; its signature is over these bytes without the header."""
+    wire.slice_index = report.slice_index
+    wire.digest = report.digest
+    wire.header = report.header
+    wire.run_digest = report.run_digest
+    wire.round = report.round
+    wire.member_key = report.signer_key
+    wire.signature = report.signature
+
+
+def result_refused_from_wire(wire: pb.ResultRefusedReport) -> ResultRefused:
+    """What is refused; raises BadDataError for what cannot be read."""
+    return ResultRefused(
+        slice_index=wire.slice_index,
+        digest=convert.digest_from_wire(wire.digest, of="a result"),
+        header=wire.header,
+        run_digest=wire.run_digest,
+        round=wire.round,
+        signer_key=wire.member_key,
         signature=wire.signature,
     )
 

@@ -4,19 +4,24 @@ Control and enrolment are two servers on two ports: a gRPC port either demands c
 or never asks for them, and a machine that enrols has none yet.
 """
 
+import asyncio
 import contextlib
 import errno
 import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from functools import lru_cache
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from protocol.errors import NotPermittedError, SystemRefusedError
+from protocol.errors import AtollError, NotPermittedError, SystemRefusedError
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Principal, principal_of
 from protocol.wire.channel import MAX_MESSAGE_BYTES
+from protocol.wire.status_codes import CROWDED
 
 Options = tuple[tuple[str, int], ...]
 
@@ -29,18 +34,36 @@ JOINING_SECONDS = 60.0
 
 GRACE_SECONDS = 15.0
 
+JOINING_BYTES = 1 << 16
+"""Of a message to the port for joining: keys, a request for a certificate, a name."""
+
+MOST_READ, MOST_BEGUN = 8, 64
+"""Messages of one key that are read at once, and that it may have begun: the others wait unread."""
+
+WHOLE_SECONDS = 60.0
+"""From when a call begins its message must be here in so long. At 1 Mbit/s the longest takes half of it."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
 
 def server_options(
-    *, idle_seconds: float, streams: int, handshake_seconds: float = HANDSHAKE_SECONDS
+    *,
+    idle_seconds: float,
+    streams: int,
+    most_bytes: int = MAX_MESSAGE_BYTES,
+    handshake_seconds: float = HANDSHAKE_SECONDS,
 ) -> Options:
     """Options of a server that ends connections without a call after `idle_seconds`.
 
-    `streams` bounds the calls of one connection that are answered at once; more wait.
+    `streams` bounds the calls of one connection that are answered at once; more wait. `most_bytes` bounds a
+    message that comes.
     """
     return (
         # With SO_REUSEPORT, gRPC's default, a second coordinator shares the port and steals calls.
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", most_bytes),
+        # Of a message that nobody reads yet 64 KiB come, and not what gRPC finds the path to hold.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         # Nodes ping every 20 s, calls or none; by default gRPC would end such a connection for it.
         ("grpc.keepalive_permit_without_calls", 1),
@@ -62,12 +85,87 @@ CONTROL_OPTIONS: Options = (
 """Of the port for members; a node's connection is never idle, for it reads its events."""
 
 ENROLMENT_OPTIONS: Options = (
-    *server_options(idle_seconds=20, streams=2),
+    *server_options(idle_seconds=20, streams=2, most_bytes=JOINING_BYTES),
     # A call whose body never comes keeps its connection from being idle.
     ("grpc.max_connection_age_ms", round(1000 * JOINING_SECONDS)),
     ("grpc.max_connection_age_grace_ms", round(1000 * GRACE_SECONDS)),
 )
 """Of the port that strangers reach: nobody has more than one short call to make."""
+
+
+class WholeMessages(grpc.aio.ServerInterceptor):
+    """Bounds what one key has a server hold of messages that are not whole: 32 MiB, and 64 KiB of each more.
+
+    gRPC reads a call's message before anybody here hears of the call, up to 4 MiB of each, for as long as
+    the caller likes. So each call is answered as one that streams its message: on the wire that is the same,
+    and nothing is read before it is asked for. Not for strangers, who share an address with who joins: of
+    their messages JOINING_BYTES come.
+    """
+
+    def __init__(self, *, whole_seconds: float = WHOLE_SECONDS) -> None:
+        self._whole_seconds = whole_seconds
+        self._begun: Counter[str] = Counter()
+        self._reading: dict[str, asyncio.Semaphore] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+
+        async def answer(requests: AsyncIterator[Any], context: Context) -> Any:
+            return await handler.unary_unary(await self._whole(requests, context), context)
+
+        async def stream(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            request = await self._whole(requests, context)
+            async with aclosing(handler.unary_stream(request, context)) as answers:
+                async for each in answers:
+                    yield each
+
+        how = handler.request_deserializer, handler.response_serializer
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(stream, *how)
+        return grpc.stream_unary_rpc_method_handler(answer, *how)
+
+    async def _whole(self, requests: AsyncIterator[Any], context: Context) -> Any:
+        """The call's only message."""
+        key = key_of(context)
+        if self._begun[key] >= MOST_BEGUN:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{CROWDED}: {MOST_BEGUN} calls of yours have begun, and their messages are not here",
+            )
+        self._begun[key] += 1
+        reading = self._reading.setdefault(key, asyncio.Semaphore(MOST_READ))
+        try:
+            async with asyncio.timeout(self._whole_seconds), reading:
+                async for request in requests:
+                    return request
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"the call's message did not come in {self._whole_seconds:g} s",
+            )
+        finally:
+            self._begun[key] -= 1
+            if not self._begun[key]:
+                del self._begun[key], self._reading[key]
+        return await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a message"
+        )
+
+
+def key_of(context: Context) -> str:
+    """Whose calls count together: a member's by its id, whatever certificate it shows; else an address's."""
+    try:
+        principal = caller(context)
+    except AtollError:
+        return context.peer().rpartition(":")[0]
+    return principal.node_id or principal.role
 
 
 def with_most(options: Options, most: int) -> Options:
@@ -107,7 +205,7 @@ def bind_enrolment(
     return _bind(server, host, port, credentials)
 
 
-def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
+def caller(context: Context) -> Principal:
     """Who calls, by the certificate that TLS verified.
 
     Raises NotPermittedError when there is none, ProtocolMismatchError when it names nobody.
@@ -115,7 +213,7 @@ def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
     return _principal_of(certificate_of(context))
 
 
-def certificate_of(context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
+def certificate_of(context: Context) -> bytes:
     """The caller's certificate, PEM; raises NotPermittedError when there is none."""
     certificates = list(context.auth_context().get("x509_pem_cert", ()))
     if not certificates:

@@ -18,6 +18,7 @@ from node.link.calls import Announcement, CoordinatorLink
 from node.outer_state import Vector
 from protocol.terminal import cli
 from protocol.wire.messages import Applied, Report, Trained
+from protocol.wire.payload import Payload
 from protocol.wire.rounds import Digest
 from protocol.wire.vitals import Vitals
 
@@ -102,12 +103,30 @@ def reduce_backwards() -> None:
     Outer.result_of = turned  # type: ignore[method-assign]
 
 
+def reduce_to_nonsense() -> None:
+    """From round 3 on it reports, signs and hands out results that no codec takes."""
+    result_of = Outer.result_of
+
+    def nonsense(self: Outer, reduction: Reduction, fragment: int) -> SliceResult | None:
+        made = result_of(self, reduction, fragment)
+        signer = self._sender.signer
+        if made is None or signer is None or reduction.plan.round < 3:
+            return made
+        body = b"\xff" * len(made.payload.body)
+        header = replace(made.payload.header, body_digest=Digest(blake3.blake3(body).digest()))
+        signer._signed.pop(header.slot, None)  # an honest one signs no two results
+        return replace(made, payload=signer.signed(Payload(header=header, body=body)))
+
+    Outer.result_of = nonsense  # type: ignore[method-assign]
+
+
 LIES = {
     "contributes too much": contribute_too_much,
     "reports nothing": report_nothing,
     "boasts": boast,
     "makes up states": make_up_states,
     "reduces backwards": reduce_backwards,
+    "reduces to nonsense": reduce_to_nonsense,
 }
 
 if __name__ == "__main__":

@@ -8,18 +8,21 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 from coordinator_scene import LOCAL, FakeNode, described, invite_from, joined, serving
 from structlog.testing import capture_logs
 
+from coordinator import app
 from coordinator.app import Coordinator
 from coordinator.config import Home, create_home
 from coordinator.connections import Connection, Connections, Limits, most_connections, too_many
 from coordinator.services.enrolment import MAX_AT_ONCE
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
+from protocol.wire.server import MOST_BEGUN, MOST_READ, WholeMessages
 from tests.relay_scene import until
 
 PER_ADDRESS = 8
@@ -33,14 +36,14 @@ def literal(name: bytes, value: bytes) -> bytes:
     return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-def call_without_a_body(stream: int) -> bytes:
-    """HEADERS of a call to join, after which nothing comes."""
+def call_without_a_body(stream: int, path: bytes = b"/atoll.v1.EnrolmentService/Enrol") -> bytes:
+    """HEADERS of a call to join, or another, after which nothing comes."""
     headers = b"".join(
         literal(*header)
         for header in (
             (b":method", b"POST"),
             (b":scheme", b"https"),
-            (b":path", b"/atoll.v1.EnrolmentService/Enrol"),
+            (b":path", path),
             (b":authority", b"x"),
             (b"content-type", b"application/grpc"),
             (b"te", b"trailers"),
@@ -308,3 +311,119 @@ def test_what_a_relay_brings_from_this_machine_is_the_relays_to_bound(
         watched.look(0.0)
         watched.look(0.5)
         assert watched.num_ended == num_ended
+
+
+MESSAGE_BYTES = 4 << 20
+DATA, HEADERS, RESET, SETTINGS, PING, WINDOW = 0, 1, 3, 4, 6, 8
+
+
+class HalfSentCalls:
+    """Calls of a member whose messages lack their last byte, on one connection of plain HTTP/2."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._first_window, self._window = 65_535, 65_535
+        self._windows: dict[int, int] = {}  # by call that goes on
+        self._left: dict[int, int] = {}
+        self.sent: dict[int, int] = {}  # of calls that go on
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def begun(cls, node: FakeNode, port: int, num: int, folder: Path) -> "HalfSentCalls":
+        key, certificate = folder / "key.pem", folder / "certificate.pem"
+        key.write_bytes(node.credentials.key_pem)
+        certificate.write_bytes(node.credentials.certificate_pem)
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.load_cert_chain(certificate, key)
+        context.set_alpn_protocols(["h2"])
+        calls = cls(*await asyncio.open_connection("127.0.0.1", port, ssl=context))
+        calls._writer.write(PREFACE)
+        path = b"/atoll.v1.SessionService/Heartbeat"
+        for stream in range(1, 2 * num, 2):
+            calls._writer.write(call_without_a_body(stream, path))
+            calls._windows[stream], calls._left[stream] = calls._first_window, MESSAGE_BYTES + 4
+            calls.sent[stream] = 0
+        calls._send()
+        calls._reading = asyncio.create_task(calls._read())
+        return calls
+
+    def _send(self) -> None:
+        for stream, left in list(self._left.items()):
+            while (most := min(left, self._window, self._windows[stream], 1 << 14)) > 0:
+                told = b"\0" + MESSAGE_BYTES.to_bytes(4, "big") if not self.sent[stream] else b""
+                most = max(most, len(told))
+                frame = told + bytes(most - len(told))
+                header = len(frame).to_bytes(3, "big") + bytes([DATA, 0])
+                self._writer.write(header + stream.to_bytes(4, "big") + frame)
+                left -= most
+                self._window -= most
+                self._windows[stream] -= most
+                self.sent[stream] += most
+            self._left[stream] = left
+
+    async def _read(self) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                head = await self._reader.readexactly(9)
+                kind, flags = head[3], head[4]
+                stream = int.from_bytes(head[5:9], "big")
+                body = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
+                self._take(kind, flags, stream, body)
+                self._send()
+                await self._writer.drain()
+
+    def _take(self, kind: int, flags: int, stream: int, body: bytes) -> None:
+        if kind == SETTINGS and not flags & 1:
+            for start in range(0, len(body), 6):
+                if int.from_bytes(body[start : start + 2], "big") == 4:
+                    window = int.from_bytes(body[start + 2 : start + 6], "big")
+                    for each in self._windows:
+                        self._windows[each] += window - self._first_window
+                    self._first_window = window
+            self._writer.write(b"\0\0\0\4\1\0\0\0\0")
+        elif kind == PING and not flags & 1:
+            self._writer.write(b"\0\0\x08\6\1\0\0\0\0" + body)
+        elif kind == WINDOW and not stream:
+            self._window += int.from_bytes(body, "big")
+        elif kind == WINDOW and stream in self._windows:
+            self._windows[stream] += int.from_bytes(body, "big")
+        elif kind == RESET or (kind == HEADERS and flags & 1):
+            for of_calls in (self._windows, self._left, self.sent):
+                of_calls.pop(stream, None)
+
+    async def end(self) -> None:
+        assert self._reading is not None
+        self._reading.cancel()
+        self._writer.close()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+
+async def rests(figure: Callable[[], int]) -> int:
+    """The figure once it has not changed for a second."""
+    while True:
+        before = figure()
+        await asyncio.sleep(1.0)
+        if figure() == before:
+            return before
+
+
+async def test_of_half_sent_calls_the_coordinator_holds_a_few_of_a_member_and_none_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "WholeMessages", partial(WholeMessages, whole_seconds=6.0))
+    home = create_home(tmp_path / "run", config=LOCAL, text=described)
+    async with serving(home) as coordinator:
+        honest, greedy = await members_of(home, coordinator, 2)
+        port = coordinator.control_port
+        crowd = [await HalfSentCalls.begun(greedy, port, 40, tmp_path) for _ in range(2)]
+        held = await rests(lambda: sum(sum(calls.sent.values()) for calls in crowd))
+        assert sum(len(calls.sent) for calls in crowd) <= MOST_BEGUN
+        assert MESSAGE_BYTES < held <= MOST_READ * (MESSAGE_BYTES + 5) + MOST_BEGUN * (1 << 16)
+        await honest.beat()
+        await until(lambda: not any(calls.sent for calls in crowd))
+        await greedy.beat()
+        for calls in crowd:
+            await calls.end()
+        for node in (honest, greedy):
+            await node.close()

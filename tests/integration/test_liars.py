@@ -146,6 +146,26 @@ def test_who_reduces_backwards_is_audited_and_put_out_and_what_it_made_is_undone
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_who_makes_results_that_do_not_decode_is_put_out_at_once_and_no_round_waits(
+    scene_of: Callable[..., Scene],
+) -> None:
+    scene = scene_of(run={"rounds": 5, "min_nodes": 3})
+    scene.start("reduces to nonsense", "liar")
+    scene.finishes()
+    assert scene.nodes()["liar"]["state"] == "quarantined"
+    audit = scene.owner("audit")
+    assert "liar was quarantined" in audit and "of round 3 that does not decode" in audit, audit
+    assert audit.count("(proven by its signed result, which") == 1, audit
+    rounds = scene.rounds()
+    assert all(closed["num_committed_slices"] == closed["num_slices"] for closed in rounds)
+    assert max(closed["seconds"] for closed in rounds) < DEADLINES["contribute"]
+    assert {closed["incarnation"] for closed in rounds} == {0}, "nothing had to be undone"
+    digest, nodes = rounds[-1]["outer_digest"], scene.nodes()
+    for name in HONEST:
+        heartbeat = nodes[name]["heartbeat"]
+        assert (heartbeat["outer_round"], heartbeat["outer_digest"]) == (5, digest)
+
+
 @pytest.fixture(scope="module")
 def clean_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The loss that four honest nodes come to."""

@@ -14,14 +14,16 @@ from structlog.testing import capture_logs
 from coordinator.swarm.bounds import MOST_TIMES_USUAL
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.standing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
+from coordinator.swarm.takeover import STUCK_LEAST_SECONDS
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention
+from node.exchange.codecs.codec import CodecError
 from node.exchange.giving import Pushes
 from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.round import transition
-from node.exchange.round.awaiting import TIMES_OTHERS
+from node.exchange.round.awaiting import FULL_TIMES_OTHERS, TIMES_OTHERS
 from node.exchange.round.state import Tell
 from node.exchange.signing import PayloadSigner
 from node.island.data.corpus import Corpus
@@ -267,6 +269,7 @@ def test_a_receipt_for_what_is_in_the_result_convicts_nobody_and_is_logged(
     assert whys <= {"the report", "no report"}
 
 
+LONG = {"train": 600, "contribute": 660, "commit": 720, "apply": 60, "lease": 15}
 SHORT = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}
 """Deadlines; a round takes five virtual seconds where nobody is waited for."""
 
@@ -319,7 +322,7 @@ FROM_ONE = identity_of(2).node_id
         ),
     ],
 )
-def test_who_says_that_it_has_trained_and_keeps_its_contributions_has_one_round_last_to_its_deadline(
+def test_who_says_that_it_has_trained_and_keeps_its_contributions_has_one_round_last_four_times_as_long(
     keeps: Keeps, most_longer: int, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes its own work into its own slices, so all results do not lack it."""
@@ -333,8 +336,8 @@ def test_who_says_that_it_has_trained_and_keeps_its_contributions_has_one_round_
 
     monkeypatch.setattr(Pushes, "start", keeping)
     seconds = seconds_with_an_idler(corpus, IDLER, rounds=24)
-    to_the_deadline = [took for took in seconds if took > TIMES_OTHERS * 5 + 0.01]
-    assert len(to_the_deadline[:17]) == 1 and max(seconds) <= SHORT["contribute"] + 0.01
+    long = [took for took in seconds if took > TIMES_OTHERS * 5 + 0.01]
+    assert len(long[:17]) == 1 and max(seconds) <= FULL_TIMES_OTHERS * 5 + 0.01
     assert sum(took > 5.01 for took in seconds) <= most_longer
 
 
@@ -423,6 +426,127 @@ def test_a_reducer_that_calls_an_honest_contribution_undecodable_is_the_one_that
     assert "found another result" in out.reason
     assert (back.kind, back.from_round) == (RulingKind.ROLLED_BACK, 2)
     assert attacked.final.members[victim].state is not MemberState.QUARANTINED
+
+
+def results_that_do_not_decode(
+    monkeypatch: pytest.MonkeyPatch, *, to: Callable[[NodeId], bool] = lambda peer: True
+) -> None:
+    """From the second round on the liar signs and reports nonsense; `to` says who is sent it."""
+    result_of, start = Outer.result_of, Pushes.start
+
+    def lying(self: Outer, reduction: Reduction, fragment: int) -> SliceResult | None:
+        made = result_of(self, reduction, fragment)
+        if made is None or self.node_id != LIAR or reduction.plan.round < 2:
+            return made
+        false = nonsense(made.payload)
+        header = replace(false.header, process_id=made.payload.header.process_id)
+        return replace(made, payload=Payload(header=header.signed(identity_of(1)), body=false.body))
+
+    def sending(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
+        header = payload.header
+        is_lie = (header.kind, header.sender_id) == (RESULT, LIAR) and header.round > 1
+        if not is_lie or to(peer):
+            start(self, peer, payload, **how)
+
+    monkeypatch.setattr(Outer, "result_of", lying)
+    monkeypatch.setattr(Pushes, "start", sending)
+
+
+def seconds_of(attacked: SimulatedRun) -> list[float]:
+    return [after - before for before, after in pairwise(attacked.begins)]
+
+
+@pytest.mark.parametrize("audit", [0.05, 0.0])
+def test_who_makes_results_that_do_not_decode_is_put_out_in_the_same_round_and_nobody_waits(
+    audit: float, clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results_that_do_not_decode(monkeypatch)
+    spec = tiny(outer={"audit": audit}, run={"min_nodes": NUM_NODES - 1}, deadlines=SHORT)
+    life = Life(seconds_per_inner_step=1.0)
+    lives = [IDLER if place == 1 else life for place in range(NUM_NODES)]
+    attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    assert attacked.final.is_finished
+    (out,) = attacked.final.rulings
+    assert (out.kind, out.node_id, out.by) == (RulingKind.QUARANTINED, LIAR, "the coordinator")
+    assert "of round 2 that does not decode, as " in out.reason
+    proof = proven_by(out, run_digest=attacked.final.run_digest)
+    assert proof.startswith("its signed result, which ")
+    assert max(seconds_of(attacked)) < 5 + 1, "as long as a clean round, and the slice once more"
+    assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)
+    assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
+
+
+@pytest.mark.parametrize("keeps_from", ["all", "most"])
+def test_who_keeps_its_results_has_another_one_make_them_and_no_round_lasts_to_its_deadline(
+    keeps_from: str, clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Pushes.start
+
+    def keeping(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
+        header = payload.header
+        is_kept = (header.kind, header.sender_id) == (RESULT, LIAR) and header.round > 1
+        if not is_kept or (keeps_from == "most" and peer == FROM_ONE):
+            start(self, peer, payload, **how)
+
+    monkeypatch.setattr(Pushes, "start", keeping)
+    spec = tiny(run={"min_nodes": NUM_NODES - 1}, deadlines=LONG)
+    life = Life(seconds_per_inner_step=1.0)
+    lives = [IDLER if place == 1 else life for place in range(NUM_NODES)]
+    attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    assert attacked.final.is_finished and not attacked.final.rulings
+    assert max(seconds_of(attacked)) <= 5 + STUCK_LEAST_SECONDS + 1
+    assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)
+    assert attacked.final.members[LIAR].audits.num_void > 0
+    assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
+
+
+def test_who_says_that_good_results_do_not_decode_harms_nobody(
+    clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses whatever comes to it, of everybody."""
+    check = Outer.check_result
+
+    def lying(self: Outer, payload: Payload) -> None:
+        if self.node_id == LIAR and payload.header.round > 1:
+            raise CodecError("it says so")
+        check(self, payload)
+
+    monkeypatch.setattr(Outer, "check_result", lying)
+    spec = tiny(run={"min_nodes": NUM_NODES - 1}, deadlines=SHORT)
+    life = Life(seconds_per_inner_step=1.0)
+    lives = [IDLER if place == 1 else life for place in range(NUM_NODES)]
+    attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    assert attacked.final.is_finished and not attacked.final.rulings
+    assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)
+    assert max(seconds_of(attacked)) < 5 + 1
+    honest = [m for n, m in attacked.final.members.items() if n != LIAR]
+    assert all(m.audits.num_disputed == m.audits.num_void == 0 for m in honest)
+    assert not attacked.final.members[LIAR].work.by_stretch, "what it says counts no more"
+
+
+def test_who_gives_some_a_good_result_and_others_nonsense_is_expelled_by_its_own_signatures(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Pushes.start
+
+    def lying(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
+        header = payload.header
+        is_lie = (header.kind, header.sender_id) == (RESULT, LIAR) and header.round > 1
+        if is_lie and peer == identity_of(3).node_id:
+            false = nonsense(payload)
+            payload = Payload(header=false.header.signed(identity_of(1)), body=false.body)
+        start(self, peer, payload, **how)
+
+    monkeypatch.setattr(Pushes, "start", lying)
+    spec = tiny(run={"min_nodes": NUM_NODES - 1}, deadlines=SHORT)
+    life = Life(seconds_per_inner_step=1.0)
+    lives = [IDLER if place == 1 else life for place in range(NUM_NODES)]
+    attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    assert attacked.final.is_finished
+    (expelled,) = attacked.final.rulings
+    assert (expelled.kind, expelled.node_id) == (RulingKind.EXPELLED, LIAR)
+    assert proven_by(expelled, run_digest=attacked.final.run_digest) == "its two signatures"
+    assert max(seconds_of(attacked)) < 5 + 1
 
 
 def test_where_nobody_audits_nonsense_counts_for_nothing_and_costs_no_place(

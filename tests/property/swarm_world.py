@@ -27,6 +27,7 @@ from coordinator.swarm.events import (
     HistoryTold,
     OpenSession,
     Reported,
+    Ruled,
     Started,
     StreamBroken,
     Tell,
@@ -169,7 +170,7 @@ class World:
             isinstance(a, Tell) and isinstance(a.message, SliceTakenOver)
             for a in transition.actions
         )
-        if not isinstance(event, Attached | HeartbeatSeen | Detached | HistoryTold) and (
+        if not isinstance(event, Attached | HeartbeatSeen | Detached | HistoryTold | Ruled) and (
             not is_handed_over
         ):
             again = step(self.state, event, self.now)

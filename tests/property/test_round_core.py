@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import SliceResult
-from node.exchange.round.admission import refusal
+from node.exchange.round.admission import contradicted, refusal
 from node.exchange.round.awaiting import Awaited
 from node.exchange.round.state import (
     Closed,
@@ -32,6 +32,7 @@ from node.exchange.round.state import (
     PushEnded,
     Reduce,
     ResultFetched,
+    ResultUndecodable,
     RoundState,
     Rules,
     Send,
@@ -55,6 +56,7 @@ from protocol.wire.messages import (
     ParticipantsIdle,
     Reduced,
     ResultOffered,
+    ResultRefused,
     SliceTakenOver,
 )
 from protocol.wire.payload import CONTRIBUTION, Payload
@@ -175,18 +177,28 @@ class RoundMachine(RuleBasedStateMachine):
                     assert known.part.reducer_id == A
                 else:
                     assert self.edge.held[report.slice_index].digest == report.digest
+            case Tell(report=ResultRefused() as report):
+                known = self.state.slices[report.slice_index]
+                assert (report, known.attempt) not in self.edge.told, "told twice"
+                self.edge.told.append((report, known.attempt))
+                header = known.refused
+                assert header is not None and report.digest == header.digest
+                assert header.sender_id == known.part.reducer_id, "of nobody else is told"
             case Fetch():
                 self.edge.fetching.append(action)
 
     def check_briefly_awaited(self, known: SliceState, late: Set[NodeId]) -> None:
-        """Those that are missing before the deadline were waited for briefly, and nothing of theirs comes."""
-        assert late <= self.state.awaited.keys()
-        briefly = {n for n in late if self.state.awaited[n] is Awaited.BRIEFLY}
+        """Nothing comes of those that are missing before the deadline, and they were waited for."""
+        awaited = {n: self.state.awaited.get(n, Awaited.FULLY) for n in late}
+        waited_for = {n for n, each in awaited.items() if each is not Awaited.NOT}
         coming = {n for n, p, _ in self.edge.coming if p.header.kind == CONTRIBUTION}
-        assert briefly.isdisjoint(coming)
+        assert waited_for.isdisjoint(coming)
         assert known.others_at is not None
         took = known.others_at - known.begun_at
-        assert not briefly or self.now >= known.begun_at + 1.5 * took
+        assert not waited_for or self.now >= known.begun_at + 1.5 * took
+        if Awaited.FULLY in awaited.values():
+            assert 2 * len(late) < len(NODES), "not where that were half of all"
+            assert self.now >= known.begun_at + max(4 * took, took + 10)
 
     # What happens
 
@@ -239,6 +251,22 @@ class RoundMachine(RuleBasedStateMachine):
             self.feed(PushEnded(index=header.slice_index, attempt=attempt, sender=sender))
         else:
             self.feed(ContributionEnded(sender=sender))
+
+    @precondition(lambda self: self.edge.coming)
+    @rule(place=st.integers(0, 100))
+    def a_result_has_come_that_does_not_decode(self, place: int) -> None:
+        sender, payload, attempt = self.edge.coming[place % len(self.edge.coming)]
+        if payload.header.kind == CONTRIBUTION:
+            return
+        del self.edge.coming[place % len(self.edge.coming)]
+        before = dict(self.edge.held)
+        if not (known := self.state.slices.get(payload.header.slice_index)) or known.refused:
+            return
+        self.feed(ResultUndecodable(header=payload.header))
+        self.feed(PushEnded(index=payload.header.slice_index, attempt=attempt, sender=sender))
+        assert self.edge.held == before
+        if known.part.reducer_id == sender:
+            assert refusal(RULES, self.state, sender, payload.header), "it is not taken again"
 
     @precondition(lambda self: self.edge.reducing)
     @rule(place=st.integers(0, 100), is_empty=st.sampled_from([False, False, True]))
@@ -489,7 +517,50 @@ def test_who_kept_contributions_lately_is_waited_for_half_as_long_again_as_the_o
 ):
     assert reduced_at(awaiting({C: Awaited.BRIEFLY})) == 12.0
     assert awaiting({C: Awaited.NOT}).slices[0].phase is Phase.AVERAGING, "at once"
-    assert reduced_at(awaiting({B: Awaited.BRIEFLY})) == 20.0, "for C until the deadline"
+    assert reduced_at(awaiting({B: Awaited.BRIEFLY})) == 12.0, "for C in full, as A took 2 s"
+    assert reduced_at(awaiting({})) == 20.0, "four times 8 s are more than there is"
+
+
+def collecting_for(*senders: NodeId, at: float, until: float) -> RoundState:
+    """A round from 0 s on, in which these contribute to A's slice, at the same time."""
+    plan = replace(plan_for(*NODES), contribute_seconds=until, commit_seconds=until + 10)
+    state = opened(plan, RULES, patience_seconds=50.0, now=0.0)
+    for sender in senders:
+        event = body_of(contributed(sender, 0, 0))
+        if sender == A:
+            state = step(state, ContributionEncoded(payload=event.payload), at).state
+        else:
+            state = step(state, event, at).state
+    return state
+
+
+def test_one_of_whom_nothing_comes_is_not_waited_for_to_a_deadline_of_hours() -> None:
+    state = collecting_for(A, B, at=8.0, until=3600.0)
+    assert reduced_at(state) == 4 * 8.0
+    assert reduced_at(state, (31.0, ContributionBegan(sender=C))) == 3600.0, "its link is slow"
+    begins, ends = ContributionBegan(sender=C), ContributionEnded(sender=C)
+    grace = RULES.waits.grace_seconds
+    assert reduced_at(state, (9.0, begins), (31.5, ends)) == max(32.0, 31.5 + grace)
+    assert reduced_at(collecting_for(A, B, at=1.0, until=3600.0)) == 1.0 + 10.0
+    assert reduced_at(collecting_for(A, at=8.0, until=3600.0)) == 3600.0, "most are late"
+
+
+def test_a_result_that_does_not_decode_is_told_of_once_and_its_bytes_are_not_taken_again() -> None:
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    nonsense, other = (made_by(B, 1, which).header for which in (0, 1))
+    first = step(state, ResultUndecodable(header=nonsense), 1.0)
+    (told,) = (each.report for each in first.actions if isinstance(each, Tell))
+    assert told == ResultRefused(slice_index=1, digest=nonsense.digest, header=nonsense.encode())
+    assert not step(first.state, ResultUndecodable(header=nonsense), 2.0).actions
+    assert "does not decode" in refusal(RULES, first.state, B, nonsense)
+    assert not refusal(RULES, first.state, B, other), "another one may decode"
+    assert contradicted(first.state, replace(other, attempt=nonsense.attempt)) == nonsense
+    assert not step(state, ResultUndecodable(header=made_by(C, 1, 0).header), 1.0).actions
+    taken_over = SliceTakenOver(
+        round=1, slice_index=1, reducer_id=C, attempt=1, contribute_seconds=9.0
+    )
+    anew = step(first.state, taken_over, 2.0).state
+    assert anew.slices[1].refused is None
 
 
 def test_of_whom_something_comes_is_waited_for_as_long_as_it_does() -> None:

@@ -1,7 +1,8 @@
 """Two of six members lie together, in random worlds: nothing that they make up is committed or agreed on.
 
 They report states that nobody has, hand what they reduce to each other alone and say that they hold it,
-report results of slices that are not theirs, accuse others of being out of reach, and claim any speed. They
+report results of slices that are not theirs, accuse others of being out of reach, say that results of others
+do not decode, make such results themselves, and claim any speed. They
 train less than the others do, and at most one of the others is away at a time, or later than it should be by
 one deadline: so less than half of the confirmed work is theirs when something is decided.
 """
@@ -16,14 +17,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from swarm_nodes import SimulatedNode, State, Swarm
-from swarm_world import World
+from swarm_world import RUN, World
 
-from coordinator.swarm.events import Detached, Event, Reported, Ticked
+from coordinator.swarm.events import Detached, Event, RefusalSeen, Reported, Ruled, Ticked
 from coordinator.swarm.members import PRESENT
 from coordinator.swarm.state import RoundPhase
 from coordinator.swarm.weighing import say_of, weight_of
-from protocol.wire.messages import Held, Reduced, Trained
-from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
+from protocol.trust.rulings import RulingKind
+from protocol.wire.messages import Held, Reduced, ResultRefused, Trained
+from protocol.wire.payload import RESULT, PayloadHeader
+from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId, Slice
 
 LIARS = (NodeId("n0"), NodeId("n1"))  # the smallest ids: what is decided by an id is theirs
 HONEST = tuple(NodeId(f"n{number}") for number in range(2, 6))
@@ -42,6 +45,8 @@ class Liar(SimulatedNode):
 
     makes_up_state: bool = False
     makes_up_results: bool = False
+    gives_them_to_all: bool = False  # who then finds that they do not decode
+    refuses: bool = False  # whatever honest ones have made
 
     @property
     def told(self) -> State:
@@ -82,6 +87,27 @@ def _boasted(event: Event) -> Event:
     return event
 
 
+def refusal(by: NodeId, number: int, part: Slice, digest: Digest) -> RefusalSeen:
+    """As the edge has it, but for keys."""
+    header = PayloadHeader(
+        kind=RESULT,
+        run_digest=RUN,
+        round=number,
+        fragment=0,
+        slice_index=part.index,
+        start=part.start,
+        num_elements=part.num_elements,
+        codec="int4/1",
+        samples=0,
+        tokens=0,
+        sender_id=part.reducer_id,
+        body_bytes=1,
+        body_digest=Digest(bytes(32)),
+    )
+    refused = ResultRefused(slice_index=part.index, digest=digest, round=number)
+    return RefusalSeen(node_id=by, refused=refused, result=header)
+
+
 class CoalitionMachine(RuleBasedStateMachine):
     world: World
     num_seen: Counter[str]
@@ -116,12 +142,13 @@ class CoalitionMachine(RuleBasedStateMachine):
         assert isinstance(liar, Liar)
         return liar
 
-    @rule(who=LIAR, state=st.booleans(), results=st.booleans(), accused=SOME)
+    @rule(who=LIAR, state=st.booleans(), results=st.booleans(), accused=SOME, hides=st.booleans())
     def a_liar_changes_its_mind(
-        self, who: NodeId, state: bool, results: bool, accused: list[NodeId]
+        self, who: NodeId, state: bool, results: bool, accused: list[NodeId], hides: bool
     ) -> None:
         liar = self.liar(who)
         liar.makes_up_state, liar.makes_up_results = state, results
+        liar.gives_them_to_all, liar.refuses = not hides, hides
         liar.unreachable = tuple(n for n in accused if n != who)
 
     @rule(order=ORDER, do_liars_train=st.booleans())
@@ -133,6 +160,8 @@ class CoalitionMachine(RuleBasedStateMachine):
                 is_idle = node.node_id in LIARS and not (do_liars_train and self.may_earn())
                 self.note_lies(node)
                 self.world.arrive_at_once(node, *self.world.work(node, is_idle=is_idle))
+            for node in nodes:
+                self.refuse(node)
 
     @rule(order=ORDER)
     def all_apply(self, order: Random) -> None:
@@ -153,6 +182,34 @@ class CoalitionMachine(RuleBasedStateMachine):
             while self.world.now <= current.apply_deadline:
                 self.let_pass(min(4, current.apply_deadline + 0.125 - self.world.now))
         self.all_apply(order)
+
+    def refuse(self, node: SimulatedNode) -> None:
+        """Honest ones refuse what does not decode, and liars what others have made."""
+        current = self.world.state.open_round
+        if current is None or node.session_id is None or current.phase is RoundPhase.APPLYING:
+            return
+        for progress in current.slices:
+            maker = self.world.nodes[progress.slice.reducer_id]
+            if isinstance(node, Liar):
+                is_refused = node.refuses and maker.node_id in HONEST
+            else:
+                is_given = isinstance(maker, Liar) and maker.gives_them_to_all
+                is_refused = is_given and progress.digest == MADE_UP_RESULT
+            if is_refused and progress.digest is not None:
+                self.num_seen["false refusals" if isinstance(node, Liar) else "refusals"] += 1
+                event = refusal(node.node_id, current.number, progress.slice, progress.digest)
+                self.world.arrive_at_once(node, event)
+                self.put_out_the_convicted()
+
+    def put_out_the_convicted(self) -> None:
+        """As the edge does; then the run owner takes them in again, so that they lie in later rounds too."""
+        for conviction in self.world.state.convicted:
+            assert conviction.node_id in LIARS, "an honest one is put out"
+            self.num_seen["convictions"] += 1
+            for kind in (RulingKind.QUARANTINED, RulingKind.READMITTED):
+                self.world.deliver(
+                    Ruled(kind=kind, by="x", unix_seconds=0.0, node_id=conviction.node_id)
+                )
 
     def note_lies(self, node: SimulatedNode) -> None:
         """How often what they make up might have become the swarm's."""
@@ -265,7 +322,11 @@ def test_the_liars_of_these_worlds_try_what_they_may() -> None:
         for _ in range(10):
             for who in LIARS:
                 machine.a_liar_changes_its_mind(
-                    who, random.random() < 0.5, random.random() < 0.5, list(HONEST[:3])
+                    who,
+                    random.random() < 0.5,
+                    random.random() < 0.5,
+                    list(HONEST[:3]) if random.random() < 0.3 else [],
+                    random.random() < 0.5,
                 )
             machine.all_work(random, do_liars_train=random.random() < 0.3)
             if random.random() < 0.3:
@@ -278,4 +339,6 @@ def test_the_liars_of_these_worlds_try_what_they_may() -> None:
         num_seen["commits"] += machine.world.num_fruitful
     assert num_seen["votes for a made-up state"] > 8, num_seen
     assert num_seen["made-up results"] > 8, num_seen
+    assert num_seen["refusals"] > 8 and num_seen["convictions"] > 2, num_seen
+    assert num_seen["false refusals"] > 8, num_seen
     assert num_seen["commits"] > 20, num_seen

@@ -11,6 +11,7 @@ from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import Reduction
 from node.exchange.round.admission import refusal
+from node.exchange.round.awaiting import FULL_LEAST_SECONDS
 from node.exchange.round.state import (
     Links,
     PayloadCame,
@@ -147,7 +148,7 @@ def test_what_was_admitted_is_refused_when_the_slice_was_taken_over_meanwhile() 
     assert not late.state.slices[0].contributions  # nothing is kept
 
 
-def test_a_mean_waits_for_nobody_who_is_gone_and_for_others_to_the_deadline() -> None:
+def test_a_mean_waits_for_nobody_who_is_gone_and_for_others_at_least_ten_seconds_more() -> None:
     assert waiting_for(round_at_a()) == "contributions of 3 nodes"
     waiting = came(round_at_a(), contribution(A, 1), contribution(B, 1))
     assert waiting_for(waiting) == "one contribution"
@@ -158,9 +159,10 @@ def test_a_mean_waits_for_nobody_who_is_gone_and_for_others_to_the_deadline() ->
     assert set(mean.reduction.contributions) == {A, B} and not mean.reduction.late
     assert waiting_for(gone.state) == ""
 
-    just_before, nothing = reduced(waiting, PLAN.contribute_seconds - 0.001)
+    at = min(1.0 + FULL_LEAST_SECONDS, PLAN.contribute_seconds)
+    just_before, nothing = reduced(waiting, at - 0.001)
     assert not nothing
-    state, (mean,) = reduced(just_before, PLAN.contribute_seconds)
+    state, (mean,) = reduced(just_before, at)
     assert set(mean.contributions) == {A, B} and mean.late == {C}
     late = contribution(C, 1)
     assert why_refused(state, C, late.header) == "slice 0 of round 1 is already reduced"

@@ -6,10 +6,10 @@ import pytest
 
 from node.exchange.signing import AlreadySignedError, PayloadSigner
 from protocol.errors import BadDataError
-from protocol.trust.evidence import equivocation_in, of_nonsense, proven_by
+from protocol.trust.evidence import equivocation_in, of_nonsense, of_refusals, proven_by
 from protocol.trust.identity import Identity
 from protocol.trust.rulings import Ruling, RulingKind
-from protocol.wire.messages import Audited, Reduced
+from protocol.wire.messages import Audited, Reduced, ResultRefused
 from protocol.wire.payload import CHUNK, CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
 
@@ -194,3 +194,33 @@ def test_nobody_finds_itself_to_send_nonsense() -> None:
     evidence = of_nonsense(SENDER, told, [found_alike(told, SENDER_KEYS)])
     with pytest.raises(BadDataError, match="finding of the member that it is about"):
         proven_by(ruled(SENDER, evidence), run_digest=RUN)
+
+
+def refusal_of(result: PayloadHeader, by: Identity) -> ResultRefused:
+    told = ResultRefused(slice_index=3, digest=result.digest, header=result.encode())
+    return told.signed(by, run_digest=RUN, round=7)
+
+
+def test_a_result_that_does_not_decode_is_proven_by_its_signature_and_those_of_who_had_it() -> None:
+    result, jury = signed(b"nonsense", kind=RESULT), [Identity.generate() for _ in range(3)]
+    evidence = of_refusals(result.encode(), [refusal_of(result, one) for one in jury])
+    proof = proven_by(ruled(LIAR.node_id, evidence), run_digest=RUN)
+    assert proof == "its signed result, which 3 members signed that it does not decode"
+    assert of_refusals(result.encode(), []) == ()
+    many = [refusal_of(result, OTHER)] * 1000
+    assert of_refusals(result.encode(), many), "of a thousand members so many that it is kept"
+
+
+def test_what_does_not_prove_that_a_result_does_not_decode_is_refused() -> None:
+    result, other = (signed(body, kind=RESULT) for body in (b"nonsense", b"other"))
+    forged = replace(refusal_of(result, OTHER), signer_key=SENDER_KEYS.public_key)
+    for header, refusal, why in (
+        (result, refusal_of(other, OTHER), "refusal of another result"),
+        (result, refusal_of(result, LIAR), "finding of the member that it is about"),
+        (result, forged, "a signature that is not"),
+        (replace(result, norm=7.0), refusal_of(replace(result, norm=7.0), OTHER), "no proof"),
+        (signed(b"nonsense"), refusal_of(signed(b"nonsense"), OTHER), "something else"),
+    ):
+        evidence = of_refusals(header.encode(), [refusal])
+        with pytest.raises(BadDataError, match=why):
+            proven_by(ruled(LIAR.node_id, evidence), run_digest=RUN)

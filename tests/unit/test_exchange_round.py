@@ -21,7 +21,13 @@ from node.exchange.transport.transport import (
     WantResult,
 )
 from node.history import History
-from protocol.wire.messages import Held, ParticipantsDeparted, Reduced
+from protocol.wire.messages import (
+    EquivocationSeen,
+    Held,
+    ParticipantsDeparted,
+    Reduced,
+    ResultRefused,
+)
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import BLOCK, Digest, NodeId, cut_into_slices
 from tests.unit.exchange_scene import (
@@ -232,12 +238,37 @@ async def test_a_second_result_of_a_slice_is_refused_and_the_same_one_is_not() -
 
 
 @in_virtual_time
-async def test_a_result_that_does_not_decode_is_not_reported_as_held() -> None:
+async def test_a_result_that_does_not_decode_is_not_held_and_the_coordinator_is_told_once() -> None:
     scene = await Scene.of(A, B, C)
     await scene.open_round(1, A, B, C)
-    with pytest.raises(TransferRefusedError, match="does not decode"):
-        await scene.nodes[A].receive(B, result_of(np.nan * VALUES, sender_id=B, index=1))
-    assert not scene.nodes[A].reports
+    false = result_of(np.nan * VALUES, sender_id=B, index=1)
+    for _ in range(2):
+        with pytest.raises(TransferRefusedError, match="does not decode"):
+            await scene.nodes[A].receive(B, false)
+    ((_, told),) = scene.nodes[A].reports
+    assert isinstance(told, ResultRefused)
+    assert (told.slice_index, told.header) == (1, false.header.encode())
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_a_result_of_other_elements_or_codec_is_told_of_by_its_header_alone() -> None:
+    scene = await Scene.of(A, B, C)
+    await scene.open_round(1, A, B, C)
+    node, right = scene.nodes[A], result_of(VALUES, sender_id=B, index=1)
+    of_another = result_of(np.ones(2 * BLOCK, dtype=np.float32), sender_id=C, index=1)
+    with pytest.raises(TransferRefusedError, match="c does not reduce slice 1"):
+        await node.receive(C, of_another)
+    assert not node.reports
+    false = replace(right, header=replace(right.header, codec="int4/1"))
+    for _ in range(2):
+        with pytest.raises(TransferRefusedError, match="comes in fp32/1, not int4/1"):
+            await node.receive(B, false)
+    ((_, told),) = node.reports
+    assert isinstance(told, ResultRefused) and told.digest == false.digest
+    await node.receive(B, right)
+    (_, equivocation), (_, held) = node.reports[1:]
+    assert isinstance(equivocation, EquivocationSeen) and isinstance(held, Held)
     await scene.stop()
 
 

@@ -239,7 +239,7 @@ def test_what_auditors_sign_is_evidence_and_a_coordinator_cannot_make_it_up() ->
     other = report(contribution(TAKEN))
     with pytest.raises(BadDataError, match="on another result"):
         proven_by(ruling(of_findings(other, signed)), run_digest=RUN)
-    with pytest.raises(BadDataError, match="on another result"):
+    with pytest.raises(BadDataError, match="of another run"):
         proven_by(ruling(of_findings(told, signed)), run_digest=Digest(bytes(32)))
 
 

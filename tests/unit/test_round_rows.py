@@ -1,10 +1,14 @@
 """The round in flight on disk: after every step a restart finds it as it was."""
 
-from swarm_scene import TOKENS, Scene, digest_of
+from swarm_scene import RUN, TOKENS, Scene, digest_of
 
 from coordinator.rows import PACKED_FROM, packed, put, unpacked
 from coordinator.store import Store
-from coordinator.swarm.events import Event
+from coordinator.swarm.events import Event, RefusalSeen
+from protocol.trust.identity import Identity
+from protocol.wire.messages import ResultRefused
+from protocol.wire.payload import RESULT as RESULT_KIND
+from protocol.wire.payload import PayloadHeader
 
 RESULT, OTHER = digest_of("result"), digest_of("other")
 
@@ -52,6 +56,35 @@ def test_a_round_comes_back_as_it_was_after_every_report_and_takeover() -> None:
     scene.apply(digest_of("state 1"), "node-a")
     scene.apply(digest_of("state 1"), "node-c")
     assert scene.state.outer_digest == digest_of("state 1")
+
+
+def test_who_refuses_a_result_is_known_after_a_restart_with_its_signature() -> None:
+    scene = SavedScene(min_nodes=3)
+    by = Identity.generate()
+    scene.attach("node-a", "node-b", str(by.node_id))
+    part = next(p.slice for p in scene.round.slices if p.slice.reducer_id == "node-a")
+    header = PayloadHeader(
+        kind=RESULT_KIND,
+        run_digest=RUN,
+        round=1,
+        fragment=0,
+        slice_index=part.index,
+        start=part.start,
+        num_elements=part.num_elements,
+        codec="int4/1",
+        samples=0,
+        tokens=0,
+        sender_id=part.reducer_id,
+        body_bytes=9,
+        body_digest=RESULT,
+    )
+    refused = ResultRefused(slice_index=part.index, digest=header.digest, header=header.encode())
+    signed = refused.signed(by, run_digest=RUN, round=1)
+    scene.do(RefusalSeen(node_id=by.node_id, refused=signed, result=header))
+    loaded = scene.store.load(scene.state.rules, scene.state.run_digest).open_round
+    assert loaded is not None
+    (refusal,) = loaded.slices[part.index].refusals
+    assert refusal.refused == signed and not refusal.refused.forgery(by.node_id)
 
 
 def test_a_report_writes_only_its_own_rows() -> None:

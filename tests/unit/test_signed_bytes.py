@@ -20,9 +20,11 @@ from protocol.wire.convert_messages import (
 )
 from protocol.wire.messages import (
     Audited,
+    Finding,
     LeftOutSeen,
     Reduced,
     Report,
+    ResultRefused,
     SpotCheckAsked,
     SpotChecked,
 )
@@ -50,6 +52,10 @@ SPOT_CHECKED = SpotChecked(contributor_id=MEMBER, num_samples=40, gap=0.125, sco
 
 AUDITED = Audited(slice_index=3, digest=BASE, found=BODY).signed(SIGNER, run_digest=RUN, round=7)
 
+REFUSED = ResultRefused(slice_index=3, digest=BASE, header=b"header").signed(
+    SIGNER, run_digest=RUN, round=7
+)
+
 REDUCED = Reduced(
     slice_index=3,
     digest=BASE,
@@ -72,9 +78,14 @@ def test_a_receipt_is_these_bytes_and_its_signature_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "finding"), [("spot-check-statement-1", SPOT_CHECKED), ("audit-statement-1", AUDITED)]
+    ("name", "finding"),
+    [
+        ("spot-check-statement-1", SPOT_CHECKED),
+        ("audit-statement-1", AUDITED),
+        ("refused-statement-1", REFUSED),
+    ],
 )
-def test_a_finding_signs_these_bytes(name: str, finding: SpotChecked | Audited) -> None:
+def test_a_finding_signs_these_bytes(name: str, finding: Finding) -> None:
     assert matches_golden(name, finding.statement)
     assert not finding.forgery(SIGNER.node_id)
 
@@ -90,6 +101,7 @@ def test_a_report_is_known_in_its_result_by_this_digest() -> None:
         ("left-out-wire-1", LeftOutSeen(receipt=RECEIPT.encode())),
         ("audited-wire-1", AUDITED),
         ("reduced-wire-1", REDUCED),
+        ("refused-wire-1", REFUSED),
     ],
 )
 def test_reports_about_others_are_these_bytes(name: str, report: Report) -> None:

@@ -1,10 +1,25 @@
 """A slice whose reducer is gone: its result is passed on, or a backup reduces it."""
 
-from swarm_scene import INITIAL, TOKENS, Scene, digest_of, of_kind
+from dataclasses import replace
+from functools import cache
 
-from coordinator.swarm.events import Ticked
-from protocol.wire.messages import ParticipantsIdle, ResultOffered, RoundOpened, SliceTakenOver
-from protocol.wire.rounds import NodeId
+import pytest
+from swarm_scene import INITIAL, RUN, TOKENS, Scene, digest_of, of_kind
+
+from coordinator.swarm.events import QuarantineAsked, RefusalSeen, Ruled, Ticked
+from protocol.trust.evidence import proven_by
+from protocol.trust.identity import Identity
+from protocol.trust.rulings import Ruling, RulingKind
+from protocol.wire.messages import (
+    ParticipantsIdle,
+    ResultOffered,
+    ResultRefused,
+    RoundOpened,
+    SliceTakenOver,
+)
+from protocol.wire.payload import RESULT as RESULT_KIND
+from protocol.wire.payload import PayloadHeader
+from protocol.wire.rounds import Digest, NodeId
 
 RESULT = digest_of("result")
 OTHER = digest_of("other")
@@ -199,3 +214,273 @@ def test_cut_in_a_ring_everybody_reduces() -> None:
     scene.beat("node-b", at=0, digest=INITIAL, unreachable=("node-d",))
     scene.attach("node-d")
     assert reducers(scene) == ["node-a", "node-b", "node-c", "node-d"]
+
+
+# Results that do not decode
+
+
+@cache
+def key(number: int) -> Identity:
+    return Identity.generate()
+
+
+def keyed(num: int, **rules: float) -> Scene:
+    """Nodes that can sign, each of an invite of its own; all have trained."""
+    scene = Scene(min_nodes=num, **rules)  # type: ignore[arg-type]
+    for number in range(num):
+        node_id = str(key(number).node_id)
+        scene.attach(node_id, node_name=f"node-{number}", invite=str(number))
+    for number in range(num):
+        scene.train(str(key(number).node_id))
+    return scene
+
+
+def header_of(scene: Scene, index: int, body: str = "nonsense") -> PayloadHeader:
+    """A result of the slice as its present reducer signs it."""
+    part = scene.round.slices[index].slice
+    by = next(key(n) for n in range(9) if key(n).node_id == part.reducer_id)
+    return PayloadHeader(
+        kind=RESULT_KIND,
+        run_digest=RUN,
+        round=scene.round.number,
+        fragment=0,
+        slice_index=index,
+        start=part.start,
+        num_elements=part.num_elements,
+        codec="int4/1",
+        samples=0,
+        tokens=0,
+        sender_id=part.reducer_id,
+        body_bytes=9,
+        body_digest=Digest(digest_of(body)),
+        attempt=scene.round.slices[index].attempt,
+    ).signed(by)
+
+
+def refused(header: PayloadHeader, by: Identity) -> RefusalSeen:
+    told = ResultRefused(
+        slice_index=header.slice_index, digest=header.digest, header=header.encode()
+    )
+    return RefusalSeen(
+        node_id=by.node_id,
+        refused=told.signed(by, run_digest=RUN, round=header.round),
+        result=header,
+    )
+
+
+def others_than(scene: Scene, index: int, num: int) -> list[Identity]:
+    reducer = scene.round.slices[index].slice.reducer_id
+    return [key(n) for n in range(num) if key(n).node_id != reducer]
+
+
+def test_a_result_that_most_cannot_decode_convicts_its_reducer_and_another_makes_the_slice() -> (
+    None
+):
+    scene = keyed(5)
+    header, others = header_of(scene, 0), others_than(scene, 0, 5)
+    scene.reduce(header.sender_id, 0, header.digest)
+    for by in others[:3]:
+        scene.do(refused(header, by))
+        assert not scene.asked(QuarantineAsked)
+    scene.do(refused(header, others[3]))
+    (asked,) = scene.asked(QuarantineAsked)
+    assert asked.conviction.node_id == header.sender_id
+    assert "slice 0 of round 1 that does not decode, as node-" in asked.conviction.reason
+    (takeover,) = scene.asked(SliceTakenOver)
+    assert takeover.reducer_id in {by.node_id for by in others} and takeover.attempt == 1
+    progress = scene.round.slices[0]
+    assert not progress.refused and not progress.refusals and progress.digest is None
+    ruling = Ruling(
+        number=1,
+        before="",
+        unix_seconds=0.0,
+        kind=RulingKind.QUARANTINED,
+        by="the coordinator",
+        node_id=header.sender_id,
+        evidence=asked.conviction.evidence,
+    )
+    proof = proven_by(ruling, run_digest=RUN)
+    assert proof == "its signed result, which 4 members signed that it does not decode"
+
+
+def test_refusals_may_come_before_the_report_of_the_result() -> None:
+    scene = keyed(5)
+    header = header_of(scene, 0)
+    for by in others_than(scene, 0, 5):
+        scene.do(refused(header, by))
+    assert not of_kind(scene.log, QuarantineAsked)
+    scene.reduce(header.sender_id, 0, header.digest)
+    assert len(scene.asked(QuarantineAsked)) == 1 and scene.asked(SliceTakenOver)
+
+
+def test_a_few_that_refuse_what_most_hold_change_nothing_and_lose_their_own_say() -> None:
+    """Two of seven, in round after round."""
+    scene = keyed(7)
+    nodes = [str(key(n).node_id) for n in range(7)]
+    for number in (1, 2):
+        headers = [header_of(scene, i, f"round {number}") for i in range(len(scene.round.slices))]
+        liars = [key(0), key(1)]
+        for header in headers:
+            for by in liars:
+                scene.do(refused(header, by))
+            scene.reduce(header.sender_id, header.slice_index, header.digest)
+        for header in headers:
+            for node in nodes[2:]:
+                if scene.state.committed_round < number:
+                    scene.hold(node, header.slice_index, header.digest)
+        assert scene.state.committed_round == number, scene.reason
+        closed = scene.state.recent[-1].commit
+        assert all(outcome.digest is not None for outcome in closed.slices)
+        scene.apply(digest_of(f"state {number}"), *nodes)
+        for node in nodes if number == 1 else ():
+            scene.train(node)
+    assert not of_kind(scene.log, QuarantineAsked) and not of_kind(scene.log, SliceTakenOver)
+    for number, node in enumerate(nodes):
+        member = scene.member(node)
+        assert bool(member.work.by_stretch) == (number > 1)
+        assert member.audits.num_disputed == member.audits.num_void == 0
+
+
+def test_of_two_one_that_refuses_the_others_result_convicts_nobody_and_nobody_waits() -> None:
+    scene = keyed(2)
+    header = header_of(scene, 0)
+    (other,) = others_than(scene, 0, 2)
+    scene.reduce(header.sender_id, 0, header.digest)
+    scene.do(refused(header, other))
+    second = header_of(scene, 1, "honest")
+    scene.reduce(second.sender_id, 1, second.digest)
+    scene.hold(header.sender_id, 1, second.digest)
+    assert scene.state.committed_round == 1
+    outcome = scene.state.recent[-1].commit.slices[0]
+    assert outcome.digest is None and "1 say that it does not decode" in outcome.void_reason
+    assert not of_kind(scene.log, QuarantineAsked)
+
+
+def test_who_was_given_another_result_than_was_reported_is_offered_the_reported_one() -> None:
+    """It has both signatures then."""
+    for is_reported_first in (True, False):
+        scene = keyed(4)
+        reported, nonsense = (header_of(scene, 0, body) for body in ("good", "nonsense"))
+        deceived = others_than(scene, 0, 4)[0]
+        event = refused(nonsense, deceived)
+        if not is_reported_first:
+            scene.do(event)
+        scene.reduce(reported.sender_id, 0, reported.digest)
+        if is_reported_first:
+            scene.do(event)
+        (offered,) = scene.asked(ResultOffered)
+        assert offered.digest == reported.digest
+        assert not of_kind(scene.log, QuarantineAsked)
+
+
+@pytest.mark.parametrize("what", ["itself", "a stranger", "another's slice", "an older round"])
+def test_refusals_that_say_nothing_change_nothing(what: str) -> None:
+    scene = keyed(4)
+    header, by = header_of(scene, 0), others_than(scene, 0, 4)[0]
+    scene.reduce(header.sender_id, 0, header.digest)
+    if what == "itself":
+        by = next(key(n) for n in range(4) if key(n).node_id == header.sender_id)
+    elif what == "a stranger":
+        by = key(8)
+    event = refused(header, by)
+    if what == "another's slice":
+        event = replace(event, result=replace(header, sender_id=key(8).node_id))
+    elif what == "an older round":
+        event = replace(event, refused=replace(event.refused, round=7))
+    before = scene.state
+    scene.do(event)
+    assert scene.state == before and not scene.actions
+
+
+def test_a_convicted_reducer_is_no_backup_and_its_other_slices_go_when_it_is_put_out() -> None:
+    scene = keyed(5)
+    for _ in range(2):  # the backup makes nonsense too
+        header = header_of(scene, 0)
+        scene.reduce(header.sender_id, 0, header.digest)
+        for by in others_than(scene, 0, 5):
+            if header.sender_id == scene.round.slices[0].slice.reducer_id:
+                scene.do(refused(header, by))
+        (asked,) = scene.asked(QuarantineAsked)
+        assert scene.round.slices[0].slice.reducer_id != header.sender_id
+        ruled = Ruled(
+            kind=RulingKind.QUARANTINED,
+            by="x",
+            unix_seconds=0.0,
+            node_id=asked.conviction.node_id,
+        )
+        scene.do(ruled)
+        assert header.sender_id not in {p.slice.reducer_id for p in scene.round.slices}
+
+
+# Results that few hold
+
+
+def seven_of_which_one_keeps_its_result(*, holders: int = 0) -> tuple[Scene, PayloadHeader]:
+    """After 4 s all slices are made; that of one reducer is held by so many others."""
+    scene = keyed(7)
+    scene.now += 4
+    kept = header_of(scene, 0)
+    for index in range(1, len(scene.round.slices)):
+        made = header_of(scene, index)
+        scene.reduce(made.sender_id, index, made.digest)
+        for number in range(7):
+            scene.hold(str(key(number).node_id), index, made.digest)
+    scene.reduce(kept.sender_id, 0, kept.digest)
+    for by in others_than(scene, 0, 7)[:holders]:
+        scene.hold(str(by.node_id), 0, kept.digest)
+    assert scene.state.committed_round == 0
+    return scene, kept
+
+
+def test_a_result_that_its_reducer_keeps_is_made_by_another_one_long_before_the_deadline() -> None:
+    scene, kept = seven_of_which_one_keeps_its_result()
+    scene.wait(29)
+    assert scene.round.slices[0].slice.reducer_id == kept.sender_id
+    scene.wait(1)
+    (takeover,) = of_kind(scene.log, SliceTakenOver)
+    assert takeover.slice_index == 0 and takeover.reducer_id != kept.sender_id
+    record = scene.member(kept.sender_id).audits
+    assert (record.num_void, record.back_at_round) == (1, 3)
+    made = header_of(scene, 0, "anew")
+    scene.reduce(made.sender_id, 0, made.digest)
+    for number in range(7):
+        if scene.state.committed_round == 0:
+            scene.hold(str(key(number).node_id), 0, made.digest)
+    assert scene.state.committed_round == 1
+    assert all(o.digest is not None for o in scene.state.recent[-1].commit.slices)
+    assert scene.member(kept.sender_id).audits.num_void == 1, "it rests once for it"
+
+
+def test_a_result_that_some_hold_is_fetched_from_them_first() -> None:
+    scene, kept = seven_of_which_one_keeps_its_result(holders=2)
+    scene.wait(30)
+    (offered,) = of_kind(scene.log, ResultOffered)
+    assert offered.digest == kept.digest and kept.sender_id not in offered.holder_ids
+    assert not of_kind(scene.log, SliceTakenOver)
+    scene.wait(18)  # half as long again as the 34 s
+    assert len(of_kind(scene.log, SliceTakenOver)) == 1, "they do not give it"
+
+
+def test_where_half_of_the_results_are_stuck_it_is_the_network() -> None:
+    scene = keyed(4)
+    for index in range(4):
+        made = header_of(scene, index)
+        scene.reduce(made.sender_id, index, made.digest)
+        for number in range(4) if index < 2 else ():
+            scene.hold(str(key(number).node_id), index, made.digest)
+    scene.wait(69)
+    assert not of_kind(scene.log, SliceTakenOver) and scene.state.committed_round == 0
+
+
+def test_who_has_made_no_result_loses_its_slice_and_not_its_place() -> None:
+    """It may wait for somebody's slow link."""
+    scene = keyed(7)
+    late = scene.round.slices[0].slice.reducer_id
+    for index in range(1, len(scene.round.slices)):
+        made = header_of(scene, index)
+        scene.reduce(made.sender_id, index, made.digest)
+        for number in range(7):
+            scene.hold(str(key(number).node_id), index, made.digest)
+    scene.wait(30)
+    assert len(of_kind(scene.log, SliceTakenOver)) == 1
+    assert scene.member(late).audits.num_void == 0

@@ -87,6 +87,21 @@ def _refusal_of_result(
         return f"{place} has been taken over meanwhile"
     if known.held is not None and known.held.header != header:
         return f"another result of {place} is held already"
+    if why := misfit(header, known.part, state.rules.downlink):
+        return why
+    return f"this result of {place} does not decode" if known.refused == header else ""
+
+
+def misfit_of_result(state: RoundState, header: PayloadHeader) -> str:
+    """What of a result that a slice's reducer has signed for this plan shows that nobody can use it."""
+    plan, known = state.plan, state.slices.get(header.slice_index)
+    place = header.round, header.base_digest, header.plan_opened_at
+    if known is None or place != (plan.round, plan.base_digest, plan.opened_at):
+        return ""
+    if header.kind != RESULT or header.run_digest != state.rules.run_digest:
+        return ""
+    if header.sender_id != known.part.reducer_id:
+        return ""
     return misfit(header, known.part, state.rules.downlink)
 
 
@@ -95,9 +110,11 @@ def contradicted(state: RoundState | None, header: PayloadHeader) -> PayloadHead
     known = None if state is None else state.slices.get(header.slice_index)
     if known is None:
         return None
-    is_contribution = header.kind == CONTRIBUTION
-    here = known.contributions.get(header.sender_id) if is_contribution else known.held
-    return here.header if here is not None and header.contradicts(here.header) else None
+    held = known.contributions.get(header.sender_id) if header.kind == CONTRIBUTION else known.held
+    for here in (held.header if held is not None else None, known.refused):
+        if here is not None and header.contradicts(here):
+            return here
+    return None
 
 
 def misfit(header: PayloadHeader, part: Slice | SliceOutcome, codec: Codec) -> str:

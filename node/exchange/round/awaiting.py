@@ -5,6 +5,9 @@ refuse it. So this costs neither of the two its part. A member whose work a resu
 waited for briefly in the next BRIEF_ROUNDS: half as long again as the contributions of others took, or for as
 long as something of its own comes, for its link may be slow. A reducer that waited so in vain does not wait
 for it in the next 1, 2, 4, ... rounds. What comes in time counts, whoever was waited for.
+
+Also who is waited for in full is not waited for to the deadline where less than half are late, and nothing
+of its comes or has come. The first deadlines of a run are the run file's, a hundred times a quick round.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,11 +29,17 @@ KEPT_ROUNDS = 64
 TIMES_OTHERS, LEAST_SECONDS = 1.5, 1.0
 """So long, as a multiple of what the others took, is waited briefly; at least so long after them."""
 
+FULL_TIMES_OTHERS, FULL_LEAST_SECONDS = 4.0, 10.0
+"""Likewise for a few of whom nothing comes, in full. Who trains is told to end at 1.25 times what the others
+took, so that is no matter of speed."""
+
 
 class Awaited(Enum):
     """How long a reducer waits for somebody's contributions to a round."""
 
-    FULLY = auto()  # until the deadline
+    FULLY = (
+        auto()
+    )  # until the deadline; a few of whom nothing comes several times as long as others
     BRIEFLY = auto()  # not much longer than for the others', unless they are coming
     NOT = auto()  # no longer than for the others'
 

@@ -20,7 +20,7 @@ from protocol.wire.messages import (
     ResultOffered,
     SliceTakenOver,
 )
-from protocol.wire.payload import Payload
+from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome
 
 
@@ -62,6 +62,7 @@ class SliceState:
     held: Payload | None = None  # its result; only one that its present reducer made
     num_arriving: int = 0  # pushes of its result that are under way to us
     is_broken: bool = False  # the latest such push ended, and the result is not here
+    refused: PayloadHeader | None = None  # of its present reducer's result that does not decode
     wanted: SliceOutcome | None = None  # its result as the coordinator names it
     is_fetched: bool = False  # others were asked for what is wanted; that is done once
 
@@ -222,6 +223,17 @@ class MeanTaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResultUndecodable:
+    """A reducer's signed result is nothing that its slice can have.
+
+    No codec takes the bytes, which are whole, or not with the norm that their header says. Or that header is
+    of other elements or of another codec.
+    """
+
+    header: PayloadHeader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFetched:
     """A result that was asked for is here, and decodes."""
 
@@ -268,6 +280,7 @@ Event = (
     | PushBegan
     | PushEnded
     | MeanTaken
+    | ResultUndecodable
     | ResultFetched
     | FetchEnded
     | Committed

@@ -12,7 +12,13 @@ from typing import Any
 
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.round.admission import refusal
-from node.exchange.round.awaiting import LEAST_SECONDS, TIMES_OTHERS, Awaited
+from node.exchange.round.awaiting import (
+    FULL_LEAST_SECONDS,
+    FULL_TIMES_OTHERS,
+    LEAST_SECONDS,
+    TIMES_OTHERS,
+    Awaited,
+)
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -33,6 +39,7 @@ from node.exchange.round.state import (
     ReceiptCame,
     Reduce,
     ResultFetched,
+    ResultUndecodable,
     RoundState,
     Send,
     SliceState,
@@ -46,9 +53,10 @@ from protocol.wire.messages import (
     ParticipantsIdle,
     Reduced,
     ResultOffered,
+    ResultRefused,
     SliceTakenOver,
 )
-from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import NodeId, SliceOutcome, contribution_digest
 
 GRACE_ROUND_TRIPS = 8
@@ -111,19 +119,27 @@ def collects_until(state: RoundState, known: SliceState) -> float:
 
     Some are not waited for as long: see node.exchange.round.awaiting.
     """
-    awaited = {n: state.awaited.get(n, Awaited.FULLY) for n in late_for(state, known)}
-    if known.others_at is None or Awaited.FULLY in awaited.values():
+    late = late_for(state, known)
+    if known.others_at is None or any(
+        state.num_coming.get(n) for n in late if state.awaited.get(n) is not Awaited.NOT
+    ):
         return known.deadline
-    briefly = [node_id for node_id, each in awaited.items() if each is Awaited.BRIEFLY]
-    if any(state.num_coming.get(node_id) for node_id in briefly):
-        return known.deadline
+    awaited = {n: state.awaited.get(n, Awaited.FULLY) for n in late}
+    num_training = sum(assignment.trains for assignment in state.plan.assignments)
     took = known.others_at - known.begun_at
-    until = known.begun_at + (max(TIMES_OTHERS * took, took + LEAST_SECONDS) if briefly else took)
+    if Awaited.FULLY in awaited.values():
+        if 2 * len(late) >= num_training:
+            return known.deadline
+        took = max(FULL_TIMES_OTHERS * took, took + FULL_LEAST_SECONDS)
+    elif Awaited.BRIEFLY in awaited.values():
+        took = max(TIMES_OTHERS * took, took + LEAST_SECONDS)
     # A node's next contribution begins a little after the one before.
     came = [
-        state.came_at[n] + state.rules.waits.grace_seconds for n in briefly if n in state.came_at
+        state.came_at[n] + state.rules.waits.grace_seconds
+        for n, each in awaited.items()
+        if each is not Awaited.NOT and n in state.came_at
     ]
-    return min(known.deadline, max([until, *came]))
+    return min(known.deadline, max([known.begun_at + took, *came]))
 
 
 def is_wanted(state: RoundState, send: Send) -> bool:
@@ -196,6 +212,8 @@ def _take_in(turn: _Turn, event: Event) -> None:
             _push_ended(turn, event)
         case MeanTaken():
             _hand_out(turn, event)
+        case ResultUndecodable(header=header):
+            _refuse(turn, header)
         case ResultFetched(payload=payload):
             known = turn.state.slices[payload.header.slice_index]
             if known.wanted and known.wanted.digest == payload.digest and _is_missing(known):
@@ -351,6 +369,18 @@ def _hold(turn: _Turn, payload: Payload, *, made: SliceResult | None = None) -> 
     turn.put(index, held=payload)
     turn.actions.append(Hold(payload=payload, made=made))
     turn.actions.append(Tell(report=Held(slice_index=index, digest=payload.digest)))
+
+
+def _refuse(turn: _Turn, header: PayloadHeader) -> None:
+    """Tells of a result of the slice's reducer that does not decode; its bytes are not taken again."""
+    known = turn.state.slices.get(header.slice_index)
+    if known is None or known.part.reducer_id != header.sender_id or known.refused == header:
+        return
+    turn.put(header.slice_index, refused=header)
+    refused = ResultRefused(
+        slice_index=header.slice_index, digest=header.digest, header=header.encode()
+    )
+    turn.actions.append(Tell(report=refused))
 
 
 def _push_ended(turn: _Turn, event: PushEnded) -> None:
