@@ -46,7 +46,9 @@ from protocol.trust.credentials import (
     CERTIFICATE_FILE,
     KEY_FILE,
     LINK_FILE,
+    MOST_FOLDERS_NAMED,
     Credentials,
+    folders_here,
 )
 from protocol.trust.pki import Authority, Issuer, new_swarm_id
 from protocol.trust.rulings import Ruling, RulingVerifier
@@ -313,7 +315,9 @@ class Home:
         if not (directory / CONFIG_FILE).is_file():
             raise NoInputError(
                 f"{directory} is not a coordinator's folder: {CONFIG_FILE} is not there",
-                next_step=f"run 'atoll coordinator init {directory}'",
+                next_step=f"name the run's folder, as {' or '.join(here)}"
+                if (here := folders_here(CONFIG_FILE, besides=directory)[:MOST_FOLDERS_NAMED])
+                else "name the run's folder; 'atoll init DIR' makes a new one",
             )
         finish_rotation(directory)
         if (directory / AUTHORITY_KEY_FILE).is_file():

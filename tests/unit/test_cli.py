@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
+import click
 import pytest
 
 from protocol.errors import ExitCode
 from protocol.terminal import cli, console, query
+from protocol.terminal.lazy_group import OTHER_WORDS
 from protocol.v1 import session_pb2, status_pb2
 
 ROOT = Path(cli.__file__).parents[2]
@@ -78,6 +81,42 @@ def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("pause", "did you mean 'atoll run pause' or 'atoll node pause'?"),  # it is in other groups
+        ("doctr", "did you mean 'atoll node doctor'?"),
+        (
+            "node status",
+            "did you mean 'atoll status'?",
+        ),  # and not 'start', which is nearer in letters
+        ("leave", "did you mean 'atoll node drain'?"),  # another word for it
+        ("node stop", "did you mean 'atoll node drain'?"),  # not 'run stop': it asks about a node
+        ("stop", "did you mean 'atoll run stop' or 'atoll node drain'?"),
+        ("nodes kick node-7", "did you mean 'atoll nodes expel'?"),
+        ("help", "did you mean 'atoll --help'?"),
+        ("run frobnicate", "see 'atoll run --help'"),
+    ],
+)
+def test_a_command_that_is_called_otherwise_or_lies_elsewhere_is_named(capsys, typed, meant):
+    assert console.run(cli.root, typed.split()) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith(f"\n  next: {meant}\n")
+
+
+def test_every_other_word_leads_to_a_command():
+    context = cli.root.make_context("atoll", [], resilient_parsing=True)
+    for words in chain.from_iterable(OTHER_WORDS.values()):
+        command: click.Command | None = cli.root
+        for word in words.split():
+            if word.startswith("--"):
+                assert command is not None
+                assert any(word in each.opts for each in command.get_params(context)), words
+                break
+            assert isinstance(command, click.Group)
+            command = command.get_command(context, word)
+            assert command is not None, words
+
+
 def test_the_module_is_the_command_and_passes_the_exit_code_on():
     ran = subprocess.run(
         [sys.executable, "-m", "protocol.terminal.cli", "no-such"],
@@ -115,6 +154,20 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(program):
         os.close(writer)
     assert ran.returncode == 1
     assert ran.stderr == ""
+
+
+@pytest.mark.parametrize("typed", ["invite list", "run pause", "audit", "coordinator start"])
+def test_a_run_owner_s_command_asks_for_the_run_s_folder(capsys, monkeypatch, tmp_path, typed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "nowhere"))
+    assert console.run(cli.root, typed.split()) == ExitCode.NO_INPUT
+    err = capsys.readouterr().err
+    assert "nowhere is not a coordinator's folder" in err
+    assert "atoll join" not in err
+    (tmp_path / "my-run").mkdir()
+    (tmp_path / "my-run" / "coordinator.toml").touch()
+    assert console.run(cli.root, typed.split()) == ExitCode.NO_INPUT
+    assert "my-run\n" in capsys.readouterr().err
 
 
 def test_nodes_are_watched_as_json_or_by_the_status(capsys):
