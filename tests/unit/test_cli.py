@@ -1,5 +1,7 @@
 """The root command: what it lists, what it loads, and what it leaves unloaded."""
 
+import csv
+import io
 import json
 import os
 import subprocess
@@ -242,3 +244,38 @@ def test_data_shows_samples_epochs_and_pieces(monkeypatch, capsys):
         "frontier": 700,
         "skipped_samples": 0,
     }
+
+
+def test_rounds_come_as_csv_with_the_losses_of_exactly_their_states(monkeypatch, capsys):
+    first = status_pb2.RoundSummary(round=1, seconds=2.5, tokens=100, loss=5.25, reason='void, "late"')
+    second = status_pb2.RoundSummary(
+        round=2, seconds=2.0, tokens=120, num_participants=3, num_contributors=2, outer_digest=b"\xff"
+    )
+    losses = [
+        status_pb2.HeldOutLoss(round=0, loss=5.5),
+        status_pb2.HeldOutLoss(round=2, loss=4.75, metric=0.5),
+        status_pb2.HeldOutLoss(round=3, loss=4.5),  # of a round that closes just now
+    ]
+    status = status_pb2.GetStatusResponse(run=status_pb2.RunStatus(held_out_losses=losses))
+    asked = []
+    monkeypatch.setattr(query.StatusLink, "status", lambda self: status)
+    monkeypatch.setattr(
+        query.StatusLink,
+        "rounds",
+        lambda self, limit: asked.append(limit)
+        or status_pb2.ListRoundsResponse(rounds=[second, first][:limit]),
+    )
+    assert console.run(cli.root, ["rounds", "--csv"]) == ExitCode.OK
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["round"] for row in rows] == ["0", "1", "2"]
+    assert [row["held_out_loss"] for row in rows] == ["5.5", "", "4.75"]
+    assert [row["loss"] for row in rows] == ["", "5.25", ""]
+    assert rows[1]["reason"] == 'void, "late"'
+    assert (rows[2]["held_out_metric"], rows[2]["outer_digest"]) == ("0.5", "ff")
+    assert console.run(cli.root, ["rounds", "--csv", "--limit", "1"]) == ExitCode.OK
+    assert [row["round"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["2"]
+    assert asked == [4000, 1]
+    assert console.run(cli.root, ["rounds", "--csv", "--json"]) == ExitCode.USAGE
+    assert "--csv and --json are both given" in capsys.readouterr().err
+    assert console.run(cli.root, ["rounds"]) == ExitCode.OK
+    assert "4.750" in capsys.readouterr().out
