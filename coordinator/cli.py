@@ -4,6 +4,7 @@ gRPC, TLS and SQLite are imported inside the commands, so that help and mistakes
 """
 
 import os
+import shlex
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -285,7 +286,8 @@ def restore_backup(source: str, directory: Path) -> None:
         f"from {restored.place}"
     )
     click.echo(
-        f"next, where the run's coordinator runs nowhere else: atoll coordinator start {directory}"
+        f"next, where the run's coordinator runs nowhere else: atoll coordinator start "
+        f"{shlex.quote(str(directory))}"
     )
 
 
@@ -335,7 +337,7 @@ def rotate(
     ).make()
     whose = "the coordinator and its authority have" if with_authority else "the coordinator has"
     click.echo(f"{whose} other keys: number {number}; invites made before are useless")
-    click.echo(f"next: atoll coordinator start {directory}")
+    click.echo(f"next: atoll coordinator start {shlex.quote(str(directory))}")
 
 
 @coordinator.command()

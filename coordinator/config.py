@@ -106,7 +106,7 @@ Span = Annotated[str, AfterValidator(_checked_span)]
 
 RUN_TEMPLATE = """\
 # The run: what is trained, on what, how, and by which rules. What is left out has the value that it
-# has here, but for min_nodes, qk_norm, and the inner optimizer with its rates. Every node works by this
+# has here, but for name, min_nodes, qk_norm, and the inner optimizer with its rates. Every node works by this
 # file and every round carries its digest: change it before the first 'atoll coordinator start', never after.
 
 [run]

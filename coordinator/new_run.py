@@ -1,5 +1,6 @@
 """`atoll init`, also called `atoll coordinator init`: makes a run, from its model and data to its folder."""
 
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -24,6 +25,9 @@ _NAMED = (
 )
 """Where one of these is given nobody is asked."""
 
+LONGEST_NAME = 63
+"""Of a run."""
+
 _BESIDE_A_RUN_FILE = (
     *("directory", "run_file", "source", "is_json"),
     *("host", "advertise", "control_port", "enrolment_port"),
@@ -37,7 +41,10 @@ _PORT = click.IntRange(0, 65535)
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=_FOLDER)
-@click.option("--name", help="Name of the run: lower-case letters, digits and hyphens.")
+@click.option(
+    "--name",
+    help="Name of the run: lower-case letters, digits and hyphens.  [default: the folder's]",
+)
 @click.option(
     "--model",
     metavar="NAME|FILE",
@@ -200,9 +207,9 @@ def init(
         _refuse_beside_a_run_file(run_file)
     elif sys.stdin.isatty() and not is_json and not any(map(asked.get, _NAMED)):
         wanted = _answered(wanted)
-    if wanted.function is not None and wanted.name is None:
-        # Contributors allow its code by the run's name: one that others have too would be no permission.
-        wanted = replace(wanted, name=directory.absolute().name)
+    if wanted.name is None:
+        # Two runs of one owner are told apart by it, and contributors allow a run's code by it.
+        wanted = replace(wanted, name=_name_of(directory))
     made: list[NewRun] = []
 
     def text_of(folder: Path) -> str:
@@ -280,6 +287,12 @@ def _answered_function(wanted: "Wanted", function: str) -> "Wanted":
         data_function=data if is_function else None,
         context=context,
     )
+
+
+def _name_of(directory: Path) -> str | None:
+    """The folder's name as one of a run; None where it has no letter or digit of one."""
+    words = re.findall(r"[a-z0-9]+", directory.absolute().name.lower())
+    return "-".join(words)[:LONGEST_NAME].rstrip("-") or None
 
 
 def _at_home(path: str) -> str:
@@ -361,7 +374,7 @@ def _tell(directory: Path, home: "Home", new: "NewRun", start: dict[str, str]) -
         f" (to change it: advertise in {directory / 'coordinator.toml'})"
     )
     click.echo(f"next: look through {directory / 'run.toml'}, then")
-    click.echo(f"  atoll coordinator start {directory}")
+    click.echo(f"  atoll coordinator start {shlex.quote(str(directory))}")
     if "before" in start:
         click.echo(f"each data holder makes tokens of its own once\n  {start['before']}")
     if start["nodes"] != "atoll node start" or "first_weights" in start:

@@ -247,9 +247,16 @@ def test_data_shows_samples_epochs_and_pieces(monkeypatch, capsys):
 
 
 def test_rounds_come_as_csv_with_the_losses_of_exactly_their_states(monkeypatch, capsys):
-    first = status_pb2.RoundSummary(round=1, seconds=2.5, tokens=100, loss=5.25, reason='void, "late"')
+    first = status_pb2.RoundSummary(
+        round=1, seconds=2.5, tokens=100, loss=5.25, reason='void, "late"'
+    )
     second = status_pb2.RoundSummary(
-        round=2, seconds=2.0, tokens=120, num_participants=3, num_contributors=2, outer_digest=b"\xff"
+        round=2,
+        seconds=2.0,
+        tokens=120,
+        num_participants=3,
+        num_contributors=2,
+        outer_digest=b"\xff",
     )
     losses = [
         status_pb2.HeldOutLoss(round=0, loss=5.5),
@@ -262,8 +269,9 @@ def test_rounds_come_as_csv_with_the_losses_of_exactly_their_states(monkeypatch,
     monkeypatch.setattr(
         query.StatusLink,
         "rounds",
-        lambda self, limit: asked.append(limit)
-        or status_pb2.ListRoundsResponse(rounds=[second, first][:limit]),
+        lambda self, limit: (
+            asked.append(limit) or status_pb2.ListRoundsResponse(rounds=[second, first][:limit])
+        ),
     )
     assert console.run(cli.root, ["rounds", "--csv"]) == ExitCode.OK
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
