@@ -5,6 +5,7 @@ of, and amendments touch none of these. What is in force in a round is the run f
 that round or before. Codecs are amended with their versions: all nodes must decode alike.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ AMENDABLE = frozenset(
         *("exchange.uplink", "exchange.downlink"),
     }
 )
+
+TEXTS = frozenset({"outer.merge", "exchange.uplink", "exchange.downlink"})
+"""Whose values are texts."""
+
+_BARE = re.compile(r"[\w./-]+")
 
 _VERSIONS: Mapping[str, int] = {name: version for name, version in CODEC_VERSIONS.items()}  # noqa: C416 - any text may be looked up
 
@@ -58,8 +64,8 @@ def changes_of(texts: Sequence[str]) -> Changes:
             raise UsageError(f"{key} is given twice", next_step="leave one of them out")
         try:
             read = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            read = None
+        except tomllib.TOMLDecodeError:  # a shell has taken the quotes of a text away
+            read = value.strip() if key in TEXTS and _BARE.fullmatch(value.strip()) else None
         if not isinstance(read, int | float | str | bool):
             raise UsageError(
                 f"{value.strip()!r} is no value for {key}",

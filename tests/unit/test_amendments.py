@@ -13,7 +13,16 @@ from node.island.island import InnerWork
 from node.island.parallel.auto_mesh import node_bytes
 from node.island.training.schedule import Position, share_of_peak
 from protocol.errors import AtollError, ConfigError, UsageError
-from protocol.run.amendments import Span, amended, changes_of, in_force, refuse_at_rest, span_of
+from protocol.run.amendments import (
+    AMENDABLE,
+    TEXTS,
+    Span,
+    amended,
+    changes_of,
+    in_force,
+    refuse_at_rest,
+    span_of,
+)
 from protocol.run.run_spec import RunSpec, validated
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
 
@@ -91,6 +100,9 @@ def test_what_was_amended_before_the_run_went_back_holds_from_the_first_undone_r
         ("run.seed=4", UsageError, "it says which run this is"),
         ("exchange.fragments=2", UsageError, "what nodes still owe is laid out by it"),
         ("exchange.uplink='int5'", UsageError, "there is no codec 'int5' for exchange.uplink"),
+        ("exchange.uplink=int5", UsageError, "there is no codec 'int5' for exchange.uplink"),
+        ("outer.merge=median", ConfigError, "merge = 'median'"),
+        ("outer.merge=a mean", UsageError, "'a mean' is no value for outer.merge"),
         ("exchange.uplink=4", UsageError, "there is no codec 4"),
         ("exchange.downlink='int8/2'", UsageError, "no codec 'int8/2' .* in this release"),
         ("model.context=9", UsageError, "the weights have its shapes"),
@@ -104,6 +116,20 @@ def test_what_cannot_change_says_why(text: str, kind: type[AtollError], words: s
     with pytest.raises(kind, match=words) as refused:
         amended(SPEC, changes_of([text]))
     assert refused.value.next_step
+
+
+@pytest.mark.parametrize(
+    "text", ["exchange.uplink=ec2", "exchange.uplink='ec2'", "outer.merge = trust"]
+)
+def test_a_text_comes_with_the_quotes_of_toml_or_without(text: str) -> None:
+    ((key, value),) = changes_of([text])
+    assert value == ("trust" if key == "outer.merge" else "ec2")
+
+
+def test_texts_without_quotes_are_all_keys_whose_values_are_texts() -> None:
+    tables = SPEC.model_dump()
+    values = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in AMENDABLE}
+    assert {key for key, value in values.items() if isinstance(value, str)} == TEXTS
 
 
 def test_steps_of_a_run_whose_nodes_share_tokens_cannot_change() -> None:
