@@ -1,7 +1,9 @@
 """`atoll init`, also called `atoll coordinator init`: makes a run, from its model and data to its folder."""
 
+import errno
 import re
 import shlex
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,10 @@ _NAMED = (
     *("run_file", "link", "measured"),
 )
 """Where one of these is given nobody is asked."""
+
+PORTS_OF_A_RUN = 10
+MOST_RUNS_HERE = 20
+"""How far from the usual ports those of another run on the same machine are looked for."""
 
 LONGEST_NAME = 63
 """Of a run."""
@@ -165,7 +171,10 @@ _PORT = click.IntRange(0, 65535)
     help="Host that invites send nodes to.  [default: this machine's address]",
 )
 @click.option(
-    "--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.  [default: 7700]"
+    "--port",
+    "control_port",
+    type=_PORT,
+    help="Port for nodes; 0 picks one.  [default: 7700, or beside another run 7710, …]",
 )
 @click.option(
     "--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.  [default: 7701]"
@@ -219,6 +228,11 @@ def init(
             made.append(new_run(wanted, folder))
         return made[0].text
 
+    others: tuple[int, int] | None = None
+    if control_port is None and enrolment_port is None:
+        others = _ports_beside_another_run(host)
+    if others is not None:
+        control_port, enrolment_port = others
     home = create_home(
         directory,
         config=CoordinatorConfig.checked(
@@ -233,6 +247,8 @@ def init(
     if is_json:
         console.print_json({"folder": str(directory), **_as_json(made[0]), "start": start})
         return
+    if others is not None:
+        click.echo(f"the usual ports are in use here, so this run has {others[0]} and {others[1]}")
     _tell(directory, home, made[0], start)
 
 
@@ -287,6 +303,29 @@ def _answered_function(wanted: "Wanted", function: str) -> "Wanted":
         data_function=data if is_function else None,
         context=context,
     )
+
+
+def _ports_beside_another_run(host: str) -> tuple[int, int] | None:
+    """Two that are free, where one of the usual ones is in use on this machine; None where both are free."""
+    from coordinator.config import DEFAULT_CONTROL_PORT, DEFAULT_ENROLMENT_PORT
+
+    both = (DEFAULT_CONTROL_PORT, DEFAULT_ENROLMENT_PORT)
+    for more in range(0, MOST_RUNS_HERE * PORTS_OF_A_RUN, PORTS_OF_A_RUN):
+        control, enrolment = (port + more for port in both)
+        if _is_free(host, control) and _is_free(host, enrolment):
+            return (control, enrolment) if more else None
+    return None  # the start says which is in use
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Also where the host cannot be listened on here: the run may be started elsewhere."""
+    try:
+        socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ).close()
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
 
 
 def _name_of(directory: Path) -> str | None:

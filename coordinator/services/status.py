@@ -166,8 +166,12 @@ class StatusDesk:
         newest = state.committed_round if current is None else current.number
         number = checks.count(request.round, of="the round") or newest
         if not 0 < number <= max(newest, state.committed_round):
+            if not newest:
+                raise NoInputError(
+                    "no round has begun yet", next_step="'atoll status' says what the run waits for"
+                )
             raise NoInputError(
-                f"round {number} has not begun: {f'the newest is {newest}' if newest else 'none has'}",
+                f"round {number} has not begun: the newest is {newest}",
                 next_step="'atoll rounds' lists the latest",
             )
         figures, closed = await self._driver.aside(lambda: self._driver.store.closed_round(number))

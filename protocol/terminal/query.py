@@ -379,6 +379,9 @@ def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: P
     if is_json:
         console.print_json([as_json(node) for node in answer.nodes])
         return
+    if not answer.nodes:
+        click.echo("no node has taken part yet; 'atoll invite create' makes an invite for one")
+        return
     from protocol.terminal.node_words import (
         by_name,
         copies_in_words,

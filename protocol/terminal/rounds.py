@@ -116,6 +116,9 @@ def rounds(
     if is_csv:
         click.echo(as_csv(answer.rounds, held_out, has_all=limit is None), nl=False)
         return
+    if not answer.rounds:
+        click.echo("no round has closed yet; 'atoll status' says what the run waits for")
+        return
     from protocol.terminal.status_words import ledger_bytes, screened_in_words
 
     rows = [
