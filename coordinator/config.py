@@ -32,7 +32,7 @@ from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputE
 from protocol.files.durable import is_taken, read_secret, read_toml, whole_folder, write_atomically
 from protocol.run.amendments import in_force
 from protocol.run.layout import layout_of
-from protocol.run.models import Section
+from protocol.run.models import Section, nearest_key
 from protocol.run.run_spec import (
     RunSection,
     RunSpec,
@@ -573,7 +573,7 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key"
+        return f"{key}: unknown key{nearest_key(key, CoordinatorConfig)}"
     message = problem["msg"].removeprefix("Value error, ")  # what pydantic says before ours
     if not key:  # of several keys together
         return message
