@@ -33,6 +33,15 @@ AMENDABLE = frozenset(
 TEXTS = frozenset({"outer.merge", "exchange.uplink", "exchange.downlink"})
 """Whose values are texts."""
 
+RATES = ("inner.learning_rate", "inner.muon_learning_rate", "outer.learning_rate")
+MOST_TIMES = 10
+
+LOWER_RATES = (
+    "tell the run owner: 'atoll run amend' lowers inner.learning_rate or outer.learning_rate; then start the "
+    "node again"
+)
+"""What helps where training has diverged, said to the owner of a node."""
+
 _BARE = re.compile(r"[\w./-]+")
 
 _VERSIONS: Mapping[str, int] = {name: version for name, version in CODEC_VERSIONS.items()}  # noqa: C416 - any text may be looked up
@@ -134,6 +143,25 @@ def _codec_of_this_release(key: str, value: Scalar) -> str:
             next_step=f"it speaks {spoken}",
         )
     return name
+
+
+def refuse_leaps(spec: RunSpec, becomes: RunSpec) -> None:
+    """Raises UsageError for a learning rate that rises by more than ten times at once.
+
+    Nodes whose loss is no number any more end, and their owners have to start them: a slip of the finger
+    would stop a swarm.
+    """
+    for key in RATES:
+        table, _, name = key.partition(".")
+        before = getattr(getattr(spec, table), name)
+        after = getattr(getattr(becomes, table), name)
+        if before and after and after > MOST_TIMES * before:
+            raise UsageError(
+                f"{key} = {after:g} is {after / before:,.0f} times what is in force, {before:g}: nodes "
+                "whose loss is not finite any more end",
+                next_step=f"raise it by {MOST_TIMES} times at most: "
+                f"'atoll run amend {key}={MOST_TIMES * before:g}'",
+            )
 
 
 def refuse_at_rest(spec: RunSpec, *, progress: float) -> None:

@@ -15,12 +15,14 @@ from node.island.training.schedule import Position, share_of_peak
 from protocol.errors import AtollError, ConfigError, UsageError
 from protocol.run.amendments import (
     AMENDABLE,
+    RATES,
     TEXTS,
     Span,
     amended,
     changes_of,
     in_force,
     refuse_at_rest,
+    refuse_leaps,
     span_of,
 )
 from protocol.run.run_spec import RunSpec, validated
@@ -116,6 +118,23 @@ def test_what_cannot_change_says_why(text: str, kind: type[AtollError], words: s
     with pytest.raises(kind, match=words) as refused:
         amended(SPEC, changes_of([text]))
     assert refused.value.next_step
+
+
+@pytest.mark.parametrize("key", RATES)
+def test_a_rate_that_leaps_is_refused_with_the_most_that_it_may_be(key: str) -> None:
+    table, _, name = key.partition(".")
+    tables = {
+        "inner": {"optimizer": "muon", "muon_learning_rate": 0.02},
+        "outer": {"learning_rate": 0.02},
+    }
+    muon = validated(tables, origin="the test")
+    before = getattr(getattr(muon, table), name)
+    with pytest.raises(UsageError, match="times what is in force") as refused:
+        refuse_leaps(muon, amended(muon, ((key, 11 * before),)))
+    advised = changes_of([str(refused.value.next_step).rpartition(" ")[2].rstrip("'")])
+    raised = amended(muon, advised)
+    refuse_leaps(muon, raised)
+    refuse_leaps(raised, muon)  # it may fall as far as one likes
 
 
 @pytest.mark.parametrize(
