@@ -8,7 +8,7 @@ that round or before. Codecs are amended with their versions: all nodes must dec
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.errors import ConfigError, UsageError
@@ -213,6 +213,17 @@ def in_force(spec: RunSpec, rulings: Iterable[Ruling], *, round: int | None = No
                 next_step="install the coordinator's version of Atoll: 'atoll --version'",
             ) from error
     return spec
+
+
+def still_in_force(rulings: Iterable[Ruling]) -> list[Ruling]:
+    """The amendments in the order in which they hold, each without what a later one has amended again."""
+    ordered = [ruling for _, ruling in _amendments(rulings)]
+    last_of = {key: ruling.number for ruling in ordered for key, _ in ruling.changes}
+    parts = (
+        replace(one, changes=tuple(c for c in one.changes if last_of[c[0]] == one.number))
+        for one in ordered
+    )
+    return [part for part in parts if part.changes]
 
 
 def _amendments(rulings: Iterable[Ruling]) -> list[tuple[int, Ruling]]:

@@ -24,6 +24,7 @@ from protocol.run.amendments import (
     refuse_at_rest,
     refuse_leaps,
     span_of,
+    still_in_force,
 )
 from protocol.run.run_spec import RunSpec, validated
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
@@ -62,6 +63,23 @@ def test_the_share_of_audits_changes_at_the_coordinator_alone() -> None:
         with pytest.raises(UsageError, match="audit cannot change") as refused:
             amended(spec, (("outer.audit", share),))
         assert refused.value.next_step is not None and advice in refused.value.next_step
+
+
+def test_what_was_amended_again_is_not_told_any_more() -> None:
+    rulings = [
+        amendment(3, 1, run__rounds=300),
+        amendment(4, 2, inner__learning_rate=0.02, inner__steps=40),
+        amendment(6, 3, inner__learning_rate=0.002),
+        amendment(2, 4, run__rounds=200),  # brought back late
+    ]
+    told = [(one.number, dict(one.changes)) for one in still_in_force(rulings)]
+    assert told == [
+        (1, {"run.rounds": 300}),
+        (2, {"inner.steps": 40}),
+        (3, {"inner.learning_rate": 0.002}),
+    ]
+    kept = in_force(SPEC, still_in_force(rulings))
+    assert kept == in_force(SPEC, rulings)
 
 
 def test_what_is_brought_back_late_holds_in_the_order_of_its_round() -> None:
