@@ -158,6 +158,9 @@ class StatusLink:
                 err=True,
             )
             return ()
+        from protocol.terminal.logging import start_logging
+
+        start_logging(as_json=False)  # to standard error: standard output is for the answer
         where = ", ".join(f"{member.host}:{member.port}" for member in ours.members)
         click.echo(f"the coordinator does not answer; asking members at {where}", err=True)
         try:
