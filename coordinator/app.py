@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import shlex
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -441,8 +442,9 @@ async def _serve(
         if coordinator.dashboard_port is not None:
             link = page_link(directory, config, coordinator.dashboard_port)
             log.write(f"page: {link}\n")
-        log.write(f"invite a node: 'atoll invite create --dir {directory}'\n")
-        log.write(f"watch the run: 'atoll status --watch --dir {directory}'\n")
+        named = shlex.quote(str(directory))
+        log.write(f"invite a node: atoll invite create --dir {named}\n")
+        log.write(f"watch the run: atoll status --watch --dir {named}\n")
         manager.ready(f"serves nodes at {control}, and who joins at {enrolment}")
         async with manager.watching(), _backing_up(home, config):
             await coordinator.serve_until(stopped)

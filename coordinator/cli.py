@@ -4,6 +4,7 @@ gRPC, TLS and SQLite are imported inside the commands, so that help and mistakes
 """
 
 import os
+import shlex
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from coordinator.new_run import init as new_run
-from protocol.errors import UnavailableError, UsageError
+from protocol.errors import NoInputError, UnavailableError, UsageError
 from protocol.service.beside import ENDS_WITH_STDIN
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal import console
@@ -285,7 +286,8 @@ def restore_backup(source: str, directory: Path) -> None:
         f"from {restored.place}"
     )
     click.echo(
-        f"next, where the run's coordinator runs nowhere else: atoll coordinator start {directory}"
+        f"next, where the run's coordinator runs nowhere else: atoll coordinator start "
+        f"{shlex.quote(str(directory))}"
     )
 
 
@@ -335,7 +337,7 @@ def rotate(
     ).make()
     whose = "the coordinator and its authority have" if with_authority else "the coordinator has"
     click.echo(f"{whose} other keys: number {number}; invites made before are useless")
-    click.echo(f"next: atoll coordinator start {directory}")
+    click.echo(f"next: atoll coordinator start {shlex.quote(str(directory))}")
 
 
 @coordinator.command()
@@ -623,15 +625,20 @@ def _standing(status: "InviteStatus") -> str:
 @contextmanager
 def operator_of(directory: Path | None) -> "Iterator[OperatorServiceStub]":
     """The run owner's way to the coordinator, by the credentials in its folder."""
-    from protocol.trust.credentials import LINK_FILE, Credentials
+    from protocol.trust.credentials import LINK_FILE, Credentials, in_place_of
     from protocol.v1.operator_pb2_grpc import OperatorServiceStub
     from protocol.wire.channel import open_blocking_channel
 
     home = folder_of(directory)
-    if (home / _CONFIG_FILE).is_file() and not (home / LINK_FILE).is_file():
-        raise UnavailableError(
-            f"the coordinator of {home} was never started, so its port is not known",
-            next_step=f"start it with 'atoll coordinator start {home}'",
+    if not (home / LINK_FILE).is_file():
+        if (home / _CONFIG_FILE).is_file():
+            raise UnavailableError(
+                f"the coordinator of {home} was never started, so its port is not known",
+                next_step=f"start it with 'atoll coordinator start {home}'",
+            )
+        raise NoInputError(
+            f"{home} is not a coordinator's folder, and this command is the run owner's",
+            next_step=f"name it: {in_place_of(home, _CONFIG_FILE) or '--dir DIR'}",
         )
     with open_blocking_channel(Credentials.load(home)) as channel:
         yield OperatorServiceStub(channel)

@@ -32,7 +32,7 @@ from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputE
 from protocol.files.durable import is_taken, read_secret, read_toml, whole_folder, write_atomically
 from protocol.run.amendments import in_force
 from protocol.run.layout import layout_of
-from protocol.run.models import Section
+from protocol.run.models import Section, nearest_key
 from protocol.run.run_spec import (
     RunSection,
     RunSpec,
@@ -46,7 +46,9 @@ from protocol.trust.credentials import (
     CERTIFICATE_FILE,
     KEY_FILE,
     LINK_FILE,
+    MOST_FOLDERS_NAMED,
     Credentials,
+    folders_here,
 )
 from protocol.trust.pki import Authority, Issuer, new_swarm_id
 from protocol.trust.rulings import Ruling, RulingVerifier
@@ -104,7 +106,7 @@ Span = Annotated[str, AfterValidator(_checked_span)]
 
 RUN_TEMPLATE = """\
 # The run: what is trained, on what, how, and by which rules. What is left out has the value that it
-# has here, but for min_nodes, qk_norm, and the inner optimizer with its rates. Every node works by this
+# has here, but for name, min_nodes, qk_norm, and the inner optimizer with its rates. Every node works by this
 # file and every round carries its digest: change it before the first 'atoll coordinator start', never after.
 
 [run]
@@ -313,7 +315,9 @@ class Home:
         if not (directory / CONFIG_FILE).is_file():
             raise NoInputError(
                 f"{directory} is not a coordinator's folder: {CONFIG_FILE} is not there",
-                next_step=f"run 'atoll coordinator init {directory}'",
+                next_step=f"name the run's folder, as {' or '.join(here)}"
+                if (here := folders_here(CONFIG_FILE, besides=directory)[:MOST_FOLDERS_NAMED])
+                else "name the run's folder; 'atoll init DIR' makes a new one",
             )
         finish_rotation(directory)
         if (directory / AUTHORITY_KEY_FILE).is_file():
@@ -569,7 +573,7 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key"
+        return f"{key}: unknown key{nearest_key(key, CoordinatorConfig)}"
     message = problem["msg"].removeprefix("Value error, ")  # what pydantic says before ours
     if not key:  # of several keys together
         return message

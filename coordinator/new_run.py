@@ -1,6 +1,9 @@
 """`atoll init`, also called `atoll coordinator init`: makes a run, from its model and data to its folder."""
 
+import errno
+import re
 import shlex
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,13 @@ _NAMED = (
 )
 """Where one of these is given nobody is asked."""
 
+PORTS_OF_A_RUN = 10
+MOST_RUNS_HERE = 20
+"""How far from the usual ports those of another run on the same machine are looked for."""
+
+LONGEST_NAME = 63
+"""Of a run."""
+
 _BESIDE_A_RUN_FILE = (
     *("directory", "run_file", "source", "is_json"),
     *("host", "advertise", "control_port", "enrolment_port"),
@@ -37,7 +47,10 @@ _PORT = click.IntRange(0, 65535)
 
 @click.command()
 @click.argument("directory", metavar="DIR", type=_FOLDER)
-@click.option("--name", help="Name of the run: lower-case letters, digits and hyphens.")
+@click.option(
+    "--name",
+    help="Name of the run: lower-case letters, digits and hyphens.  [default: the folder's]",
+)
 @click.option(
     "--model",
     metavar="NAME|FILE",
@@ -158,7 +171,10 @@ _PORT = click.IntRange(0, 65535)
     help="Host that invites send nodes to.  [default: this machine's address]",
 )
 @click.option(
-    "--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.  [default: 7700]"
+    "--port",
+    "control_port",
+    type=_PORT,
+    help="Port for nodes; 0 picks one.  [default: 7700, or beside another run 7710, …]",
 )
 @click.option(
     "--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.  [default: 7701]"
@@ -200,9 +216,9 @@ def init(
         _refuse_beside_a_run_file(run_file)
     elif sys.stdin.isatty() and not is_json and not any(map(asked.get, _NAMED)):
         wanted = _answered(wanted)
-    if wanted.function is not None and wanted.name is None:
-        # Contributors allow its code by the run's name: one that others have too would be no permission.
-        wanted = replace(wanted, name=directory.absolute().name)
+    if wanted.name is None:
+        # Two runs of one owner are told apart by it, and contributors allow a run's code by it.
+        wanted = replace(wanted, name=_name_of(directory))
     made: list[NewRun] = []
 
     def text_of(folder: Path) -> str:
@@ -212,6 +228,11 @@ def init(
             made.append(new_run(wanted, folder))
         return made[0].text
 
+    others: tuple[int, int] | None = None
+    if control_port is None and enrolment_port is None:
+        others = _ports_beside_another_run(host)
+    if others is not None:
+        control_port, enrolment_port = others
     home = create_home(
         directory,
         config=CoordinatorConfig.checked(
@@ -226,6 +247,8 @@ def init(
     if is_json:
         console.print_json({"folder": str(directory), **_as_json(made[0]), "start": start})
         return
+    if others is not None:
+        click.echo(f"the usual ports are in use here, so this run has {others[0]} and {others[1]}")
     _tell(directory, home, made[0], start)
 
 
@@ -280,6 +303,35 @@ def _answered_function(wanted: "Wanted", function: str) -> "Wanted":
         data_function=data if is_function else None,
         context=context,
     )
+
+
+def _ports_beside_another_run(host: str) -> tuple[int, int] | None:
+    """Two that are free, where one of the usual ones is in use on this machine; None where both are free."""
+    from coordinator.config import DEFAULT_CONTROL_PORT, DEFAULT_ENROLMENT_PORT
+
+    both = (DEFAULT_CONTROL_PORT, DEFAULT_ENROLMENT_PORT)
+    for more in range(0, MOST_RUNS_HERE * PORTS_OF_A_RUN, PORTS_OF_A_RUN):
+        control, enrolment = (port + more for port in both)
+        if _is_free(host, control) and _is_free(host, enrolment):
+            return (control, enrolment) if more else None
+    return None  # the start says which is in use
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Also where the host cannot be listened on here: the run may be started elsewhere."""
+    try:
+        socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ).close()
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
+
+
+def _name_of(directory: Path) -> str | None:
+    """The folder's name as one of a run; None where it has no letter or digit of one."""
+    words = re.findall(r"[a-z0-9]+", directory.absolute().name.lower())
+    return "-".join(words)[:LONGEST_NAME].rstrip("-") or None
 
 
 def _at_home(path: str) -> str:
@@ -361,7 +413,7 @@ def _tell(directory: Path, home: "Home", new: "NewRun", start: dict[str, str]) -
         f" (to change it: advertise in {directory / 'coordinator.toml'})"
     )
     click.echo(f"next: look through {directory / 'run.toml'}, then")
-    click.echo(f"  atoll coordinator start {directory}")
+    click.echo(f"  atoll coordinator start {shlex.quote(str(directory))}")
     if "before" in start:
         click.echo(f"each data holder makes tokens of its own once\n  {start['before']}")
     if start["nodes"] != "atoll node start" or "first_weights" in start:

@@ -338,7 +338,8 @@ def audit(is_json: bool, directory: Path | None) -> None:
         for one, proof in zip(signed, proofs, strict=True)
     ]
     console.terminal().print(console.table(("", "UTC", "by", "what"), rows, right=("",)))
-    click.echo(f"{len(rows)} rulings, all signed, none missing")
+    rulings = "1 ruling" if len(rows) == 1 else f"{len(rows)} rulings"
+    click.echo(f"{rulings}, all signed, none missing")
 
 
 def _checked_log(directory: Path | None) -> "tuple[list[SignedRuling], list[str]]":

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -89,7 +90,7 @@ def join(
     credentials = asyncio.run(enrol(given, home, name=called, elsewhere=_elsewhere, limits=told))
     if (credentials.host, credentials.enrolment_port) != (given.host, given.port):
         click.echo("the coordinator has moved: a member that the invite names knew where to")
-    suffix = f" --dir {folder}" if folder is not None else ""
+    suffix = f" --dir {shlex.quote(str(folder))}" if folder is not None else ""
     if credentials.principal.role is Role.VIEWER:
         click.echo(f"joined '{credentials.run_name}' at {credentials.endpoint} as a viewer")
         click.echo(f"next: atoll status --watch{suffix}")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import click
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -20,7 +21,7 @@ from node.machine.limits import Limits, hours_of
 from node.machine.notices import CloudChoice
 from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files.durable import expanded, read_toml, write_atomically
-from protocol.run.models import Section
+from protocol.run.models import Section, nearest_key
 from protocol.terminal.typed import bits_per_second_of, web_address_of
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE
 
@@ -603,12 +604,14 @@ def load_settings(folder: Path, **overrides: Any) -> NodeSettings:
         key = ".".join(str(part) for part in problem["loc"])
         message = f"{problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
         if key in options:
+            typed = click.get_current_context(silent=True)
+            command = "atoll node start" if typed is None else typed.command_path
             raise UsageError(
-                f"--{key.replace('_', '-')} {message}", next_step="see 'atoll node start --help'"
+                f"--{key.replace('_', '-')} {message}", next_step=f"see '{command} --help'"
             ) from error
         known = ", ".join(NodeSettings.model_fields)
         raise ConfigError(
-            f"{path}: {key}: unknown key"
+            f"{path}: {key}: unknown key{nearest_key(key, NodeSettings)}"
             if problem["type"] == "extra_forbidden"
             else f"{path}: {key} = {message}",
             next_step=f"correct it, or remove the line to take the default; the keys are {known}",

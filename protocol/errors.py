@@ -61,6 +61,12 @@ class NoInputError(AtollError):
     exit_code = ExitCode.NO_INPUT
 
 
+NOT_STARTED = (
+    "the run owner starts it with 'atoll coordinator start'; if it runs, check host and port"
+)
+"""What to do where no coordinator answers, for its owner and for others."""
+
+
 class UnavailableError(AtollError):
     """The coordinator or a peer cannot be reached."""
 

@@ -37,6 +37,7 @@ from protocol.run.amendments import (
     amended,
     in_force,
     refuse_at_rest,
+    refuse_leaps,
     span_of,
     with_versions,
 )
@@ -153,6 +154,7 @@ class Rulings:
                     "nothing is amended", next_step="'atoll run amend run.rounds=200', for example"
                 )
             becomes = amended(spec, changes)
+            refuse_leaps(spec, becomes)
             rules = rules_of(becomes, began=self._run)
             if becomes == spec and rules.total_rounds == state.rules.total_rounds:
                 raise UsageError(

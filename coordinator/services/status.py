@@ -27,6 +27,7 @@ from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import common_corpus, say_of, weight_of
 from coordinator.telemetry import Telemetry
 from protocol.errors import NoInputError
+from protocol.run.amendments import still_in_force
 from protocol.run.run_spec import RunSpec
 from protocol.trust.pki import Role
 from protocol.trust.rulings import Ruling, RulingKind, in_words
@@ -166,8 +167,12 @@ class StatusDesk:
         newest = state.committed_round if current is None else current.number
         number = checks.count(request.round, of="the round") or newest
         if not 0 < number <= max(newest, state.committed_round):
+            if not newest:
+                raise NoInputError(
+                    "no round has begun yet", next_step="'atoll status' says what the run waits for"
+                )
             raise NoInputError(
-                f"round {number} has not begun: {f'the newest is {newest}' if newest else 'none has'}",
+                f"round {number} has not begun: the newest is {newest}",
                 next_step="'atoll rounds' lists the latest",
             )
         figures, closed = await self._driver.aside(lambda: self._driver.store.closed_round(number))
@@ -251,9 +256,7 @@ class StatusDesk:
             elapsed_seconds=now if state.finished_at is None else state.finished_at,
             estimated_seconds_left=run_seconds_left(state, now),
             paused="" if state.paused is None else paused_in_words(state.paused),
-            amendments=[
-                in_words(ruling) for ruling in state.rulings if ruling.kind is RulingKind.AMENDED
-            ],
+            amendments=[in_words(ruling) for ruling in still_in_force(state.rulings)],
             went_back=[f"{in_words(ruling)} (by {ruling.by})" for ruling in state.rolled_back],
             rounds_in_reach=spans_in_words(rounds_in_reach(state)),
             relay=self._relay(),

@@ -54,6 +54,7 @@ from node.exchange.signing import AlreadySignedError
 from node.exchange.state.sources import StateHere
 from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult
 from protocol.errors import BadDataError
+from protocol.run.amendments import LOWER_RATES
 from protocol.trust.receipts import Receipt
 from protocol.wire.messages import EquivocationSeen, Finding, Report, SliceTakenOver
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
@@ -209,7 +210,7 @@ class RoundRunner:
             except CodecError as error:
                 raise BadDataError(
                     f"round {plan.round}: this node's pseudo-gradient cannot be sent: {error}",
-                    next_step="lower [inner] learning_rate or [outer] learning_rate in run.toml",
+                    next_step=LOWER_RATES,
                 ) from error
             if self.state.is_closed:
                 return

@@ -141,7 +141,7 @@ def _rows(spec: RunSpec, origin: Origin, form: Form) -> list[tuple[str, str]]:
         *_rows_of_adapters(spec, form),
         ("context", f"{spec.model.context} tokens a sample"),
         ("run", f"`{origin.run}`, digest `{origin.run_digest.hex()}`"),
-        ("round", f"{origin.round} of {spec.run.rounds}"),
+        ("round", str(origin.round)),
         ("digest of the outer state", f"`{origin.outer_digest.hex()}`"),
         ("data", spec.data.source),
     ]

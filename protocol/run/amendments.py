@@ -5,9 +5,10 @@ of, and amendments touch none of these. What is in force in a round is the run f
 that round or before. Codecs are amended with their versions: all nodes must decode alike.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.errors import ConfigError, UsageError
@@ -28,6 +29,20 @@ AMENDABLE = frozenset(
         *("exchange.uplink", "exchange.downlink"),
     }
 )
+
+TEXTS = frozenset({"outer.merge", "exchange.uplink", "exchange.downlink"})
+"""Whose values are texts."""
+
+RATES = ("inner.learning_rate", "inner.muon_learning_rate", "outer.learning_rate")
+MOST_TIMES = 10
+
+LOWER_RATES = (
+    "tell the run owner: 'atoll run amend' lowers inner.learning_rate or outer.learning_rate; then start the "
+    "node again"
+)
+"""What helps where training has diverged, said to the owner of a node."""
+
+_BARE = re.compile(r"[\w./-]+")
 
 _VERSIONS: Mapping[str, int] = {name: version for name, version in CODEC_VERSIONS.items()}  # noqa: C416 - any text may be looked up
 
@@ -58,8 +73,8 @@ def changes_of(texts: Sequence[str]) -> Changes:
             raise UsageError(f"{key} is given twice", next_step="leave one of them out")
         try:
             read = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            read = None
+        except tomllib.TOMLDecodeError:  # a shell has taken the quotes of a text away
+            read = value.strip() if key in TEXTS and _BARE.fullmatch(value.strip()) else None
         if not isinstance(read, int | float | str | bool):
             raise UsageError(
                 f"{value.strip()!r} is no value for {key}",
@@ -130,6 +145,25 @@ def _codec_of_this_release(key: str, value: Scalar) -> str:
     return name
 
 
+def refuse_leaps(spec: RunSpec, becomes: RunSpec) -> None:
+    """Raises UsageError for a learning rate that rises by more than ten times at once.
+
+    Nodes whose loss is no number any more end, and their owners have to start them: a slip of the finger
+    would stop a swarm.
+    """
+    for key in RATES:
+        table, _, name = key.partition(".")
+        before = getattr(getattr(spec, table), name)
+        after = getattr(getattr(becomes, table), name)
+        if before and after and after > MOST_TIMES * before:
+            raise UsageError(
+                f"{key} = {after:g} is {after / before:,.0f} times what is in force, {before:g}: nodes "
+                "whose loss is not finite any more end",
+                next_step=f"raise it by {MOST_TIMES} times at most: "
+                f"'atoll run amend {key}={MOST_TIMES * before:g}'",
+            )
+
+
 def refuse_at_rest(spec: RunSpec, *, progress: float) -> None:
     """Raises UsageError where a schedule has ended at a rate of 0: more rounds would train nothing."""
     inner = spec.inner
@@ -179,6 +213,17 @@ def in_force(spec: RunSpec, rulings: Iterable[Ruling], *, round: int | None = No
                 next_step="install the coordinator's version of Atoll: 'atoll --version'",
             ) from error
     return spec
+
+
+def still_in_force(rulings: Iterable[Ruling]) -> list[Ruling]:
+    """The amendments in the order in which they hold, each without what a later one has amended again."""
+    ordered = [ruling for _, ruling in _amendments(rulings)]
+    last_of = {key: ruling.number for ruling in ordered for key, _ in ruling.changes}
+    parts = (
+        replace(one, changes=tuple(c for c in one.changes if last_of[c[0]] == one.number))
+        for one in ordered
+    )
+    return [part for part in parts if part.changes]
 
 
 def _amendments(rulings: Iterable[Ruling]) -> list[tuple[int, Ruling]]:

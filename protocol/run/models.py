@@ -339,10 +339,10 @@ def first_problem(error: ValidationError, file: type[Section]) -> str:
         case "missing":
             return f"[{table}] has no {rest[-1]}"
         case "extra_forbidden" if not rest:
-            return f"[{table}]: unknown table{_nearest(table, file)}"
+            return f"[{table}]: unknown table{nearest_key(table, file)}"
         case "extra_forbidden":
             section = None if len(rest) > 1 else _section_of(table, file)
-            return f"{place}: unknown key{_nearest(rest[-1], section)}"
+            return f"{place}: unknown key{nearest_key(rest[-1], section)}"
         case "string_pattern_mismatch":
             return f"{place} = {problem['input']!r}: write {_IN_WORDS[problem['ctx']['pattern']]}"
         case "value_error":
@@ -354,7 +354,7 @@ def first_problem(error: ValidationError, file: type[Section]) -> str:
             return f"{place} = {problem['input']!r}: {message}"
 
 
-def _nearest(word: str, section: type[BaseModel] | None) -> str:
+def nearest_key(word: str, section: type[BaseModel] | None) -> str:
     """What was probably meant, to follow a sentence."""
     known = [] if section is None else list(section.model_fields)
     near = difflib.get_close_matches(word, known, n=1)

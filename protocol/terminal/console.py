@@ -46,6 +46,11 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return ExitCode.USAGE
+    except click.exceptions.NoSuchCommand as error:
+        from protocol.terminal.lazy_group import no_such_command
+
+        assert error.ctx is not None, "click names the group"
+        return refuse(no_such_command(error.ctx, error.command_name))
     except click.FileError as error:
         _complain(error.format_message())
         return ExitCode.NO_INPUT

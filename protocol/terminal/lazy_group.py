@@ -5,6 +5,7 @@ that no import leads from protocol to them.
 """
 
 import difflib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -12,6 +13,42 @@ import click
 from click.shell_completion import CompletionItem
 
 from protocol.errors import UsageError
+
+OTHER_WORDS: Mapping[str, tuple[str, ...]] = {
+    "ban": ("nodes expel",),
+    "cancel": ("run stop",),
+    "chat": ("sample",),
+    "continue": ("run resume",),
+    "curves": ("track",),
+    "dashboard": ("coordinator start --dashboard", "status --watch"),
+    "end": ("run stop", "node drain"),
+    "finish": ("run stop",),
+    "generate": ("sample",),
+    "help": ("--help",),
+    "history": ("rounds",),
+    "kick": ("nodes expel",),
+    "leave": ("node drain",),
+    "list": ("nodes", "invite list"),
+    "ps": ("status",),
+    "quit": ("node drain",),
+    "remove": ("nodes expel",),
+    "serve": ("coordinator start",),
+    "stop": ("run stop", "node drain"),
+    "train": ("node start",),
+    "undo": ("run rollback",),
+    "version": ("--version",),
+    "watch": ("status --watch",),
+}
+"""What people type for commands that are called otherwise here."""
+
+NO_COMMAND_FOR: Mapping[str, str] = {
+    "coordinator stop": "press Ctrl-C where it runs, or have systemd stop its service; 'atoll run stop' ends "
+    "the run",
+    "relay stop": "press Ctrl-C where it runs, or have systemd stop its service",
+}
+"""What is done without a command."""
+
+MOST_GUESSES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +88,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Finds the command of the command line; raises UsageError with the nearest name."""
-        name = args[0]
-        if name not in self._entries and not name.startswith("-"):
-            near = difflib.get_close_matches(name, self._entries, n=1)
-            path = ctx.command_path
-            advice = f"did you mean '{path} {near[0]}'?" if near else f"see '{path} --help'"
-            of_group = "" if ctx.parent is None else f" of '{path}'"
-            raise UsageError(f"there is no command '{name}'{of_group}", next_step=advice)
+        if args[0] not in self._entries and not args[0].startswith("-"):
+            raise no_such_command(ctx, args[0])
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -76,3 +108,47 @@ class LazyGroup(click.Group):
             with formatter.section(title):
                 # Padding all names to one width keeps the summaries aligned over the sections.
                 formatter.write_dl([(entry.name.ljust(width), entry.summary) for entry in entries])
+
+
+def no_such_command(context: click.Context, name: str) -> UsageError:
+    """Says what may have been meant, in this group or in another."""
+    path = context.command_path
+    of_group = "" if context.parent is None else f" of '{path}'"
+    return UsageError(f"there is no command '{name}'{of_group}", next_step=_meant(context, name))
+
+
+def _meant(context: click.Context, name: str) -> str:
+    root = context.find_root()
+    own = context.command_path.split()[1:]
+    if said := NO_COMMAND_FOR.get(" ".join([*own, name])):
+        return said
+    assert isinstance(root.command, click.Group)
+    paths = list(_paths_below(root.command, root))
+    asked = [path for path in paths if path[-1] == name]
+    asked += [tuple(words.split()) for words in OTHER_WORDS.get(name, ())]
+    if not asked:
+        near = difflib.get_close_matches(
+            name, [path[-1] for path in paths if list(path[:-1]) == own], n=1
+        )
+        asked = [(*own, word) for word in near]
+    if not asked:
+        near = difflib.get_close_matches(name, {path[-1] for path in paths}, n=1, cutoff=0.8)
+        asked = [path for path in paths if path[-1] in near]
+    here = [path for path in asked if list(path[: len(own)]) == own] if own else []
+    guesses = [f"'{' '.join((root.command_path, *path))}'" for path in dict.fromkeys(here or asked)]
+    if not guesses:
+        return f"see '{context.command_path} --help'"
+    *some, last = guesses[:MOST_GUESSES]
+    return f"did you mean {', '.join(some)} or {last}?" if some else f"did you mean {last}?"
+
+
+def _paths_below(group: click.Group, context: click.Context) -> Iterator[tuple[str, ...]]:
+    """All commands that a group leads to, as what is typed after its name."""
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if command is None or command.hidden:
+            continue
+        yield (name,)
+        if isinstance(command, click.Group):
+            for path in _paths_below(command, context):
+                yield (name, *path)

@@ -1,5 +1,6 @@
 """`atoll me`: what this folder's node has given to its run."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def refusal(
         )
     return NoInputError(
         f"the node of {home} has not taken part in {answer.run.run_name} yet",
-        next_step=f"'atoll node start {home}' starts it",
+        next_step=f"start it: atoll node start --dir {shlex.quote(str(home))}",
     )
 
 

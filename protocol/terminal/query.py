@@ -158,6 +158,9 @@ class StatusLink:
                 err=True,
             )
             return ()
+        from protocol.terminal.logging import start_logging
+
+        start_logging(as_json=False)  # to standard error: standard output is for the answer
         where = ", ".join(f"{member.host}:{member.port}" for member in ours.members)
         click.echo(f"the coordinator does not answer; asking members at {where}", err=True)
         try:
@@ -378,6 +381,9 @@ def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: P
         answer = link.status()
     if is_json:
         console.print_json([as_json(node) for node in answer.nodes])
+        return
+    if not answer.nodes:
+        click.echo("no node has taken part yet; 'atoll invite create' makes an invite for one")
         return
     from protocol.terminal.node_words import (
         by_name,

@@ -1,11 +1,15 @@
 """`atoll rounds` and `atoll rounds show`: closed rounds as a table, and one as a chart of text."""
 
-from collections.abc import Sequence
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from protocol.errors import UsageError
 from protocol.terminal import console
 from protocol.terminal.lazy_group import Entry, LazyGroup
 from protocol.terminal.query import (
@@ -35,6 +39,14 @@ LEGEND = (
 )
 
 
+DEFAULT_LIMIT = 20
+
+CSV_COLUMNS = (
+    *("round", "seconds", "tokens", "loss", "held_out_loss", "held_out_metric", "participants"),
+    *("contributors", "slices", "committed_slices", "screened_nodes", "sent_bytes", "outer_digest"),
+    "reason",
+)
+
 _ROUNDS_COMMANDS = (
     (
         "Anyone",
@@ -51,16 +63,22 @@ _ROUNDS_COMMANDS = (
 
 @click.group(cls=LazyGroup, sections=_ROUNDS_COMMANDS, invoke_without_command=True)
 @click.option(
-    "--limit", type=click.IntRange(1, 4000), default=20, show_default=True, help="How many."
+    "--limit", type=click.IntRange(1, 4000), help="How many.  [default: 20; all of a CSV]"
 )
 @click.option(
     "--watch", "is_watching", is_flag=True, help="Then one line for each round that closes."
 )
 @json_option
+@click.option("--csv", "is_csv", is_flag=True, help="Print a row for each round, oldest first.")
 @dir_option
 @click.pass_context
 def rounds(
-    context: click.Context, limit: int, is_watching: bool, is_json: bool, directory: Path | None
+    context: click.Context,
+    limit: int | None,
+    is_watching: bool,
+    is_json: bool,
+    is_csv: bool,
+    directory: Path | None,
 ) -> None:
     """List the latest closed rounds, newest first; or show one.
 
@@ -68,6 +86,7 @@ def rounds(
     Examples:
       atoll rounds --limit 5
       atoll rounds show 41
+      atoll rounds --csv > my-run.csv
       atoll rounds --watch --json
 
     JSON is a list of RoundSummary (proto/protocol/v1/status.proto):
@@ -78,13 +97,27 @@ def rounds(
     """  # noqa: D301 - click reads the character \b, not its two letters
     if context.invoked_subcommand is not None:
         return
+    if is_csv and (is_json or is_watching):
+        raise UsageError(
+            f"--csv and {'--json' if is_json else '--watch'} are both given",
+            next_step="leave one out",
+        )
     with StatusLink(directory) as link:
         if is_watching:
-            _watch(link, limit, is_json=is_json)
+            _watch(link, limit or DEFAULT_LIMIT, is_json=is_json)
             return
-        answer = link.rounds(limit)
+        from protocol.terminal.watch import MOST_ROUNDS
+
+        answer = link.rounds(limit or (MOST_ROUNDS if is_csv else DEFAULT_LIMIT))
+        held_out = {} if is_json else {one.round: one for one in link.status().run.held_out_losses}
     if is_json:
         console.print_json([as_json(closed) for closed in answer.rounds])
+        return
+    if is_csv:
+        click.echo(as_csv(answer.rounds, held_out, has_all=limit is None), nl=False)
+        return
+    if not answer.rounds:
+        click.echo("no round has closed yet; 'atoll status' says what the run waits for")
         return
     from protocol.terminal.status_words import ledger_bytes, screened_in_words
 
@@ -97,6 +130,7 @@ def rounds(
             console.bytes_in_words(ledger_bytes(closed.wire)),
             console.seconds_in_words(closed.seconds),
             f"{closed.loss:.3f}" if closed.loss > 0 else "-",
+            f"{held_out[closed.round].loss:.3f}" if closed.round in held_out else "-",
             console.digest_in_words(closed.outer_digest),
             screened_in_words(closed),
             closed.reason,
@@ -104,13 +138,55 @@ def rounds(
         for closed in answer.rounds
     ]
     columns = (
-        *("round", "nodes", "slices", "tokens", "sent", "took", "loss", "digest", "screened"),
-        "reason",
+        *("round", "nodes", "slices", "tokens", "sent", "took", "loss", "held-out", "digest"),
+        *("screened", "reason"),
     )
-    right = ("round", "tokens", "sent", "took", "loss")
+    right = ("round", "tokens", "sent", "took", "loss", "held-out")
     print_fitting(
         columns, rows, spare=("reason", "digest", "sent", "slices", "screened"), right=right
     )
+
+
+def as_csv(
+    rounds: Sequence["pb.RoundSummary"], held_out: Mapping[int, "pb.HeldOutLoss"], *, has_all: bool
+) -> str:
+    """A header, and a row for each round, oldest first; what nobody knows is empty.
+
+    `rounds` come newest first, and `held_out` by the rounds of the states. With all rounds comes round 0, the
+    loss that the run began with.
+    """
+    from protocol.terminal.status_words import ledger_bytes
+
+    facts: list[dict[str, object]] = [
+        {
+            "round": closed.round,
+            "seconds": f"{closed.seconds:.3f}",
+            "tokens": closed.tokens,
+            "loss": closed.loss if closed.loss > 0 else "",
+            "held_out_loss": "",
+            "held_out_metric": "",
+            "participants": closed.num_participants,
+            "contributors": closed.num_contributors,
+            "slices": closed.num_slices,
+            "committed_slices": closed.num_committed_slices,
+            "screened_nodes": len(closed.screened),
+            "sent_bytes": ledger_bytes(closed.wire),
+            "outer_digest": closed.outer_digest.hex(),
+            "reason": closed.reason,
+        }
+        for closed in reversed(rounds)
+    ]
+    if has_all and 0 in held_out:
+        facts.insert(0, {"round": 0})
+    for fact in facts:
+        if (one := held_out.get(int(str(fact["round"])))) is not None and math.isfinite(one.loss):
+            fact["held_out_loss"] = one.loss
+            fact["held_out_metric"] = one.metric if one.HasField("metric") else ""
+    written = io.StringIO()
+    rows = csv.DictWriter(written, CSV_COLUMNS, restval="", lineterminator="\n")
+    rows.writeheader()
+    rows.writerows(facts)
+    return written.getvalue()
 
 
 def _watch(link: StatusLink, limit: int, *, is_json: bool) -> None:

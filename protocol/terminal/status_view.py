@@ -33,6 +33,7 @@ from protocol.terminal.status_words import (
     saving_in_words,
     sparkline,
     training_loss,
+    undone_in_words,
     written_in_words,
 )
 from protocol.v1 import status_pb2 as pb
@@ -62,7 +63,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         ("rates", rates_in_words(status.nodes), ""),
         ("time", mean_time_in_words(status.nodes), ""),
         ("rules", "; ".join(status.run.amendments), ""),
-        ("undone", "; ".join(status.run.went_back), "yellow"),
+        ("undone", undone_in_words(status.run), "yellow"),
         ("wire", saving_in_words(status.run.wire), ""),
         ("text", written_in_words(status.run), ""),
     ):

@@ -102,6 +102,15 @@ def written_in_words(run: pb.RunStatus) -> str:
     )
 
 
+def undone_in_words(run: pb.RunStatus) -> str:
+    """The latest going back, and how often it was done before; empty where it never was."""
+    if not run.went_back:
+        return ""
+    before = len(run.went_back) - 1
+    times = {0: "", 1: "; once before"}.get(before, f"; {before} times before")
+    return f"{printable(run.went_back[-1], most=600)}{times}" + (times and ": 'atoll audit'")
+
+
 def relay_in_words(run: pb.RunStatus) -> str:
     """How nodes reach the coordinator; empty where they dial it."""
     return run.relay and f"coordinator {printable(run.relay, most=200)}"

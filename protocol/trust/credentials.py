@@ -7,6 +7,7 @@ link.toml is removed first and written last, so a folder with it is complete. A 
 
 import json
 import os
+import shlex
 import tomllib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -43,6 +44,8 @@ IDENTITY_FILE = "identity.key"
 COORDINATOR_FILE = "coordinator.toml"
 """What only a coordinator's folder has."""
 
+MOST_FOLDERS_NAMED = 3
+
 HOME_VARIABLE = "ATOLL_DIR"
 
 
@@ -58,6 +61,18 @@ def find_home(explicit: Path | None) -> Path:
         return expanded(from_environment)
     here = Path.cwd()
     return here if (here / LINK_FILE).is_file() else Path(platformdirs.user_data_path("atoll"))
+
+
+def folders_here(*markers: str, besides: Path) -> list[str]:
+    """Which folders in the current one have such a file: one of them may be meant where none was named."""
+    found = {path.parent for marker in markers for path in Path().glob(f"*/{marker}")}
+    return sorted(str(path) for path in found if path.absolute() != besides.absolute())
+
+
+def in_place_of(folder: Path, *markers: str) -> str:
+    """The option that names a folder here, in words; empty where there is none."""
+    names = folders_here(*markers, besides=folder)
+    return " or ".join(f"--dir {shlex.quote(name)}" for name in names[:MOST_FOLDERS_NAMED])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +218,11 @@ class Credentials:
                     next_step=f"'atoll coordinator start {directory}'; a node has a folder of its own, "
                     "which 'atoll join INVITE' makes",
                 )
+            near = in_place_of(directory, LINK_FILE, COORDINATOR_FILE)
             raise NoInputError(
-                f"no swarm joined in {directory}", next_step="join one with 'atoll join INVITE'"
+                f"no swarm joined in {directory}",
+                next_step="join one with 'atoll join INVITE'"
+                + (f", or name a folder that is here: {near}" if near else ""),
             )
         try:
             link = tomllib.loads(link_path.read_text(encoding="utf-8"))

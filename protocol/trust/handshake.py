@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.request import getproxies
 
 from protocol.errors import (
+    NOT_STARTED,
     AtollError,
     CertificateRefusedError,
     ProtocolMismatchError,
@@ -40,7 +41,7 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
     reason = (
         "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
     )
-    next_step = "start it with 'atoll coordinator start', or check host and port"
+    next_step = NOT_STARTED
     if error.errno in _NO_WAY:
         family = "IPv6" if ":" in host else "IPv4"
         next_step = (

@@ -222,7 +222,7 @@ class RunStatus(_message.Message):
 
     @_builtins.property
     def amendments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Amendments of its rules in words, oldest first."""
+        """Amendments of its rules that are in force, in words, oldest first."""
 
     @_builtins.property
     def went_back(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -191,7 +191,7 @@ def bind_control(
         root_certificates=issuers_pem,
         require_client_auth=True,
     )
-    return _bind(server, host, port, credentials)
+    return _bind(server, host, port, credentials, called="control_port")
 
 
 def bind_enrolment(
@@ -202,7 +202,7 @@ def bind_enrolment(
     Returns the port, which is a free one when `port` is 0. Raises SystemRefusedError.
     """
     credentials = grpc.ssl_server_credentials([(key_pem, certificate_pem)])
-    return _bind(server, host, port, credentials)
+    return _bind(server, host, port, credentials, called="enrolment_port")
 
 
 def caller(context: Context) -> Principal:
@@ -230,18 +230,29 @@ def _principal_of(certificate_pem: bytes) -> Principal:
 
 
 def _bind(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials,
+    *,
+    called: str,
 ) -> int:
     bound = 0
     with contextlib.suppress(RuntimeError):
         bound = server.add_secure_port(endpoint_of(host, port), credentials)
     if not bound:
-        raise refusal_to_listen(host, port)
+        option = "--port" if called == "control_port" else "--enrolment-port"
+        raise refusal_to_listen(
+            host, port, choice=f"{option}, for good with {called} in coordinator.toml"
+        )
     return bound
 
 
-def refusal_to_listen(host: str, port: int) -> SystemRefusedError:
-    """Why nobody can listen there, found by binding a plain socket: gRPC tells its reason to its log only."""
+def refusal_to_listen(host: str, port: int, *, choice: str = "--port") -> SystemRefusedError:
+    """Why nobody can listen there, found by binding a plain socket: gRPC tells its reason to its log only.
+
+    `choice` says how another port is chosen.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, kind, protocol, _, address in found:
@@ -258,7 +269,7 @@ def refusal_to_listen(host: str, port: int) -> SystemRefusedError:
             case errno.EADDRINUSE:
                 return SystemRefusedError(
                     f"port {port} of {host} is in use",
-                    next_step="choose another with --port, or stop what listens there",
+                    next_step=f"stop what listens there, or choose another port with {choice}",
                 )
             case errno.EADDRNOTAVAIL:
                 return SystemRefusedError(
@@ -268,7 +279,7 @@ def refusal_to_listen(host: str, port: int) -> SystemRefusedError:
             case _:
                 return SystemRefusedError(
                     f"cannot listen on port {port} of {host}: {error.strerror or error}",
-                    next_step="choose another with --port",
+                    next_step=f"choose another with {choice}",
                 )
     return SystemRefusedError(
         f"cannot listen on port {port} of {host}: gRPC refuses without a reason",

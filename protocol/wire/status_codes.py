@@ -12,6 +12,7 @@ import grpc.aio
 
 from protocol import errors
 from protocol.errors import (
+    NOT_STARTED,
     AtollError,
     NotPermittedError,
     ProtocolMismatchError,
@@ -87,7 +88,7 @@ def translated(error: grpc.RpcError, *, endpoint: str) -> AtollError:
         case grpc.StatusCode.UNAVAILABLE:
             return UnavailableError(
                 f"no coordinator answers at {endpoint} ({details})",
-                next_step="start it with 'atoll coordinator start', or check host and port",
+                next_step=NOT_STARTED,
             )
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return UnavailableError(

@@ -32,7 +32,9 @@ async def test_a_second_coordinator_cannot_take_the_port(coordinator: Coordinato
     }
     second = grpc.aio.server(options=ENROLMENT_OPTIONS)
     port = coordinator.enrolment_port
-    with pytest.raises(SystemRefusedError, match=f"port {port} of 127.0.0.1 is in use; .*--port"):
+    with pytest.raises(
+        SystemRefusedError, match=f"port {port} of 127.0.0.1 is in use; .*--enrolment-port"
+    ):
         bind_enrolment(second, "127.0.0.1", port, **tls)
     with pytest.raises(SystemRefusedError, match=r"192\.0\.2\.1 is not an address of this machine"):
         bind_enrolment(second, "192.0.2.1", 0, **tls)

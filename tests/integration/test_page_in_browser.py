@@ -36,6 +36,19 @@ prompts = ["Once ", "The sea"]
 """
 HOSTILE = "<img src=x onerror=document.title='taken'>"[:60]
 
+A_CROWD = """() => {
+  const crowd = Array.from({ length: 24 }, (_, place) => ({
+    id: `id-${10 + place}`, name: `contributor-at-home-${place}`, state: "ready", tone: "good",
+    isHelper: false, workShare: 0, committed: "1", committedTokens: place < 20 ? 100 : 5 }));
+  showBoard(crowd);
+  showMap({ nodes: crowd, run: { reach: "two do not" }, cutPairs: [["id-10", "id-11"]] });
+  return {
+    board: [...document.querySelectorAll("#board li")].map((line) => line.textContent),
+    named: [...document.querySelectorAll("#map text")].map((name) => name.textContent),
+    marks: document.querySelectorAll("#map circle").length };
+}"""
+"""Drawn for a moment in the place of the three, as the page draws so many."""
+
 
 def home_in(folder: Path, dashboard: str = "127.0.0.1:0") -> Home:
     config = LOCAL.with_changes(dashboard=dashboard)
@@ -119,6 +132,14 @@ async def test_a_death_a_late_node_a_joiner_and_a_refused_contribution_are_seen_
             await sees(page, "#news li", f"{HOSTILE} has come")
             await sees(page, "#node-rows", HOSTILE)
             assert await page.title() != "taken"
+
+            drawn = await page.evaluate(A_CROWD)
+            assert len(drawn["board"]) == 21
+            assert drawn["board"][-1] == "and 4 more, who gave 1 % of the tokens"
+            assert drawn["named"] == ["contributor-at-…"] * 2, (
+                "the two that do not reach each other"
+            )
+            assert drawn["marks"] == 24
 
             for axis in ("tokens", "time", "rounds"):
                 button = page.get_by_role("button", name=axis, exact=True)

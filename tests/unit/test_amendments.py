@@ -13,7 +13,19 @@ from node.island.island import InnerWork
 from node.island.parallel.auto_mesh import node_bytes
 from node.island.training.schedule import Position, share_of_peak
 from protocol.errors import AtollError, ConfigError, UsageError
-from protocol.run.amendments import Span, amended, changes_of, in_force, refuse_at_rest, span_of
+from protocol.run.amendments import (
+    AMENDABLE,
+    RATES,
+    TEXTS,
+    Span,
+    amended,
+    changes_of,
+    in_force,
+    refuse_at_rest,
+    refuse_leaps,
+    span_of,
+    still_in_force,
+)
 from protocol.run.run_spec import RunSpec, validated
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
 
@@ -51,6 +63,23 @@ def test_the_share_of_audits_changes_at_the_coordinator_alone() -> None:
         with pytest.raises(UsageError, match="audit cannot change") as refused:
             amended(spec, (("outer.audit", share),))
         assert refused.value.next_step is not None and advice in refused.value.next_step
+
+
+def test_what_was_amended_again_is_not_told_any_more() -> None:
+    rulings = [
+        amendment(3, 1, run__rounds=300),
+        amendment(4, 2, inner__learning_rate=0.02, inner__steps=40),
+        amendment(6, 3, inner__learning_rate=0.002),
+        amendment(2, 4, run__rounds=200),  # brought back late
+    ]
+    told = [(one.number, dict(one.changes)) for one in still_in_force(rulings)]
+    assert told == [
+        (1, {"run.rounds": 300}),
+        (2, {"inner.steps": 40}),
+        (3, {"inner.learning_rate": 0.002}),
+    ]
+    kept = in_force(SPEC, still_in_force(rulings))
+    assert kept == in_force(SPEC, rulings)
 
 
 def test_what_is_brought_back_late_holds_in_the_order_of_its_round() -> None:
@@ -91,6 +120,9 @@ def test_what_was_amended_before_the_run_went_back_holds_from_the_first_undone_r
         ("run.seed=4", UsageError, "it says which run this is"),
         ("exchange.fragments=2", UsageError, "what nodes still owe is laid out by it"),
         ("exchange.uplink='int5'", UsageError, "there is no codec 'int5' for exchange.uplink"),
+        ("exchange.uplink=int5", UsageError, "there is no codec 'int5' for exchange.uplink"),
+        ("outer.merge=median", ConfigError, "merge = 'median'"),
+        ("outer.merge=a mean", UsageError, "'a mean' is no value for outer.merge"),
         ("exchange.uplink=4", UsageError, "there is no codec 4"),
         ("exchange.downlink='int8/2'", UsageError, "no codec 'int8/2' .* in this release"),
         ("model.context=9", UsageError, "the weights have its shapes"),
@@ -104,6 +136,37 @@ def test_what_cannot_change_says_why(text: str, kind: type[AtollError], words: s
     with pytest.raises(kind, match=words) as refused:
         amended(SPEC, changes_of([text]))
     assert refused.value.next_step
+
+
+@pytest.mark.parametrize("key", RATES)
+def test_a_rate_that_leaps_is_refused_with_the_most_that_it_may_be(key: str) -> None:
+    table, _, name = key.partition(".")
+    tables = {
+        "inner": {"optimizer": "muon", "muon_learning_rate": 0.02},
+        "outer": {"learning_rate": 0.02},
+    }
+    muon = validated(tables, origin="the test")
+    before = getattr(getattr(muon, table), name)
+    with pytest.raises(UsageError, match="times what is in force") as refused:
+        refuse_leaps(muon, amended(muon, ((key, 11 * before),)))
+    advised = changes_of([str(refused.value.next_step).rpartition(" ")[2].rstrip("'")])
+    raised = amended(muon, advised)
+    refuse_leaps(muon, raised)
+    refuse_leaps(raised, muon)  # it may fall as far as one likes
+
+
+@pytest.mark.parametrize(
+    "text", ["exchange.uplink=ec2", "exchange.uplink='ec2'", "outer.merge = trust"]
+)
+def test_a_text_comes_with_the_quotes_of_toml_or_without(text: str) -> None:
+    ((key, value),) = changes_of([text])
+    assert value == ("trust" if key == "outer.merge" else "ec2")
+
+
+def test_texts_without_quotes_are_all_keys_whose_values_are_texts() -> None:
+    tables = SPEC.model_dump()
+    values = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in AMENDABLE}
+    assert {key for key, value in values.items() if isinstance(value, str)} == TEXTS
 
 
 def test_steps_of_a_run_whose_nodes_share_tokens_cannot_change() -> None:

@@ -1,16 +1,21 @@
 """The root command: what it lists, what it loads, and what it leaves unloaded."""
 
+import csv
+import io
 import json
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
+import click
 import pytest
 
 from protocol.errors import ExitCode
 from protocol.terminal import cli, console, query
+from protocol.terminal.lazy_group import OTHER_WORDS
 from protocol.v1 import session_pb2, status_pb2
 
 ROOT = Path(cli.__file__).parents[2]
@@ -78,6 +83,42 @@ def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("pause", "did you mean 'atoll run pause' or 'atoll node pause'?"),  # it is in other groups
+        ("doctr", "did you mean 'atoll node doctor'?"),
+        (
+            "node status",
+            "did you mean 'atoll status'?",
+        ),  # and not 'start', which is nearer in letters
+        ("leave", "did you mean 'atoll node drain'?"),  # another word for it
+        ("node stop", "did you mean 'atoll node drain'?"),  # not 'run stop': it asks about a node
+        ("stop", "did you mean 'atoll run stop' or 'atoll node drain'?"),
+        ("nodes kick node-7", "did you mean 'atoll nodes expel'?"),
+        ("help", "did you mean 'atoll --help'?"),
+        ("run frobnicate", "see 'atoll run --help'"),
+    ],
+)
+def test_a_command_that_is_called_otherwise_or_lies_elsewhere_is_named(capsys, typed, meant):
+    assert console.run(cli.root, typed.split()) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith(f"\n  next: {meant}\n")
+
+
+def test_every_other_word_leads_to_a_command():
+    context = cli.root.make_context("atoll", [], resilient_parsing=True)
+    for words in chain.from_iterable(OTHER_WORDS.values()):
+        command: click.Command | None = cli.root
+        for word in words.split():
+            if word.startswith("--"):
+                assert command is not None
+                assert any(word in each.opts for each in command.get_params(context)), words
+                break
+            assert isinstance(command, click.Group)
+            command = command.get_command(context, word)
+            assert command is not None, words
+
+
 def test_the_module_is_the_command_and_passes_the_exit_code_on():
     ran = subprocess.run(
         [sys.executable, "-m", "protocol.terminal.cli", "no-such"],
@@ -115,6 +156,20 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(program):
         os.close(writer)
     assert ran.returncode == 1
     assert ran.stderr == ""
+
+
+@pytest.mark.parametrize("typed", ["invite list", "run pause", "audit", "coordinator start"])
+def test_a_run_owner_s_command_asks_for_the_run_s_folder(capsys, monkeypatch, tmp_path, typed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "nowhere"))
+    assert console.run(cli.root, typed.split()) == ExitCode.NO_INPUT
+    err = capsys.readouterr().err
+    assert "nowhere is not a coordinator's folder" in err
+    assert "atoll join" not in err
+    (tmp_path / "my-run").mkdir()
+    (tmp_path / "my-run" / "coordinator.toml").touch()
+    assert console.run(cli.root, typed.split()) == ExitCode.NO_INPUT
+    assert "my-run\n" in capsys.readouterr().err
 
 
 def test_nodes_are_watched_as_json_or_by_the_status(capsys):
@@ -189,3 +244,46 @@ def test_data_shows_samples_epochs_and_pieces(monkeypatch, capsys):
         "frontier": 700,
         "skipped_samples": 0,
     }
+
+
+def test_rounds_come_as_csv_with_the_losses_of_exactly_their_states(monkeypatch, capsys):
+    first = status_pb2.RoundSummary(
+        round=1, seconds=2.5, tokens=100, loss=5.25, reason='void, "late"'
+    )
+    second = status_pb2.RoundSummary(
+        round=2,
+        seconds=2.0,
+        tokens=120,
+        num_participants=3,
+        num_contributors=2,
+        outer_digest=b"\xff",
+    )
+    losses = [
+        status_pb2.HeldOutLoss(round=0, loss=5.5),
+        status_pb2.HeldOutLoss(round=2, loss=4.75, metric=0.5),
+        status_pb2.HeldOutLoss(round=3, loss=4.5),  # of a round that closes just now
+    ]
+    status = status_pb2.GetStatusResponse(run=status_pb2.RunStatus(held_out_losses=losses))
+    asked = []
+    monkeypatch.setattr(query.StatusLink, "status", lambda self: status)
+    monkeypatch.setattr(
+        query.StatusLink,
+        "rounds",
+        lambda self, limit: (
+            asked.append(limit) or status_pb2.ListRoundsResponse(rounds=[second, first][:limit])
+        ),
+    )
+    assert console.run(cli.root, ["rounds", "--csv"]) == ExitCode.OK
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["round"] for row in rows] == ["0", "1", "2"]
+    assert [row["held_out_loss"] for row in rows] == ["5.5", "", "4.75"]
+    assert [row["loss"] for row in rows] == ["", "5.25", ""]
+    assert rows[1]["reason"] == 'void, "late"'
+    assert (rows[2]["held_out_metric"], rows[2]["outer_digest"]) == ("0.5", "ff")
+    assert console.run(cli.root, ["rounds", "--csv", "--limit", "1"]) == ExitCode.OK
+    assert [row["round"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["2"]
+    assert asked == [4000, 1]
+    assert console.run(cli.root, ["rounds", "--csv", "--json"]) == ExitCode.USAGE
+    assert "--csv and --json are both given" in capsys.readouterr().err
+    assert console.run(cli.root, ["rounds"]) == ExitCode.OK
+    assert "4.750" in capsys.readouterr().out

@@ -82,6 +82,19 @@ def test_a_folder_without_a_swarm_says_how_to_join_one(tmp_path: Path) -> None:
         Credentials.load(tmp_path / "nowhere")
 
 
+def test_who_names_no_folder_is_told_of_those_that_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    joined().save(tmp_path / "my node")
+    (tmp_path / "my-run").mkdir()
+    (tmp_path / "my-run" / module.COORDINATOR_FILE).touch()
+    (tmp_path / "tokens").mkdir()
+    with pytest.raises(NoInputError, match=r"is here: --dir 'my node' or --dir my-run$"):
+        Credentials.load(tmp_path / "elsewhere")
+    assert module.folders_here(module.COORDINATOR_FILE, besides=tmp_path / "my-run") == []
+
+
 def test_files_that_do_not_belong_together_are_called_damaged(tmp_path: Path) -> None:
     credentials, other = joined(), joined()
     for mixture in (

@@ -160,4 +160,6 @@ def test_a_node_s_part_is_told_beside_the_run_s() -> None:
 def test_who_has_given_nothing_learns_why() -> None:
     answer = pb.GetStatusResponse(run=pb.RunStatus(run_name="run"))
     assert isinstance(refusal(Path("home"), answer, is_member=False), UsageError)
-    assert isinstance(refusal(Path("home"), answer, is_member=True), NoInputError)
+    not_yet = refusal(Path("my home"), answer, is_member=True)
+    assert isinstance(not_yet, NoInputError)
+    assert not_yet.next_step == "start it: atoll node start --dir 'my home'"

@@ -1,11 +1,13 @@
 """What a person types wrong is told in a sentence, with what to type instead."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from coordinator import config
 from coordinator.config import CONFIG_FILE
 from node.config import require_node_folder
 from node.island.data.corpus import _read as read_text
@@ -54,6 +56,24 @@ def test_two_services_cannot_have_one_port(
     assert "control_port and enrolment_port are both 7701" in said
     made = ["coordinator", "init", str(tmp_path / "any"), "--port", "0", "--enrolment-port", "0"]
     assert typed(made, capsys)[0] == ExitCode.OK
+
+
+def test_a_second_run_on_a_machine_has_ports_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ["init", "--host", "127.0.0.1"]
+    with socket.create_server(("127.0.0.1", 0)) as other_run:
+        usual = other_run.getsockname()[1]
+        monkeypatch.setattr(config, "DEFAULT_CONTROL_PORT", usual - 1)
+        monkeypatch.setattr(config, "DEFAULT_ENROLMENT_PORT", usual)
+        assert console.run(cli.root, [*made, str(tmp_path / "second")]) == ExitCode.OK
+        said = capsys.readouterr().out
+        given = config.Home.load(tmp_path / "second").config
+        assert {given.control_port, given.enrolment_port}.isdisjoint({usual - 1, usual})
+        assert f"this run has {given.control_port} and {given.enrolment_port}" in said
+        asked = [*made, str(tmp_path / "third"), "--port", "7705", "--enrolment-port", str(usual)]
+        assert console.run(cli.root, asked) == ExitCode.OK
+        assert config.Home.load(tmp_path / "third").config.enrolment_port == usual
 
 
 @pytest.mark.parametrize("name", ["invite.txt", "my.invite", "./invite", "folder/invite"])

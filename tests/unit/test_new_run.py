@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,25 @@ def test_every_key_of_the_template_is_still_there_and_explained(tmp_path: Path) 
     defaults = RunSpec().model_dump(exclude={"description"})
     assert sorted(keys) == sorted(key for table in defaults.values() for key in table)
     assert load_run_file(tmp_path / "run.toml").run.name == "x-1"
+
+
+@pytest.mark.parametrize(
+    ("folder", "called"),
+    [
+        ("second-run", "second-run"),
+        ("My Run_2", "my-run-2"),
+        ("2030.01", "2030-01"),
+        ("x" * 80, "x" * 63),
+        ("___", "my-run"),
+    ],
+)
+def test_a_run_is_called_as_its_folder_and_the_next_command_can_be_pasted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, called: str
+) -> None:
+    assert console.run(cli.root, ["init", str(tmp_path / folder)]) == 0
+    assert load_run_file(tmp_path / folder / "run.toml").run.name == called
+    typed = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(typed) == ["atoll", "coordinator", "start", str(tmp_path / folder)]
 
 
 def test_every_choice_is_printed_with_its_value_and_its_reason(
@@ -310,7 +330,7 @@ def test_what_a_run_file_says_is_not_said_twice(
 
 def test_nothing_named_is_the_template_for_two_nodes(tmp_path: Path) -> None:
     assert init(tmp_path) == 0
-    assert (tmp_path / "run.toml").read_text() == run_text(name=None, run_file=None)
+    assert (tmp_path / "run.toml").read_text() == run_text(name="run-0", run_file=None)
 
 
 def test_a_new_decoder_comes_with_muon_and_the_rates_that_suit_both_optimizers(

@@ -13,7 +13,9 @@ from node.config import (
     load_settings,
     write_settings,
 )
-from protocol.errors import ConfigError, UsageError
+from protocol.errors import ConfigError, ExitCode, UsageError
+from protocol.terminal import cli, console
+from protocol.trust.invite import Invite
 
 
 def test_the_file_that_joining_writes_explains_every_key_and_says_the_defaults(
@@ -114,6 +116,21 @@ def test_a_rate_that_may_mean_two_things_is_refused_with_what_to_write(
     with pytest.raises(ConfigError) as of_file:
         load_settings(tmp_path)
     assert f"max_upload = {why}" in str(of_file.value)
+
+
+def test_a_mistyped_key_of_the_file_is_answered_with_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / SETTINGS_FILE).write_text('max_uplod = "10mbit"')
+    with pytest.raises(ConfigError, match="max_uplod: unknown key; did you mean 'max_upload'"):
+        load_settings(tmp_path)
+
+
+def test_a_wrong_option_is_explained_by_the_help_of_its_own_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invite = Invite(host="127.0.0.1", port=1, pin=bytes(32), invite_id="i", secret=bytes(32))
+    typed = ["join", invite.encode(), "--dir", str(tmp_path / "node"), "--hours", "25:00-26:00"]
+    assert console.run(cli.root, typed) == ExitCode.USAGE
+    assert capsys.readouterr().err.endswith("next: see 'atoll join --help'\n")
 
 
 def test_a_rate_below_what_peers_wait_for_is_refused(tmp_path: Path) -> None:

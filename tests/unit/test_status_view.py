@@ -21,7 +21,12 @@ from protocol.terminal.node_words import (
 )
 from protocol.terminal.query import StatusLink
 from protocol.terminal.status_view import render
-from protocol.terminal.status_words import clock_in_words, sparkline, summary_line
+from protocol.terminal.status_words import (
+    clock_in_words,
+    sparkline,
+    summary_line,
+    undone_in_words,
+)
 from protocol.terminal.watch import LineScreen, watch
 from protocol.v1 import session_pb2, status_pb2
 
@@ -462,3 +467,12 @@ def test_what_a_node_carried_for_others_is_shown_where_it_is_something():
     assert "carried" not in node_details(one, a_status(one))
     one.heartbeat.wire.add(kind="carried", sent_bytes=5_000_000, received_bytes=5_100_000)
     assert node_details(one, a_status(one))["carried"] == "5.0 MB for others"
+
+
+def test_only_the_latest_going_back_is_told_whole() -> None:
+    assert undone_in_words(status_pb2.RunStatus()) == ""
+    once = ["the run went back to the state after round 4"]
+    assert undone_in_words(status_pb2.RunStatus(went_back=once)) == once[0]
+    twice = status_pb2.RunStatus(went_back=[*once, "the run went back to the state after round 2"])
+    assert undone_in_words(twice).endswith("after round 2; once before: 'atoll audit'")
+    assert "; 2 times before" in undone_in_words(status_pb2.RunStatus(went_back=once * 3))

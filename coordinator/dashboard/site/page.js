@@ -144,6 +144,7 @@ function showTimeline(times) {
 // ---- who reaches whom ----
 
 const MOST_DRAWN = 40;
+const MOST_NAMED = 14;  // of more, whose names would lie over each other, those that are not reached
 
 function showMap(view) {
   const nodes = view.nodes.filter((node) => !["lost", "left", "expelled", "quarantined", "unapproved"].includes(node.state));
@@ -161,29 +162,40 @@ function showMap(view) {
     const [x1, y1] = place.get(one), [x2, y2] = place.get(two);
     svg.append(drawn("line", { x1, y1, x2, y2, class: isCut.has(`${one},${two}`) ? "cut" : "" }));
   }));
+  const isNamed = new Set(nodes.length > MOST_NAMED ? view.cutPairs.flat() : ids);
   for (const [x, y, node] of place.values()) {
     const fill = colour(`--${node.tone}`);
-    svg.append(node.isHelper ? drawn("rect", { x: x - 7, y: y - 7, width: 14, height: 14, rx: 3, fill })
-      : drawn("circle", { cx: x, cy: y, r: 6, fill }));
+    const mark = node.isHelper ? drawn("rect", { x: x - 7, y: y - 7, width: 14, height: 14, rx: 3, fill })
+      : drawn("circle", { cx: x, cy: y, r: 6, fill });
+    mark.append(drawn("title", {}, node.name));
+    svg.append(mark);
+    if (!isNamed.has(node.id)) continue;
+    const name = node.name.length > 16 ? `${node.name.slice(0, 15)}…` : node.name;
     const left = x < 195, middle = Math.abs(x - 200) < 5;
     svg.append(drawn("text", { x: x + (middle ? 0 : left ? -10 : 10), y: y + (middle ? (y < 130 ? -10 : 20) : 4),
-      "text-anchor": middle ? "middle" : left ? "end" : "start" }, node.name.slice(0, 16)));
+      "text-anchor": middle ? "middle" : left ? "end" : "start" }, name));
   }
   byId("map").replaceChildren(svg);
 }
 
 // ---- contributions ----
 
+const MOST_ON_BOARD = 20;
+
 function showBoard(nodes) {
   const gave = nodes.filter((node) => node.committedTokens > 0).sort((a, b) => b.committedTokens - a.committedTokens);
   const most = gave.length ? gave[0].committedTokens : 1;
-  byId("board").replaceChildren(...gave.slice(0, 20).map((node) => {
+  const tokensOf = (some) => some.reduce((sum, node) => sum + node.committedTokens, 0);
+  const rest = gave.slice(MOST_ON_BOARD);
+  const more = rest.length ? [element("li", { class: "quiet rest",
+    text: `and ${rest.length} more, who gave ${percent(tokensOf(rest) / tokensOf(gave))} of the tokens` })] : [];
+  byId("board").replaceChildren(...gave.slice(0, MOST_ON_BOARD).map((node) => {
     const part = element("span", { class: "part" });
     part.style.width = `${(100 * node.committedTokens) / most}%`;
     const share = node.workShare === null ? "" : `, weighs ${percent(node.workShare)}`;
     return element("li", {}, element("span", { text: node.name }), part,
       element("span", { class: "share", text: `${node.committed} tokens${share}` }));
-  }));
+  }), ...more);
 }
 
 // ---- news and closed rounds ----

@@ -253,7 +253,11 @@ class CatchUp:
                 await self._patience.pause(asked, first_seconds=self._donors.waits.pause_seconds)
                 continue
             is_base = self._outer.is_base_of(commit)
-            if asked == 1:
+            if (not is_base or asked >= ASKS_BEFORE_SNAPSHOT) and await self._leapt(commit.round):
+                break
+            if (
+                asked == 1
+            ):  # who joins late has not even the state before, and that is nothing to warn of
                 why = "nobody supplies a result" if is_base else "our state is not its base"
                 log.warning(
                     "commit not applied yet",
@@ -263,8 +267,6 @@ class CatchUp:
                     "after it; it is asked for ever more rarely, and at once when the coordinator "
                     "tells of somebody new",
                 )
-            if (not is_base or asked >= ASKS_BEFORE_SNAPSHOT) and await self._leapt(commit.round):
-                break
             await self._patience.pause(asked, first_seconds=self._donors.waits.pause_seconds)
         self.waiting_for = ""
         return True

@@ -15,6 +15,7 @@ from node.island.ranks.accelerator import has_fast_bf16, has_tf32, name_of
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training.local_training import Precision
 from protocol.errors import ConfigError
+from protocol.run.amendments import LOWER_RATES
 
 _HIGHEST_LOSS_SCALE = 2.0**16
 _STEPS_BEFORE_RISING = 2000
@@ -99,8 +100,7 @@ class LossScale:
             if self.value <= 1.0:
                 raise TrainingDivergedError(
                     "gradients overflow in fp16 even without a loss scale",
-                    next_step='set precision = "bf16" or "fp32" in node.toml, or lower the '
-                    "learning rates in run.toml",
+                    next_step=f'set precision = "bf16" or "fp32" in node.toml, or {LOWER_RATES}',
                 )
             self.value /= 2
             self._steps_since_change = 0

@@ -61,6 +61,7 @@ from node.island.training.schedule import (
     share_of_peak,
 )
 from node.outer_state import Vector
+from protocol.run.amendments import LOWER_RATES
 from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Digest
@@ -113,7 +114,7 @@ class _Tally:
                     if is_first
                     else ""
                 )
-                + "lower [inner] learning_rate or [outer] learning_rate in run.toml",
+                + LOWER_RATES,
             )
         if self.num_losses > self._losses_before:
             num_new = self.num_losses - self._losses_before
