@@ -19,6 +19,8 @@ from protocol.trust.pki import (
     enrolment_statement,
     has_issued,
     is_key_of,
+    joining_name,
+    joining_name_in,
     make_request,
     name_in,
     new_swarm_id,
@@ -71,6 +73,7 @@ def test_every_certificate_speaks_for_its_role_in_its_swarm() -> None:
     assert principal_of(operator.certificate_pem) == Principal(swarm_id=SWARM, role=Role.OPERATOR)
     assert principal_of(server.certificate_pem).role is Role.COORDINATOR
     assert name_in(server.certificate_pem) == server_name(SWARM)
+    assert joining_name_in(server.certificate_pem) == joining_name(SWARM) != server_name(SWARM)
     for certificate, key in ((node, request.key_pem), server, operator):
         assert has_issued(AUTHORITY.certificate_pem, certificate)
         assert is_key_of(key, certificate)
