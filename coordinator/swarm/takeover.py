@@ -12,7 +12,7 @@ from itertools import islice
 
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import Member, MemberState
-from coordinator.swarm.reach import best_reducers, cut_off_from
+from coordinator.swarm.reach import best_reducers, cut_off_from, newcomers
 from coordinator.swarm.rounds import holders_of
 from coordinator.swarm.standing import late_helper
 from coordinator.swarm.state import Round, RoundPhase, SliceProgress, SwarmState
@@ -66,13 +66,23 @@ def _has_reducer(state: SwarmState, current: Round, progress: SliceProgress) -> 
     # One that is leaving hands out a result that it has made already.
     if reducer is None or not reducer.is_draining or progress.digest is not None:
         return True
-    return reducer.is_helper and not _is_reached_by_all(_staying(state, current))
+    return reducer.is_helper and not _is_reached_by_all(state, current)
 
 
-def _is_reached_by_all(members: Sequence[Member]) -> bool:
-    """Whether one of the members is reached by all others. Else a helper that leaves reduces to its end."""
-    cut = cut_off_from(members)
-    return any(member.node_id not in cut for member in members)
+def _is_reached_by_all(state: SwarmState, current: Round) -> bool:
+    """Whether one that stays is known to be reached by all. Else a helper that leaves reduces to its end.
+
+    Of newcomers nobody has said yet that they are not reached.
+    """
+    staying = _staying(state, current)
+    cut, new = cut_off_from(staying), _newcomers(state, current, staying)
+    return any(member.node_id not in cut and member.node_id not in new for member in staying)
+
+
+def _newcomers(state: SwarmState, current: Round, members: Sequence[Member]) -> frozenset[NodeId]:
+    """As when the round was opened: who is known in its midst takes nothing from a reducer at work."""
+    say = say_in(state, current, [member.node_id for member in members])
+    return newcomers(members, say, current.opened_at)
 
 
 def next_overdue(state: SwarmState) -> float | None:
@@ -173,24 +183,26 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
     """Who stands in: a node that stays, holds the base, reaches the others, and reduces little.
 
     Rather one that has been here since the plan: who came back meanwhile trains for longer, and
-    its slice would wait for its own contribution.
+    its slice would wait for its own contribution. Rather one of whom it is known who reaches it.
     """
     here = present_participants(state, current)
     if not here:
         return None
     members = [state.members[node_id] for node_id in here]
-    reaching = {m.node_id for m in best_reducers(members, say_in(state, current, here))}
+    new = _newcomers(state, current, members)
+    reaching = {m.node_id for m in best_reducers(members, say_in(state, current, here), new=new)}
     others = (p for p in current.slices if p.slice.index != progress.slice.index)
     load = Counter(other.slice.reducer_id for other in others)
     on_trial = as_set(Same(current.on_trial))
 
-    def preference(member: Member) -> tuple[bool, bool, bool, bool, bool, int, NodeId]:
+    def preference(member: Member) -> tuple[bool, bool, bool, bool, bool, bool, int, NodeId]:
         return (
             member.node_id in on_trial,
             member.state is not MemberState.READY,
             member.session_id >= current.later_session_id,
             member.node_id not in reaching,
             member.node_id == progress.slice.reducer_id,
+            member.node_id in new,
             load[member.node_id],
             member.node_id,
         )

@@ -169,6 +169,41 @@ def test_a_helper_that_leaves_reduces_to_its_end_where_nobody_else_can() -> None
     assert reducers(on_stage) == {"i"}
 
 
+def test_a_helper_that_leaves_before_it_is_known_whom_nodes_reach_reduces_to_its_end() -> None:
+    """Nodes tell that within twenty seconds: before that a newcomer would take over what none can send it."""
+    on_stage = scene("h", is_behind_nat=False)
+    on_stage.drain("h")
+    assert reducers(on_stage) == {"h"}
+    on_stage.wait(40)  # the round is the same
+    assert reducers(on_stage) == {"h"}
+    play(on_stage, number=1)
+    assert on_stage.state.committed_round == 1
+    known = scene("h", is_behind_nat=False)
+    play(known, number=1)
+    known.wait(30)
+    play(known, number=2)
+    known.drain("h")
+    assert known.round.number == 3
+    assert reducers(known) <= {*NODES} and len(known.round.slices) > 1
+
+
+def test_who_takes_over_from_a_helper_that_is_lost_is_rather_one_that_is_known() -> None:
+    on_stage = scene("h", min_nodes=1, is_behind_nat=False)
+    on_stage.leave("c")
+    on_stage.wait(31)
+    on_stage = scene("h", min_nodes=2, is_behind_nat=False)
+    for number in (1, 2):
+        play(on_stage, number=number)
+        on_stage.wait(16)
+    on_stage.leave("a")
+    on_stage.attach("a")  # the same key, another process: whom it reaches now nobody knows
+    on_stage.wait(0)
+    number = on_stage.round.number
+    on_stage.leave("h")
+    assert on_stage.round.number == number
+    assert "a" not in reducers(on_stage)
+
+
 def test_nobody_asks_a_helper_for_a_held_out_loss() -> None:
     on_stage = scene("h", evaluate_every=1)
     play(on_stage, number=1)
