@@ -43,7 +43,8 @@ def take_over(turn: Turn) -> None:
         assert current is not None
         overdue_at = _overdue_at(current, progress, staying)
         is_overdue = overdue_at is not None and turn.now >= overdue_at
-        if _has_reducer(turn.state, current, progress) and not is_overdue:
+        is_in_hands = _has_reducer(turn.state, current, progress)
+        if is_in_hands and not is_overdue and not _is_for_a_helper(turn.state, current, progress):
             continue
         if is_overdue:
             late_helper(turn, progress.slice.reducer_id, current.number)
@@ -67,6 +68,24 @@ def _has_reducer(state: SwarmState, current: Round, progress: SliceProgress) -> 
     if reducer is None or not reducer.is_draining or progress.digest is not None:
         return True
     return reducer.is_helper and not _is_reached_by_all(state, current)
+
+
+def _is_for_a_helper(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether a slice that a node took over, whom not all are known to reach, can go to a helper.
+
+    It may be the one that had it, and was started again.
+    """
+    reducer = state.members.get(progress.slice.reducer_id)
+    if not progress.attempt or progress.digest is not None or reducer is None or reducer.is_helper:
+        return False
+    staying = _staying(state, current)
+    if not any(member.is_helper and member.state is MemberState.READY for member in staying):
+        return False
+    is_known = reducer.node_id not in _newcomers(state, current, staying)
+    if is_known and reducer.node_id not in cut_off_from(staying):
+        return False
+    backup = _backup(state, current, progress)
+    return backup is not None and state.members[backup].is_helper
 
 
 def _is_reached_by_all(state: SwarmState, current: Round) -> bool:
@@ -182,7 +201,7 @@ def takeover_of(number: int, progress: SliceProgress, now: float) -> SliceTakenO
 def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeId | None:
     """Who stands in: a node that stays, holds the base, reaches the others, and reduces little.
 
-    Rather one that has been here since the plan: who came back meanwhile trains for longer, and
+    Rather one that has been here since the plan: a node that came back meanwhile trains for longer, and
     its slice would wait for its own contribution. Rather one of whom it is known who reaches it.
     """
     here = present_participants(state, current)
@@ -199,7 +218,7 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
         return (
             member.node_id in on_trial,
             member.state is not MemberState.READY,
-            member.session_id >= current.later_session_id,
+            member.session_id >= current.later_session_id and not member.is_helper,
             member.node_id not in reaching,
             member.node_id == progress.slice.reducer_id,
             member.node_id in new,
