@@ -85,7 +85,9 @@ def _is_for_a_helper(state: SwarmState, current: Round, progress: SliceProgress)
     if is_known and reducer.node_id not in cut_off_from(staying):
         return False
     backup = _backup(state, current, progress)
-    return backup is not None and state.members[backup].is_helper
+    helper = None if backup is None else state.members[backup]
+    # One that let a slice be overdue in this round is not trusted with it again.
+    return helper is not None and helper.is_helper and helper.standing.late_round != current.number
 
 
 def _is_reached_by_all(state: SwarmState, current: Round) -> bool:
@@ -209,7 +211,7 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
         return None
     members = [state.members[node_id] for node_id in here]
     new = _newcomers(state, current, members)
-    reaching = {m.node_id for m in best_reducers(members, say_in(state, current, here), new=new)}
+    reaching = {m.node_id for m in best_reducers(members, say_in(state, current, here))}
     others = (p for p in current.slices if p.slice.index != progress.slice.index)
     load = Counter(other.slice.reducer_id for other in others)
     on_trial = as_set(Same(current.on_trial))

@@ -208,6 +208,20 @@ def test_a_helper_that_was_killed_and_is_back_in_the_round_reduces_it_after_all(
     assert on_stage.state.committed_round == number
 
 
+def test_a_helper_that_stalls_gets_nothing_back_in_the_round() -> None:
+    """A newcomer may be reached, and this one has shown that it does nothing."""
+    on_stage = scene("h", is_behind_nat=False)
+    for name in NODES:
+        on_stage.train(name)
+    current = on_stage.round
+    due = current.contribute_deadline
+    on_stage.wait_until(due + (current.commit_deadline - due) / 4 + 0.1)
+    assert reducers(on_stage) <= {*NODES}
+    on_stage.do(Ticked())
+    assert on_stage.round.number == current.number
+    assert reducers(on_stage) <= {*NODES}
+
+
 def test_a_slice_that_a_node_is_known_to_be_sent_stays_there_when_a_helper_comes_back() -> None:
     on_stage = scene("h", is_behind_nat=False)
     play(on_stage, number=1)
