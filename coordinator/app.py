@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 import click
 import grpc.aio
 
+from coordinator.backup_record import BackupRecords, told
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, rules_in_force
 from coordinator.connections import Connections, Limits, most_connections
@@ -32,6 +33,7 @@ from coordinator.journal import (
 )
 from coordinator.presets.choosing import Plan
 from coordinator.relay.line import Carriage
+from coordinator.relay.one_port import HERE, OnePort
 from coordinator.relay.through import Through
 from coordinator.services.answering import Gate
 from coordinator.services.certificates import Certificates
@@ -45,13 +47,13 @@ from coordinator.store import Store
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
 from coordinator.telemetry import Telemetry
-from protocol.errors import UnavailableError
+from protocol.errors import ConfigError, UnavailableError
 from protocol.files.descriptors import allow_open_files, require_open_files
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.trust.invite import endpoint_of
-from protocol.trust.pki import pin_of
+from protocol.trust.pki import joining_name_in, name_in, pin_of, server_name
 from protocol.trust.rulings import checked_chain
 from protocol.trust.signing import CommitSigner
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
@@ -182,13 +184,16 @@ class Coordinator:
             )
             await rulings.announce_key(home.key_number, home.tail_pem)
             most_members, most_joining = most_connections(_files_for_connections(config, carriage))
+            if config.has_one_port:
+                require_joining_name(home)
+            own_host = HERE if config.has_one_port else config.host
             control = grpc.aio.server(
                 interceptors=[WholeMessages()], options=with_most(CONTROL_OPTIONS, most_members)
             )
             control_port = bind_control(
                 control,
-                config.host,
-                config.control_port,
+                own_host,
+                0 if config.has_one_port else config.control_port,
                 issuers_pem=home.issuer.certificate_pem + home.authority_pem,
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
@@ -196,16 +201,31 @@ class Coordinator:
             enrolment = grpc.aio.server(options=with_most(ENROLMENT_OPTIONS, most_joining))
             enrolment_port = bind_enrolment(
                 enrolment,
-                config.host,
-                config.enrolment_port,
+                own_host,
+                0 if config.has_one_port else config.enrolment_port,
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
             )
             connections = Connections(
                 {control_port: most_members, enrolment_port: most_joining},
                 Limits(per_address=config.connections_per_address),
-                spares_own=carriage is not None,
+                spares_own=carriage is not None or config.has_one_port,
             )
+            if config.has_one_port:
+                one_port = OnePort(
+                    config.host,
+                    config.control_port,
+                    control_name=server_name(home.issuer.swarm_id),
+                    control_port=control_port,
+                    enrolment_port=enrolment_port,
+                    most=most_members + most_joining,
+                    most_per_address=config.connections_per_address,
+                    spares_own=carriage is not None,
+                )
+                opened.push_async_callback(one_port.close)
+                # What others are told, from here on.
+                control_port = enrolment_port = config.control_port
+            ports = tuple(dict.fromkeys((control_port, enrolment_port)))
             certificates = Certificates(
                 home.issuer,
                 home.tail_pem,
@@ -217,7 +237,7 @@ class Coordinator:
             )
             lookout = Lookout(driver.clock.now)
             if carriage is None:
-                listening = await listen(lookout.saw, config.host, (control_port, enrolment_port))
+                listening = await listen(lookout.saw, config.host, ports)
                 lookout.ports = listening.ports
                 opened.callback(listening.close)
             else:
@@ -225,7 +245,7 @@ class Coordinator:
                     carriage,
                     name=home.run.run.name,
                     host=local_host(config.host),
-                    ports=(control_port, enrolment_port),
+                    ports=ports,
                     lookout=lookout,
                 )
                 opened.push_async_callback(through.stop)
@@ -341,6 +361,7 @@ def _add_member_services(
         on_member=connections.is_of,
     )
     session = SessionDesk(driver, telemetry, home.run, signer, rulings, lookout)
+    records = BackupRecords(home.directory)
     status = StatusDesk(
         driver,
         telemetry,
@@ -348,6 +369,7 @@ def _add_member_services(
         swarm_id=swarm_id,
         past=past,
         relay=(lambda: "") if through is None else through.in_words,
+        backups=lambda now: told(records.latest(), now),
     )
     operator = OperatorDesk(
         driver,
@@ -463,10 +485,21 @@ def _backing_up(home: Home, config: CoordinatorConfig) -> AbstractAsyncContextMa
     return beside("the backup", (*command, *options), hear=log_backup)
 
 
+def require_joining_name(home: Home) -> None:
+    """Raises ConfigError for a certificate by which who joins cannot be told from members."""
+    if joining_name_in(home.server_pem) == name_in(home.server_pem):
+        raise ConfigError(
+            f"the certificate of {home.directory} has no name for who joins, which one port for all needs",
+            next_step=f"make another: atoll coordinator rotate {home.directory}",
+        )
+
+
 def _through_in_words(coordinator: Coordinator) -> str:
     through = coordinator.through
     assert through is not None
     ports = f"ports {coordinator.control_port} and {coordinator.enrolment_port}"
+    if coordinator.control_port == coordinator.enrolment_port:
+        ports = f"port {coordinator.control_port}"
     return f"{through.in_words()}, {ports}; tell nodes of before by 'atoll run move {through.line.host}'"
 
 
@@ -474,14 +507,14 @@ def _own_open_files(config: CoordinatorConfig) -> int:
     return OWN_OPEN_FILES + (DASHBOARD_OPEN_FILES if config.dashboard else 0)
 
 
-def _files_per_connection(carriage: Carriage | None) -> int:
-    """Through a relay it is three: from the relay, and both ends of the one to the port."""
-    return 1 if carriage is None else 3
+def _files_per_connection(config: CoordinatorConfig, carriage: Carriage | None) -> int:
+    """Through a relay, or one port for all, two more each: both ends of the one to the port behind."""
+    return 1 + 2 * (carriage is not None) + 2 * config.has_one_port
 
 
 def _files_for_connections(config: CoordinatorConfig, carriage: Carriage | None) -> int:
     left = allow_open_files() - _own_open_files(config)
-    return max(0, left) // _files_per_connection(carriage)
+    return max(0, left) // _files_per_connection(config, carriage)
 
 
 def run_coordinator(
@@ -498,7 +531,7 @@ def run_coordinator(
     """
     require_open_files(
         _own_open_files(config)
-        + OPEN_FILES_PER_NODE * _files_per_connection(carriage) * home.run.run.min_nodes,
+        + OPEN_FILES_PER_NODE * _files_per_connection(config, carriage) * home.run.run.min_nodes,
         of="the coordinator",
     )
     log = start_logging(as_json=log_json, folder=home.directory, process="coordinator")

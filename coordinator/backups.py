@@ -208,6 +208,14 @@ class Failed:
     next_seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """A start that makes no copy yet: the newest is young."""
+
+    next_seconds: float
+    every_seconds: float
+
+
 def once(directory: Path, target: str) -> Made:
     """One copy, at that very folder or address. Raises what `back_up` and `back_up_to` raise."""
     made = back_up_to(directory, target) if is_remote(target) else back_up(directory, Path(target))
@@ -228,7 +236,7 @@ def back_up_for_good(
     copies: Copies,
     series: Series,
     *,
-    say: Callable[[Made | Failed], None],
+    say: Callable[[Made | Failed | Waits], None],
     wait: Callable[[float], bool],
     now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> None:
@@ -237,11 +245,13 @@ def back_up_for_good(
     `wait` waits so many seconds, and returns whether that was all.
     """
     num_failures = 0
-    is_over = False
+    is_first, is_over = True, False
     while not is_over:
         try:
             pause = series.due_in_seconds(copies.found(), now())
-            if pause == 0:
+            if pause > 0 and is_first:
+                say(Waits(next_seconds=pause, every_seconds=series.every_seconds))
+            elif pause == 0:
                 name = series.next_name(copies.found(), now())
                 made = copies.add(directory, name)
                 pause = series.every_seconds
@@ -253,7 +263,7 @@ def back_up_for_good(
             num_failures += 1
             pause = series.pause_seconds(num_failures)
             say(Failed(error=_told(error), next_seconds=pause))
-        is_over = wait(pause)
+        is_first, is_over = False, wait(pause)
 
 
 def _told(error: AtollError | OSError) -> AtollError:

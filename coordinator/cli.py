@@ -6,6 +6,7 @@ gRPC, TLS and SQLite are imported inside the commands, so that help and mistakes
 import os
 import shlex
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,16 +14,17 @@ from typing import TYPE_CHECKING
 import click
 
 from coordinator.new_run import init as new_run
-from protocol.errors import NoInputError, UnavailableError, UsageError
+from protocol.errors import AtollError, NoInputError, UnavailableError, UsageError
+from protocol.files.durable import expanded
 from protocol.service.beside import ENDS_WITH_STDIN
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal import console
 from protocol.terminal.typed import as_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from coordinator.backups import Failed, Made
+    from coordinator.backups import Failed, Made, Waits
     from protocol.v1.operator_pb2 import InviteStatus
     from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 
@@ -46,6 +48,12 @@ coordinator.add_command(new_run)
 @click.option("--host", help="Address to listen on, instead of coordinator.toml's.")
 @click.option("--port", "control_port", type=_PORT, help="Port for nodes; 0 picks one.")
 @click.option("--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.")
+@click.option(
+    "--one-port",
+    metavar="PORT",
+    type=click.IntRange(1, 65535),
+    help="One port for both, as 443: the only one that some networks let out.",
+)
 @click.option(
     "--dashboard",
     metavar="HOST:PORT",
@@ -74,6 +82,7 @@ def start(
     host: str | None,
     control_port: int | None,
     enrolment_port: int | None,
+    one_port: int | None,
     dashboard: str | None,
     no_dashboard: bool,
     through: str | None,
@@ -99,6 +108,14 @@ def start(
         raise UsageError(
             f"--dashboard {dashboard} and --no-dashboard are both given", next_step="leave one out"
         )
+    if one_port is not None:
+        for option, given in (("--port", control_port), ("--enrolment-port", enrolment_port)):
+            if given is not None:
+                raise UsageError(
+                    f"--one-port {one_port} and {option} {given} are both given",
+                    next_step="leave one out",
+                )
+        control_port = enrolment_port = one_port
     folder = folder_of(directory)
     clear_unfinished_backups(folder)
     settled = settle_preset(folder)
@@ -219,23 +236,33 @@ def backup(
       atoll coordinator backup my-run s3://backups/my-run-monday
       atoll coordinator backup my-run s3://backups/my-run --every 10m --keep 24
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from coordinator.backups import Made, copies_at, once
+    from coordinator.backup_record import BackupRecords, without_password
+    from coordinator.backups import Made, Waits, copies_at, once
 
+    records = BackupRecords(directory)
     if every is None:
         if keep is not None:
             raise UsageError(
                 f"--keep {keep} is for copies that follow each other",
                 next_step="add --every 10m, or leave --keep out",
             )
-        _say_copy(once(directory, target), is_json=is_json)
+        made = once(directory, target)
+        _say_copy(made, is_json=is_json)
+        _noted(lambda: records.note("", made, now=time.time()))
         return
     from coordinator.backups import DEFAULT_KEEP, Series, back_up_for_good, until_signals
+    from coordinator.remote_backup import is_remote
 
     if every < 1:
         raise UsageError(f"--every {every:g}s is less than a second", next_step="write 10m")
     series = Series.of(directory, keep=keep or DEFAULT_KEEP, every_seconds=every)
 
-    def say(told: "Made | Failed") -> None:
+    called = without_password(target) if is_remote(target) else str(expanded(target).absolute())
+
+    def say(told: "Made | Failed | Waits") -> None:
+        _noted(lambda: records.note(called, told, now=time.time()))
+        if isinstance(told, Waits):
+            return
         if isinstance(told, Made) or is_json:
             _say_copy(told, is_json=is_json)
             return
@@ -246,8 +273,17 @@ def backup(
 
     with until_signals(ends_with_stdin=ends_with_stdin) as wait:
         back_up_for_good(directory, copies_at(target), series, say=say, wait=wait)
+    _noted(lambda: records.end(called))
     sys.stdout.flush()
     os._exit(0)  # threads of a storage whose call was broken off complain when Python ends in order
+
+
+def _noted(note: "Callable[[], None]") -> None:
+    """A folder that refuses a note is no reason against a copy elsewhere."""
+    try:
+        note()
+    except AtollError as error:
+        click.echo(f"not noted for 'atoll status': {error.what}", err=True)
 
 
 def _say_copy(told: "Made | Failed", *, is_json: bool) -> None:
@@ -324,8 +360,6 @@ def rotate(
       atoll coordinator rotate my-run
       atoll coordinator rotate my-run --authority --authority-key /media/stick/ca.key
     """  # noqa: D301 - click reads the character \b, not its two letters
-    import time
-
     from coordinator.rotation import Rotation
 
     number = Rotation(

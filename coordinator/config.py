@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from coordinator.authority_key import passphrase_of, read_authority_key
 from coordinator.database import DATABASE_NAME
@@ -261,14 +261,10 @@ class CoordinatorConfig(Section):
             )
         return advertise
 
-    @model_validator(mode="after")
-    def _ports_differ(self) -> Self:
-        if self.control_port == self.enrolment_port != 0:
-            raise ValueError(
-                f"control_port and enrolment_port are both {self.control_port}: joining and nodes need "
-                "a port each"
-            )
-        return self
+    @property
+    def has_one_port(self) -> bool:
+        """Whether members and who joins come by the same port."""
+        return self.control_port == self.enrolment_port != 0
 
     def with_changes(self, **values: str | int | None) -> Self:
         """The same, but for the values that are not None."""

@@ -5,11 +5,15 @@
 #   ATOLL_DIR=$HOME/node sbatch deploy/slurm.sh
 #
 # Two minutes before the time is up Slurm signals this script, and the node leaves with its work; the next job
-# goes on with the same identity.
+# goes on with the same identity. Write the processors of a host in the place of 64: without that line all eight
+# ranks would share one.
 #SBATCH --job-name=atoll
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --cpus-per-task=64
 #SBATCH --signal=B:TERM@120
 #SBATCH --requeue
 set -euo pipefail
@@ -24,7 +28,7 @@ trap 'atoll node drain --within 100s || true' TERM
 
 # In single quotes: the tasks fill it in.
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=1 bash -euc '
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -euc '
     if [ "$SLURM_PROCID" = 0 ]; then
         address=$(hostname --all-ip-addresses | cut --delimiter=" " --fields=1)
         exec atoll node start --hosts "$SLURM_NNODES" --shard $((SLURM_NNODES * 8)) \

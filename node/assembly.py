@@ -170,6 +170,14 @@ async def _run_in(
         ),
     )
     asks_router = settings.asks_router(start.credentials.host)
+    proxy = start.credentials.proxy
+    if proxy is not None:
+        log.info(
+            "whom this network does not let us dial is dialled through its proxy",
+            proxy=proxy.endpoint,
+        )
+    # A network that has a proxy lets no datagrams out.
+    punches = proxy is None and settings.punches(start.credentials.host)
     transport = Libp2pTransport(
         identity=identity,
         counts=start.counts,
@@ -178,10 +186,11 @@ async def _run_in(
         interface=settings.interface,
         coordinator_host=lambda: start.current_credentials().host,
         asks_router=asks_router,
-        punching_token=secrets.token_bytes(16) if settings.punches(start.credentials.host) else b"",
+        punching_token=secrets.token_bytes(16) if punches else b"",
         carry_share=settings.carry,
         whereabouts=told_by(start.current_credentials),
         max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
+        proxy=proxy,
         while_moving=meters.exchange_time.exchanging,
     )
     usage = Usage(settings.limits)

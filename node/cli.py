@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
@@ -20,6 +21,7 @@ from protocol.terminal.typed import as_seconds
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Role
+from protocol.trust.proxy import Proxy
 
 DIRECTORY = click.option(
     "--dir",
@@ -68,8 +70,18 @@ LOG_JSON = click.option("--log-json", is_flag=True, help="Log one JSON object a 
     "--on-battery/--no-battery", default=None, help="Train on battery too. Default: it does."
 )
 @click.option("--load", type=float, help="The part of the time that it trains, from 0.1 to 1.")
+@click.option(
+    "--proxy",
+    "proxy_url",
+    metavar="URL",
+    help="HTTP proxy by which this network lets connections out: http://proxy.example:3128.",
+)
 def join(
-    invite: str | None, folder: Path | None, name: str | None, **limits: str | float | bool | None
+    invite: str | None,
+    folder: Path | None,
+    name: str | None,
+    proxy_url: str | None,
+    **limits: str | float | bool | None,
 ) -> None:
     """Trade an invite for membership in a swarm.
 
@@ -77,17 +89,23 @@ def join(
     it, $ATOLL_INVITE is read, or you are asked. This machine gets an identity of its own that never
     leaves it. Then it says what this machine has, what the run takes of it, and what it may give a day.
 
-    Limits are written into the node.toml of the folder, and hold until you change them there.
+    Limits are written into the node.toml of the folder, and hold until you change them there. A proxy is
+    written into its link.toml; the coordinator and members are then reached through it.
 
     Example: atoll join --name basement-4090 --max-upload 10mbit --hours 22:00-07:00
     """
     from node.link.join import join as enrol
     from node.link.join import read_invite
 
+    proxy = None if proxy_url is None else Proxy.read(proxy_url)
     home, given = find_home(folder), read_invite(invite)
     called = name or socket.gethostname()[:64] or "node"
     told = {key: value for key, value in limits.items() if value is not None}
-    credentials = asyncio.run(enrol(given, home, name=called, elsewhere=_elsewhere, limits=told))
+    credentials = asyncio.run(
+        enrol(
+            given, home, name=called, elsewhere=partial(_elsewhere, proxy), limits=told, proxy=proxy
+        )
+    )
     if (credentials.host, credentials.enrolment_port) != (given.host, given.port):
         click.echo("the coordinator has moved: a member that the invite names knew where to")
     suffix = f" --dir {shlex.quote(str(folder))}" if folder is not None else ""
@@ -108,7 +126,7 @@ def join(
     click.echo(f"next: atoll {'helper' if is_helper else 'node'} start{suffix}")
 
 
-async def _elsewhere(invite: Invite) -> Sequence[Invite]:
+async def _elsewhere(proxy: Proxy | None, invite: Invite) -> Sequence[Invite]:
     """Asks the members that the invite names; nobody where what that takes is not installed."""
     try:
         require_installed(HELPER, to="ask members where the coordinator is")
@@ -116,7 +134,7 @@ async def _elsewhere(invite: Invite) -> Sequence[Invite]:
         from protocol.terminal.logging import start_logging
 
         start_logging(as_json=False)
-        return await invites_elsewhere(invite)
+        return await invites_elsewhere(invite, proxy)
     except AtollError as error:
         click.echo(f"members are not asked where the coordinator is: {error}", err=True)
         return ()

@@ -6,7 +6,7 @@ not wait for that (a changed roster, participants that are gone) is done on arri
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,16 @@ from node.owner import LOOK_SECONDS
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import NOBODY, ServiceManager
-from protocol.trust.rulings import RulingKind, SignedRuling, in_words, moved_to, sets_rounds
+from protocol.trust.credentials import Credentials
+from protocol.trust.pki import pin_of
+from protocol.trust.rulings import (
+    Address,
+    RulingKind,
+    SignedRuling,
+    in_words,
+    moved_to,
+    sets_rounds,
+)
 from protocol.wire.channel import retried
 from protocol.wire.messages import (
     AuditAsked,
@@ -209,6 +218,7 @@ class Daemon:
             on_message=self._on_message,
             rng=rng,
             rulings=self._rulings,
+            ask_members=self._ask_members,
         )
         self._corpus = holdings.corpus
         self._keep_corpus = holdings.keep_corpus
@@ -334,13 +344,14 @@ class Daemon:
         """Lets the node leave with its work; asked again, the new limit counts.
 
         It trains no further, contributes what it has, and `run` returns once the round is committed
-        and applied, or after so long. False when no round is in flight here or there is no time for
-        it: then cancel `run`.
+        and applied, or after so long. A helper first waits for a plan that may be on its way to it. False
+        when no round is in flight here or there is no time for it: then cancel `run`.
         """
         if self._is_ending:
             return True
         if not self._duties.is_draining:
-            if not self._duties.is_round_in_flight or within_seconds <= 0:
+            is_helper = not self._facts.num_ranks
+            if within_seconds <= 0 or not (is_helper or self._duties.has_to_finish):
                 return False
             self._duties.drain()
         if self._patience is not None:
@@ -456,6 +467,9 @@ class Daemon:
         return self._exchange.waiting_for() or (
             "the next plan" if self._duties.activity == "waiting" else ""
         )
+
+    async def _ask_members(self, credentials: Credentials) -> Sequence[Address]:
+        return await self._transport.coordinator_addresses(pin_of(credentials.server_root_pem))
 
     def _report(self, round: int, report: Report) -> None:
         self._session.report(round, report)

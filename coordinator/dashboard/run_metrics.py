@@ -142,6 +142,24 @@ RUN_METRICS = (
         labels=("state",),
     ),
     Metric(
+        name="atoll_backup_age_seconds",
+        kind="gauge",
+        meaning="Seconds since the newest whole copy of the coordinator there; `once` of those made by hand",
+        labels=("target",),
+    ),
+    Metric(
+        name="atoll_backup_failures",
+        kind="gauge",
+        meaning="Tries to copy the coordinator there that failed since, in a row",
+        labels=("target",),
+    ),
+    Metric(
+        name="atoll_backup_abandoned",
+        kind="gauge",
+        meaning="Whether a copy is so long overdue that nobody can be making any: 1 or 0",
+        labels=("target",),
+    ),
+    Metric(
         name="atoll_node_silent_seconds",
         kind="gauge",
         meaning="Seconds since the node was last heard",
@@ -204,6 +222,13 @@ def _put_run(board: Board, run: pb.RunStatus, version: str) -> None:
     board.put("atoll_samples", run.data.committed_samples, state="committed")
     board.put("atoll_samples", run.data.leased_samples, state="leased")
     board.put("atoll_samples", run.data.free_again_samples, state="free_again")
+    for one in run.backups:
+        target = one.target or "once"
+        age = one.made_seconds if one.HasField("made_seconds") else None
+        board.put("atoll_backup_age_seconds", age, target=target)
+        if one.HasField("next_seconds"):
+            board.put("atoll_backup_failures", one.num_failures, target=target)
+            board.put("atoll_backup_abandoned", one.is_abandoned, target=target)
 
 
 def _put_members(board: Board, nodes: Sequence[pb.NodeStatus]) -> None:

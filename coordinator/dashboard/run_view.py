@@ -36,6 +36,8 @@ from protocol.terminal.node_words import (
 )
 from protocol.terminal.status_words import (
     agreement_in_words,
+    backup_troubles,
+    backups_in_words,
     bits_per_byte,
     clock_in_words,
     compute_share,
@@ -97,6 +99,7 @@ def _run(status: pb.GetStatusResponse) -> View:
             if run.outer_digest and not run.digests_agree
             else []
         ),
+        *backup_troubles(run),
     ]
     return {
         "name": run.run_name,
@@ -130,6 +133,7 @@ def _run(status: pb.GetStatusResponse) -> View:
         else None,
         "written": written_view(run.written) if run.HasField("written") else None,
         "saving": saving_in_words(run.wire),
+        "backup": backups_in_words(run, with_place=False),
         "digest": agreement_in_words(run),
         "parameters": count_in_words(run.num_parameters) if run.num_parameters else "-",
         "ready": num_ready,

@@ -85,6 +85,7 @@ class StatusDesk:
         swarm_id: str,
         past: Past | None = None,
         relay: Callable[[], str] = lambda: "",
+        backups: Callable[[float], Sequence[pb.BackupStatus]] = lambda now: (),
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
@@ -94,6 +95,7 @@ class StatusDesk:
         self._swarm_id = swarm_id
         self._past = past or Past()
         self._relay = relay
+        self._backups = backups
         self._started_at = driver.clock.now()
         self._wall_clock = wall_clock
 
@@ -106,6 +108,7 @@ class StatusDesk:
     ) -> pb.GetStatusResponse:
         """The run, the round in flight and all nodes; for viewers without their addresses.
 
+        What became of backups only the run owner is told.
         Of more than `most_losses` held-out losses it has so many, the first and the latest among them.
         """
         state, now = self._driver.state, self._driver.clock.now()
@@ -121,10 +124,14 @@ class StatusDesk:
         if role is Role.VIEWER:
             for node in nodes:
                 node.ClearField("address")
+        unix_seconds = self._wall_clock()
+        run = self._run_status(state, now, most_losses)
+        if role is Role.OPERATOR:
+            run.backups.extend(self._backups(unix_seconds))
         return pb.GetStatusResponse(
-            run=self._run_status(state, now, most_losses),
+            run=run,
             nodes=sorted(nodes, key=lambda node: node.node_id),
-            unix_seconds=self._wall_clock(),
+            unix_seconds=unix_seconds,
         )
 
     def _never_attached(self, state: SwarmState) -> list[pb.NodeStatus]:

@@ -21,7 +21,7 @@ from itertools import islice
 from coordinator.swarm.conviction import convict, rest
 from coordinator.swarm.events import RefusalSeen, Tell
 from coordinator.swarm.members import Member, MemberState
-from coordinator.swarm.reach import best_reducers, cut_off_from
+from coordinator.swarm.reach import best_reducers, cut_off_from, newcomers
 from coordinator.swarm.rounds import (
     deciders,
     holders_of,
@@ -169,7 +169,8 @@ def take_over(turn: Turn) -> None:
         assert current is not None
         overdue_at = _overdue_at(current, progress, staying)
         is_overdue = overdue_at is not None and turn.now >= overdue_at
-        if _has_reducer(turn.state, current, progress) and not is_overdue:
+        is_in_hands = _has_reducer(turn.state, current, progress)
+        if is_in_hands and not is_overdue and not _is_for_a_helper(turn.state, current, progress):
             continue
         if is_overdue:
             late_helper(turn, progress.slice.reducer_id, current.number)
@@ -192,13 +193,43 @@ def _has_reducer(state: SwarmState, current: Round, progress: SliceProgress) -> 
     # One that is leaving hands out a result that it has made already.
     if reducer is None or not reducer.is_draining or progress.digest is not None:
         return True
-    return reducer.is_helper and not _is_reached_by_all(_staying(state, current))
+    return reducer.is_helper and not _is_reached_by_all(state, current)
 
 
-def _is_reached_by_all(members: Sequence[Member]) -> bool:
-    """Whether one of the members is reached by all others. Else a helper that leaves reduces to its end."""
-    cut = cut_off_from(members)
-    return any(member.node_id not in cut for member in members)
+def _is_for_a_helper(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether a slice that a node took over, whom not all are known to reach, can go to a helper.
+
+    It may be the one that had it, and was started again.
+    """
+    reducer = state.members.get(progress.slice.reducer_id)
+    if not progress.attempt or progress.digest is not None or reducer is None or reducer.is_helper:
+        return False
+    staying = _staying(state, current)
+    if not any(member.is_helper and member.state is MemberState.READY for member in staying):
+        return False
+    is_known = reducer.node_id not in _newcomers(state, current, staying)
+    if is_known and reducer.node_id not in cut_off_from(staying):
+        return False
+    backup = _backup(state, current, progress)
+    helper = None if backup is None else state.members[backup]
+    # One that let a slice be overdue in this round is not trusted with it again.
+    return helper is not None and helper.is_helper and helper.standing.late_round != current.number
+
+
+def _is_reached_by_all(state: SwarmState, current: Round) -> bool:
+    """Whether one that stays is known to be reached by all. Else a helper that leaves reduces to its end.
+
+    Of newcomers nobody has said yet that they are not reached.
+    """
+    staying = _staying(state, current)
+    cut, new = cut_off_from(staying), _newcomers(state, current, staying)
+    return any(member.node_id not in cut and member.node_id not in new for member in staying)
+
+
+def _newcomers(state: SwarmState, current: Round, members: Sequence[Member]) -> frozenset[NodeId]:
+    """As when the round was opened: who is known in its midst takes nothing from a reducer at work."""
+    say = say_in(state, current, [member.node_id for member in members])
+    return newcomers(members, say, current.opened_at)
 
 
 def next_overdue(state: SwarmState) -> float | None:
@@ -299,26 +330,28 @@ def takeover_of(number: int, progress: SliceProgress, now: float) -> SliceTakenO
 def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeId | None:
     """Who stands in: a node that stays, holds the base, reaches the others, and reduces little.
 
-    Rather one that has been here since the plan: who came back meanwhile trains for longer, and
-    its slice would wait for its own contribution.
+    Rather one that has been here since the plan: a node that came back meanwhile trains for longer, and
+    its slice would wait for its own contribution. Rather one of whom it is known who reaches it.
     """
     here = present_participants(state, current)
     if not here:
         return None
     members = [state.members[node_id] for node_id in here]
+    new = _newcomers(state, current, members)
     reaching = {m.node_id for m in best_reducers(members, say_in(state, current, here))}
     others = (p for p in current.slices if p.slice.index != progress.slice.index)
     load = Counter(other.slice.reducer_id for other in others)
     on_trial = as_set(Same(current.on_trial))
     convicted = {conviction.node_id for conviction in state.convicted}
 
-    def preference(member: Member) -> tuple[bool, bool, bool, bool, bool, int, NodeId]:
+    def preference(member: Member) -> tuple[bool, bool, bool, bool, bool, bool, int, NodeId]:
         return (
             member.node_id in on_trial,
             member.state is not MemberState.READY,
-            member.session_id >= current.later_session_id,
+            member.session_id >= current.later_session_id and not member.is_helper,
             member.node_id not in reaching,
             member.node_id == progress.slice.reducer_id,
+            member.node_id in new,
             load[member.node_id],
             member.node_id,
         )

@@ -270,13 +270,14 @@ class NetworkLab:
         self._ask(do="mend", pairs=[pair for pair in pairs if is_meant(pair)])
         return self
 
-    def firewall(self, host: str, *, is_up: bool = True) -> Self:
+    def firewall(self, host: str, *, is_up: bool = True, lets_out: int | None = None) -> Self:
         """Lets a host dial, and not be dialled: what NAT on its side looks like from outside.
 
-        Two such hosts cannot reach each other. UDP does not come in at all.
+        Two such hosts cannot reach each other. UDP does not come in at all. With `lets_out` it dials that
+        port of TCP alone, as in many an office.
         """
         self._check(host)
-        self._ask(do="firewall", host=host, is_up=is_up)
+        self._ask(do="firewall", host=host, is_up=is_up, lets_out=lets_out)
         return self
 
     def move(self, host: str) -> Self:

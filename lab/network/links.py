@@ -240,6 +240,7 @@ class Network:
         self._pipes = (*self._up.values(), *self._down.values())
         self._cuts: set[tuple[str, str]] = set()
         self._firewalled: set[str] = set()
+        self._lets_out: dict[str, int] = {}  # the one port of TCP that a host may dial
         self._largest: dict[str, int] = {}
         self._narrow: dict[tuple[str, str], int] = {}
         self._known: dict[
@@ -272,9 +273,25 @@ class Network:
         """Undoes `cut` for these pairs."""
         self._cuts.difference_update(pairs)
 
-    def set_firewall(self, host: str, *, is_up: bool) -> None:
-        """Lets no packet in to this host that may open a conversation, or all again."""
+    def set_firewall(self, host: str, *, is_up: bool, lets_out: int | None = None) -> None:
+        """Lets no packet in to this host that may open a conversation, or all again.
+
+        With `lets_out` it may dial that port of TCP, and send nothing else that may open one.
+        """
         (self._firewalled.add if is_up else self._firewalled.discard)(host)
+        self._lets_out.pop(host, None)
+        if is_up and lets_out is not None:
+            self._lets_out[host] = lets_out
+
+    def _is_let_in(self, packet: Packet) -> bool:
+        return packet.target not in self._firewalled or not opens_a_conversation(packet.content)
+
+    def _is_let_out(self, packet: Packet) -> bool:
+        port = self._lets_out.get(packet.source)
+        if port is None or not opens_a_conversation(packet.content):
+            return True
+        protocol, rest = _payload(packet.content)
+        return protocol == _TCP and int.from_bytes(rest[2:4]) == port
 
     def also_at(self, host: str, address: IPv4Address | IPv6Address) -> None:
         """Gives a host an address beside the one that it has."""
@@ -335,7 +352,7 @@ class Network:
                 traffic.lost_packets += 1
             elif (packet.source, packet.target) in self._cuts or self._is_forgotten(packet):
                 traffic.cut_packets += 1
-            elif packet.target in self._firewalled and opens_a_conversation(packet.content):
+            elif not self._is_let_in(packet) or not self._is_let_out(packet):
                 traffic.refused_packets += 1
             else:
                 routers = self._routers.get(packet.target, ())

@@ -179,7 +179,9 @@ class Switch:
             case "set_link":
                 self._network.set_link(order["host"], Link(**order["link"]), now)
             case "firewall":
-                self._network.set_firewall(order["host"], is_up=order["is_up"])
+                self._network.set_firewall(
+                    order["host"], is_up=order["is_up"], lets_out=order["lets_out"]
+                )
             case "move":
                 interface = IPv4Interface(order["interface"])
                 self.hosts[order["host"]].move(interface)

@@ -27,6 +27,7 @@ from node.exchange.transport.transport import (
     refusing_on_fault,
     turn_of,
 )
+from protocol.trust.rulings import Address
 from protocol.wire.payload import Payload, PayloadError
 from protocol.wire.rounds import NodeId, RosterEntry, Way
 from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
@@ -200,6 +201,10 @@ class MemoryTransport:
 
     def punch(self, peer: NodeId, multiaddr: str) -> None:
         """Nobody is to be dialled here."""
+
+    async def coordinator_addresses(self, pin: bytes) -> Sequence[Address]:
+        """See Transport.coordinator_addresses: there is one place in a process."""
+        return ()
 
     @property
     def rates(self) -> LinkRates:

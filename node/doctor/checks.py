@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.request import getproxies
 
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
 from node.config import NodeSettings, is_loopback
@@ -36,6 +37,7 @@ from protocol.terminal.console import printable
 from protocol.terminal.node_words import NARROW, NARROW_STEP, is_present, ways_of
 from protocol.terminal.query import StatusLink
 from protocol.trust.credentials import LINK_FILE, Credentials
+from protocol.trust.handshake import proxy_in_words
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
 from protocol.v1.status_pb2 import NodeStatus
@@ -174,6 +176,32 @@ def _ways_of(nodes: Sequence[NodeStatus], node_id: str) -> list[tuple[str, str]]
     """How a running node reaches the others, by name."""
     own = next((node for node in nodes if node.node_id == node_id), None)
     return [] if own is None else ways_of(own, nodes)
+
+
+def proxy_findings(folder: Path) -> list[Finding]:
+    """Whether this network lets connections out by an HTTP proxy, and whether it is used."""
+    try:
+        proxy = Credentials.load(folder).proxy
+    except AtollError:
+        proxy = None
+    named = getproxies().get("https", "")
+    if proxy is not None:
+        what = (
+            f"the coordinator, and members that cannot be dialled, are reached through {proxy.endpoint}; "
+            "most proxies lead to port 443 alone, so these have to serve there"
+        )
+        return [Finding(about="proxy", verdict="note", what=what)]
+    if not named:
+        return []
+    return [
+        Finding(
+            about="proxy",
+            verdict="note",
+            what=f"https_proxy names {proxy_in_words(named)}, and nothing here goes through it",
+            next_step="where nothing else gets out of this network, write into link.toml, before its first "
+            f'[table]: proxy = "http://{proxy_in_words(named)}"',
+        )
+    ]
 
 
 def reach_findings(nodes: Sequence[NodeStatus], node_id: str) -> list[Finding]:

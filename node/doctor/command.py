@@ -36,6 +36,7 @@ def examined(folder: Path) -> Iterator[Finding]:
     yield from checks.disk_findings(folder, settings, num_ranks)
     network = checks.network_here(folder, settings)
     yield from checks.coordinator_findings(folder, network=network)
+    yield from checks.proxy_findings(folder)
     yield from checks.notices_findings(settings)
     yield from checks.port_findings(folder, settings)
     yield from checks.address_findings(folder, settings)

@@ -18,6 +18,7 @@ from node.duties.work import (
     AheadFailed,
     CatchUpNeeded,
     PlanReceived,
+    PlansOver,
     Work,
     counted,
     counted_anew,
@@ -45,7 +46,7 @@ from protocol.wire.messages import (
     RunFinished,
     Trained,
 )
-from protocol.wire.rounds import Assignment, Commit, Digest, NodeId
+from protocol.wire.rounds import Assignment, Commit, Digest, NodeId, Plan
 from protocol.wire.wire_count import WireTotals, grown
 
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ log = structlog.get_logger()
 FINISH_SECONDS = 120.0
 """How long a node that is behind when the run is finished waits for somebody with the final state."""
 
+
+ANSWER_SECONDS = 5.0
+"""For the coordinator to hear that a helper leaves."""
+
+ON_ITS_WAY_SECONDS = 1.0
+"""A plan comes by the stream of messages, and may be overtaken by an answer."""
 
 REFETCH_PAUSE_SECONDS = 2.0
 """Before peers are asked a second time for a state that nobody supplied; later pauses are longer."""
@@ -82,6 +89,8 @@ class Duties:
         self.last_planned_round = 0
         self.is_draining = False
         self._planned_base: Digest | None = None  # of the last planned round
+        self._asked_round = 0  # whose plan asks us to reduce alone, and waits for its turn here
+        self._awaited: asyncio.Task[None] | None = None  # such a plan, while a helper leaves
         self._doing = "starting"
         self._node_id = node_id
         self._context = spec.model.context
@@ -132,6 +141,12 @@ class Duties:
 
         The end of the run limits that too: nobody may be left to supply what a commit lacks.
         """
+        if (
+            isinstance(work, PlanReceived)
+            and (not self.is_draining or self._awaits_plan)
+            and self._only_reduces(work.plan)
+        ):
+            self._asked_round = work.plan.round
         self._work.put_nowait(work)
         if isinstance(work, RunFinished) and work != self._finished:
             self._finished = work
@@ -189,6 +204,23 @@ class Duties:
         round = self._outer.round
         return self._rulings.undo(round, self._history.incarnation_at(round))
 
+    def _only_reduces(self, plan: Plan) -> bool:
+        assignment = plan.assignment_of(self._node_id)
+        return assignment is not None and not assignment.trains and plan.round > self._outer.round
+
+    @property
+    def has_to_finish(self) -> bool:
+        """Whether a round counts on this node: one in flight, or that a helper was just asked to reduce for.
+
+        A node that trains would only come to such a round to leave it.
+        """
+        is_asked = self._asked_round > self._outer.round
+        return self.is_round_in_flight or is_asked or self._awaits_plan
+
+    @property
+    def _awaits_plan(self) -> bool:
+        return self._awaited is not None and not self._awaited.done()
+
     @property
     def is_round_in_flight(self) -> bool:
         """Whether this node takes part in a round that it has not applied yet."""
@@ -197,11 +229,22 @@ class Duties:
     def drain(self) -> None:
         """Ends the round in flight with what is trained of it, and begins nothing new."""
         self.is_draining = True
-        self._session.report(self.last_planned_round, Draining())
+        round = max(self.last_planned_round, self._asked_round, self._outer.round)
+        self._session.report(round, Draining())
         self._island.halt()
+        if not self.has_to_finish:
+            self._awaited = asyncio.create_task(self._await_plan(), name="a plan on its way")
+
+    async def _await_plan(self) -> None:
+        """Once the coordinator has answered, no further plan counts on this node; one may be on its way."""
+        await self._session.flush(timeout_seconds=ANSWER_SECONDS)
+        await asyncio.sleep(ON_ITS_WAY_SECONDS)
+        asyncio.get_running_loop().call_soon(self.put, PlansOver())  # when this task is done
 
     def how_drained(self) -> str:
         """How far a drain has come, in words."""
+        if not self.last_planned_round:
+            return "stopped by its owner, with no round in flight"
         before_or_after = "before" if self.is_round_in_flight else "after"
         return (
             f"stopped by its owner, {before_or_after} the commit of round {self.last_planned_round}"
@@ -223,13 +266,15 @@ class Duties:
             raise self._incomplete(self._finished) from None
         finally:
             self._limit = None
+            if self._awaited is not None:
+                self._awaited.cancel()
             self._ahead.cancel()
             await self._measuring.end()
 
     async def _run(self) -> str:
         while True:
             self._doing = "waiting"
-            if self.is_draining and not self.is_round_in_flight:
+            if self.is_draining and not self.has_to_finish:
                 if self._trained is not None and self._trained.tokens > 0:
                     await self._island.keep(self.last_planned_round, is_last=True)
                 return self.how_drained()
@@ -239,10 +284,16 @@ class Duties:
                 continue
             await self._ahead.resume()
             match await self._work.get():
-                case PlanReceived() | EvaluationAsked() | SpotCheckReady() if self.is_draining:
+                case EvaluationAsked() | SpotCheckReady() if self.is_draining:
+                    pass
+                case PlanReceived(plan=plan) if (
+                    self.is_draining and plan.round != self._asked_round
+                ):
                     pass
                 case PlanReceived() as received:
                     await self._take_part(received)
+                    if received.plan.round == self._asked_round:
+                        self._asked_round = 0
                 case RoundCommitted(commit=commit):
                     await self._apply(commit)
                 case EvaluationAsked() as wanted:
@@ -258,6 +309,8 @@ class Duties:
                         return finished.reason
                 case AheadFailed():
                     await self._ahead.pause()
+                case PlansOver():
+                    pass
 
     async def _has_final_state(self, finished: RunFinished) -> bool:
         """Takes over the final state, however often it must be asked for; the limit ends that.

@@ -62,6 +62,11 @@ class AheadFailed:
     """Training ahead has ended with an error, which pausing it raises."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlansOver:
+    """A helper that leaves has waited long enough for a plan that was on its way to it."""
+
+
 Work = (
     PlanReceived
     | RoundCommitted
@@ -70,6 +75,7 @@ Work = (
     | RunFinished
     | CatchUpNeeded
     | AheadFailed
+    | PlansOver
     | SpotCheckReady
 )
 

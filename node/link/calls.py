@@ -7,7 +7,7 @@ joining port. Calls in flight go on over the channel on which they began, the st
 Where the run owner has told that the coordinator moves, calls look for it at both addresses in turns: each
 that finds nobody has the next ones go to the other one. Once it has answered at the new one, only that stays.
 A node that starts, and finds nobody, asks the members that its folder names as well: it was off when the rest
-was told.
+was told. A running one that is away for a while asks those that it is connected to: it may have been cut off.
 
 `run_of_coordinator` is a node's first question, asked until it is answered. A machine that boots before the
 coordinator's, or before its own network is up, waits: it has nothing else to do, and nobody may be there to
@@ -38,13 +38,15 @@ from protocol.errors import (
 from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import renew_by_identity, renewal_request, taken
+from protocol.trust.handshake import fetch_certificate
 from protocol.trust.identity import Identity
 from protocol.trust.invite import InvitedBy, endpoint_of, named_members
+from protocol.trust.pki import pin_of
 from protocol.trust.rulings import NO_DIGEST, Address, SignedRuling
 from protocol.v1 import session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire import convert
-from protocol.wire.channel import DEADLINE_SECONDS, open_channel, retried
+from protocol.wire.channel import DEADLINE_SECONDS, left_alone, open_channel, retried
 from protocol.wire.convert_messages import (
     message_from_wire,
     report_to_wire,
@@ -127,7 +129,11 @@ class SessionStub(Protocol):
     def Detach(self) -> Any: ...  # noqa: D102, N802
 
 
-async def _nowhere_else() -> bool:
+AskMembers = Callable[[Credentials], Awaitable[Sequence[Address]]]
+"""Asks members where the coordinator of these credentials is."""
+
+
+async def _nowhere_else(ask: AskMembers | None = None) -> bool:
     return False
 
 
@@ -148,7 +154,7 @@ class CoordinatorLink:
         reconnect: Callable[[], None] = lambda: None,
         moves_to: Callable[[Address], None] = lambda _: None,
         host: Callable[[], str] = lambda: "",
-        look_elsewhere: Callable[[], Awaitable[bool]] = _nowhere_else,
+        look_elsewhere: Callable[[AskMembers | None], Awaitable[bool]] = _nowhere_else,
         meets: Callable[[Sequence[RosterEntry]], None] = lambda _: None,
     ) -> None:
         self._stub = stub
@@ -330,7 +336,7 @@ class RenewingCalls:
         credentials: Credentials,
         identity: Identity,
         counts: WireCounts,
-        ask_members: Callable[[Credentials], Awaitable[Sequence[Address]]] | None = None,
+        ask_members: AskMembers | None = None,
     ) -> None:
         self._ask_members = ask_members
         self._asked_at = -math.inf
@@ -404,33 +410,56 @@ class RenewingCalls:
             self._credentials = replace(ours, members=kept)
             self._credentials.save_link()
 
-    async def look_elsewhere(self) -> bool:
+    async def look_elsewhere(self, ask: AskMembers | None = None) -> bool:
         """Asks members where the coordinator is; later calls go there. Not again for a while.
 
-        Returns whether there is another address. What they say is kept once the coordinator answers there.
+        A running node says how it asks those that it is connected to. Else those are asked that link.toml
+        names. Returns whether the coordinator shows its certificate at another address; that is kept once
+        it has answered there.
         """
         now = asyncio.get_running_loop().time()
         members = self._credentials.members
-        if self._ask_members is None or not members:
+        if ask is None and (self._ask_members is None or not members):
             return False
         if now < self._asked_at + ASK_MEMBERS_AGAIN_SECONDS:
             return False
         self._asked_at = now
         where = [endpoint_of(member.host, member.port) for member in members]
-        log.info("asking members where the coordinator is", members=where)
+        whom = {"members": where} if ask is None else {}
+        log.info("asking members where the coordinator is", **whom)
+        asked = ask or self._ask_members
+        assert asked is not None
         try:
-            found = await self._ask_members(self._credentials)
+            found = self._credentials.unknown_among(await asked(self._credentials))
         except AtollError as error:
             log.warning("members are not asked", why=error.what, next_step=error.next_step)
             return False
-        if not found:
-            log.info("they know no other address, or do not answer")
+        shown = [await self._shows_our_pin(address) for address in found]
+        there = next(
+            (address for address, is_shown in zip(found, shown, strict=True) if is_shown), None
+        )
+        if there is None:
+            log.info(
+                "they know no other address where it answers, or do not answer", told=len(found)
+            )
             return False
         if self._is_at_the_other:
             self._look_at_the_other()
-        self._credentials = replace(self._credentials, elsewhere=found[0])
+        self._credentials = replace(self._credentials, elsewhere=there)
         self._look_at_the_other()
         return True
+
+    async def _shows_our_pin(self, address: Address) -> bool:
+        """Whether the coordinator is there: members may be mistaken, or lie, and are not believed."""
+        pin, proxy = pin_of(self._credentials.server_root_pem), self._credentials.proxy
+        try:
+            certificate = await left_alone(
+                lambda: fetch_certificate(address.host, address.control_port, proxy)
+            )
+        except AtollError as error:
+            log.info("a member names a place where no coordinator is", why=error.what)
+            return False
+        return pin_of(certificate) == pin
 
     def _look_at_the_other(self) -> None:
         if self._credentials.elsewhere is not None:
@@ -529,7 +558,7 @@ async def run_of_coordinator(
         try:
             return await link.get_run()
         except UnavailableError:
-            if not await link.look_elsewhere():
+            if not await link.look_elsewhere(None):
                 raise
             return await link.get_run()
 

@@ -26,6 +26,7 @@ from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FIL
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Role
+from protocol.trust.proxy import Proxy
 
 INVITE_VARIABLE = "ATOLL_INVITE"
 
@@ -104,10 +105,11 @@ async def join(
     name: str,
     elsewhere: Elsewhere = nowhere,
     limits: Mapping[str, Limit] | None = None,
+    proxy: Proxy | None = None,
 ) -> Credentials:
     """Enrols this machine with the swarm that the invite is of; returns what it got.
 
-    `limits` are keys of the node.toml that it writes.
+    `limits` are keys of the node.toml that it writes. `proxy` is how this network lets connections out.
 
     Where the invite's coordinator is not at its address, it looks `elsewhere`. A folder that belongs to
     another swarm is left as it is. Raises AtollError.
@@ -117,7 +119,7 @@ async def join(
     with _held(folder):
         _check_is_free(folder)  # again: another 'atoll join' may just have used it
         with _identity(folder) as identity:
-            enrolled = await _enrolled(invite, identity, name, elsewhere)
+            enrolled = await _enrolled(invite, identity, name, elsewhere, proxy)
             credentials = replace(enrolled, members=invite.members)
         is_helper = credentials.principal.role is Role.HELPER
         write_settings(folder, name=name, is_helper=is_helper, limits=limits)
@@ -126,12 +128,12 @@ async def join(
 
 
 async def _enrolled(
-    invite: Invite, identity: Identity, name: str, elsewhere: Elsewhere
+    invite: Invite, identity: Identity, name: str, elsewhere: Elsewhere, proxy: Proxy | None
 ) -> Credentials:
     from protocol.trust.enrolment import enrol
 
     try:
-        return await enrol(invite, identity, name)
+        return await enrol(invite, identity, name, proxy)
     except AnswerLostError:
         raise  # it is there
     except (UnavailableError, ProtocolMismatchError) as error:
@@ -140,7 +142,7 @@ async def _enrolled(
         raise missed
     for moved in await elsewhere(invite):
         try:
-            return await enrol(moved, identity, name)
+            return await enrol(moved, identity, name, proxy)
         except AnswerLostError:
             raise
         except (UnavailableError, ProtocolMismatchError):

@@ -11,11 +11,12 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
 from node.history import KeptRulings
-from node.link.calls import Announcement, Attachment, CoordinatorLink
+from node.link.calls import Announcement, AskMembers, Attachment, CoordinatorLink
 from protocol.errors import (
     AtollError,
     CopyAttachedError,
@@ -42,6 +43,9 @@ RENEW_AGAIN_SECONDS = 300.0
 
 CLOCK_OFF_SECONDS = 300.0
 """By so much a machine's clock may differ from the coordinator's without a word."""
+
+LOOK_ELSEWHERE_SECONDS = 20.0
+"""A coordinator that is away for so long may have moved without our hearing of it. A restart takes less."""
 
 LEAVE_SECONDS = 3.0
 """A goodbye that takes longer is left out: the lease ends anyway."""
@@ -75,9 +79,13 @@ class Session:
         on_message: Callable[[Message], None],
         rng: random.Random,
         rulings: KeptRulings,
+        ask_members: AskMembers | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`ask_members` asks those that are connected where the coordinator is."""
         self._link = link
+        self._ask_members = ask_members
+        self._looking: asyncio.Task[bool] | None = None
         self._wall_clock = wall_clock
         self._rulings = rulings
         self._announce = announce
@@ -133,9 +141,10 @@ class Session:
                 if staying.done():
                     staying.result()
             finally:
-                for task in (staying, moving):
+                tasks: list[asyncio.Future[Any]] = [staying, moving, *self._end_looking()]
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(staying, moving, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
             self._has_moved.clear()
             self._session_id = None
             self._link.reconnect()
@@ -144,11 +153,13 @@ class Session:
         clock = asyncio.get_running_loop().time
         pause_seconds = FIRST_PAUSE_SECONDS
         waits_for = ""
+        away_since: float | None = None
         while True:
             attached_at = math.inf
             try:
                 attachment = await self._link.attach(self._announce())
-                attached_at = clock()
+                attached_at, away_since = clock(), None
+                self._end_looking()
                 self._session_id = attachment.session_id
                 for queued in self._reports:
                     queued.times_wanted += 1
@@ -161,6 +172,9 @@ class Session:
                 self._session_id = None
                 if isinstance(error, UnavailableError):
                     self._link.reconnect()
+                    away_since = clock() if away_since is None else away_since
+                    if clock() - away_since >= LOOK_ELSEWHERE_SECONDS:
+                        self._look_elsewhere()
                 # A coordinator that ends sessions at once must not be asked ever faster.
                 if clock() - attached_at > RETRY_CAP_SECONDS:
                     pause_seconds = FIRST_PAUSE_SECONDS
@@ -183,6 +197,25 @@ class Session:
                 waits_for = error.what if is_held_back else ""
                 await asyncio.sleep(pause)
                 pause_seconds = min(2 * pause_seconds, RETRY_CAP_SECONDS)
+
+    def _look_elsewhere(self) -> None:
+        """Beside further tries, which nobody's answer is to hold up."""
+        if self._ask_members is None:
+            return
+        if self._looking is not None and self._looking.done():
+            self._looking.result()  # raises what nobody has foreseen
+            self._looking = None
+        if self._looking is None:
+            looking = self._link.look_elsewhere(self._ask_members)
+            self._looking = asyncio.ensure_future(looking)
+
+    def _end_looking(self) -> list[asyncio.Task[bool]]:
+        """Ends what `_look_elsewhere` began; returns it, to be waited for."""
+        ended = [] if self._looking is None else [self._looking]
+        self._looking = None
+        for looking in ended:
+            looking.cancel()
+        return ended
 
     def _take_rulings(self, attachment: Attachment) -> None:
         """Keeps the rulings that came with the session, before anything is done by them."""

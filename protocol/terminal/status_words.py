@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from protocol.terminal.console import (
+    age_in_words,
     bytes_in_words,
     digest_in_words,
     printable,
@@ -116,6 +117,48 @@ def relay_in_words(run: pb.RunStatus) -> str:
     return run.relay and f"coordinator {printable(run.relay, most=200)}"
 
 
+def backup_troubles(run: pb.RunStatus) -> list[str]:
+    """Why a place gets no copies of the coordinator; only the run owner is told. Empty where all is well."""
+    return [
+        _backup_trouble(one)
+        for one in run.backups
+        if one.HasField("next_seconds") and (one.num_failures or one.is_abandoned)
+    ]
+
+
+def _backup_trouble(one: pb.BackupStatus) -> str:
+    since = f"for {seconds_in_words(one.made_seconds)}" if one.HasField("made_seconds") else "yet"
+    target = printable(one.target, most=200)
+    if one.is_abandoned:
+        overdue = seconds_in_words(-one.next_seconds)
+        return (
+            f"no backup {since}: nobody has made one at {target}, though it was due {overdue} ago; next: "
+            "look at the log, and start the coordinator, or 'atoll coordinator backup', again"
+        )
+    tries = "the try" if one.num_failures == 1 else f"{one.num_failures} tries"
+    latest = "" if one.num_failures == 1 else ", the latest"
+    step = f"; next: {printable(one.next_step, most=300)}" if one.next_step else ""
+    return (
+        f"no backup {since}: {tries} at {target} in {seconds_in_words(one.failing_seconds)} failed{latest}: "
+        f"{printable(one.why, most=300)}{step}"
+    )
+
+
+def backups_in_words(run: pb.RunStatus, *, with_place: bool = True) -> str:
+    """The newest copy of the coordinator, and when the next is due; empty where there is none."""
+    made = [one for one in run.backups if one.HasField("made_seconds")]
+    if not made:
+        return ""
+    newest = min(made, key=lambda one: one.made_seconds)
+    due = [one.next_seconds for one in run.backups if one.HasField("next_seconds")]
+    later = (
+        f"; the next in {seconds_in_words(max(0.0, min(due)))}" if due else "; none is to follow"
+    )
+    place = f", at {printable(newest.place, most=200)}" if with_place else ""
+    age, size = age_in_words(newest.made_seconds), bytes_in_words(newest.num_bytes)
+    return f"{age}, round {newest.committed_round}, {size}{place}{later}"
+
+
 def releases_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
     """Who runs which release of Atoll; nothing where all of those here run one."""
     by_release: dict[str, list[str]] = {}
@@ -149,6 +192,7 @@ def summary_line(status: pb.GetStatusResponse) -> str:
     if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
         parts.append(f"the run has about {seconds_in_words(run.estimated_seconds_left)} left")
     parts += filter(None, (cut_off(status.nodes), copies_in_words(status.nodes)))
+    parts += backup_troubles(run)
     return "; ".join(parts)
 
 
@@ -164,6 +208,7 @@ def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
         tuple((node.node_id, node.state) for node in status.nodes),
         cut_off(status.nodes),
         copies_in_words(status.nodes),
+        tuple((one.target, one.why, one.is_abandoned) for one in run.backups),
     )
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from protocol.files.durable import (
 )
 from protocol.trust import pki
 from protocol.trust.invite import InvitedBy, endpoint_of
+from protocol.trust.proxy import Proxy
 from protocol.trust.rulings import Address
 from protocol.trust.vouching import Bundle, Trust
 
@@ -91,6 +93,9 @@ class Credentials:
     )
     elsewhere: Address | None = None  # where it moves to, as the run owner has told
     members: tuple[InvitedBy, ...] = ()  # who knows where it is, should it not be there
+    proxy: Proxy | None = (
+        None  # by which this network lets connections out, to the coordinator and members
+    )
     folder: Path | None = field(default=None, compare=False)  # that they were read from
 
     @property
@@ -107,6 +112,15 @@ class Credentials:
             host=self.host, control_port=self.control_port, enrolment_port=self.enrolment_port
         )
         return replace(self, **asdict(self.elsewhere), elsewhere=here)
+
+    def unknown_among(self, addresses: Iterable[Address]) -> list[Address]:
+        """Those of the addresses where a coordinator may be that is neither here nor at the other."""
+        known = {(one.host, one.control_port) for one in (self, self.at_the_other)}
+        return [
+            address
+            for address in addresses
+            if address.control_port and (address.host, address.control_port) not in known
+        ]
 
     @property
     def bundle(self) -> Bundle:
@@ -175,10 +189,13 @@ class Credentials:
             f"host = {_quoted(self.host)}",
             f"control_port = {self.control_port}",
             *((f"enrolment_port = {self.enrolment_port}",) if self.enrolment_port else ()),
+            *(() if self.proxy is None else (f"proxy = {_quoted(self.proxy.url)}",)),
             *(() if self.elsewhere is None else _table(self.elsewhere)),
             *(line for member in self.members for line in _table_of(member)),
         )
-        write_atomically(directory / LINK_FILE, ("\n".join(lines) + "\n").encode())
+        is_secret = self.proxy is not None and bool(self.proxy.password)
+        text = ("\n".join(lines) + "\n").encode()
+        write_atomically(directory / LINK_FILE, text, mode=0o600 if is_secret else 0o644)
 
     def save_renewed(self) -> None:
         """Writes what a renewal changes into the folder they were read from, one whole file at a time."""
@@ -237,6 +254,7 @@ class Credentials:
                 enrolment_port=_port(link, "enrolment_port") if "enrolment_port" in link else 0,
                 elsewhere=_elsewhere(link),
                 members=_members(link),
+                proxy=Proxy.read(_text(link, "proxy")) if "proxy" in link else None,
                 folder=directory,
             )
             credentials.check()

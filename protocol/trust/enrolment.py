@@ -22,37 +22,43 @@ from protocol.trust.pki import (
     Role,
     enrolment_statement,
     has_issued,
+    joining_name_in,
     make_request,
     name_in,
     renewal_statement,
     server_name,
 )
+from protocol.trust.proxy import Proxy
 from protocol.v1 import enrolment_pb2, enrolment_pb2_grpc
 from protocol.wire.channel import DEADLINE_SECONDS, channel_options
 from protocol.wire.status_codes import is_domain_error, translated
 
 
-def open_enrolment_channel(invite: Invite, certificate_pem: bytes) -> grpc.aio.Channel:
+def open_enrolment_channel(
+    invite: Invite, certificate_pem: bytes, proxy: Proxy | None = None
+) -> grpc.aio.Channel:
     """A channel to whoever holds the key of this very certificate, and to nobody else."""
-    return _channel_to(invite.endpoint, certificate_pem)
+    return _channel_to(invite.endpoint, certificate_pem, proxy)
 
 
-def _channel_to(endpoint: str, certificate_pem: bytes) -> grpc.aio.Channel:
+def _channel_to(endpoint: str, certificate_pem: bytes, proxy: Proxy | None) -> grpc.aio.Channel:
     return grpc.aio.secure_channel(
         endpoint,
         grpc.ssl_channel_credentials(root_certificates=certificate_pem),
-        options=channel_options(name_in(certificate_pem)),
+        options=channel_options(joining_name_in(certificate_pem), proxy),
     )
 
 
-async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentials:
+async def enrol(
+    invite: Invite, identity: Identity, node_name: str, proxy: Proxy | None = None
+) -> Credentials:
     """Trades an invite for credentials. The same identity may do so again with the same invite.
 
     Raises UnavailableError when nothing answers, AnswerLostError when the invite may be used now,
     ProtocolMismatchError when the coordinator is not the invite's or contradicts itself, and what
     the coordinator refuses with.
     """
-    pinned = await asyncio.to_thread(fetch_pinned_certificate, invite)
+    pinned = await asyncio.to_thread(fetch_pinned_certificate, invite, proxy)
     request_der, key_pem = make_request()
     request = enrolment_pb2.EnrolRequest(
         invite_id=invite.invite_id,
@@ -62,7 +68,7 @@ async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentia
         proof=identity.sign(enrolment_statement(invite.invite_id, request_der)),
         node_name=node_name,
     )
-    async with open_enrolment_channel(invite, pinned) as channel:
+    async with open_enrolment_channel(invite, pinned, proxy) as channel:
         stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
         try:
             answer = await stub.Enrol(request, timeout=DEADLINE_SECONDS)
@@ -82,6 +88,7 @@ async def enrol(invite: Invite, identity: Identity, node_name: str) -> Credentia
         certificate_pem=answer.certificate_pem,
         key_pem=key_pem,
         enrolment_port=invite.port,
+        proxy=proxy,
     )
     credentials.check()
     role = credentials.principal.role
@@ -111,13 +118,13 @@ async def renew_by_identity(credentials: Credentials, identity: Identity) -> Cre
             f"the joining port of the coordinator at {host} is not known here",
             next_step="ask the run owner for an invite: 'atoll invite create'",
         )
-    shown = await asyncio.to_thread(fetch_certificate, host, port)
+    shown = await asyncio.to_thread(fetch_certificate, host, port, credentials.proxy)
     if name_in(shown) != server_name(credentials.swarm_id):
         raise ProtocolMismatchError(
             f"the coordinator at {endpoint_of(host, port)} is not of swarm {credentials.swarm_id}",
             next_step="check host and port, or join its swarm with 'atoll join INVITE'",
         )
-    async with _channel_to(endpoint_of(host, port), shown) as channel:
+    async with _channel_to(endpoint_of(host, port), shown, credentials.proxy) as channel:
         stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
         try:
             asked = enrolment_pb2.ChallengeRequest(public_key=identity.public_key)

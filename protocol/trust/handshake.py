@@ -22,9 +22,13 @@ from protocol.errors import (
 from protocol.trust.credentials import Credentials
 from protocol.trust.invite import Invite, endpoint_of
 from protocol.trust.pki import is_coordinators, pin_of, server_name
+from protocol.trust.proxy import Proxy, ProxyRefusedError
 
 TIMEOUT_SECONDS = 5.0
 """For connecting and for each answer within a handshake."""
+
+WEB_PORT = 443
+"""The one that nearly all networks let out."""
 
 _NO_WAY = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -38,6 +42,12 @@ _CLOCK_ERRORS = {9, 10}  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EX
 
 def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
     """The sentence for a coordinator that cannot be reached."""
+    if isinstance(error, ProxyRefusedError):
+        return UnavailableError(
+            f"no way to the coordinator at {endpoint_of(host, port)}: {error}",
+            next_step="check --proxy, or proxy in link.toml; where it leads to port 443 alone, ask the "
+            "run owner to serve there: 'atoll coordinator start --one-port 443'",
+        )
     reason = (
         "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
     )
@@ -50,8 +60,13 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
         )
     elif proxy := getproxies().get("https"):
         next_step += (
-            f"; Atoll goes through no proxy, though https_proxy names {proxy_in_words(proxy)}: have TCP port "
-            f"{port} let out of this network"
+            f"; Atoll goes through the proxy {proxy_in_words(proxy)} of https_proxy only if it is told to: "
+            f"'atoll join --proxy {proxy_in_words(proxy)}', or proxy in link.toml"
+        )
+    elif isinstance(error, TimeoutError) and port != WEB_PORT:
+        next_step += (
+            f"; where this network lets out port {WEB_PORT} alone, ask the run owner to serve there: "
+            f"'atoll coordinator start --one-port {WEB_PORT}'"
         )
     return UnavailableError(
         f"no coordinator answers at {endpoint_of(host, port)} ({reason})", next_step=next_step
@@ -83,7 +98,14 @@ def answer_lost(endpoint: str) -> UnavailableError:
     )
 
 
-def fetch_certificate(host: str, port: int) -> bytes:
+def connected(host: str, port: int, proxy: Proxy | None) -> socket.socket:
+    """A connection, through a proxy where there is one. Blocks. Raises OSError."""
+    if proxy is not None:
+        return proxy.connected(host, port, timeout=TIMEOUT_SECONDS)
+    return socket.create_connection((host, port), timeout=TIMEOUT_SECONDS)
+
+
+def fetch_certificate(host: str, port: int, proxy: Proxy | None = None) -> bytes:
     """The certificate of whoever answers there, PEM: not to be believed yet. Blocks.
 
     Raises UnavailableError when nothing is there and ProtocolMismatchError when it speaks no TLS.
@@ -92,7 +114,7 @@ def fetch_certificate(host: str, port: int) -> bytes:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(_PROTOCOLS)
     try:
-        connection = socket.create_connection((host, port), timeout=TIMEOUT_SECONDS)
+        connection = connected(host, port, proxy)
     except OSError as error:
         raise nothing_answers(host, port, error) from error
     try:
@@ -109,12 +131,12 @@ def fetch_certificate(host: str, port: int) -> bytes:
         raise nothing_answers(host, port, error) from error
 
 
-def fetch_pinned_certificate(invite: Invite) -> bytes:
+def fetch_pinned_certificate(invite: Invite, proxy: Proxy | None = None) -> bytes:
     """The certificate at the invite's address, PEM, which is known to be the one it pins. Blocks.
 
     Raises UnavailableError when no coordinator is there and ProtocolMismatchError when it is another one.
     """
-    certificate = fetch_certificate(invite.host, invite.port)
+    certificate = fetch_certificate(invite.host, invite.port, proxy)
     pin = pin_of(certificate)
     if pin != invite.pin:
         if not is_coordinators(certificate):
@@ -148,7 +170,7 @@ class Diagnosis:
     def _attempt(self) -> AtollError | None:
         host, port = self._credentials.host, self._credentials.control_port
         try:
-            connection = socket.create_connection((host, port), timeout=TIMEOUT_SECONDS)
+            connection = connected(host, port, self._credentials.proxy)
         except OSError as error:
             return nothing_answers(host, port, error)
         with connection:
@@ -196,7 +218,8 @@ class Diagnosis:
     def _is_another_in_its_place(self) -> bool:
         # Not for good: a laptop in a guest network finds its coordinator again elsewhere.
         try:
-            certificate = fetch_certificate(self._credentials.host, self._credentials.control_port)
+            ours = self._credentials
+            certificate = fetch_certificate(ours.host, ours.control_port, ours.proxy)
         except AtollError:
             return False
         return not is_coordinators(certificate)

@@ -151,6 +151,7 @@ def new_swarm_id() -> str:
 
 
 _OF_COORDINATORS = ".atoll.invalid"
+_FOR_JOINING = "join."
 
 
 def server_name(swarm_id: str) -> str:
@@ -167,12 +168,24 @@ def pin_of(certificate_pem: bytes) -> bytes:
     return sha256(_certificate(certificate_pem).public_bytes(serialization.Encoding.DER)).digest()
 
 
+def joining_name(swarm_id: str) -> str:
+    """The other name in that certificate, by which who joins is told from members on a port for both."""
+    return f"{_FOR_JOINING}{server_name(swarm_id)}"
+
+
 def name_in(certificate_pem: bytes) -> str:
-    """The one DNS name of a server certificate, which its clients must expect."""
+    """The name of a server certificate, which members must expect."""
     names = _alternative_names(certificate_pem).get_values_for_type(x509.DNSName)
-    if len(names) != 1:
-        raise ProtocolMismatchError(f"a coordinator's certificate has one name, not {names}")
+    if len(names) not in (1, 2) or names[1:] not in ([], [f"{_FOR_JOINING}{names[0]}"]):
+        raise ProtocolMismatchError(f"a coordinator's certificate has its name, not {names}")
     return names[0]
+
+
+def joining_name_in(certificate_pem: bytes) -> str:
+    """The name that who joins asks for; of a certificate that an earlier release made, the only one."""
+    name = name_in(certificate_pem)
+    names = _alternative_names(certificate_pem).get_values_for_type(x509.DNSName)
+    return names[1] if len(names) > 1 else name
 
 
 def is_coordinators(certificate_pem: bytes) -> bool:
@@ -308,6 +321,7 @@ class Issuer:
         usage = ExtendedKeyUsageOID.CLIENT_AUTH
         if principal.role is Role.COORDINATOR:
             names.append(x509.DNSName(server_name(principal.swarm_id)))
+            names.append(x509.DNSName(joining_name(principal.swarm_id)))
             usage = ExtendedKeyUsageOID.SERVER_AUTH
         builder = (
             self._begun(key, _name("Atoll member", principal.role), validity)

@@ -156,6 +156,7 @@ class RunStatus(_message.Message):
     WENT_BACK_FIELD_NUMBER: _builtins.int
     ROUNDS_IN_REACH_FIELD_NUMBER: _builtins.int
     RELAY_FIELD_NUMBER: _builtins.int
+    BACKUPS_FIELD_NUMBER: _builtins.int
     swarm_id: _builtins.str
     """The swarm's id."""
     run_name: _builtins.str
@@ -228,6 +229,12 @@ class RunStatus(_message.Message):
     def went_back(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """How the run went back, and whose work is undone, in words, oldest first."""
 
+    @_builtins.property
+    def backups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BackupStatus]:
+        """Copies of the coordinator, one entry for each place where a command makes them again and again, and one
+        for those made once; for the run owner alone.
+        """
+
     def __init__(
         self,
         *,
@@ -260,16 +267,82 @@ class RunStatus(_message.Message):
         went_back: _abc.Iterable[_builtins.str] | None = ...,
         rounds_in_reach: _builtins.str = ...,
         relay: _builtins.str = ...,
+        backups: _abc.Iterable[Global___BackupStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "amendments", b"amendments", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "relay", b"relay", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire", "written", b"written", "written_rounds", b"written_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "amendments", b"amendments", "backups", b"backups", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "relay", b"relay", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire", "written", b"written", "written_rounds", b"written_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__estimated_seconds_left: _TypeAlias = _typing.Literal["estimated_seconds_left"]  # noqa: Y015
     _WhichOneofArgType__estimated_seconds_left: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__estimated_seconds_left) -> _WhichOneofReturnType__estimated_seconds_left | None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
+
+@_typing.final
+class BackupStatus(_message.Message):
+    """How copies of the coordinator to one place are doing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    MADE_SECONDS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    COMMITTED_ROUND_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_FAILURES_FIELD_NUMBER: _builtins.int
+    FAILING_SECONDS_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    NEXT_SECONDS_FIELD_NUMBER: _builtins.int
+    IS_ABANDONED_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """Where they go: a folder, or an address of object storage. Empty for copies that were made once."""
+    made_seconds: _builtins.float
+    """Seconds since the newest copy was whole and read back; absent where there was none."""
+    place: _builtins.str
+    """Where that copy lies, up to which round, and its size."""
+    committed_round: _builtins.int
+    num_bytes: _builtins.int
+    num_failures: _builtins.int
+    """Tries that failed since that copy, in a row, and seconds since the first of them."""
+    failing_seconds: _builtins.float
+    why: _builtins.str
+    """Why the latest of them failed, and what to do about it."""
+    next_step: _builtins.str
+    next_seconds: _builtins.float
+    """Seconds until the next try, below 0 where it is overdue; absent where none is meant to follow."""
+    is_abandoned: _builtins.bool
+    """Whether that is so long overdue that nobody can be making copies."""
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        made_seconds: _builtins.float | None = ...,
+        place: _builtins.str = ...,
+        committed_round: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        num_failures: _builtins.int = ...,
+        failing_seconds: _builtins.float = ...,
+        why: _builtins.str = ...,
+        next_step: _builtins.str = ...,
+        next_seconds: _builtins.float | None = ...,
+        is_abandoned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_made_seconds", b"_made_seconds", "_next_seconds", b"_next_seconds", "made_seconds", b"made_seconds", "next_seconds", b"next_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_made_seconds", b"_made_seconds", "_next_seconds", b"_next_seconds", "committed_round", b"committed_round", "failing_seconds", b"failing_seconds", "is_abandoned", b"is_abandoned", "made_seconds", b"made_seconds", "next_seconds", b"next_seconds", "next_step", b"next_step", "num_bytes", b"num_bytes", "num_failures", b"num_failures", "place", b"place", "target", b"target", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__made_seconds: _TypeAlias = _typing.Literal["made_seconds"]  # noqa: Y015
+    _WhichOneofArgType__made_seconds: _TypeAlias = _typing.Literal["_made_seconds", b"_made_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__next_seconds: _TypeAlias = _typing.Literal["next_seconds"]  # noqa: Y015
+    _WhichOneofArgType__next_seconds: _TypeAlias = _typing.Literal["_next_seconds", b"_next_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__made_seconds) -> _WhichOneofReturnType__made_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_seconds) -> _WhichOneofReturnType__next_seconds | None: ...
+
+Global___BackupStatus: _TypeAlias = BackupStatus  # noqa: Y015
 
 @_typing.final
 class WireLedger(_message.Message):

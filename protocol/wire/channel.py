@@ -19,6 +19,7 @@ from protocol.errors import AtollError, SessionEndedError, TemporaryError, Unava
 from protocol.trust.credentials import Credentials
 from protocol.trust.handshake import Diagnosis
 from protocol.trust.pki import server_name
+from protocol.trust.proxy import Proxy
 from protocol.wire.status_codes import is_domain_error, translated
 from protocol.wire.wire_count import WireCounts
 
@@ -65,8 +66,9 @@ _Response = TypeVar("_Response")
 _Answer = TypeVar("_Answer")
 
 
-def channel_options(name: str) -> list[tuple[str, Any]]:
+def channel_options(name: str, proxy: Proxy | None = None) -> list[tuple[str, Any]]:
     """Options of every channel; `name` is what the server's certificate must say."""
+    through: list[tuple[str, Any]] = [("grpc.http_proxy", proxy.url)] if proxy is not None else []
     return [
         ("grpc.ssl_target_name_override", name),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -80,9 +82,10 @@ def channel_options(name: str) -> list[tuple[str, Any]]:
         ("grpc.max_reconnect_backoff_ms", 5_000),
         # Channels of one process would otherwise share a connection, and with it bulk delays.
         ("grpc.use_local_subchannel_pool", 1),
-        # gRPC obeys https_proxy without a word. Members dial each other directly in any case, and
-        # nobody who may read an environment may say through whom the coordinator is asked.
-        ("grpc.enable_http_proxy", 0),
+        # gRPC obeys https_proxy without a word, and nobody who may write an environment may say
+        # through whom the coordinator is asked.
+        ("grpc.enable_http_proxy", int(proxy is not None)),
+        *through,
     ]
 
 
@@ -100,7 +103,7 @@ def open_channel(credentials: Credentials, counts: WireCounts | None = None) -> 
     return grpc.aio.secure_channel(
         credentials.endpoint,
         _tls(credentials),
-        options=channel_options(server_name(credentials.swarm_id)),
+        options=channel_options(server_name(credentials.swarm_id), credentials.proxy),
         interceptors=[
             _UnaryInterceptor(credentials.endpoint, diagnosis, traffic),
             _StreamInterceptor(credentials.endpoint, diagnosis, traffic),
@@ -113,7 +116,7 @@ def open_blocking_channel(credentials: Credentials) -> grpc.Channel:
     channel = grpc.secure_channel(
         credentials.endpoint,
         _tls(credentials),
-        options=channel_options(server_name(credentials.swarm_id)),
+        options=channel_options(server_name(credentials.swarm_id), credentials.proxy),
     )
     interceptor = _BlockingInterceptor(credentials.endpoint, Diagnosis(credentials))
     return grpc.intercept_channel(channel, interceptor)

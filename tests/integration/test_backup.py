@@ -1,5 +1,6 @@
 """`atoll coordinator backup`: whole and consistent, whatever the coordinator does meanwhile."""
 
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_machine import small_disk
@@ -273,6 +275,13 @@ def copies_in(row: Path) -> list[str]:
     return sorted(path.name for path in row.iterdir() if not path.name.startswith("."))
 
 
+def backups_told(home: Path) -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = json.loads(done(atoll("status", "--json", "--dir", home)))["run"][
+        "backups"
+    ]
+    return told
+
+
 def test_one_line_keeps_copies_of_a_run_in_full_flight_and_the_newest_is_restored(
     swarm: Swarm,
 ) -> None:
@@ -291,6 +300,21 @@ def test_one_line_keeps_copies_of_a_run_in_full_flight_and_the_newest_is_restore
         assert name.startswith("kept-")
     (tampered := row / copies_in(row)[0] / "notes").touch()  # a copy is a folder like another
     until(lambda: not tampered.exists(), "it to go as well")
+
+    # Copies begin to fail. The run owner sees it at once, on every way; members see nothing of it.
+    shown = done(atoll("status", "--dir", swarm.home))
+    assert "backup " in shown and f"at {row}/kept-" in shown.replace("\n       ", "")
+    row.rename(aside := swarm.folder / "aside")
+    row.write_text("a file is in its place")
+    until(lambda: backups_told(swarm.home)[0]["num_failures"] >= 2, "failures to be told")
+    (told,) = backups_told(swarm.home)
+    assert told["target"] == str(row) and told["made_seconds"] > 0 and told["why"]
+    first, *_ = done(atoll("status", "--dir", swarm.home)).splitlines()
+    assert first.startswith("no backup for ")
+    assert backups_told(swarm.folder / "node") == []
+    row.unlink()
+    aside.rename(row)
+    until(lambda: backups_told(swarm.home)[0]["num_failures"] == 0, "copies to be made again")
 
     # The process that makes copies is started again, where somebody kills it.
     (copying,) = swarm.coordinator.processes() - {swarm.coordinator.process.pid}

@@ -183,7 +183,7 @@ def test_where_nothing_answers_and_a_proxy_is_set_the_sentence_says_that_it_is_n
     assert "proxy" not in nothing_answers("run.example", 7700, refused).next_step
     monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example:3128/")
     said = nothing_answers("run.example", 7700, refused).next_step
-    assert "https_proxy names proxy.example:3128: have TCP port 7700 let out" in said
+    assert "only if it is told to: 'atoll join --proxy proxy.example:3128'" in said
     assert "secret" not in said
 
 

@@ -4,16 +4,17 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from coordinator_scene import invite_from, joined, new_home, serving
+from coordinator_scene import LOCAL, described, invite_from, joined, new_home, serving
 
+from coordinator.config import create_home
 from coordinator.relay.line import RelayKey
 from coordinator.swarm.members import MemberState
 from protocol.errors import AtollError, CertificateRefusedError, ProtocolMismatchError
-from protocol.trust.enrolment import enrol
+from protocol.trust.enrolment import enrol, renew_by_identity
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Authority
 from protocol.v1 import status_pb2
-from tests.relay_scene import AT_HOME, HOST, World, until
+from tests.relay_scene import AT_HOME, HOST, World, free_port, until
 
 
 async def test_nodes_join_and_attach_by_a_relay_and_are_not_given_up_while_it_is_away(
@@ -55,6 +56,44 @@ async def test_nodes_join_and_attach_by_a_relay_and_are_not_given_up_while_it_is
             assert driver.state.members[node.node_id].lease_until > lease_until
             assert driver.clock.now() > stood_at
             await node.close()
+
+
+async def test_one_port_serves_members_and_who_joins_also_through_a_relay(tmp_path: Path) -> None:
+    world, port = World(tmp_path / "relay"), free_port()
+    config = LOCAL.with_changes(host=AT_HOME, control_port=port, enrolment_port=port)
+    home = create_home(tmp_path / "run", config=config, text=described)
+    async with world.relay(), serving(home, world.carriage()) as coordinator:
+        assert (coordinator.control_port, coordinator.enrolment_port) == (port, port)
+        invite, _ = await invite_from(home)
+        assert (invite.host, invite.port) == (HOST, port)
+        node = await joined(invite, "node-a")
+        assert node.credentials.endpoint == f"{HOST}:{port}"
+        await node.attach()
+        node.subscribe()
+        await node.next("roster")
+        await node.beat()
+        renewed = await renew_by_identity(node.credentials, node.identity)
+        assert renewed.leaf_pem != node.credentials.leaf_pem
+        await node.close()
+
+
+async def test_what_is_no_tls_gets_nowhere_at_one_port_and_keeps_nobody_out(tmp_path: Path) -> None:
+    port = free_port()
+    config = LOCAL.with_changes(control_port=port, enrolment_port=port)
+    home = create_home(tmp_path / "run", config=config, text=described)
+    async with serving(home):
+        waiting = [await asyncio.open_connection(HOST, port) for _ in range(8)]
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff", b"\x16\x03\x01\0\0"):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            writer.write(words)
+            assert await reader.read() == b""
+            writer.close()
+        node = await joined((await invite_from(home))[0], "node-a")
+        await node.attach()
+        await node.beat()
+        await node.close()
+        for _, writer in waiting:
+            writer.close()
 
 
 async def test_a_relay_that_answers_in_its_coordinators_place_is_found_out(tmp_path: Path) -> None:

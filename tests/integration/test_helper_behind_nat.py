@@ -88,3 +88,58 @@ def test_nodes_that_nobody_can_dial_train_by_a_helper_which_may_be_killed_in_a_r
     by_name = {node["node_name"]: node for node in nodes}
     assert by_name[HELPER]["is_helper"] and by_name[HELPER]["committed_tokens"] == 0
     assert sum(node["committed_tokens"] for node in nodes) == run["token_clock"]
+
+
+def test_a_helper_that_is_stopped_in_its_first_seconds_reduces_its_round_before_it_leaves(
+    lab: NetworkLab, swarm: Swarm
+) -> None:
+    """Nobody knows by then that nodes do not reach each other, and none of them may take over."""
+    with lab.inside(COORDINATOR):
+        invite = swarm.invite("--uses", str(len(NODES)))
+        vouched = swarm.invite("--role", "helper")
+    with lab.inside(HELPER):
+        swarm.join(HELPER, vouched)
+    helper = start_helper(lab, swarm)
+    helper.says("attached")
+    for name in NODES:
+        with lab.inside(name):
+            swarm.join(name, invite)
+            swarm.start_node(name)
+    swarm.coordinator.says("round opened")
+    assert "do not reach each other" not in swarm.coordinator.log
+    helper.process.send_signal(signal.SIGTERM)
+    helper.ends(set())
+    assert "leaving with the round in flight" in helper.log
+    assert "slice taken over" not in swarm.coordinator.log
+    first = asked(lab, swarm, "rounds")[-1]
+    assert (first["round"], first["num_contributors"]) == (1, len(NODES))
+    assert first["num_committed_slices"] == first["num_slices"]
+
+
+@pytest.mark.nightly
+def test_a_helper_that_is_killed_in_its_first_seconds_and_started_again_reduces_the_same_round(
+    lab: NetworkLab, tmp_path: Path
+) -> None:
+    text = RUN.replace("contribute = 8", "contribute = 60").replace("commit = 14", "commit = 90")
+    assert text != RUN
+    with swarm_in(lab, tmp_path / "swarm", text) as swarm:
+        with lab.inside(COORDINATOR):
+            invite = swarm.invite("--uses", str(len(NODES)))
+            vouched = swarm.invite("--role", "helper")
+        with lab.inside(HELPER):
+            swarm.join(HELPER, vouched)
+        helper = start_helper(lab, swarm)
+        helper.says("attached")
+        for name in NODES:
+            with lab.inside(name):
+                swarm.join(name, invite)
+                swarm.start_node(name)
+        swarm.coordinator.says("round opened")
+        helper.process.send_signal(signal.SIGKILL)
+        helper.process.wait()
+        swarm.coordinator.says("slice taken over")  # by a node that the others do not reach
+        start_helper(lab, swarm).says("attached")
+        swarm.coordinator.says("round committed")
+        first = asked(lab, swarm, "rounds")[-1]
+        assert (first["round"], first["num_contributors"]) == (1, len(NODES))
+        assert first["num_committed_slices"] == first["num_slices"]

@@ -25,6 +25,7 @@ from protocol.errors import (
     NotPermittedError,
     ProtocolMismatchError,
     SystemRefusedError,
+    UnavailableError,
     UsageError,
 )
 from protocol.terminal.query import StatusLink
@@ -38,12 +39,14 @@ from protocol.trust.pki import (
     new_swarm_id,
     validity_of,
 )
+from protocol.trust.rulings import Address
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import operator_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
 from protocol.wire.convert_messages import rulings_from_wire
 from protocol.wire.wire_count import WireCounts
+from tests.ports import free_port
 
 LONG_AGO = 1e9  # September 2001, as a clock without a battery shows
 IN_YEARS = 4e9
@@ -114,6 +117,37 @@ async def test_a_certificate_of_a_day_is_renewed_in_the_session_without_a_break(
             beat = session_pb2.HeartbeatRequest(session_id=a.session_id, outer_digest=START)
             await calls.Heartbeat(beat)
             stream.cancel()
+
+
+async def test_members_are_believed_only_where_the_coordinator_shows_its_certificate(
+    tmp_path: Path,
+) -> None:
+    home, strangers = new_home(tmp_path / "home"), new_home(tmp_path / "strangers")
+
+    def at(control_port: int) -> Address:
+        return Address(host="127.0.0.1", control_port=control_port, enrolment_port=1)
+
+    async with serving(home), serving(strangers), two_nodes(home) as (a, _):
+        a.credentials.save(tmp_path / "node")
+        gone = replace(Credentials.load(tmp_path / "node"), control_port=free_port())
+        stranger = Credentials.load(strangers.directory).control_port
+        lies, true = (at(free_port()), at(stranger)), at(a.credentials.control_port)
+        told: list[Address] = [*lies, true]
+
+        async def ask(credentials: Credentials) -> list[Address]:
+            return told
+
+        async with calls_of(gone, a.identity) as calls:
+            with pytest.raises(UnavailableError):
+                await get_run(calls)
+            assert await calls.look_elsewhere(ask)
+            await get_run(calls)
+            assert Credentials.load(tmp_path / "node").control_port == true.control_port
+        told = [*lies]
+        async with calls_of(gone, a.identity) as calls:
+            assert not await calls.look_elsewhere(ask)
+            with pytest.raises(UnavailableError, match=f"{gone.control_port}"):
+                await get_run(calls)
 
 
 @pytest.mark.parametrize("moment", [LONG_AGO, IN_YEARS])

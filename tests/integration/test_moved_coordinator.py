@@ -4,10 +4,15 @@ import json
 import shutil
 import signal
 import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from lab_swarm import COORDINATOR, started, swarm_in
 from typed_commands import Swarm, atoll, done, refused, until
 
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
 from node.kept import kept_model
 from protocol.trust.invite import Invite
 from tests.ports import free_port
@@ -141,3 +146,42 @@ def test_nodes_find_a_coordinator_at_the_address_that_it_was_said_to_move_to(swa
     assert status["phase"] == "finished" and 2 < status["committed_round"] < ROUNDS
     models = [kept_model(swarm.folder / name) for name in NODES]
     assert {model.outer_digest.hex() for model in models} == {status["outer_digest"]}
+
+
+ELSEWHERE = "elsewhere"
+
+
+@pytest.fixture
+def lab() -> Iterator[NetworkLab]:
+    with NetworkLab(dict.fromkeys((COORDINATOR, ELSEWHERE, *NODES), Link())) as lab:
+        yield lab
+
+
+@pytest.mark.usefixtures("may_make_network_labs")
+def test_a_running_node_that_was_cut_off_while_the_coordinator_moved_is_told_by_a_member(
+    lab: NetworkLab, tmp_path: Path
+) -> None:
+    with swarm_in(lab, tmp_path / "swarm", RUN) as swarm:
+        running = started(lab, swarm, NODES)
+        swarm.coordinator.says("round committed")
+        lab.cut("one", COORDINATOR)
+        ports = ("--port", "7700", "--enrolment-port", "7701")
+        with lab.inside(COORDINATOR):
+            done(atoll("run", "move", lab.address(ELSEWHERE), *ports, "--dir", swarm.home))
+        running["two"].says("the coordinator will move")
+        swarm.coordinator.process.terminate()
+        swarm.coordinator.process.wait()
+        there = swarm.folder / ELSEWHERE
+        shutil.move(swarm.home, there)
+        with lab.inside(ELSEWHERE):
+            host = ("--host", lab.address(ELSEWHERE))
+            moved = swarm.start("coordinator", "start", there, *host, *ports)
+        moved.says("coordinator ready")
+        running["two"].says("the coordinator has moved")
+        assert "the coordinator will move" not in running["one"].log
+        running["one"].says("asking members where the coordinator is")
+        running["one"].says("the coordinator has moved")
+        assert link_of(swarm, "one")["host"] == lab.address(ELSEWHERE)
+        moved.says("round committed", times=2)  # which takes both
+        for node in running.values():
+            assert node.process.poll() is None

@@ -1,6 +1,7 @@
 """Members tell where the coordinator is to whom knows the pin of its certificate, and to nobody else."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 from transport_peers import Desk
@@ -13,6 +14,7 @@ from node.exchange.transport.whereabouts import (
     invites_elsewhere,
     told_by,
 )
+from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite, InvitedBy
 from protocol.trust.pki import Authority, new_swarm_id, pin_of
@@ -77,7 +79,8 @@ async def test_what_cannot_be_a_place_is_left_out_and_a_long_answer_is_cut() -> 
 async def test_a_folder_is_told_of_what_it_does_not_know_and_of_no_place_without_a_port_for_members() -> (
     None
 ):
-    server_pem = Authority.create(new_swarm_id()).issue_server().certificate_pem
+    authority = Authority.create(new_swarm_id())
+    server_pem = authority.issue_server().certificate_pem
     pin = pin_of(server_pem)
     newest, half = at("newest.example.org"), at("half.example.org", control_port=0)
     identity = Identity.generate()
@@ -90,16 +93,19 @@ async def test_a_folder_is_told_of_what_it_does_not_know_and_of_no_place_without
     try:
         named = InvitedBy.at(identity.public_key, transport.multiaddrs[0])
         assert named is not None
-        ours = SimpleNamespace(
+        ours = Credentials(
+            swarm_id="s",
+            run_name="r",
             host=OLD.host,
             control_port=OLD.control_port,
-            at_the_other=SimpleNamespace(host=NEW.host, control_port=NEW.control_port),
-            server_root_pem=server_pem,
+            authority_pem=server_pem,
+            certificate_pem=authority.issue_operator().certificate_pem,
+            key_pem=b"",
+            elsewhere=NEW,
             members=(named,),
         )
-        assert await addresses_elsewhere(ours) == [newest]  # type: ignore[arg-type]
-        ours.members = ()
-        assert await addresses_elsewhere(ours) == []  # type: ignore[arg-type]
+        assert await addresses_elsewhere(ours) == [newest]
+        assert await addresses_elsewhere(replace(ours, members=())) == []
     finally:
         await transport.stop()
 

@@ -214,6 +214,7 @@ class Life:
         heavy: Heavy = in_place,
         writer: Writer | None = None,
         corpus: CorpusSummary | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self.outer = outer_of(A, layout=layout)
         self.island = make_island(self.outer)
@@ -241,7 +242,7 @@ class Life:
                 node_name="attic",
                 public_key=bytes(32),
                 device="cpu",
-                num_ranks=1,
+                num_ranks=num_ranks,
                 version="0",
                 mesh="shard 2",
                 congestion_control="bbr",

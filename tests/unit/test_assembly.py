@@ -79,6 +79,7 @@ async def run_with(
         folder=folder,
         settings=NodeSettings(name="attic", device="cpu"),
         credentials=SimpleNamespace(  # type: ignore[arg-type]
+            proxy=None,
             host="127.0.0.1",
             authority_pem=Authority.create(new_swarm_id()).certificate_pem,
             principal=Principal(swarm_id=new_swarm_id(), role=Role.NODE, node_id=NodeId("a" * 32)),

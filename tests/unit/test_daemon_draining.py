@@ -1,6 +1,7 @@
 """A node that leaves with its work: what it trained is contributed, and the commit waited for."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,18 @@ from protocol.wire.messages import (
     RoundOpened,
     RunFinished,
 )
+from protocol.wire.rounds import Plan
 from tests.unit.daemon_scene import TRAIN_SECONDS, Life
 from tests.unit.exchange_scene import TOKENS, A, B, in_virtual_time, plan_for
+
+
+def as_helper(plan: Plan) -> Plan:
+    """The plan of a round in which this node only reduces."""
+    assignments = tuple(
+        replace(one, inner_steps=0, num_samples=0) if one.node_id == A else one
+        for one in plan.assignments
+    )
+    return replace(plan, assignments=assignments)
 
 
 async def ended(life: Life, *, within: float) -> str:
@@ -123,6 +134,47 @@ async def test_a_plan_that_comes_to_a_draining_node_is_not_taken() -> None:
         assert len(life.island.works) == 1
         life.link.say(RoundCommitted(commit=life.commit(plan)))
         assert await ended(life, within=1.5) == "stopped by its owner, after the commit of round 1"
+
+
+@in_virtual_time
+async def test_a_helper_whose_plan_waits_for_its_turn_reduces_that_round_before_it_leaves() -> None:
+    async with Life() as life:
+        life.island.evaluation_seconds = 5
+        plan = as_helper(life.plan(1))
+        life.link.say(EvaluationAsked(round=0), RoundOpened(plan=plan))
+        await asyncio.sleep(1)
+        assert not life.daemon._duties.is_round_in_flight
+        assert life.daemon.drain(30)
+        later = plan_for(A, B, round=2, base_digest=life.outer.digest)
+        life.link.say(RoundOpened(plan=later))
+        await asyncio.sleep(10)
+        assert life.daemon._duties.last_planned_round == 1
+        life.link.say(RoundCommitted(commit=life.commit(plan, is_void=True)))
+        assert await ended(life, within=1.5) == "stopped by its owner, after the commit of round 1"
+        assert [round_ for round_, _ in life.link.reported(Draining)] == [1]
+
+
+@in_virtual_time
+async def test_a_helper_that_leaves_takes_the_plan_that_was_on_its_way_and_no_later_one() -> None:
+    async with Life(num_ranks=0) as life:
+        plan = as_helper(life.plan(1))
+        assert life.daemon.drain(30)
+        await asyncio.sleep(0.5)
+        life.link.say(RoundOpened(plan=plan))
+        await asyncio.sleep(5)
+        assert life.daemon._duties.last_planned_round == 1
+        life.link.say(RoundCommitted(commit=life.commit(plan, is_void=True)))
+        assert await ended(life, within=1.5) == "stopped by its owner, after the commit of round 1"
+
+
+@in_virtual_time
+async def test_a_helper_that_no_plan_counts_on_leaves_within_seconds() -> None:
+    async with Life(num_ranks=0) as life:
+        assert life.daemon.drain(30)
+        assert await ended(life, within=3) == "stopped by its owner, with no round in flight"
+        assert [round_ for round_, _ in life.link.reported(Draining)] == [0]
+    async with Life(num_ranks=0) as life:
+        assert not life.daemon.drain(0)  # asked a second time
 
 
 @in_virtual_time

@@ -1,11 +1,13 @@
 """The files in deploy/ parse, and type what `atoll` takes. Nothing of them is run in a container here."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from test_docs import check_command_line
 from protocol.run import run_spec
 
 DEPLOY = Path(run_spec.__file__).parents[2] / "deploy"
+WITHOUT_SCHEMAS = "the schemas come with pip install -c constraints.txt '.[dev]'"
 FILES = sorted(path for path in DEPLOY.iterdir() if path.is_file())
 
 
@@ -114,6 +117,28 @@ def test_what_the_image_copies_is_there() -> None:
     for line in re.findall(r"^COPY (?!--from)(.+)$", (DEPLOY / "Dockerfile").read_text(), re.M):
         for name in line.split()[:-1]:
             assert (DEPLOY.parent / name).exists(), name
+
+
+def test_the_compose_file_is_one_by_its_schema() -> None:
+    pytest.importorskip("check_jsonschema", reason=WITHOUT_SCHEMAS)
+    jsonschema = pytest.importorskip("jsonschema", reason=WITHOUT_SCHEMAS)
+    place = files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+    schema = json.loads(place.read_text())
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    (compose,) = documents("compose.yaml")
+    assert [error.message for error in validator.iter_errors(compose)] == []
+    compose["services"]["node"]["stop_grace"] = "2m"
+    assert not validator.is_valid(compose)
+
+
+@pytest.mark.parametrize("version", ["1.30", "1.37"])
+def test_the_manifests_are_such_by_the_schemas_of_kubernetes(version: str) -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate", reason=WITHOUT_SCHEMAS)
+    for each in documents("kubernetes.yaml"):
+        kubernetes.validate(each, version, strict=True)
+    each["spec"]["maxUnavailble"] = 1
+    with pytest.raises(kubernetes.ValidationError):
+        kubernetes.validate(each, version, strict=True)
 
 
 def shells() -> Iterator[str]:

@@ -231,6 +231,19 @@ def members(*cut: tuple[int, int], has_helper: bool = False) -> list[NodeStatus]
     return nodes
 
 
+def test_a_proxy_that_the_environment_names_is_told_to_be_out_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert checks.proxy_findings(tmp_path) == []
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example:3128/")
+    (found,) = checks.proxy_findings(tmp_path)
+    assert found.verdict == "note" and "nothing here goes through it" in found.what
+    assert found.next_step.endswith('proxy = "http://proxy.example:3128"')
+    assert "secret" not in found.what + found.next_step
+
+
 def test_a_node_that_reaches_all_is_fine_and_one_that_does_not_run_is_not_judged() -> None:
     (found,) = checks.reach_findings(members((1, 2)), "0")
     assert (found.verdict, found.what) == ("fine", "all 2 other members")

@@ -37,7 +37,7 @@ class Link(CoordinatorLink):
         self.elsewhere: list[bool] = []  # what members say, once each
         self.look_elsewhere = self._look_elsewhere
 
-    async def _look_elsewhere(self) -> bool:
+    async def _look_elsewhere(self, ask: object = None) -> bool:
         return bool(self.elsewhere) and self.elsewhere.pop(0)
 
     async def get_run(self) -> RunSpec:

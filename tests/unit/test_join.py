@@ -18,7 +18,7 @@ def enrolling(monkeypatch: pytest.MonkeyPatch) -> list[Identity]:
     """Who tried to enrol; by default nobody gets an answer."""
     tried: list[Identity] = []
 
-    async def enrol(_: Invite, identity: Identity, __: str) -> None:
+    async def enrol(_: Invite, identity: Identity, *__: object) -> None:
         tried.append(identity)
         raise AnswerLostError("no answer")
 

@@ -74,6 +74,22 @@ def test_a_fresh_run_can_be_told() -> None:
     assert not names & (unknown | {"atoll_digests_agree", "atoll_parameters"})
 
 
+def test_backups_are_told_by_place_and_nothing_is_due_where_none_is_to_follow() -> None:
+    counts = RoundTally(Scene().state, now=0.0).counts(0.0)
+    backups = [
+        pb.BackupStatus(target="s3://b/run", num_failures=4, next_seconds=5),
+        pb.BackupStatus(made_seconds=60),
+    ]
+    status = pb.GetStatusResponse(run=pb.RunStatus(backups=backups))
+    text = board_of(status, None, counts, version="0").text().decode()
+    told = [line for line in text.splitlines() if line.startswith("atoll_backup")]
+    assert told == [
+        'atoll_backup_age_seconds{target="once"} 60.0',
+        'atoll_backup_failures{target="s3://b/run"} 4.0',
+        'atoll_backup_abandoned{target="s3://b/run"} 0.0',
+    ]
+
+
 def test_the_parts_of_a_rounds_time_are_those_of_the_wire() -> None:
     fields = session_pb2.Utilisation.DESCRIPTOR.fields_by_name
     assert {f"{part}_share" for part in PARTS} == {n for n in fields if n.endswith("_share")}

@@ -347,6 +347,27 @@ def test_a_firewall_refuses_what_may_open_a_conversation(content: bytes, opens: 
     assert hosts_reached(net, 1.0) == ["other"]
 
 
+def test_a_firewall_may_let_out_one_port_of_tcp_alone() -> None:
+    def to(port: int, flags: int = SYN) -> bytes:
+        body = bytearray(tcp(flags))
+        body[2:4] = port.to_bytes(2)
+        return ipv4("other", protocol=TCP, body=bytes(body))
+
+    net = network()
+    net.set_firewall("one", is_up=True, lets_out=443)
+    for content, passes in (
+        (to(443), True),
+        (to(7700), False),
+        (to(7700, ACK), True),  # of what has been let in
+        (ipv4("other", protocol=UDP, body=bytes([0, 9, 1, 187]) + bytes(4)), False),
+    ):
+        net.send("one", content, 0.0)
+        assert hosts_reached(net, 0.0) == (["other"] if passes else [])
+    net.set_firewall("one", is_up=False)
+    net.send("one", to(7700), 1.0)
+    assert hosts_reached(net, 1.0) == ["other"]
+
+
 def test_a_firewalled_host_may_open_conversations_itself() -> None:
     net = network()
     net.set_firewall("one", is_up=True)

@@ -10,7 +10,7 @@ import structlog.testing
 
 from node.history import KeptRulings
 from node.link.calls import Attachment
-from node.link.session import LEAVE_SECONDS, MOST_REPORTS, Session
+from node.link.session import LEAVE_SECONDS, LOOK_ELSEWHERE_SECONDS, MOST_REPORTS, Session
 from protocol.errors import (
     AtollError,
     NotPermittedError,
@@ -47,6 +47,8 @@ class Link:
         self.calls: list[int] = []  # how many reports each brought
         self.goodbyes: list[tuple[int, str]] = []
         self.num_reconnects = 0
+        self.looked_at: list[float] = []
+        self.look_seconds = 0.0
         self._events: asyncio.Queue[Message | AtollError] = asyncio.Queue()
 
     def say(self, event: Message | AtollError) -> None:
@@ -73,6 +75,11 @@ class Link:
         await self._call()
         self.calls.append(len(reports))
         self.reports += [(session_id, round_, report) for round_, report in reports]
+
+    async def look_elsewhere(self, ask: Any) -> bool:
+        self.looked_at.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(self.look_seconds)
+        return bool(await ask(None))
 
     def reconnect(self) -> None:
         self.num_reconnects += 1
@@ -104,6 +111,7 @@ def session_on(link: Link, **wants: Any) -> Session:
         on_message=wants.get("on_message", lambda event: None),
         rng=random.Random(0),
         rulings=KeptRulings(RunSpec()),
+        ask_members=wants.get("ask_members"),
         wall_clock=wants.get("wall_clock", lambda: 0.0),
     )
 
@@ -178,6 +186,35 @@ async def test_each_try_after_a_break_goes_over_a_new_connection() -> None:
     await asyncio.sleep(RETRY_CAP_SECONDS)
     assert len(link.attached_at) == 2
     assert link.num_reconnects > 2
+    await ended(running)
+
+
+@in_virtual_time
+async def test_members_are_asked_for_a_coordinator_that_is_away_for_long_while_tries_go_on() -> (
+    None
+):
+    asked: list[object] = []
+
+    async def ask_members(credentials: object) -> list[object]:
+        asked.append(credentials)
+        return []
+
+    link = Link()
+    running = await started(session_on(link, ask_members=ask_members))
+    link.error = AWAY
+    link.say(AWAY)
+    await asyncio.sleep(LOOK_ELSEWHERE_SECONDS - 1)
+    assert not link.looked_at  # a restart takes less
+    link.look_seconds = 1e6
+    await asyncio.sleep(60)
+    assert len(link.looked_at) == 1 and not asked  # nobody has answered yet
+    link.error = None
+    await asyncio.sleep(RETRY_CAP_SECONDS)
+    assert len(link.attached_at) == 2  # and that held up nothing
+    link.look_seconds, link.error = 0, AWAY
+    link.say(AWAY)
+    await asyncio.sleep(LOOK_ELSEWHERE_SECONDS + 2 * RETRY_CAP_SECONDS)
+    assert len(link.looked_at) >= 2 and asked
     await ended(running)
 
 

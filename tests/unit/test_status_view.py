@@ -26,6 +26,7 @@ from protocol.terminal.status_words import (
     sparkline,
     summary_line,
     undone_in_words,
+    what_people_wait_for,
 )
 from protocol.terminal.watch import LineScreen, watch
 from protocol.v1 import session_pb2, status_pb2
@@ -460,6 +461,23 @@ def test_a_coordinator_that_a_relay_carries_says_by_which() -> None:
     carried = drawn(a_status(relay="through relay relay.example.org:7720"))
     assert "coordinator through relay relay.example.org:7720" in carried
     assert "relay" not in drawn(a_status())
+
+
+def test_a_failing_backup_is_the_first_that_the_run_owner_reads() -> None:
+    backup = status_pb2.BackupStatus(
+        target="s3://b/run",
+        num_failures=4,
+        failing_seconds=90,
+        why="the key has ended",
+        next_seconds=5,
+    )
+    status = a_status(backups=[backup])
+    assert drawn(status).startswith("no backup yet: 4 tries at s3://b/run in 1 min 30 s failed")
+    assert "no backup yet" in summary_line(status)
+    before = a_status()
+    assert what_people_wait_for(before) != what_people_wait_for(status)
+    backup.failing_seconds, backup.num_failures = 120, 5
+    assert what_people_wait_for(status) == what_people_wait_for(a_status(backups=[backup]))
 
 
 def test_what_a_node_carried_for_others_is_shown_where_it_is_something():

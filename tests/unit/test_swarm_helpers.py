@@ -3,6 +3,7 @@
 import pytest
 from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
+from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
 from coordinator.swarm.shares import Rates
 from coordinator.swarm.weighing import say_of
@@ -167,6 +168,90 @@ def test_a_helper_that_leaves_reduces_to_its_end_where_nobody_else_can() -> None
     on_stage = scene("h", "i")
     on_stage.drain("h")
     assert reducers(on_stage) == {"i"}
+
+
+def test_a_helper_that_leaves_before_it_is_known_whom_nodes_reach_reduces_to_its_end() -> None:
+    """Nodes tell that within twenty seconds: before that a newcomer would take over what none can send it."""
+    on_stage = scene("h", is_behind_nat=False)
+    on_stage.drain("h")
+    assert reducers(on_stage) == {"h"}
+    on_stage.wait(40)  # the round is the same
+    assert reducers(on_stage) == {"h"}
+    play(on_stage, number=1)
+    assert on_stage.state.committed_round == 1
+    known = scene("h", is_behind_nat=False)
+    play(known, number=1)
+    known.wait(30)
+    play(known, number=2)
+    known.drain("h")
+    assert known.round.number == 3
+    assert reducers(known) <= {*NODES} and len(known.round.slices) > 1
+
+
+@pytest.mark.parametrize("is_behind_nat", [True, False])
+def test_a_helper_that_was_killed_and_is_back_in_the_round_reduces_it_after_all(
+    is_behind_nat: bool,
+) -> None:
+    """Nodes took its slices over, and nobody knows that others reach them, or that they do not is known."""
+    on_stage = scene("h", is_behind_nat=is_behind_nat)
+    number = on_stage.round.number
+    on_stage.leave("h")
+    assert reducers(on_stage) <= {*NODES}
+    on_stage.attach("h", is_helper=True, cannot_train=True, cannot_evaluate=True, num_ranks=0)
+    assert on_stage.round.number == number
+    assert reducers(on_stage) == {"h"}
+    taken = on_stage.asked(SliceTakenOver)
+    assert {one.reducer_id for one in taken} == {"h"}
+    on_stage.do(Ticked())
+    assert not on_stage.asked(SliceTakenOver)  # once
+    play(on_stage, number=number)
+    assert on_stage.state.committed_round == number
+
+
+def test_a_helper_that_stalls_gets_nothing_back_in_the_round() -> None:
+    """A newcomer may be reached, and this one has shown that it does nothing."""
+    on_stage = scene("h", is_behind_nat=False)
+    for name in NODES:
+        on_stage.train(name)
+    current = on_stage.round
+    due = current.contribute_deadline
+    on_stage.wait_until(due + (current.commit_deadline - due) / 4 + 0.1)
+    assert reducers(on_stage) <= {*NODES}
+    on_stage.do(Ticked())
+    assert on_stage.round.number == current.number
+    assert reducers(on_stage) <= {*NODES}
+
+
+def test_a_slice_that_a_node_is_known_to_be_sent_stays_there_when_a_helper_comes_back() -> None:
+    on_stage = scene("h", is_behind_nat=False)
+    play(on_stage, number=1)
+    on_stage.wait(31)
+    play(on_stage, number=2)
+    on_stage.leave("h")
+    assert reducers(on_stage) == {*NODES}
+    on_stage.attach(
+        *("h",),
+        at=2,
+        digest=digest_of("state 2"),
+        is_helper=True,
+        cannot_train=True,
+        cannot_evaluate=True,
+        num_ranks=0,
+    )
+    assert reducers(on_stage) == {*NODES}
+
+
+def test_who_takes_over_from_a_helper_that_is_lost_is_rather_one_that_is_known() -> None:
+    on_stage = scene("h", is_behind_nat=False)
+    play(on_stage, number=1)
+    on_stage.wait(31)
+    on_stage.attach(
+        "0", at=1, digest=digest_of("state 1")
+    )  # it reduces nothing, and comes first by its id
+    play(on_stage, number=2)
+    assert reducers(on_stage) == {"h", *NODES}
+    on_stage.leave("h")
+    assert reducers(on_stage) == {*NODES}
 
 
 def test_nobody_asks_a_helper_for_a_held_out_loss() -> None:

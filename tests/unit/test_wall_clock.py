@@ -10,7 +10,8 @@ ROOMS = ("node", "protocol", "coordinator")
 ALLOWED = {
     "coordinator/app.py: time.time": "the expiry of invites, and when something happened, for people",
     "coordinator/backups.py: datetime.now": "what a copy is called, for people",
-    "coordinator/cli.py: time.time": "the number of a new key, which is larger than all before",
+    "coordinator/cli.py: time.time": "the number of a new key, which is larger than all before, and when "
+    "a copy was made, for people",
     "coordinator/services/answering.py: time.time": "the end of members' certificates",
     "node/link/session.py: time.time": "to tell its owner that this machine's clock is wrong",
     "coordinator/services/ruling.py: time.time": "when something was ruled, for people",

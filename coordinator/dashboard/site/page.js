@@ -41,6 +41,7 @@ function showRun(run) {
   progress.firstElementChild.style.width = `${run.total ? (100 * run.committed) / run.total : 0}%`;
   byId("trouble").replaceChildren(...run.trouble.map((text) => element("li", { text })));
   byId("digest").textContent = `Outer state ${run.digest}.`;
+  byId("backup").textContent = run.backup ? `Backup: ${run.backup}.` : "";
   byId("rules").textContent = run.rules.length ? `Rules changed: ${run.rules.join("; ")}.` : "";
   const cards = [
     ["training loss", run.loss === null ? "-" : run.loss.toFixed(3), "mean of the nodes, nats a token"],

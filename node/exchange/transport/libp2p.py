@@ -29,7 +29,7 @@ from node.exchange.transport.transport import (
     Want,
     do_nothing,
 )
-from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer
+from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer, asked_of
 from node.machine.addresses import (
     announced,
     by_route,
@@ -40,6 +40,8 @@ from node.machine.addresses import (
     visible_now,
 )
 from protocol.trust.identity import Identity, peer_id_of
+from protocol.trust.proxy import Proxy
+from protocol.trust.rulings import Address
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import NodeId, RosterEntry, Way
@@ -54,6 +56,9 @@ CARRYING = "atoll/1/carry"
 
 MOST_AT_REST = 16
 """Streams that a node keeps open over pauses, to all peers together: they take places with those."""
+
+MOST_ASKED = 16
+"""Members that are asked at once where the coordinator is; the next time others are."""
 
 _THREAD_BYTES = 1 << 20  # hashing less is quicker than asking a thread to
 
@@ -74,6 +79,7 @@ class Libp2pTransport:
     Others that do not reach each other may have `carry_share` of its uploads. `whereabouts` is what it
     tells those that hold an invite.
     `max_upload_bytes_per_second` is on the wire, and for all transfers together; None is no limit.
+    Members that cannot be dialled are dialled through the `proxy`.
     """
 
     def __init__(
@@ -91,12 +97,14 @@ class Libp2pTransport:
         whereabouts: Tell = lambda _: (),
         limits: Limits | None = None,
         max_upload_bytes_per_second: float | None = None,
+        proxy: Proxy | None = None,
         while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._identity = identity
         self._listen_multiaddrs = listen_multiaddrs
         self._announce_host = announce_host
         self._asks_router = asks_router
+        self._proxy = proxy
         self._interface = interface
         self._coordinator_host = coordinator_host
         self._limits = within_open_files(limits or Limits())
@@ -116,6 +124,7 @@ class Libp2pTransport:
         self._peer_ids: dict[NodeId, str] = {}  # as libp2p has them
         self._node_ids: dict[str, NodeId] = {}
         self._whereabouts = whereabouts
+        self._num_asked = 0
         self._connections: Connections | None = None
         self._punching = Punching(
             token=punching_token,
@@ -157,6 +166,7 @@ class Libp2pTransport:
             },
             limits=self._limits,
             asks_router=self._asks_router,
+            proxy=self._proxy,
         )
         self._traffic.kernel = self._daemon.tcp_pacing
         self._visible = await self._daemon.multiaddrs()
@@ -330,6 +340,19 @@ class Libp2pTransport:
             and peer_id not in self._connections.connected
         ):
             self._punching.punch(peer_id, multiaddr)
+
+    async def coordinator_addresses(self, pin: bytes) -> list[Address]:
+        """See Transport.coordinator_addresses."""
+        if self._daemon is None or self._connections is None:
+            return []
+        here = sorted(self._connections.connected & self._node_ids.keys())
+        start = self._num_asked % max(1, len(here))
+        asked = [*here[start:], *here[:start]][:MOST_ASKED]
+        self._num_asked += len(asked)
+        told = await asyncio.gather(
+            *(asked_of(self._daemon, peer_id, pin, self._traffic) for peer_id in asked)
+        )
+        return list(dict.fromkeys(address for addresses in told for address in addresses))
 
     @property
     def rates(self) -> LinkRates:

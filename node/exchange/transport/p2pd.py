@@ -37,13 +37,16 @@ import structlog
 from node.exchange.limits import Limits
 from node.exchange.transport.rates.tcp import TcpPacing
 from node.exchange.transport.streams import BROKEN, drop
+from node.exchange.transport.tunnels import Tunnels
 from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
 from protocol.trust.identity import Identity, peer_id_of
+from protocol.trust.proxy import Proxy
 from protocol.wire.rounds import RosterEntry
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
+_BESIDE_PROXY_SECONDS = 2.0  # for an address to answer directly, where there is a proxy
 _NO_CLIENT_SECONDS = 60  # p2pd ends when nobody connects to it for so long after its start
 
 StreamCallback = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -60,7 +63,11 @@ class P2pd:
     """A running p2pd. Make one with `start`; `died` is set when it ends without being stopped."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, folder: TemporaryFolder, limits: Limits
+        self,
+        process: asyncio.subprocess.Process,
+        folder: TemporaryFolder,
+        limits: Limits,
+        proxy: Proxy | None,
     ) -> None:
         self.died = asyncio.Event()
         self.tcp_pacing = TcpPacing(process.pid, limits)
@@ -73,6 +80,7 @@ class P2pd:
         self._stack = AsyncExitStack()
         self._client: Any = None  # hivemind carries no types
         self._watch: asyncio.Task[None] | None = None
+        self._tunnels = None if proxy is None else Tunnels(proxy)
 
     @classmethod
     async def start(
@@ -83,11 +91,13 @@ class P2pd:
         on_streams: Mapping[str, StreamCallback],
         limits: Limits | None = None,
         asks_router: bool = False,
+        proxy: Proxy | None = None,
     ) -> "P2pd":
         """Starts p2pd and listens; raises SystemRefusedError when it does not come up.
 
         Streams that peers open go to whom `on_streams` names for their protocol.
         With `asks_router` it asks the router, by UPnP and NAT-PMP, to forward its port while it runs.
+        Whom it cannot dial itself, it dials through the `proxy`.
         """
         _load_hivemind()
         # A short path: a Unix socket's name has at most 107 bytes.
@@ -96,7 +106,7 @@ class P2pd:
             process = await _launch(
                 identity, folder.path, listen_multiaddrs, asks_router=asks_router
             )
-            daemon = cls(process, folder, limits or Limits())
+            daemon = cls(process, folder, limits or Limits(), proxy)
         except BaseException:
             folder.remove()
             raise
@@ -138,7 +148,9 @@ class P2pd:
         if peer_id in await self.connected_peer_ids():
             return
         reasons = []
-        async for multiaddr, why_not in knocked(multiaddrs, seconds=self._limits.knock_seconds):
+        tunnels, seconds = self._tunnels, self._limits.knock_seconds
+        patience = seconds if tunnels is None else min(seconds, _BESIDE_PROXY_SECONDS)
+        async for multiaddr, why_not in knocked(multiaddrs, seconds=patience):
             try:
                 if not why_not:
                     await self.dial(peer_id, multiaddr)
@@ -146,6 +158,14 @@ class P2pd:
                 reasons.append(f"{multiaddr}: {why_not}")
             except DaemonError as error:
                 reasons.append(str(error))
+        if tunnels is not None:
+            for multiaddr in multiaddrs:
+                try:
+                    async with tunnels.to(multiaddr, seconds=seconds) as local:
+                        await self.dial(peer_id, local)
+                        return
+                except OSError as error:  # DaemonError is one
+                    reasons.append(str(error))
         if peer_id not in await self.connected_peer_ids():  # else it has dialled us meanwhile
             raise DaemonError("; ".join(reasons) or "it has told no address")
 
@@ -226,6 +246,8 @@ class P2pd:
             await asyncio.wait([self._watch])
         if self._client is not None:
             self._client.close()
+        if self._tunnels is not None:
+            await self._tunnels.close()
         with suppress(ProcessLookupError):
             self._process.terminate()
         try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import blake3
 import structlog
 
+from protocol.trust.rulings import Address
 from protocol.wire.payload import (
     CHUNK,
     CONTRIBUTION,
@@ -213,6 +214,9 @@ class Transport(Protocol):
 
     def punch(self, peer: NodeId, multiaddr: str) -> None:
         """Dials a member that dials us at the same time."""
+
+    async def coordinator_addresses(self, pin: bytes) -> Sequence[Address]:
+        """Where members that are connected say that the coordinator of this pin is: hints alone."""
 
     @property
     def rates(self) -> LinkRates:

@@ -25,6 +25,7 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.trust.invite import Invite, InvitedBy, check_endpoint
 from protocol.trust.pki import pin_of
+from protocol.trust.proxy import Proxy
 from protocol.trust.rulings import Address
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.wire_count import WireCounts
@@ -68,7 +69,9 @@ async def answer(stream: TransferStream, tell: Tell) -> None:
     await stream.outlast()
 
 
-async def addresses_told(pin: bytes, members: Sequence[InvitedBy]) -> list[Address]:
+async def addresses_told(
+    pin: bytes, members: Sequence[InvitedBy], proxy: Proxy | None = None
+) -> list[Address]:
     """Where these members say that the coordinator of a pin is.
 
     Raises AtollError where libp2p does not start here.
@@ -82,9 +85,10 @@ async def addresses_told(pin: bytes, members: Sequence[InvitedBy]) -> list[Addre
         listen_multiaddrs=("/ip4/127.0.0.1/tcp/0",),
         on_streams={},
         limits=limits,
+        proxy=proxy,
     )
     try:
-        asked = [_asked(daemon, member, pin, traffic) for member in members]
+        asked = [_dialled(daemon, member, pin, traffic) for member in members]
         told = [place for places in await asyncio.gather(*asked) for place in places]
     finally:
         await daemon.stop()
@@ -94,13 +98,8 @@ async def addresses_told(pin: bytes, members: Sequence[InvitedBy]) -> list[Addre
 async def addresses_elsewhere(credentials: Credentials) -> list[Address]:
     """Where the members that a folder names say that its coordinator is, but where it knows of already."""
     pin = pin_of(credentials.server_root_pem)
-    other = credentials.at_the_other
-    known = {(one.host, one.control_port) for one in (credentials, other)}
-    return [
-        address
-        for address in await addresses_told(pin, credentials.members)
-        if address.control_port and (address.host, address.control_port) not in known
-    ]
+    told = await addresses_told(pin, credentials.members, credentials.proxy)
+    return credentials.unknown_among(told)
 
 
 def ask_members(credentials: Credentials) -> list[Address]:
@@ -108,11 +107,23 @@ def ask_members(credentials: Credentials) -> list[Address]:
     return asyncio.run(addresses_elsewhere(credentials))
 
 
-async def _asked(daemon: P2pd, member: InvitedBy, pin: bytes, traffic: Traffic) -> list[Address]:
+async def _dialled(daemon: P2pd, member: InvitedBy, pin: bytes, traffic: Traffic) -> list[Address]:
     peer_id = peer_id_of(member.public_key)
     try:
         async with asyncio.timeout(SECONDS):
             await daemon.connect(peer_id, (member.multiaddr,))
+    except (DaemonError, TimeoutError) as error:
+        _log.debug(
+            "a member does not say where the coordinator is", at=member.multiaddr, why=str(error)
+        )
+        return []
+    return await asked_of(daemon, peer_id, pin, traffic)
+
+
+async def asked_of(daemon: P2pd, peer_id: str, pin: bytes, traffic: Traffic) -> list[Address]:
+    """Where a peer that is connected says that the coordinator of a pin is."""
+    try:
+        async with asyncio.timeout(SECONDS):
             reader, writer = await daemon.open_stream(peer_id, WHEREABOUTS)
             stream = TransferStream(reader, writer, idle_seconds=SECONDS, traffic=traffic)
             try:
@@ -121,9 +132,7 @@ async def _asked(daemon: P2pd, member: InvitedBy, pin: bytes, traffic: Traffic) 
             finally:
                 stream.abort()
     except (DaemonError, FrameError, *BROKEN) as error:
-        _log.debug(
-            "a member does not say where the coordinator is", at=member.multiaddr, why=str(error)
-        )
+        _log.debug("a member does not say where the coordinator is", peer=peer_id, why=str(error))
         return []
     return [
         Address(
@@ -146,11 +155,11 @@ def _can_be(host: str, *ports: int) -> bool:
     return True
 
 
-async def invites_elsewhere(invite: Invite) -> list[Invite]:
+async def invites_elsewhere(invite: Invite, proxy: Proxy | None = None) -> list[Invite]:
     """The same invite at the places that members name, those that can be."""
     places = [
         (address.host, address.enrolment_port)
-        for address in await addresses_told(invite.pin, invite.members)
+        for address in await addresses_told(invite.pin, invite.members, proxy)
     ]
     return [
         invite.at(*place) for place in dict.fromkeys(places) if place != (invite.host, invite.port)

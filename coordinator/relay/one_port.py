@@ -1,0 +1,114 @@
+"""One port for members and for who joins, where a network lets out nothing but 443: both by TLS.
+
+Who connects names by its first message whom it wants (SNI, RFC 6066): members the coordinator of the swarm,
+whoever joins another name of it. So nothing is decrypted here. What comes goes on to one of the coordinator's
+two ports on loopback.
+"""
+
+import asyncio
+import contextlib
+import struct
+from dataclasses import replace
+
+import structlog
+
+from coordinator.relay.doors import Doors, Limits, Place, Places, listening_socket
+from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
+from protocol.errors import ProtocolMismatchError
+
+MAX_HELLO_BYTES = 1 << 14  # of a record of TLS
+
+IDLE_SECONDS = 660.0
+"""Longer than gRPC's own."""
+
+HERE = "127.0.0.1"
+
+_HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME, _HOST_NAME = 22, 1, 0, 0
+
+_log = structlog.get_logger(__name__)
+
+
+def server_name_in(record: bytes) -> str:
+    """Whom the first record of TLS names; empty where it names nobody, or is no such record."""
+    try:
+        return _server_name_in(record)
+    except (struct.error, IndexError, UnicodeDecodeError):
+        return ""
+
+
+def _server_name_in(record: bytes) -> str:
+    if record[0] != _HANDSHAKE or record[5] != _CLIENT_HELLO:
+        return ""
+    at = 5 + 4 + 2 + 32  # the headers of record and message, the version, the random
+    at += 1 + record[at]  # the session
+    at += 2 + struct.unpack_from("!H", record, at)[0]  # ciphers
+    at += 1 + record[at]  # compressions
+    end = at + 2 + struct.unpack_from("!H", record, at)[0]
+    at += 2
+    while at + 4 <= end:
+        kind, length = struct.unpack_from("!HH", record, at)
+        at += 4
+        if kind == _SERVER_NAME:
+            _, name_kind, size = struct.unpack_from("!HBH", record, at)
+            if name_kind != _HOST_NAME or at + 5 + size > len(record):
+                return ""
+            return record[at + 5 : at + 5 + size].decode("ascii")
+        at += length
+    return ""
+
+
+class OnePort:
+    """Listens on one port, and passes on what comes, until it is closed."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        control_name: str,
+        control_port: int,
+        enrolment_port: int,
+        most: int,
+        most_per_address: int,
+        spares_own: bool,
+    ) -> None:
+        """Both ports are on loopback. With `spares_own` this machine's own have no other bound than `most`.
+
+        Raises SystemRefusedError where nobody can listen there.
+        """
+        self._control_name = control_name
+        self._control_port, self._enrolment_port = control_port, enrolment_port
+        limits = Limits(most=most, most_per_address=most_per_address, per_second_per_address=20.0)
+        self._limits, self._places = limits, Places(limits)
+        own = replace(
+            limits, most_per_address=most, burst_per_address=most, per_second_per_address=1e6
+        )
+        self._own = Places(own) if spares_own else self._places
+        self._doors = Doors()
+        self._doors.open(listening_socket(host, port), self._places_of, self._carry)
+
+    def _places_of(self, source: str) -> Places:
+        return self._own if source in ("127.0.0.1", "::1", "::/64") else self._places
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        await self._doors.close()
+
+    async def _carry(self, connection: Connection, _: Place) -> None:
+        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(self._limits.first_bytes_seconds):
+                record = await _first_record(connection)
+            is_member = server_name_in(record) == self._control_name
+            port = self._control_port if is_member else self._enrolment_port
+            there = Connection(*await asyncio.open_connection(HERE, port, limit=CHUNK_BYTES))
+            there.writer.write(record)
+            await joined(connection, there, idle_seconds=IDLE_SECONDS)
+
+
+async def _first_record(connection: Connection) -> bytes:
+    """Raises ProtocolMismatchError for what is no TLS."""
+    header = await connection.reader.readexactly(5)
+    length = int.from_bytes(header[3:5])
+    if header[0] != _HANDSHAKE or not 0 < length <= MAX_HELLO_BYTES:
+        raise ProtocolMismatchError(f"{connection.address} speaks no TLS")
+    return header + await connection.reader.readexactly(length)
