@@ -11,7 +11,8 @@ fetch it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -100,6 +101,44 @@ class _Lot:
         return {"what": self.what, "round": self.round, "to": self.peer, "slices": num_slices}
 
 
+AT_ONCE = 2
+"""Bodies of a node with a slow uplink: while one is answered the other fills the link."""
+
+TIMES_EXPECTED = 8.0
+"""So many times as long as a body should take it keeps its place: its peer may be gone."""
+
+
+class Turns:
+    """Has a slow uplink carry few bodies at a time, to whichever peers, in the order in which they come.
+
+    Side by side all of them would arrive at the end, and the results of all after that.
+    """
+
+    def __init__(self, body_seconds: float) -> None:
+        """A body takes so long if it has the uplink to itself."""
+        self._patience_seconds = TIMES_EXPECTED * body_seconds
+        self._places = asyncio.Semaphore(AT_ONCE)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits for a place, and gives it to the next after a while even if it takes longer."""
+        await self._places.acquire()
+        is_given = False
+
+        def give() -> None:
+            nonlocal is_given
+            if not is_given:
+                is_given = True
+                self._places.release()
+
+        timer = asyncio.get_running_loop().call_later(self._patience_seconds, give)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            give()
+
+
 def _do_nothing(receipt: bytes) -> None:
     """Where a receipt is not needed."""
 
@@ -127,15 +166,16 @@ class Pushes:
         deadline: float,
         is_wanted: Callable[[], bool],
         on_received: Callable[[bytes], None] = _do_nothing,
+        turns: Turns | None = None,
     ) -> None:
         """Begins a push that may last until the deadline, by the loop's clock.
 
-        `on_received` hears of the receipt.
+        `on_received` hears of the receipt. The first try waits for its turn, if there are any.
 
         A refusal is tried again too: the peer may not have heard of the round yet. A push under way
         is not broken off when it is no longer wanted; it is only not repeated.
         """
-        push = self._push_of_lot(peer, payload, deadline, is_wanted, on_received)
+        push = self._push_of_lot(peer, payload, deadline, is_wanted, on_received, turns)
         task = asyncio.get_running_loop().create_task(push)
         self._tasks[task] = payload.header
         task.add_done_callback(self._tasks.pop)
@@ -158,13 +198,14 @@ class Pushes:
         deadline: float,
         is_wanted: Callable[[], bool],
         on_received: Callable[[bytes], None],
+        turns: Turns | None,
     ) -> None:
         what, round = payload.header.kind_name, payload.header.round
         place = (what, round, peer)
         lot = self._lots.setdefault(place, _Lot(what=what, round=round, peer=peer))
         lot.num_slices += 1
         try:
-            await self._push(lot, payload, deadline, is_wanted, on_received)
+            await self._push(lot, payload, deadline, is_wanted, on_received, turns)
         finally:
             lot.num_slices -= 1
             if not lot.num_slices:
@@ -178,6 +219,7 @@ class Pushes:
         deadline: float,
         is_wanted: Callable[[], bool],
         on_received: Callable[[bytes], None],
+        turns: Turns | None,
     ) -> None:
         retry_seconds = self._waits.first_retry_seconds
         while is_wanted():
@@ -186,7 +228,11 @@ class Pushes:
                 lot.num_late += 1
                 return
             try:
-                receipt = await self._transport.push(lot.peer, payload, timeout_seconds=left)
+                async with nullcontext() if turns is None else turns.turn():
+                    left = deadline - asyncio.get_running_loop().time()
+                    if not is_wanted() or left <= 0:
+                        continue
+                    receipt = await self._transport.push(lot.peer, payload, timeout_seconds=left)
                 on_received(receipt)
                 return
             except (PeerUnreachableError, TransferRefusedError) as error:
@@ -197,6 +243,7 @@ class Pushes:
             if not is_wanted():
                 return
             await asyncio.sleep(min(self._rng.uniform(0.0, retry_seconds), left))
+            turns = None  # a peer that is away must not hold up the others again
             if is_wanted():
                 lot.tell_repetition(why)  # after the pause, when all that fails with it has failed
             retry_seconds = min(2 * retry_seconds, self._waits.last_retry_seconds)

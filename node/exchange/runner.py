@@ -14,7 +14,7 @@ import structlog
 
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
-from node.exchange.giving import Pushes
+from node.exchange.giving import Pushes, Turns
 from node.exchange.round.admission import contradicted, misfit_of_result, refusal
 from node.exchange.round.state import (
     Action,
@@ -52,7 +52,12 @@ from node.exchange.round.transition import (
 )
 from node.exchange.signing import AlreadySignedError
 from node.exchange.state.sources import StateHere
-from node.exchange.transport.transport import Admission, TransferRefusedError, WantResult
+from node.exchange.transport.transport import (
+    Admission,
+    TransferRefusedError,
+    Transport,
+    WantResult,
+)
 from protocol.errors import BadDataError
 from protocol.run.amendments import LOWER_RATES
 from protocol.trust.receipts import Receipt
@@ -83,6 +88,7 @@ class RoundRunner:
         self._report = partial(report, plan.round)
         self._pushes = pushes  # results on their way outlive the round
         self._donors = donors
+        self._turns = turns_of(plan, rules, donors.transport)
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._completed = asyncio.Event()
@@ -120,6 +126,7 @@ class RoundRunner:
                     deadline=action.until,
                     is_wanted=lambda: is_wanted(self.state, action),
                     on_received=partial(self._note_receipt, action),
+                    turns=self._turns if action.payload.header.kind == CONTRIBUTION else None,
                 )
             case Reduce():
                 self._start(self._reduce(action))
@@ -371,3 +378,19 @@ class RoundRunner:
             self.feed(ResultUndecodable(header=payload.header))
             raise
         self.feed(ResultFetched(payload=payload))
+
+
+def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:
+    """How a node contributes whose uplink is too slow to reduce: a few slices at a time.
+
+    None where it reduces, has one peer to send to, or where few bodies would leave its link idle between
+    them, and while nobody knows what its link carries.
+    """
+    reducers = {part.reducer_id for part in plan.slices}
+    rate = transport.rates.up_bytes_per_second
+    if rules.node_id in reducers or len(reducers) < 2 or not rate:
+        return None
+    body_seconds = max(rules.uplink.most_bytes(part.num_elements) for part in plan.slices) / rate
+    if body_seconds < max(transport.round_trip_seconds(peer) for peer in reducers):
+        return None
+    return Turns(body_seconds)

@@ -7,7 +7,7 @@ from random import Random
 from structlog.testing import capture_logs
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
-from node.exchange.giving import Pushes
+from node.exchange.giving import AT_ONCE, TIMES_EXPECTED, Pushes, Turns
 from node.exchange.limits import Waits
 from node.exchange.transport.transport import Admission, TransferRefusedError, Want
 from protocol.wire.payload import Payload, PayloadHeader
@@ -210,3 +210,73 @@ async def test_a_hundred_that_a_reducer_refuses_do_not_come_back_in_step() -> No
     first, *others = (taker.tries[at] for at in sorted(taker.tries))
     assert first == NUM_CONTRIBUTORS
     assert max(others) <= 2
+
+
+class SlowTaker(Taker):
+    """Each body takes a second."""
+
+    def __init__(self, begun: list[int]) -> None:
+        super().__init__()
+        self.begun = begun
+
+    async def _take(self, payload: Payload) -> None:
+        self.begun.append(payload.header.slice_index)
+        await asyncio.sleep(1.0)
+        await super()._take(payload)
+
+
+async def in_turns(*, cut: bool) -> list[tuple[float, int]]:
+    """When which slice begins of ten that go to B and C by turns, where a body takes a second alone."""
+    scene, begun = Scene(), list[int]()
+    scene.takers = {B: SlowTaker(begun), C: SlowTaker(begun)}
+    await scene.begin()
+    if cut:
+        scene.network.cut(A, B)
+    turns, loop = Turns(1.0), asyncio.get_running_loop()
+    for index in range(10):
+        scene.pushes.start(
+            B if index % 2 else C,
+            contribution(1, index),
+            deadline=60.0,
+            is_wanted=lambda: True,
+            turns=turns,
+        )
+    seen: list[tuple[float, int]] = []
+    while loop.time() < 30:
+        await asyncio.sleep(0.25)
+        seen += [(loop.time(), index) for index in begun[len(seen) :]]
+    return seen
+
+
+@in_virtual_time
+async def test_a_slow_uplink_carries_few_bodies_at_a_time_in_their_order_whoever_they_are_for() -> (
+    None
+):
+    seen = await in_turns(cut=False)
+    assert [index for _, index in seen] == list(range(10))
+    assert max(Counter(int(at) for at, _ in seen).values()) == AT_ONCE
+
+
+@in_virtual_time
+async def test_bodies_for_a_peer_that_is_away_keep_nobody_else_from_a_turn() -> None:
+    seen = await in_turns(cut=True)
+    assert [index for _, index in seen] == [0, 2, 4, 6, 8]
+    assert seen[-1][0] <= 5.5
+
+
+@in_virtual_time
+async def test_a_body_that_never_ends_gives_its_turn_away_after_a_while() -> None:
+    turns, taken = Turns(1.0), list[float]()
+
+    async def take(seconds: float) -> None:
+        async with turns.turn():
+            taken.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(seconds)
+
+    endless = [asyncio.create_task(take(1e6)) for _ in range(AT_ONCE)]
+    others = [asyncio.create_task(take(1.0)) for _ in range(AT_ONCE)]
+    await asyncio.gather(*others)
+    assert taken == [0.0] * AT_ONCE + [TIMES_EXPECTED] * AT_ONCE
+    for task in endless:
+        task.cancel()
+    await asyncio.gather(*endless, return_exceptions=True)
