@@ -19,11 +19,18 @@ from node.island.parallel.mesh_shape import MeshShape, ScheduleName
 from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
 from node.machine.limits import Limits, hours_of
 from node.machine.notices import CloudChoice
-from protocol.errors import ConfigError, NoInputError, UsageError
+from protocol.errors import (
+    AtollError,
+    ConfigError,
+    NoInputError,
+    NotPermittedError,
+    UsageError,
+)
 from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.run.models import Section, nearest_key
 from protocol.terminal.typed import bits_per_second_of, web_address_of
-from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE
+from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, Credentials
+from protocol.trust.pki import Role
 
 SETTINGS_FILE = "node.toml"
 SNAPSHOTS_FOLDER = "snapshots"
@@ -578,6 +585,7 @@ def helper_template() -> str:
 def require_node_folder(folder: Path) -> None:
     """Raises NoInputError for a folder without a node's identity."""
     if (folder / IDENTITY_FILE).is_file():
+        _refuse_viewers(folder)
         return
     is_coordinators = (folder / COORDINATOR_FILE).is_file()
     what = "a coordinator's folder, not a node's" if is_coordinators else "not a node's folder"
@@ -585,6 +593,18 @@ def require_node_folder(folder: Path) -> None:
         f"{folder} is {what}",
         next_step="choose a node's with --dir DIR, or make one with 'atoll join INVITE --dir DIR'",
     )
+
+
+def _refuse_viewers(folder: Path) -> None:
+    try:
+        role = Credentials.load(folder).principal.role
+    except AtollError:
+        return  # whoever needs them says what is wrong
+    if role is Role.VIEWER:
+        raise NotPermittedError(
+            f"{folder} is a viewer's folder: a viewer sees the status and takes no part",
+            next_step="ask the run owner for an invite of a node, and join with it in another folder",
+        )
 
 
 def load_settings(folder: Path, **overrides: Any) -> NodeSettings:
