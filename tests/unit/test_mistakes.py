@@ -148,7 +148,7 @@ def test_the_folder_of_a_coordinator_with_a_link_is_no_node_s(
 ) -> None:
     run = str(tmp_path / "run")
     assert typed(["init", run], capsys)[0] == ExitCode.OK
-    for words in (["node", "start"], ["node", "pause"], ["helper", "start"], ["export", "out"]):
+    for words in (["node", "start"], ["node", "pause"], ["helper", "start"]):
         code, said = typed([*words, "--dir", run], capsys)
         assert code == ExitCode.NO_INPUT
         assert "is a coordinator's folder, not a node's" in said and "operator" not in said
@@ -173,6 +173,6 @@ def test_a_viewer_s_folder_has_nothing_that_a_node_has(
         certificate_pem=issued,
         key_pem=request.key_pem,
     ).save(tmp_path)
-    for words in (["node", "start"], ["node", "pause"], ["node", "snapshots"], ["export", "out"]):
+    for words in (["node", "start"], ["node", "pause"], ["node", "snapshots"]):
         code, said = typed([*words, "--dir", str(tmp_path)], capsys)
         assert code == ExitCode.NO_PERMISSION and "is a viewer's folder" in said
