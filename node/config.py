@@ -2,7 +2,9 @@
 
 import ipaddress
 import json
+import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from protocol.errors import (
     ConfigError,
     NoInputError,
     NotPermittedError,
+    SystemRefusedError,
     UsageError,
 )
 from protocol.files.durable import expanded, read_toml, write_atomically
@@ -466,6 +469,20 @@ class NodeSettings(Section):
             from node.machine.addresses import interface_addresses, require_interface
 
             require_interface(self.interface, interface_addresses())
+
+    def require_port(self, coordinator_host: str) -> None:
+        """Raises SystemRefusedError where nobody can listen where peers are to connect to."""
+        from node.machine.addresses import has_ipv6
+
+        for address in self.listen_addresses(coordinator_host, has_ipv6=has_ipv6()):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                socket.create_server((address, self.port), family=family).close()
+            except OSError as error:
+                raise SystemRefusedError(
+                    f"nobody can listen on {address} port {self.port}: {os.strerror(error.errno or 0)}",
+                    next_step="choose another --listen or --port, or stop what listens there",
+                ) from error
 
     def asks_router(self, coordinator_host: str) -> bool:
         """Whether a router is asked to forward the port."""
