@@ -68,7 +68,7 @@ from protocol.wire.messages import (
     SpotCheckAsked,
 )
 from protocol.wire.rounds import MOST_MULTIADDRS, Commit, CorpusSummary, NodeId, PeerAddress
-from protocol.wire.vitals import ExchangeSpeed, Vitals
+from protocol.wire.vitals import SHORT_WORDS, ExchangeSpeed, Vitals
 
 log = structlog.get_logger()
 
@@ -462,11 +462,12 @@ class Daemon:
     def _waiting_for(self) -> str:
         if self._supplied is not None and (words := self._supplied.waiting_for):
             return words
-        if self._duties.activity == "training":
+        activity = self._duties.activity
+        if activity == "training":
             return ""
-        return self._exchange.waiting_for() or (
-            "the next plan" if self._duties.activity == "waiting" else ""
-        )
+        if len(activity) > SHORT_WORDS:
+            return activity  # there it is cut off
+        return self._exchange.waiting_for() or ("the next plan" if activity == "waiting" else "")
 
     async def _ask_members(self, credentials: Credentials) -> Sequence[Address]:
         return await self._transport.coordinator_addresses(pin_of(credentials.server_root_pem))

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import platform
 import shutil
-import socket
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -279,18 +278,12 @@ def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
     if (running := FolderLock.holder_of(folder)) is not None:
         what = f"the node runs (process {running}) and has its port"
         return [Finding(about="port", verdict="note", what=what)]
-    addresses = settings.listen_addresses(_coordinator_host(folder), has_ipv6=has_ipv6())
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            socket.create_server((address, settings.port), family=family).close()
-        except OSError as error:
-            refused = SystemRefusedError(
-                f"nobody can listen on {address} port {settings.port}: {error.strerror or error}",
-                next_step="choose another --listen or --port, or stop what listens there",
-            )
-            return [wrong("port", refused)]
-    where = " and ".join(addresses)
+    host = _coordinator_host(folder)
+    try:
+        settings.require_port(host)
+    except SystemRefusedError as refused:
+        return [wrong("port", refused)]
+    where = " and ".join(settings.listen_addresses(host, has_ipv6=has_ipv6()))
     what = (
         f"TCP port {settings.port} of {where} is free"
         if settings.port

@@ -64,7 +64,7 @@ from protocol.wire.rounds import (
     RosterEntry,
 )
 from protocol.wire.versions import WIRE, refuse_foreign_wire
-from protocol.wire.vitals import Vitals, heartbeat_of
+from protocol.wire.vitals import LONG_WORDS, Vitals, heartbeat_of, words_for_people
 from protocol.wire.wire_count import WireCounts
 
 
@@ -299,7 +299,8 @@ class CoordinatorLink:
 
     async def detach(self, session_id: int, reason: str) -> None:
         """Says goodbye."""
-        await self._stub.Detach(session_pb2.DetachRequest(session_id=session_id, reason=reason))
+        said = words_for_people(reason, most=LONG_WORDS)
+        await self._stub.Detach(session_pb2.DetachRequest(session_id=session_id, reason=said))
 
 
 log = structlog.get_logger()
