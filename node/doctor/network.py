@@ -54,8 +54,8 @@ def what_to_use(network: Network) -> Finding:
         return Finding(
             about=ABOUT_NETWORK,
             verdict="advice",
-            what=f"a helper on port 443 is needed, or on another to which the proxy {network.proxy} leads, for "
-            "nobody dials this machine, and no datagrams get out",
+            what=f"a helper on port 443 is needed, or on another to which the proxy {network.proxy} leads, "
+            "for nobody dials this machine, and no datagrams get out",
             next_step=HELPER_STEP.replace("--port 7710", "--port 443"),
         )
     if network.announce:
