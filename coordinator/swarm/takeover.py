@@ -358,9 +358,9 @@ def _backup(
 ) -> NodeId | None:
     """Who stands in: a node that stays, holds the base, reaches the others, and reduces little.
 
-    Rather one that has been here since the plan: who came back meanwhile trains for longer, and its slice would
-    wait for its own contribution. Rather one of whom it is known who reaches it, and one whose own results have
-    reached the others lately.
+    Rather one that has been here since the plan: who came back meanwhile trains for longer, and its slice
+    would wait for its own contribution. Rather one of whom it is known who reaches it, and one whose own
+    results have reached the others lately.
     """
     here = present_participants(state, current)
     if not here:
