@@ -36,6 +36,7 @@ from coordinator.swarm.events import (
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.shares import Rates
 from coordinator.swarm.state import Round
+from coordinator.swarm.weighing import names_with_other_data
 from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.run_spec import RunSpec
@@ -192,6 +193,7 @@ class SessionDesk:
             node_name=state.members[node_id].node_name,
             num_rulings=len(state.rulings),
             rulings_digest=digest_of(state.rulings),
+            other_data_names=names_with_other_data(state, node_id),
             wire_version=WIRE,
         )
 

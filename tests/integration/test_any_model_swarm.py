@@ -1,11 +1,14 @@
 """Swarms of models that Atoll does not know: a run's functions, and a model of transformers."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from own_loops_scene import Loop
+from torch.utils.data import default_collate
 from typed_commands import ROOT, Swarm
 
 from lab.run_files import toml_of
@@ -148,3 +151,115 @@ def test_a_loop_of_one_s_own_trains_any_model_and_its_node_runs_no_code_of_the_r
         assert swarm.nodes()["loop"].committed_tokens > 0 and not node.has_torch()
     finally:
         loop.kill()
+
+
+RESIDUAL: dict[str, dict[str, Any]] = {
+    **DIGITS,
+    "run": {"name": "any-model", "rounds": 6, "min_nodes": 2},
+    "model": {
+        "source": "function",
+        "function": "vision:model",
+        "arguments": {"norm": "batch"},
+    },
+    "inner": {"steps": 20, "batch": 16, "learning_rate": 3e-3, "schedule": "constant"},
+    "evaluation": {"every_rounds": 6, "samples": 360},
+}
+
+BATCH_NORM_LOOP = f"""
+import sys
+
+import torch
+from torch.utils.data import default_collate
+
+import atoll
+
+sys.path.insert(0, {str(EXAMPLES)!r})
+import vision
+
+training, held_out = vision.data()
+model, loss_of, accuracy, _ = vision.model(norm="batch")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+
+
+def batch_of(data, numbers):
+    return default_collate([data[number] for number in numbers])
+
+
+def see_some_batches():
+    for first in range(0, 1024, 64):
+        model(batch_of(training, range(first, first + 64))[0])
+
+
+@torch.no_grad()
+def evaluate():
+    model.eval()
+    loss = loss_of(model, batch_of(held_out, range(len(held_out))))
+    model.train()
+    return loss.item(), len(held_out)
+
+
+torch.manual_seed(int(sys.argv[2]))
+with atoll.join(
+    model, optimizer, folder=sys.argv[1], evaluate=evaluate, statistics=see_some_batches
+) as swarm:
+    while not swarm.is_over:
+        for group in optimizer.param_groups:
+            group["lr"] = swarm.learning_rate
+        loss = loss_of(model, batch_of(training, torch.randint(len(training), (16,)).tolist()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        swarm.step(tokens=16, loss=loss)
+torch.save(model.state_dict(), sys.argv[3])
+"""
+
+
+def test_a_residual_network_with_batch_norm_is_as_good_in_a_swarm_s_loops_as_alone(
+    swarm_of: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = swarm_of(RESIDUAL, EXAMPLES)
+    invite = swarm.invite("--uses", "2")
+    homes = [swarm.join(name, invite) for name in ("one", "other")]
+    weights = ("--weights", str(swarm.home / FIRST_WEIGHTS))
+    nodes = [swarm.start_node("one", "--loop", *weights), swarm.start_node("other", "--loop")]
+    program = tmp_path / "loop.py"
+    program.write_text(BATCH_NORM_LOOP)
+    loops = [
+        Loop(program, home, str(seed), tmp_path / f"{seed}.pt", log=tmp_path / f"{seed}.log")
+        for seed, home in enumerate(homes)
+    ]
+    try:
+        memories = [node.shared_memory() for node in nodes]
+        for loop in loops:
+            assert loop.ends() == 0, loop.log
+        for node, memory in zip(nodes, memories, strict=True):
+            node.ends(memory)
+        told = swarm.status().run.held_out_losses[-1]
+    finally:
+        for loop in loops:
+            loop.kill()
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    vision = importlib.import_module("vision")
+    training, held_out = vision.data()
+    everything = default_collate([held_out[number] for number in range(len(held_out))])
+    alone, loss_of, accuracy, _ = vision.model(norm="batch")
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=3e-3)
+    for _ in range(2 * 6 * 20):
+        numbers = torch.randint(len(training), (16,)).tolist()
+        loss_of(alone, default_collate([training[number] for number in numbers])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    measured = {"alone": accuracy(alone.eval(), everything).item()}
+    for seed in (0, 1):
+        kept, *_ = vision.model(norm="batch")
+        kept.load_state_dict(torch.load(tmp_path / f"{seed}.pt"))
+        measured[f"loop {seed}"] = accuracy(kept.eval(), everything).item()
+        loss = loss_of(kept, everything).item()
+        assert told.round == 6 and loss == pytest.approx(told.loss, rel=0.05)
+    assert min(measured.values()) > 0.9, measured
+    assert min(measured.values()) > measured["alone"] - 0.05, measured
+    # The statistics that a loop's own weights have left are none of the global ones'.
+    kept[0][1].reset_running_stats()
+    assert accuracy(kept, everything).item() < measured["loop 1"] - 0.05, "a test that can fail"
