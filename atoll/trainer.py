@@ -58,7 +58,7 @@ class TrainerCallback(Base):
         if self._tokens_per_step is None:
             samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
             self._tokens_per_step = samples * max(1, args.n_gpu) * self.swarm.run.context
-        self._follow(optimizer)
+        self._follow(optimizer, kwargs.get("lr_scheduler"))
 
     def on_step_end(
         self,
@@ -69,11 +69,14 @@ class TrainerCallback(Base):
     ) -> None:
         """Counts a step, and stops the trainer when the run is over."""
         assert self.swarm is not None
-        logged = state.log_history[-1].get("loss") if state.log_history else None
+        # An evaluation has logged since, where the newest entry has no loss.
+        logged = next(
+            (told["loss"] for told in reversed(state.log_history) if "loss" in told), None
+        )
         if self.swarm.step(tokens=self._tokens_per_step, loss=logged).is_over:
             control.should_training_stop = True
         else:
-            self._follow(kwargs.get("optimizer"))
+            self._follow(kwargs.get("optimizer"), kwargs.get("lr_scheduler"))
 
     def on_train_end(
         self,
@@ -94,11 +97,15 @@ class TrainerCallback(Base):
             )
         self.swarm.__exit__(None, None, None)
 
-    def _follow(self, optimizer: Any) -> None:
+    def _follow(self, optimizer: Any, scheduler: Any) -> None:
         """Sets the run's rate: after the trainer's scheduler, which has set its own by now."""
-        if self._follows_learning_rate and self.swarm is not None and optimizer is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = self.swarm.learning_rate
+        if not self._follows_learning_rate or self.swarm is None:
+            return
+        rate = self.swarm.learning_rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if scheduler is not None:
+            scheduler._last_lr = [rate] * len(optimizer.param_groups)  # what the trainer logs
 
     def _leave_at_exit(self) -> None:
         """As the end of a `with` block: what was trained is contributed, unless an error has ended it."""

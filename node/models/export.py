@@ -155,7 +155,10 @@ def _write_settings(
 def _config_of(spec: RunSpec, described: Description) -> tuple[dict[str, Any], str]:
     """config.json, and why transformers does not know what it says."""
     if not isinstance(spec.model, DecoderModel):
-        return {"model_type": "atoll-function"}, "the run's own function builds the model"
+        problem = "the run's own function builds the model"
+        if described.num_running_statistics:
+            problem += f", and {CARD} has the lines that compute its running statistics"
+        return {"model_type": "atoll-function"}, problem
     config = config_of(spec.model, described.config)
     if config is not None:
         return config, ""

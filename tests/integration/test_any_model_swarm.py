@@ -103,6 +103,16 @@ def test_a_node_with_a_pipeline_ends_with_the_bits_of_one_without(
     trained_alike(swarm, swarm.invite("--uses", "2"), *options, first=("--pp", "2"))
 
 
+@pytest.mark.nightly
+def test_ranks_of_two_meshes_train_and_measure_a_model_with_batch_norm(swarm_of: Start) -> None:
+    run = {**RESIDUAL, "run": RULES["run"], "evaluation": RULES["evaluation"]}
+    swarm = swarm_of(run, EXAMPLES)
+    allowed = ("--allow-function", "any-model", "--code", str(EXAMPLES))
+    trained_alike(swarm, swarm.invite("--uses", "2"), *allowed, first=("--replicate", "2"))
+    losses = [told.loss for told in swarm.status().run.held_out_losses]
+    assert len(losses) == 3 and losses[-1] < 0.5 * losses[0], losses
+
+
 LOOP = f"""
 import sys
 
