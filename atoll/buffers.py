@@ -115,6 +115,8 @@ class _Mean:
         self._handle = norm.register_forward_pre_hook(self._before)
 
     def _before(self, norm: nn.Module, _inputs: Any) -> None:
+        if not self.num_batches:
+            self._norm.reset_running_stats()  # no share of 0 takes away what is no number
         self.num_batches += 1
         self._norm.train()  # also where the function has called eval()
         self._norm.momentum = 1 / self.num_batches

@@ -109,6 +109,11 @@ def net_with_batch_norm() -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), squares
 
 
+def deep_net_with_batch_norm() -> Any:
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(2))
+    return nn.Sequential(nn.Sequential(*layers), nn.Linear(4, 1)), squares
+
+
 def net_with_batch_norm_and_plans() -> Any:
     return *net_with_batch_norm(), None, {"0": "column", "stages": ["*"]}
 

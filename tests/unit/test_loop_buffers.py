@@ -32,7 +32,7 @@ def batches(count: int = 6) -> list[torch.Tensor]:
 def test_they_become_means_over_the_batches_and_the_norm_is_otherwise_as_it_was(kind: str) -> None:
     model = nn.Sequential(KINDS[kind](), nn.Dropout(0.5))
     norm, seen = model[0], batches()
-    model(torch.full((4, 3, 4, 4), 99.0))  # what it trained on before does not count
+    model(torch.full((4, 3, 4, 4), torch.nan))  # what it trained on before does not count
     model.eval()  # as of a model that somebody else has saved
     statistics_of(model, lambda: [model(batch) for batch in seen]).settle()
     dims = (0, 2, 3) if kind == "BatchNorm2d" else (2, 3)

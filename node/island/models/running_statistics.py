@@ -2,7 +2,7 @@
 
 They do nothing while a model trains. Before it is evaluated or exported they are computed anew for its
 global parameters, as means over some training batches ("precise batch norm", Wu and Johnson, 2021, arXiv
-2105.07576, section 3). All nodes take the same samples, so they agree but for rounding and batch sizes.
+2105.07576, section 3). All nodes take the same samples in the same batches, so they agree but for rounding.
 `atoll.buffers` does the same for loops of contributors' own, in environments of theirs.
 """
 
@@ -14,8 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-BATCHES = 16
-"""Least number of `[inner] batch` that they are computed over; more where evaluation takes more samples."""
+STATISTICS_ROWS = 32
+"""Samples that go through the model together for them, or `[inner] batch` where that is less.
+
+The same on all nodes, whatever their micro-batches: in smaller ones the layers above see other inputs.
+"""
+
+STATISTICS_BATCHES = 16
+"""Least number of those batches; more where evaluation takes more samples."""
 
 
 def norms_of(parts: Iterable[nn.Module]) -> dict[str, _NormBase]:
@@ -71,6 +77,8 @@ class _Mean:
         self._handle = norm.register_forward_pre_hook(self._before)
 
     def _before(self, _norm: nn.Module, _inputs: Any) -> None:
+        if not self._num_batches:
+            self._norm.reset_running_stats()  # no share of 0 takes away what is no number
         self._num_batches += 1
         self._norm.momentum = 1 / self._num_batches
 

@@ -30,7 +30,7 @@ from node.island.measuring.utilisation import (
 )
 from node.island.models.architecture import BufferWatch, Tree
 from node.island.models.decoder_modules import NO_TARGET
-from node.island.models.running_statistics import BATCHES
+from node.island.models.running_statistics import STATISTICS_BATCHES, STATISTICS_ROWS
 from node.island.parallel.boxes import (
     Held,
     adopt_boxes,
@@ -402,18 +402,23 @@ class Trainer:
         )
 
     def _compute_statistics(self, on_batch: Callable[[], None]) -> None:
-        """Running statistics for the model's parameters, over the run's first training samples."""
+        """Running statistics for the model's parameters, over the run's first training samples.
+
+        Ranks share batches, and not samples: what a batch normalises by depends on its size.
+        """
         if not self._engine.has_statistics:
             return
-        most = max(self._spec.evaluation.samples, BATCHES * self._spec.inner.batch)
+        size, num_data = min(STATISTICS_ROWS, self._spec.inner.batch), self._mesh.shape.num_data
+        most = max(self._spec.evaluation.samples, STATISTICS_BATCHES * size)
         chosen = self._order.indices(0, min(most, self._corpus.num_samples))
         self._corpus.expect("training", chosen)
-        rows, share = self._engine.rows, len(chosen) // self._mesh.shape.num_data
-        own = chosen[self._mesh.share(len(chosen))]
+        num_batches = len(chosen) // size
+        part = self._mesh.share(num_data).start  # of this rank's data, counted from 0
 
         def batches() -> Iterator[Tree]:
-            for start in range(0, share - rows + 1, rows):
-                yield self._on_device("training", own[start : start + rows])
+            for first in range(0, num_batches, num_data):
+                place = (first + part) % num_batches * size  # all ranks take as many
+                yield self._on_device("training", chosen[place : place + size])
                 on_batch()
 
         self._engine.compute_statistics(batches())
