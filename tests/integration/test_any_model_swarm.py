@@ -103,6 +103,53 @@ def test_a_node_with_a_pipeline_ends_with_the_bits_of_one_without(
     trained_alike(swarm, swarm.invite("--uses", "2"), *options, first=("--pp", "2"))
 
 
+DIFFERING = """
+import os
+
+import torch
+from torch.utils.data import TensorDataset
+
+
+def model():
+    return torch.nn.Linear(4, 1), lambda module, rows: (module(rows[0]) - rows[1]).square().mean()
+
+
+def data():
+    torch.manual_seed(int.from_bytes(os.urandom(4)))  # as what a folder lists, in its own order
+    rows = torch.randn(400, 4)
+    dataset = TensorDataset(rows, rows.sum(dim=1, keepdim=True))
+    return torch.utils.data.random_split(dataset, (300, 100))
+"""
+
+
+def test_a_node_whose_function_gives_other_samples_says_so_and_the_status_shows_it(
+    swarm_of: Start, tmp_path: Path
+) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "net.py").write_text(DIFFERING)
+    run = {
+        **RULES,
+        "run": {"name": "any-model", "rounds": 1000, "min_nodes": 2},
+        "model": {"source": "function", "function": "net:model"},
+        "data": {"source": "function", "function": "net:data"},
+    }
+    swarm = swarm_of(run, code)
+    invite = swarm.invite("--uses", "2")
+    allowed = ("--allow-function", "any-model", "--code", str(code))
+    for name in ("one", "other"):
+        swarm.join(name, invite)
+    one = swarm.start_node("one", "--weights", str(swarm.home / FIRST_WEIGHTS), *allowed)
+    one.says("attached")
+    assert "other data" not in one.log
+    other = swarm.start_node("other", *allowed)
+    other.says("other nodes train on other data")
+    assert "nodes=one" in other.log and "let net:data give the same samples" in other.log
+    swarm.coordinator.says("nodes train on different data")
+    told = {name: node.same_corpus for name, node in swarm.nodes().items()}
+    assert sorted(told.values()) == [False, True]
+
+
 @pytest.mark.nightly
 def test_ranks_of_two_meshes_train_and_measure_a_model_with_batch_norm(swarm_of: Start) -> None:
     run = {**RESIDUAL, "run": RULES["run"], "evaluation": RULES["evaluation"]}
