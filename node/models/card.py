@@ -103,6 +103,7 @@ class Form:
     dtype: DType
     is_merged: bool
     base_name: str
+    has_statistics: bool = False  # running ones are in the file
 
 
 def card_of(spec: RunSpec, origin: Origin, form: Form, *, has_tokenizer: bool, problem: str) -> str:
@@ -177,10 +178,10 @@ def _rows_of_adapters(spec: RunSpec, form: Form) -> list[tuple[str, str]]:
     ]
 
 
-def _way_to_load_function(spec: RunSpec, model: FunctionModel) -> str:
+def _way_to_load_function(spec: RunSpec, model: FunctionModel, *, has_statistics: bool) -> str:
     """By the function itself: it makes what is not trained, and buffers."""
     described = spec.description or Description()
-    has_norms = described.num_running_statistics > 0
+    has_norms = described.num_running_statistics > 0 and not has_statistics
     imports = [*(["import torch"] if described.num_frozen or has_norms else [])]
     imports += ["from safetensors.torch import load_file"]
     imports += [*(["from torch.utils.data import DataLoader"] if has_norms else []), ""]
@@ -196,9 +197,11 @@ def _way_to_load_function(spec: RunSpec, model: FunctionModel) -> str:
         f"module, {'loss, ' if has_norms else ''}*_ = {_call(model.function, model.arguments)}",
         'module.load_state_dict(load_file("model.safetensors"), strict=False)',
         *(_way_to_statistics(spec) if has_norms else ()),
+        *(["module.eval()"] if has_statistics else ()),
         "```",
         "",
-        "The file has what the run trains. All else is as the function makes it."
+        f"The file has what the run trains{' and running statistics' if has_statistics else ''}. "
+        "All else is as the function makes it."
         + (" Running statistics of its norms are computed from data." if has_norms else ""),
         "",
     ]
@@ -241,7 +244,7 @@ def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -
             "```\n"
         )
     if isinstance(spec.model, FunctionModel):
-        return _way_to_load_function(spec, spec.model)
+        return _way_to_load_function(spec, spec.model, has_statistics=form.has_statistics)
     if problem:
         return (
             f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "

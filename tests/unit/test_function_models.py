@@ -41,6 +41,7 @@ from protocol.errors import (
     NoInputError,
     NotPermittedError,
     ProtocolMismatchError,
+    UsageError,
 )
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import (
@@ -572,15 +573,17 @@ def test_functions_in_a_run_file_are_checked() -> None:
         validated({"data": {"source": "function", "function": "a:b"}}, origin="the test")
 
 
-def loaded_as_its_card_says(spec: RunSpec, out: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def loaded_as_its_card_says(
+    spec: RunSpec, out: Path, monkeypatch: pytest.MonkeyPatch, *, code: Path | None = None
+) -> nn.Module:
     """What the code of the model card makes of an export, each of whose values is 1 more than at first."""
     trained = first_vector(spec) + 1
     origin = Origin(run="my-run", run_digest=spec.digest(), round=3, outer_digest=Digest(bytes(32)))
-    export_model(spec=spec, parameters=trained, origin=origin, out=out)
-    code = (out / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    export_model(spec=spec, parameters=trained, origin=origin, out=out, code=code)
+    lines = (out / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(out)
     found: dict[str, Any] = {}
-    exec(code, found)
+    exec(lines, found)
     module: nn.Module = found["module"]
     return module
 
@@ -594,6 +597,35 @@ def test_the_card_of_a_model_with_batch_norm_computes_its_statistics(
     before = module[0](torch.stack(list(run_functions.draws()[0])))
     torch.testing.assert_close(module[1].running_mean, before.mean(dim=0), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(module[1].running_var, before.var(dim=0), rtol=0.2, atol=1e-3)
+
+
+def test_with_the_run_s_code_an_export_has_the_statistics_that_evaluations_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:draws")
+    module = loaded_as_its_card_says(spec, tmp_path / "out", monkeypatch, code=tmp_path)
+    assert not module.training
+    trainer = trainer_of(spec)
+    evaluation = trainer.evaluate_at(first_vector(spec) + 1)
+    held_out = torch.stack(list(run_functions.draws()[1]))
+    assert module(held_out).square().mean().item() == pytest.approx(evaluation.loss, rel=1e-5)
+    assert "running_mean" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_export_runs_no_code_that_is_not_the_run_s_and_none_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:draws")
+    assert spec.description is not None
+    other = spec.description.model_copy(
+        update={"sources": dict.fromkeys(spec.description.sources, "0" * 64)}
+    )
+    changed = spec.model_copy(update={"description": other})
+    with pytest.raises(ProtocolMismatchError, match="is not the run's code"):
+        loaded_as_its_card_says(changed, tmp_path / "out", monkeypatch, code=tmp_path)
+    with pytest.raises(UsageError, match="--code is for models with running statistics"):
+        loaded_as_its_card_says(spec_of(), tmp_path / "out", monkeypatch, code=tmp_path)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_says_how_the_function_makes_its_model_again(

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from node.island.data.dataset import Indices, SampleOrder
+from protocol.run.run_spec import RunSpec
+
 STATISTICS_ROWS = 32
 """Samples that go through the model together for them, or `[inner] batch` where that is less.
 
@@ -22,6 +25,14 @@ The same on all nodes, whatever their micro-batches: in smaller ones the layers 
 
 STATISTICS_BATCHES = 16
 """Least number of those batches; more where evaluation takes more samples."""
+
+
+def batches_for(spec: RunSpec, order: SampleOrder, num_samples: int) -> list[Indices]:
+    """The training samples that they are computed over, batch by batch: the first of the run's order."""
+    size = min(STATISTICS_ROWS, spec.inner.batch)
+    most = max(spec.evaluation.samples, STATISTICS_BATCHES * size)
+    chosen = order.indices(0, min(most, num_samples))
+    return [chosen[first : first + size] for first in range(0, len(chosen) - size + 1, size)]
 
 
 def norms_of(parts: Iterable[nn.Module]) -> dict[str, _NormBase]:

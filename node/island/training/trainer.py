@@ -30,7 +30,7 @@ from node.island.measuring.utilisation import (
 )
 from node.island.models.architecture import BufferWatch, Tree
 from node.island.models.decoder_modules import NO_TARGET
-from node.island.models.running_statistics import STATISTICS_BATCHES, STATISTICS_ROWS
+from node.island.models.running_statistics import batches_for
 from node.island.parallel.boxes import (
     Held,
     adopt_boxes,
@@ -408,17 +408,17 @@ class Trainer:
         """
         if not self._engine.has_statistics:
             return
-        size, num_data = min(STATISTICS_ROWS, self._spec.inner.batch), self._mesh.shape.num_data
-        most = max(self._spec.evaluation.samples, STATISTICS_BATCHES * size)
-        chosen = self._order.indices(0, min(most, self._corpus.num_samples))
-        self._corpus.expect("training", chosen)
-        num_batches = len(chosen) // size
+        chosen = batches_for(self._spec, self._order, self._corpus.num_samples)
+        self._corpus.expect("training", np.concatenate(chosen))
+        num_data = self._mesh.shape.num_data
         part = self._mesh.share(num_data).start  # of this rank's data, counted from 0
 
         def batches() -> Iterator[Tree]:
-            for first in range(0, num_batches, num_data):
-                place = (first + part) % num_batches * size  # all ranks take as many
-                yield self._on_device("training", chosen[place : place + size])
+            for first in range(0, len(chosen), num_data):
+                yield self._on_device(
+                    "training",
+                    chosen[(first + part) % len(chosen)],  # all ranks take as many
+                )
                 on_batch()
 
         self._engine.compute_statistics(batches())
