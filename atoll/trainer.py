@@ -15,6 +15,11 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from atoll.errors import SwarmError
 from atoll.swarm import Swarm, join
 
+DEFAULT_SEED = 42
+"""Of TrainingArguments."""
+
+_log = logging.getLogger("atoll")
+
 
 class TrainerCallback(Base):
     """Joins when training begins, counts each step of the optimizer, and leaves when training ends.
@@ -50,6 +55,12 @@ class TrainerCallback(Base):
                 "load_best_model_at_end would put old weights in the place of what this loop contributes",
                 next_step="leave it out, and save the best checkpoint in atoll's evaluate=…, which sees the "
                 "global parameters",
+            )
+        if args.seed == DEFAULT_SEED and args.data_seed in (None, DEFAULT_SEED):
+            _log.warning(
+                "the trainer shuffles by its default seed, %d: all nodes that do so train the same samples "
+                "in the same order; give each node's TrainingArguments a seed of its own",
+                DEFAULT_SEED,
             )
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
         self.swarm = join(model, optimizer, **self._join_arguments)
@@ -90,7 +101,7 @@ class TrainerCallback(Base):
             return
         atexit.unregister(self._leave_at_exit)
         if not self.swarm.is_over:
-            logging.getLogger("atoll").warning(
+            _log.warning(
                 "the trainer has ended after %d steps, and the run goes on: raise max_steps to stay to its "
                 "end",
                 state.global_step,

@@ -39,7 +39,7 @@ def train(one: Scene, *, how: dict[str, Any], **arguments: Any) -> threading.Thr
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
-            **{"save_strategy": "no", "max_steps": 1000} | arguments,
+            **{"save_strategy": "no", "max_steps": 1000, "seed": 7} | arguments,
         ),
         train_dataset=rows,
         eval_dataset=rows,
@@ -59,7 +59,7 @@ def train(one: Scene, *, how: dict[str, Any], **arguments: Any) -> threading.Thr
 
 
 async def test_it_takes_the_run_s_rate_and_tells_losses_between_its_own_evaluations(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scene(tmp_path) as one:
         order = work(2, steps=4, rate_factor=0.5)
@@ -77,19 +77,21 @@ async def test_it_takes_the_run_s_rate_and_tells_losses_between_its_own_evaluati
         logged = [told["learning_rate"] for told in state.log_history if "learning_rate" in told]
         assert logged == pytest.approx(rates, rel=1e-6)
         assert state.global_step == 4
+        assert "seed" not in caplog.text
 
 
 async def test_a_trainer_that_ends_before_the_run_contributes_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scene(tmp_path) as one:
-        thread = train(one, how={}, max_steps=2)
+        thread = train(one, how={}, max_steps=2, seed=42)
         await one.is_here()
         report = await one.train(work(steps=100))
         await one.island.publish(0)
         await ends(thread)
         assert report.inner_steps == 2
         assert "ended after 2 steps, and the run goes on: raise max_steps" in caplog.text
+        assert "the trainer shuffles by its default seed, 42" in caplog.text
 
 
 async def test_an_old_checkpoint_in_the_place_of_what_was_trained_is_refused(
