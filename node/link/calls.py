@@ -104,6 +104,7 @@ class Attachment:
     rulings: tuple[SignedRuling, ...] = ()  # of those that the node lacks
     renew_in_seconds: float = 0.0  # 0 where there is no certificate
     unix_seconds: float = 0.0  # the coordinator's time; 0 where it does not say
+    other_data_names: tuple[str, ...] = ()  # nodes that train on other data than this one
 
 
 class SessionStub(Protocol):
@@ -216,6 +217,7 @@ class CoordinatorLink:
             rulings=rulings_from_wire(answer.rulings),
             renew_in_seconds=answer.renew_in_seconds,
             unix_seconds=answer.unix_seconds,
+            other_data_names=tuple(answer.other_data_names),
         )
 
     async def heartbeat(self, session_id: int, vitals: Vitals) -> bool:

@@ -163,9 +163,6 @@ class StatusLink:
         start_logging(as_json=False)  # to standard error: standard output is for the answer
         where = ", ".join(f"{member.host}:{member.port}" for member in ours.members)
         click.echo(f"the coordinator does not answer; asking members at {where}", err=True)
-        from protocol.terminal.logging import start_logging
-
-        start_logging(as_json=False)  # else what libp2p says would stand in the answer
         try:
             told: Sequence[Address] = asking(ours)
         except AtollError as error:

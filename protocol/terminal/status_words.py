@@ -50,9 +50,16 @@ def saving_in_words(ledger: pb.WireLedger) -> str:
 
 
 def training_loss(nodes: Iterable[pb.NodeStatus]) -> float | None:
-    """The mean of the latest training losses of the nodes that are there; None before the first."""
-    losses = [n.heartbeat.loss for n in nodes if n.state not in GONE and n.heartbeat.loss > 0]
-    return sum(losses) / len(losses) if losses else None
+    """The mean of the latest training losses of the nodes that are there, or were there last.
+
+    None before the first.
+    """
+    told = [node for node in nodes if node.heartbeat.loss > 0]
+    here = [node for node in told if node.state not in GONE]
+    if not here:  # as after the end of the run: of those that stayed longest
+        last = max((node.heartbeat.outer_round for node in told), default=0)
+        here = [node for node in told if node.heartbeat.outer_round == last]
+    return sum(node.heartbeat.loss for node in here) / len(here) if here else None
 
 
 def compute_share(nodes: Iterable[pb.NodeStatus]) -> float | None:

@@ -199,6 +199,17 @@ def test_the_line_says_it_all_in_one(three_nodes):
     )
 
 
+def test_after_the_end_the_training_loss_is_that_of_those_who_stayed_to_it():
+    gone = status_pb2.NODE_STATE_LEFT
+    early = a_node("early", gone, loss=9.0, outer_round=3)
+    one, other = (a_node(n, gone, loss=loss, outer_round=12) for n, loss in (("a", 2), ("b", 3)))
+    helper = a_node("helper", outer_round=12)
+    assert "training 2.500" in drawn(a_status(early, one, other, helper))
+    here = a_node("here", loss=4.0, outer_round=12)
+    assert "training 4.000" in drawn(a_status(early, one, other, here))
+    assert "training -" in drawn(a_status(helper))
+
+
 def answers(*items):
     remaining = iter(items)
 
