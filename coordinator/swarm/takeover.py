@@ -354,7 +354,10 @@ def takeover_of(number: int, progress: SliceProgress, now: float) -> SliceTakenO
 
 
 def _backup(
-    state: SwarmState, current: Round, progress: SliceProgress, without: Collection[NodeId]
+    state: SwarmState,
+    current: Round,
+    progress: SliceProgress,
+    without: Collection[NodeId] = (),
 ) -> NodeId | None:
     """Who stands in: a node that stays, holds the base, reaches the others, and reduces little.
 

@@ -50,15 +50,13 @@ def test_a_host_to_advertise_is_a_host_alone_and_the_right_one_is_named(
     assert code == ExitCode.OK
 
 
-def test_two_services_cannot_have_one_port(
+def test_equal_ports_are_one_port_for_members_and_who_joins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["coordinator", "init", str(tmp_path / "run"), "--port", "7701"]
-    code, said = typed(words, capsys)  # the other is 7701 by default
-    assert code == ExitCode.USAGE
-    assert "control_port and enrolment_port are both 7701" in said
-    made = ["coordinator", "init", str(tmp_path / "any"), "--port", "0", "--enrolment-port", "0"]
-    assert typed(made, capsys)[0] == ExitCode.OK
+    for name, port, has_one_port in (("run", "7701", True), ("any", "0", False)):
+        made = ["coordinator", "init", str(tmp_path / name), "--port", port]
+        assert typed([*made, "--enrolment-port", port], capsys)[0] == ExitCode.OK
+        assert config.Home.load(tmp_path / name).config.has_one_port is has_one_port
 
 
 def test_a_second_run_on_a_machine_has_ports_of_its_own(
