@@ -8,12 +8,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import connect_proxy
 import pytest
+import structlog
+from transport_peers import Desk
 
+from node.exchange.limits import Limits
+from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.tunnels import Tunnels, host_and_port
+from protocol.trust.identity import Identity
 from protocol.trust.proxy import Proxy, ProxyRefusedError
+from protocol.wire.rounds import PeerAddress, RosterEntry
+from protocol.wire.wire_count import WireCounts
+from tests.ports import free_port
 
 HOST = "127.0.0.1"
 MB = bytes(range(256)) * 4096
+SAID = "no tunnel to a member"
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -135,3 +144,29 @@ async def test_a_silent_proxy_is_given_up_and_what_is_no_address_of_tcp_is_not_a
             with pytest.raises(ProxyRefusedError, match="is no address of TCP"):
                 async with tunnels.to(odd, seconds=10):
                     pytest.fail("there is no tunnel")
+
+
+async def test_a_member_to_whom_the_proxy_does_not_lead_is_said_once() -> None:
+    other = Identity.generate()
+    nowhere = f"/ip4/{HOST}/tcp/{free_port()}"
+    entry = RosterEntry(
+        node_id=other.node_id,
+        node_name="other",
+        address=PeerAddress(public_key=other.public_key, multiaddrs=(nowhere,)),
+    )
+    limits = Limits(first_redial_seconds=0.05, last_redial_seconds=0.05, yield_seconds=0.0)
+    with proxy_to(443) as proxy, structlog.testing.capture_logs() as logged:
+        transport = Libp2pTransport(
+            identity=Identity.generate(), counts=WireCounts(), limits=limits, proxy=proxy
+        )
+        await transport.start(Desk())
+        try:
+            transport.set_roster((entry,))
+            async with asyncio.timeout(30):
+                while not (told := [one for one in logged if one["event"] == SAID]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert "403 Forbidden" in told[0]["why"] and "--port 443" in told[0]["next_step"]
+            await asyncio.sleep(0.5)  # it is dialled some times more
+            assert len([one for one in logged if one["event"] == SAID]) == 1
+        finally:
+            await transport.stop()
