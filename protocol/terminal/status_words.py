@@ -124,17 +124,26 @@ def relay_in_words(run: pb.RunStatus) -> str:
     return run.relay and f"coordinator {printable(run.relay, most=200)}"
 
 
-def backup_troubles(run: pb.RunStatus) -> list[str]:
-    """Why a place gets no copies of the coordinator; only the run owner is told. Empty where all is well."""
+def backup_troubles(run: pb.RunStatus, *, for_everybody: bool = False) -> list[str]:
+    """Why a place gets no copies of the coordinator; only the run owner is told. Empty where all is well.
+
+    For everybody that it gets none, and neither where it is nor why.
+    """
     return [
-        _backup_trouble(one)
+        f"no backup {_since(one)}: 'atoll status' tells the run owner why"
+        if for_everybody
+        else _backup_trouble(one)
         for one in run.backups
         if one.HasField("next_seconds") and (one.num_failures or one.is_abandoned)
     ]
 
 
+def _since(one: pb.BackupStatus) -> str:
+    return f"for {seconds_in_words(one.made_seconds)}" if one.HasField("made_seconds") else "yet"
+
+
 def _backup_trouble(one: pb.BackupStatus) -> str:
-    since = f"for {seconds_in_words(one.made_seconds)}" if one.HasField("made_seconds") else "yet"
+    since = _since(one)
     target = printable(one.target, most=200)
     if one.is_abandoned:
         overdue = seconds_in_words(-one.next_seconds)
