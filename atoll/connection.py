@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 
 from atoll.errors import ConnectionLostError, NoNodeError, SwarmError
 
-VERSION = 2
+VERSION = 3
 
 SOCKET_FILE = "loop.socket"
 HOME_VARIABLE = "ATOLL_DIR"
@@ -52,11 +53,25 @@ def find_folder(explicit: str | os.PathLike[str] | None) -> Path:
     return (Path(data) if data else Path.home() / ".local" / "share") / "atoll"
 
 
+_open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for link in _open:
+        with suppress(OSError):
+            os.close(link.detach())
+
+
+# Workers of a DataLoader outlive a killed loop for a while: the node would take it for alive.
+os.register_at_fork(after_in_child=_let_go)
+
+
 class Connection:
     """One rank's connection. Messages come in order; what is lost raises ConnectionLostError."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
+        _open.add(link)
         self._buffer = bytearray()
         self._descriptors: tuple[int, ...] = ()
 

@@ -22,13 +22,15 @@ class LoopLog:
     """Tells Python's logger `atoll` what happens, and writes it to `loop.log`; rank 3's is `loop-3.log`."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
+        self._node = folder.absolute().name
         self._process = f"loop-{rank}" if rank else "loop"
         self._path = folder / LOGS_FOLDER / f"{self._process}.log"
 
     def tell(self, level: int, words: str, **facts: object) -> None:
         """One event; `level` is that of the logging module."""
         shown = " ".join(f"{key}={value}" for key, value in facts.items())
-        _log.log(level, "%s", f"{words} {shown}".rstrip())
+        # With the folder's name: a machine may have several nodes, and a terminal their loops.
+        _log.log(level, "%s: %s", self._node, f"{words} {shown}".rstrip())
         told = {
             "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "level": logging.getLevelName(level).lower(),

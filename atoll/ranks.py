@@ -54,6 +54,12 @@ class Ranks:
         dist.broadcast(said, src=0)
         return int(said.item())
 
+    def average(self, tensor: torch.Tensor) -> None:
+        """Gives all ranks the mean of theirs, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+            tensor /= self.world_size
+
     def same_for_all(self, value: Value) -> Value:
         """Rank 0's value, on all ranks."""
         if self.world_size == 1:

@@ -8,14 +8,15 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from atoll.buffers import BufferWatch, Compute, RunningStatistics
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
@@ -23,9 +24,12 @@ from atoll.log_file import LoopLog
 from atoll.ranks import Ranks
 from atoll.samples import Chunk
 from atoll.training import Training
-from atoll.weights import Place, Weights, check_model, check_optimizer
+from atoll.weights import Place, Weights, check_model, check_optimizer, reshard, tensors_of
 
 Evaluate = Callable[[], float | tuple[float, int]]
+
+RATE = "learning_rate"
+"""The end of the rules that are learning rates."""
 
 CHILD_SECONDS = 180.0
 """How long a node of our own may take to be there: it loads what it needs, and asks the coordinator."""
@@ -39,7 +43,7 @@ class Run:
     """What a loop may know of the run."""
 
     name: str
-    rounds: int
+    rounds: int  # as amended
     batch: int  # samples of an inner step, over all ranks
     context: int  # tokens of a sample
     tokens_per_step: int  # that the plan leases for an inner step, over all ranks
@@ -58,6 +62,7 @@ class Session:
         folder: Path,
         child: ChildNode | None,
         evaluate: Evaluate | None,
+        statistics: Compute | None,
         wait_seconds: float,
     ) -> None:
         self._model = model
@@ -66,10 +71,14 @@ class Session:
         self._folder = folder
         self._child = child
         self._evaluate = evaluate
+        self._compute_statistics = statistics
+        self._statistics: RunningStatistics | None = None
+        self._buffers: BufferWatch | None = None
         self._wait_seconds = wait_seconds
         self._connection: Connection | None = None
         self._weights: Weights | None = None
         self._run_digest = ""
+        self._rules: dict[str, float] = {}  # in force, by the run file's keys
         self.run: Run
         self.log = LoopLog(folder, rank=ranks.rank)
         self.training: Training | None = None  # the order that the loop carries out
@@ -89,7 +98,10 @@ class Session:
         self.serve()
 
     def serve(self) -> None:
-        """Answers the order to train, and carries out others until the next one, or the end."""
+        """Answers the order to train, and carries out others until the next one, or the end.
+
+        At the end of the run the model's running statistics are computed for what it then holds.
+        """
         training, self.training = self.training, None
         answer = None if training is None else training.trained(time.monotonic())
         if training is not None:
@@ -108,6 +120,15 @@ class Session:
             except ConnectionLostError as lost:
                 answer = None
                 self._come_back(lost.what)
+        if self._statistics is not None:
+            self._statistics.settle()
+            reshard(self._model)
+
+    def look_at_buffers(self) -> None:
+        """After an inner step. Raises ModelMismatchError for what training changes and no node shares."""
+        assert self._statistics is not None and self._buffers is not None
+        self._statistics.look()
+        self._buffers.check()
 
     def say(self, message: Message) -> None:
         """Sends a message. Raises ConnectionLostError."""
@@ -250,6 +271,7 @@ class Session:
             check_model(self._model, places)
             if self._optimizer is not None:
                 check_optimizer(self._model, self._optimizer, places)
+            self._watch_buffers(places)
         except ModelMismatchError as error:
             connection.say({"kind": "refuses", "why": error.what[:1000]})
             raise
@@ -276,7 +298,23 @@ class Session:
             tokens_per_step=welcome["tokens_per_step"],
             num_samples=welcome["num_samples"],
         )
+        self._rules = self._rules or welcome["rules"]
         connection.say({"kind": "ready"})
+
+    def _watch_buffers(self, places: Sequence[Place]) -> None:
+        """From now on, over all connections. Raises ModelMismatchError."""
+        if self._statistics is None:
+            averaged = tensors_of(self._model, places).values()
+            self._statistics = RunningStatistics(
+                self._model,
+                averaged=averaged,
+                compute=self._compute_statistics,
+                ranks=self._ranks,
+            )
+            self._statistics.refuse_if_untold()
+            self._buffers = BufferWatch(
+                self._model, averaged=averaged, but_for=self._statistics.names
+            )
 
     # The node's orders
 
@@ -304,6 +342,7 @@ class Session:
         return None  # a halt that came when nothing was trained any more
 
     def _begin(self, order: Message) -> None:
+        self._take_rules(order["rules"])
         now = time.monotonic()
         first, last = order["progress"]
         seconds = order["max_seconds"]
@@ -313,17 +352,35 @@ class Session:
             inner_steps=order["inner_steps"],
             ends_at=math.inf if seconds is None else now + seconds,
             progress_span=(first, last),
+            rates={key: value for key, value in self._rules.items() if key.endswith(RATE)},
+            rate_shares=tuple(order["rate_shares"]),
             began_at=now,
             told_at=now,
         )
 
+    def _take_rules(self, rules: dict[str, float]) -> None:
+        """Tells what amendments have changed since the last order, or of the run file."""
+        changed = [key for key, value in rules.items() if self._rules.get(key) != value]
+        if changed:
+            told = ", ".join(
+                f"{key} {self._rules.get(key, 0):g} -> {rules[key]:g}" for key in changed
+            )
+            self.log.tell(
+                logging.WARNING,
+                f"the run was amended: {told}. swarm.learning_rate and swarm.progress follow it; rates that "
+                "this loop sets itself stay as they are",
+            )
+        self._rules = rules
+        self.run = replace(self.run, rounds=int(rules["run.rounds"]))
+
     def _evaluated(self, weights: Weights) -> tuple[float, int]:
         """The loss of the global parameters, by the loop's own function; its own weights stay."""
-        assert self._evaluate is not None
+        assert self._evaluate is not None and self._statistics is not None
         own = weights.aside()
         weights.show_global()
         try:
-            found = self._evaluate()
+            with self._statistics.of_these_weights():
+                found = self._evaluate()
         finally:
             weights.put_back(own)
         loss, tokens = found if isinstance(found, tuple) else (found, 0)

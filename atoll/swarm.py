@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from atoll.buffers import Compute
 from atoll.child import ChildNode
 from atoll.connection import find_folder
 from atoll.errors import ConnectionLostError, RunOverError, SamplesError, SwarmError
@@ -56,7 +57,7 @@ class Swarm:
         self._ranks = ranks
         self._child = child
         self._has_warned = False
-        self._last = (0, 0.0)  # round and progress, once nothing is trained any more
+        self._last: Training | None = None  # once nothing is trained any more
 
     @property
     def run(self) -> Run:
@@ -66,8 +67,31 @@ class Swarm:
     @property
     def progress(self) -> float:
         """How far the run has come, from 0 to 1: what a schedule of one's own may follow."""
-        training = self._session.training
-        return self._last[1] if training is None else training.progress
+        training = self._session.training or self._last
+        return 0.0 if training is None else training.progress
+
+    @property
+    def learning_rate(self) -> float:
+        """The run's learning rate at the next inner step: `[inner] learning_rate`, by its schedule.
+
+        Amendments, and `[inner] scaling` with the nodes of a round, are in it. A loop may take it over, as
+        `group["lr"] = swarm.learning_rate`; by itself nothing does.
+        """
+        return self._rate("inner.learning_rate")
+
+    @property
+    def muon_learning_rate(self) -> float:
+        """The same of `[inner] muon_learning_rate`. Raises SwarmError where the run has no Muon."""
+        return self._rate("inner.muon_learning_rate")
+
+    def _rate(self, key: str) -> float:
+        training = self._session.training or self._last
+        if training is None or key not in training.rates:
+            raise SwarmError(
+                f"the run says nothing of {key}" if training else "no plan has come here yet",
+                next_step="read swarm.learning_rate" if training else "",
+            )
+        return training.rate(key)
 
     @property
     def is_over(self) -> bool:
@@ -101,16 +125,18 @@ class Swarm:
         session.steps_at_risk += 1
         if loss is not None:
             training.add_loss(loss)
+        if training.steps == 1:
+            session.look_at_buffers()
         self._tell_now_and_then(training)
         if training.steps >= training.look_at:
             more_steps = self._ranks.said_by_first(lambda: self._more_steps(training))
             training.look_at = training.steps + more_steps
             if more_steps == 0:
-                self._last = (training.round, training.progress)
+                self._last = training
                 session.serve()
         current = session.training
         return Step(
-            round=self._last[0] if current is None else current.round,
+            round=(current or training).round,
             is_replaced=session.is_replaced,
             steps_left=0 if current is None else current.inner_steps - current.steps,
             is_over=self.is_over,
@@ -269,6 +295,7 @@ def join(
     folder: str | os.PathLike[str] | None = None,
     invite: str | None = None,
     evaluate: Evaluate | None = None,
+    statistics: Compute | None = None,
     wait_seconds: float = 60.0,
 ) -> Swarm:
     """Joins a swarm with a training loop of one's own; use it in a `with`.
@@ -282,6 +309,10 @@ def join(
     the `atoll` that $ATOLL_PROGRAM or the PATH names, and ends it when it leaves. `evaluate` returns the
     held-out loss in nats per token, or that and how many tokens it was measured on; it is called on all
     ranks while the model holds the global parameters. Without it, other nodes evaluate.
+
+    `statistics` is for models with batch norm: a function that runs the model over some training batches,
+    each rank over its own. Before `evaluate`, and at the end of the run, it is called, without gradients and
+    with the norms in training mode, and their running statistics become the means over those batches.
 
     With several ranks, call it on all of them after `torch.distributed` was set up and the model
     sharded. Returns with the first plan. Raises SwarmError and those made of it.
@@ -297,6 +328,7 @@ def join(
         folder=home,
         child=child,
         evaluate=evaluate,
+        statistics=statistics,
         wait_seconds=wait_seconds if invite is None else CHILD_SECONDS,
     )
     swarm = Swarm(session, ranks, child)

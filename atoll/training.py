@@ -18,6 +18,10 @@ class Training:
     inner_steps: int
     ends_at: float  # on this machine's monotonic clock
     progress_span: tuple[float, float]  # of the run, at the first inner step and at the last
+    rates: dict[str, float]  # by the run file's keys of [inner]: as amended, at the schedule's peak
+    rate_shares: tuple[
+        float, ...
+    ]  # of those rates, at inner steps evenly from the first to the last
     began_at: float
     steps: int = 0
     look_at: int = 1  # steps after which the ranks agree next on whether to go on
@@ -35,6 +39,16 @@ class Training:
         """How far the run is at the next inner step."""
         first, last = self.progress_span
         return first + min(1.0, self.steps / max(1, self.inner_steps - 1)) * (last - first)
+
+    def rate(self, key: str) -> float:
+        """What the run makes of one of its learning rates at the next inner step."""
+        last = len(self.rate_shares) - 1
+        place = min(1.0, self.steps / max(1, self.inner_steps - 1)) * last
+        before = min(int(place), max(0, last - 1))
+        after = min(before + 1, last)
+        share = self.rate_shares[before]
+        share += (place - before) * (self.rate_shares[after] - share)
+        return self.rates[key] * share
 
     def add_loss(self, loss: float | Tensor) -> None:
         """Counts the loss of a step."""

@@ -186,7 +186,7 @@ class Weights:
 
     def _held(self, fragment: int | None) -> Iterator[Held]:
         """What the rank holds of a fragment, or of all, in pieces, to be read or changed in place."""
-        _reshard(self.model)
+        reshard(self.model)
         first, past = 0, len(self.parameters)
         if fragment is not None:
             first, num_elements = self.fragments[fragment]
@@ -229,14 +229,6 @@ def check_model(model: nn.Module, places: Sequence[Place]) -> None:
             f"this model trains {_listed(more)}, which the run does not",
             next_step="freeze it with requires_grad_(False), or bring the run's model",
         )
-    for name, module in model.named_modules():
-        mean = getattr(module, "running_mean", None)
-        if isinstance(mean, Tensor) and id(mean) not in known:
-            raise ModelMismatchError(
-                f"{canonical(name)} keeps running statistics, which training changes and the run does "
-                "not average: each node would have its own",
-                next_step="set track_running_stats=False, or normalise without a batch (GroupNorm)",
-            )
 
 
 def check_optimizer(model: nn.Module, optimizer: Any, places: Sequence[Place]) -> None:
@@ -318,7 +310,7 @@ def held_of(place: Place, tensor: Tensor, *, rank: int) -> Held:
     return Held(place=place, local=values.to_local(), start=tuple(offset), publishes=is_first)
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """After a forward without a backward FSDP2's parameters are whole, and edits of them vanish."""
     from torch.distributed.fsdp import FSDPModule
 

@@ -287,7 +287,15 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
         pb.RuleChange(key=key, value_json=json.dumps(value)) for key, value in changes_of(changes)
     ]
     with operator_of(directory) as stub:
-        _say(stub.AmendRun(pb.AmendRunRequest(changes=asked, reason=reason)).ruling)
+        answer = stub.AmendRun(pb.AmendRunRequest(changes=asked, reason=reason))
+    _say(answer.ruling)
+    if answer.own_loops:
+        one = len(answer.own_loops) == 1
+        click.echo(
+            f"{', '.join(answer.own_loops)} {'trains' if one else 'train'} by "
+            f"{'a loop of its owner' if one else 'loops of their owners'}, which "
+            f"{'takes' if one else 'take'} this over only by swarm.learning_rate: their logs tell of it"
+        )
 
 
 def _say(wire: "Ruling") -> None:

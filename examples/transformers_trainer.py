@@ -1,5 +1,6 @@
 """transformers.Trainer as an island of a swarm: python transformers_trainer.py NODE_FOLDER TEXT_FILE."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -34,6 +35,7 @@ trainer = Trainer(
         logging_steps=5,
         save_strategy="no",
         report_to=[],
+        seed=int.from_bytes(os.urandom(4)),  # each node's own: else all shuffle alike
         use_cpu=not torch.cuda.is_available(),
     ),
     train_dataset=[{"input_ids": tokens, "labels": tokens} for tokens in windows],

@@ -71,12 +71,10 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
 from protocol.trust.rulings import Ruling, RulingVerifier
+from protocol.wire.rounds import OWN_LOOP
 from protocol.wire.wire_count import WireCounts
 
 log = structlog.get_logger()
-
-OWN_LOOP: tuple[str, ...] = ("own loop",)
-"""The device of a node whose training is its contributor's own program: only that knows."""
 
 NO_DEVICE = "helper"
 """The device of a helper, which has none."""
@@ -308,14 +306,14 @@ def _threads_beside(ranks: _Ranks) -> int:
     return threads_beside(
         num_ranks=len(ranks.devices),
         num_cores=len(os.sched_getaffinity(0)),
-        ranks_compute_on_cores=ranks.devices == OWN_LOOP
+        ranks_compute_on_cores=ranks.devices == (OWN_LOOP,)
         or (ranks.devices != () and kind_of(ranks.devices) == "cpu"),
     )
 
 
 def _mesh_in_words(ranks: _Ranks) -> str:
-    if ranks.devices == OWN_LOOP:
-        return OWN_LOOP[0]
+    if ranks.devices == (OWN_LOOP,):
+        return OWN_LOOP
     return str(ranks.shape) if ranks.devices else ""
 
 
@@ -345,7 +343,7 @@ async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:
     if start.is_helper:
         return _Ranks(devices=(), shape=MeshShape())
     if settings.loop:
-        return _Ranks(devices=OWN_LOOP, shape=MeshShape())
+        return _Ranks(devices=(OWN_LOOP,), shape=MeshShape())
     usable = await _devices_of(settings, hardware)
     shape, kind = _mesh_of(settings, spec, usable), kind_of(usable.names)
 

@@ -231,17 +231,12 @@ def _home_of(role: Role, folder: Path | None) -> Path:
     """The folder of a node or a helper, as the command is for; what is damaged is told first."""
     home = find_home(folder)
     found = Credentials.load(home).principal.role
-    if found is Role.VIEWER:
-        raise NotPermittedError(
-            f"{home} is a viewer's folder: a viewer sees the status and takes no part",
-            next_step=f"ask the run owner for an invite of a {role}, and join with it in another folder",
-        )
+    require_node_folder(home)
     if found is not role:
         raise NotPermittedError(
             f"{home} is a {found}'s folder, not a {role}'s",
             next_step=f"run 'atoll {found} start', or join as a {role} in another folder",
         )
-    require_node_folder(home)
     return home
 
 

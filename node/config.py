@@ -2,7 +2,9 @@
 
 import ipaddress
 import json
+import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +21,19 @@ from node.island.parallel.mesh_shape import MeshShape, ScheduleName
 from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
 from node.machine.limits import Limits, hours_of
 from node.machine.notices import CloudChoice
-from protocol.errors import ConfigError, NoInputError, UsageError
+from protocol.errors import (
+    AtollError,
+    ConfigError,
+    NoInputError,
+    NotPermittedError,
+    SystemRefusedError,
+    UsageError,
+)
 from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.run.models import Section, nearest_key
 from protocol.terminal.typed import bits_per_second_of, web_address_of
-from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE
+from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, Credentials
+from protocol.trust.pki import Role
 
 SETTINGS_FILE = "node.toml"
 SNAPSHOTS_FOLDER = "snapshots"
@@ -460,6 +470,20 @@ class NodeSettings(Section):
 
             require_interface(self.interface, interface_addresses())
 
+    def require_port(self, coordinator_host: str) -> None:
+        """Raises SystemRefusedError where nobody can listen where peers are to connect to."""
+        from node.machine.addresses import has_ipv6
+
+        for address in self.listen_addresses(coordinator_host, has_ipv6=has_ipv6()):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                socket.create_server((address, self.port), family=family).close()
+            except OSError as error:
+                raise SystemRefusedError(
+                    f"nobody can listen on {address} port {self.port}: {os.strerror(error.errno or 0)}",
+                    next_step="choose another --listen or --port, or stop what listens there",
+                ) from error
+
     def asks_router(self, coordinator_host: str) -> bool:
         """Whether a router is asked to forward the port."""
         return self.ask_router and self.punches(coordinator_host) and not self.announce
@@ -578,6 +602,7 @@ def helper_template() -> str:
 def require_node_folder(folder: Path) -> None:
     """Raises NoInputError for a folder without a node's identity."""
     if (folder / IDENTITY_FILE).is_file():
+        _refuse_viewers(folder)
         return
     is_coordinators = (folder / COORDINATOR_FILE).is_file()
     what = "a coordinator's folder, not a node's" if is_coordinators else "not a node's folder"
@@ -585,6 +610,18 @@ def require_node_folder(folder: Path) -> None:
         f"{folder} is {what}",
         next_step="choose a node's with --dir DIR, or make one with 'atoll join INVITE --dir DIR'",
     )
+
+
+def _refuse_viewers(folder: Path) -> None:
+    try:
+        role = Credentials.load(folder).principal.role
+    except AtollError:
+        return  # whoever needs them says what is wrong
+    if role is Role.VIEWER:
+        raise NotPermittedError(
+            f"{folder} is a viewer's folder: a viewer sees the status and takes no part",
+            next_step="ask the run owner for an invite of a node, and join with it in another folder",
+        )
 
 
 def load_settings(folder: Path, **overrides: Any) -> NodeSettings:

@@ -37,6 +37,7 @@ from node.owner import LOOK_SECONDS
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import NOBODY, ServiceManager
+from protocol.terminal.logging import call_in_every_line
 from protocol.trust.credentials import Credentials
 from protocol.trust.pki import pin_of
 from protocol.trust.rulings import (
@@ -68,7 +69,7 @@ from protocol.wire.messages import (
     SpotCheckAsked,
 )
 from protocol.wire.rounds import MOST_MULTIADDRS, Commit, CorpusSummary, NodeId, PeerAddress
-from protocol.wire.vitals import ExchangeSpeed, Vitals
+from protocol.wire.vitals import SHORT_WORDS, ExchangeSpeed, Vitals
 
 log = structlog.get_logger()
 
@@ -237,6 +238,7 @@ class Daemon:
         outer.sign_as(self._process_id)
         self.called = facts.node_name
         """The node's name in the swarm: another node may have its own."""
+        self._other_data: tuple[str, ...] = ()  # nodes that train on other data
         self._commits_wanted: asyncio.Queue[int] = asyncio.Queue()  # after these rounds
         self._is_ending = False
         self._patience_ended = asyncio.Event()  # of a drain
@@ -462,11 +464,12 @@ class Daemon:
     def _waiting_for(self) -> str:
         if self._supplied is not None and (words := self._supplied.waiting_for):
             return words
-        if self._duties.activity == "training":
+        activity = self._duties.activity
+        if activity == "training":
             return ""
-        return self._exchange.waiting_for() or (
-            "the next plan" if self._duties.activity == "waiting" else ""
-        )
+        if len(activity) > SHORT_WORDS:
+            return activity  # there it is cut off
+        return self._exchange.waiting_for() or ("the next plan" if activity == "waiting" else "")
 
     async def _ask_members(self, credentials: Credentials) -> Sequence[Address]:
         return await self._transport.coordinator_addresses(pin_of(credentials.server_root_pem))
@@ -485,7 +488,19 @@ class Daemon:
                 next_step="write another name into node.toml, and restart the node, to choose it yourself",
             )
         self.called = called
+        call_in_every_line(called)  # two nodes of a machine have its name at first
         self._manager.ready(f"takes part as {called}, from round {attachment.committed_round} on")
+        if attachment.other_data_names and attachment.other_data_names != self._other_data:
+            log.warning(
+                "other nodes train on other data: the ledger leases samples by number, and the same number "
+                "is another sample here",
+                nodes=", ".join(attachment.other_data_names),
+                next_step=f"let {self._spec.data.function} give the same samples on all nodes: a seed for "
+                "what it draws, sorted names for what it lists, the same files"
+                if self._spec.data.source == "function"
+                else "name the very data that the run was made with, as data in node.toml",
+            )
+        self._other_data = attachment.other_data_names
         if attachment.committed_round > self._outer.round:
             self._duties.put(CatchUpNeeded(round=attachment.committed_round))
 

@@ -116,19 +116,31 @@ def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
         f"{run.total_rounds}, {num_present} members now; data: {spec.data.source}"
         + (", each member's own" if spec.data.private else "")
     )
+    yield from what_is_over(run)
     if not is_helper:
         yield f"it reads: {reads_in_words(spec.data, own=settings.data)}"
     yield from _takes(folder, settings, spec, hardware, is_helper=is_helper)
     if not is_helper:
         kind = devices[0].partition(":")[0] if devices else "cpu"
         ours = expected_a_day(status, kind=kind, limits=settings.limits)
-        yield f"a day, as members here do: {_day_in_words(ours, num_ranks=max(1, len(devices)), kind=kind)}"
+        num_ranks, has_rounds = max(1, len(devices)), run.committed_round > 0
+        words = _day_in_words(ours, num_ranks=num_ranks, kind=kind, has_rounds=has_rounds)
+        yield f"a day, as members here do: {words}"
     limits = (
         "max_upload, max_disk"
         if is_helper
         else "hours, only_idle, on_battery, load, max_upload, max_disk"
     )
     yield f"limits that you may set: {limits} in {folder / 'node.toml'}"
+
+
+def what_is_over(run: status_pb2.RunStatus) -> Iterator[str]:
+    """What starting comes to where the run is finished; nothing while it goes on."""
+    if run.phase == status_pb2.RUN_PHASE_FINISHED:
+        yield (
+            "the run is finished: a node that starts now takes its final state from one that is here, and "
+            "ends; 'atoll run extend', typed by the run owner, opens it again"
+        )
 
 
 async def _run_of(folder: Path) -> RunSpec:
@@ -170,7 +182,7 @@ def _in_words(devices: Sequence[str], hardware: Hardware) -> str:
     return ", ".join(hardware.gpus[int(each.partition(":")[2])].name for each in devices)
 
 
-def _day_in_words(ours: Expected, *, num_ranks: int, kind: str) -> str:
+def _day_in_words(ours: Expected, *, num_ranks: int, kind: str, has_rounds: bool) -> str:
     parts = []
     if ours.tokens is not None:
         parts.append(f"about {console.count_in_words(ours.tokens * num_ranks)} tokens")
@@ -178,6 +190,8 @@ def _day_in_words(ours: Expected, *, num_ranks: int, kind: str) -> str:
         parts.append(f"tokens are not known, for no member trains on {kind} now")
     if ours.moved_bytes is not None:
         parts.append(f"about {console.bytes_in_words(ours.moved_bytes)} each way")
+    elif has_rounds:
+        parts.append("bytes are not known while nobody is here")
     else:
         parts.append("bytes are not known before the first round")
     return "; ".join(parts)

@@ -60,13 +60,19 @@ class History:
         self._rounds: list[int] = []  # in order
         self._commits: dict[int, bytes] = {}  # round -> atoll.v1.Commit
         self._incarnations: dict[int, int] = {}
+        self._moves_by: Commit | None = None
         self._unsaved: list[bytes] = []
         self._is_cut = False  # of the file some rounds are not wanted any more
         if self._file is not None:
             self._read(self._file)
 
+    def moves_by(self, commit: Commit) -> None:
+        """The state is about to move to a commit's round: a heartbeat may tell of it before `add`."""
+        self._moves_by = commit
+
     def add(self, commit: Commit) -> None:
         """Remembers a commit that was applied; drops those that it takes back."""
+        self._moves_by = None
         encoded = convert.commit_to_wire(commit).SerializeToString(deterministic=True)
         if self._commits.get(commit.round) == encoded:
             return
@@ -94,10 +100,13 @@ class History:
 
     def incarnation_at(self, round: int) -> int:
         """Of the commit that led to the state at this round; 0 when it is not known."""
+        if self._moves_by is not None and self._moves_by.round == round:
+            return self._moves_by.incarnation
         return self._incarnations.get(round, 0)
 
     def forget_after(self, round: int) -> None:
         """Drops the commits of later rounds, which are undone, from the file with the next `save`."""
+        self._moves_by = None
         if not self._rounds or self._rounds[-1] <= round:
             return
         while self._rounds and self._rounds[-1] > round:

@@ -1,5 +1,6 @@
 """Functions that runs of the tests bring."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,32 @@ def net_with_batch_norm() -> Any:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)), squares
 
 
+def deep_net_with_batch_norm() -> Any:
+    layers = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(2))
+    return nn.Sequential(nn.Sequential(*layers), nn.Linear(4, 1)), squares
+
+
+def net_with_batch_norm_and_plans() -> Any:
+    return *net_with_batch_norm(), None, {"0": "column", "stages": ["*"]}
+
+
+class Centred(nn.Module):
+    """Takes a mean of all that it has seen away, which it keeps in a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+        return x - self.mean
+
+
+def net_with_own_mean() -> Any:
+    return nn.Sequential(Centred(4), nn.Linear(4, 1)), squares
+
+
 def net_with_unused() -> Any:
     module = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
     return module, lambda module, batch: module["used"](batch).square().mean()
@@ -154,6 +181,29 @@ def samples(count: int = 200) -> Any:
     return Samples(1, count), Samples(2, 31)
 
 
+def unseeded_split() -> Any:
+    return torch.utils.data.random_split(Samples(1, 200), (150, 50))
+
+
+def samples_by_hash() -> Any:
+    """As of a set's order, or a folder's: another one in each process, here at each call."""
+    seed = int.from_bytes(os.urandom(4))
+    return Samples(seed, 200), Samples(2, 31)
+
+
+class Augmented(Samples):
+    """Draws at each reading, from a generator that nobody else seeds."""
+
+    _draws = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index) | {"words": self._draws.integers(40, size=5)}
+
+
+def augmented() -> Any:
+    return Augmented(1, 200), Augmented(2, 31)
+
+
 class Rows:
     def __len__(self) -> int:
         return 64
@@ -164,6 +214,24 @@ class Rows:
 
 def rows() -> Any:
     return Rows(), Rows()
+
+
+class Draws:
+    """Rows drawn from a seed, with a mean and a variance."""
+
+    def __init__(self, seed: int) -> None:
+        draws = torch.Generator().manual_seed(seed)
+        self._rows = 3 + 2 * torch.randn(64, 4, generator=draws)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._rows[index]
+
+
+def draws() -> Any:
+    return Draws(1), Draws(2)
 
 
 class Ragged:

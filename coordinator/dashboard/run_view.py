@@ -99,7 +99,7 @@ def _run(status: pb.GetStatusResponse) -> View:
             if run.outer_digest and not run.digests_agree
             else []
         ),
-        *backup_troubles(run),
+        *backup_troubles(run, for_everybody=True),
     ]
     return {
         "name": run.run_name,

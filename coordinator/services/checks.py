@@ -33,10 +33,11 @@ from protocol.wire.rounds import (
     PeerAddress,
     RoundSpan,
 )
+from protocol.wire.vitals import LONG_WORDS, SHORT_WORDS
 from protocol.wire.wire_count import WIRE_KINDS, WireTotals
 
-MAX_NAME_LENGTH = 64
-MAX_WORDS_LENGTH = 256
+MAX_NAME_LENGTH = SHORT_WORDS
+MAX_WORDS_LENGTH = LONG_WORDS
 MAX_MULTIADDR_LENGTH = 256
 MAX_FRAGMENTS = 1024
 MAX_RANKS = 1 << 16

@@ -16,6 +16,7 @@ from coordinator.swarm.membership import members_by
 from coordinator.swarm.state import KEPT_ROUNDS
 from coordinator.swarm.turn import present_members
 from protocol.errors import BadDataError, NoInputError, UsageError
+from protocol.run.amendments import INNER_RATES
 from protocol.trust.invite import (
     MOST_MEMBERS,
     SECRET_BYTES,
@@ -38,7 +39,7 @@ from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
 from protocol.wire.convert_messages import rulings_to_wire
-from protocol.wire.rounds import NodeId
+from protocol.wire.rounds import OWN_LOOP, NodeId
 
 MAX_USES = 100_000
 MOST_PLACES = 1 << 63
@@ -334,7 +335,12 @@ class OperatorDesk:
             more_rounds=checks.count(request.more_rounds, of="the number of rounds", most=MAX_USES),
             reason=checks.words(request.reason, of="the reason"),
         )
-        return pb.AmendRunResponse(ruling=self._wire(ruling))
+        own_loops = [
+            member.node_name
+            for member in present_members(self._driver.state)
+            if member.device == OWN_LOOP and not INNER_RATES.isdisjoint(dict(ruling.changes))
+        ]
+        return pb.AmendRunResponse(ruling=self._wire(ruling), own_loops=sorted(own_loops))
 
     async def roll_back_run(self, request: pb.RollBackRunRequest) -> pb.RollBackRunResponse:
         """Has the run go back to the state after a round. Raises UsageError where it cannot."""

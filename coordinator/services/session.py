@@ -37,6 +37,7 @@ from coordinator.swarm.events import (
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.shares import Rates
 from coordinator.swarm.state import Round
+from coordinator.swarm.weighing import names_with_other_data
 from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.run_spec import RunSpec
@@ -79,6 +80,9 @@ MOST_PROOFS = 16
 """Of equivocation in one call, of which the others are not looked at: each costs two signatures to check."""
 
 _log = structlog.get_logger()
+
+MOST_NAMED = 8
+"""Of nodes with other data than one that attaches."""
 
 MOST_OUT_OF_REACH = 16
 """Of a node, in a status: a thousand that do not reach five hundred others fill four messages."""
@@ -184,6 +188,10 @@ class SessionDesk:
         self._telemetry.keep_only(state.members)
         lease_seconds = state.rules.lease_seconds
         missing = next(self._rulings.missing(request.num_rulings, request.rulings_digest), None)
+        others = names_with_other_data(state, node_id)[:MOST_NAMED]
+        if others:
+            name = state.members[node_id].node_name
+            _log.warning("nodes train on different data", node=name, others=", ".join(others))
         return pb.AttachResponse(
             rulings=None if missing is None else self._sent.made_of(missing).rulings,
             session_id=state.members[node_id].session_id,
@@ -194,6 +202,7 @@ class SessionDesk:
             node_name=state.members[node_id].node_name,
             num_rulings=len(state.rulings),
             rulings_digest=digest_of(state.rulings),
+            other_data_names=others,
             wire_version=WIRE,
         )
 

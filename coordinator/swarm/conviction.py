@@ -151,8 +151,7 @@ def rest(turn: Turn, node_id: NodeId, number: int) -> None:
     if member is None or (member.audits.num_void and member.audits.void_round == number):
         return
     record = member.audits
-    is_again = record.num_void > 0 and number - record.void_round <= 2 * MOST_ROUNDS_OUT
-    num_void = record.num_void + 1 if is_again else 1
+    num_void = record.num_void + 1 if is_void_again(member, number) else 1
     back_at = next_round(turn.state) + min(MOST_ROUNDS_OUT, 1 << (num_void - 1))
     record = replace(
         record,
@@ -161,6 +160,12 @@ def rest(turn: Turn, node_id: NodeId, number: int) -> None:
         back_at_round=max(record.back_at_round, back_at),
     )
     turn.put_member(replace(member, audits=record))
+
+
+def is_void_again(member: Member, number: int) -> bool:
+    """Whether a result of the member reached too few in a round not long before this one."""
+    record = member.audits
+    return record.num_void > 0 and 0 < number - record.void_round <= 2 * MOST_ROUNDS_OUT
 
 
 def may_reduce(member: Member, number: int) -> bool:

@@ -14,11 +14,11 @@ made such a result rests. Reducers give up contributions sooner than that (node.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from coordinator.swarm.conviction import convict, rest
+from coordinator.swarm.conviction import convict, is_void_again, may_reduce, rest
 from coordinator.swarm.events import RefusalSeen, Tell
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.reach import best_reducers, cut_off_from, newcomers
@@ -49,6 +49,9 @@ from protocol.wire.rounds import NodeId
 STUCK_TIMES, STUCK_LEAST_SECONDS, STUCK_AGAIN = 5.0, 30.0, 1.5
 """A round waits so many times as long as it took until the latest result was made, or so much longer than
 that; then less than half of the slices, which too few hold, are given to others. Then so many times again."""
+
+STUCK_AGAIN_TIMES, STUCK_AGAIN_LEAST_SECONDS = 1.5, 5.0
+"""Likewise for those results alone whose reducers had such lately."""
 
 LEAST_SECONDS = 1.0
 """With less time before the commit deadline no backup could collect, reduce and hand out."""
@@ -115,7 +118,7 @@ def _give_up_a_few(turn: Turn) -> None:
     """Has others make, or fetch, the slices that alone keep a round from its end."""
     current = turn.state.open_round
     assert current is not None
-    at = _stuck_at(current)
+    at = _next_stuck_at(turn.state, current)
     if at is None or turn.now < at:
         return
     turn.put_round(replace(current, unstuck_at=turn.now))
@@ -128,6 +131,10 @@ def _give_up_a_few(turn: Turn) -> None:
     ]
     if 2 * len(stuck) >= len(current.slices):
         return  # it is the network
+    if turn.now < _stuck_at(current, is_first=True):
+        again = [current.slices[index] for index in stuck]
+        stuck = [p.slice.index for p in again if p.digest and _was_stuck(turn.state, current, p)]
+    giving_up = {current.slices[index].slice.reducer_id for index in stuck}
     for index in stuck:
         current = turn.state.open_round
         assert current is not None
@@ -139,19 +146,35 @@ def _give_up_a_few(turn: Turn) -> None:
         if others and not progress.is_offered:
             _offer(turn, current, progress, tuple(others))
         else:
-            _hand_over(turn, current, progress)
+            _hand_over(turn, current, progress, without=giving_up)
 
 
-def _stuck_at(current: Round) -> float | None:
+def _next_stuck_at(state: SwarmState, current: Round) -> float | None:
     """When a few slices are given up; None where nothing is made yet, or no backup could be in time."""
-    since, again = current.opened_at, current.unstuck_at
+    since, before = current.opened_at, current.unstuck_at
     if current.reduced_at is None:
         return None
-    took = current.reduced_at - since
-    at = since + max(STUCK_TIMES * took, took + STUCK_LEAST_SECONDS)
-    if again is not None:
-        at = since + STUCK_AGAIN * (again - since)
+    at = _stuck_at(current, is_first=True)
+    if before is None and any(_was_stuck(state, current, p) for p in current.slices):
+        at = _stuck_at(current, is_first=False)
+    elif before is not None and before >= at:
+        at = since + STUCK_AGAIN * (before - since)
     return at if current.commit_deadline - at >= LEAST_SECONDS else None
+
+
+def _stuck_at(current: Round, *, is_first: bool) -> float:
+    """When results are given up whose reducers had none such lately, or had some."""
+    assert current.reduced_at is not None
+    took = current.reduced_at - current.opened_at
+    if is_first:
+        return current.opened_at + max(STUCK_TIMES * took, took + STUCK_LEAST_SECONDS)
+    return current.opened_at + max(STUCK_AGAIN_TIMES * took, took + STUCK_AGAIN_LEAST_SECONDS)
+
+
+def _was_stuck(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether a result of the slice's reducer reached too few lately."""
+    reducer = state.members.get(progress.slice.reducer_id)
+    return reducer is not None and is_void_again(reducer, current.number)
 
 
 def take_over(turn: Turn) -> None:
@@ -239,7 +262,8 @@ def next_overdue(state: SwarmState) -> float | None:
         return None
     staying = _staying(state, current, at_most=2)
     times = [_overdue_at(current, progress, staying) for progress in current.slices]
-    return min((time for time in (*times, _stuck_at(current)) if time is not None), default=None)
+    times.append(_next_stuck_at(state, current))
+    return min((time for time in times if time is not None), default=None)
 
 
 def _overdue_at(current: Round, progress: SliceProgress, staying: Sequence[Member]) -> float | None:
@@ -282,10 +306,12 @@ def _offer(
     turn.act(Tell(message=offered, to=others_in(current, ())))
 
 
-def _hand_over(turn: Turn, current: Round, progress: SliceProgress) -> None:
+def _hand_over(
+    turn: Turn, current: Round, progress: SliceProgress, *, without: Collection[NodeId] = ()
+) -> None:
     """Half of what is left until the commit is for collecting, if the round's own time is over."""
     left = current.commit_deadline - turn.now
-    backup = _backup(turn.state, current, progress)
+    backup = _backup(turn.state, current, progress, without)
     if backup is None or left < LEAST_SECONDS:
         return
     deadline = max(current.contribute_deadline, turn.now + left / 2)
@@ -327,11 +353,17 @@ def takeover_of(number: int, progress: SliceProgress, now: float) -> SliceTakenO
     )
 
 
-def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeId | None:
+def _backup(
+    state: SwarmState,
+    current: Round,
+    progress: SliceProgress,
+    without: Collection[NodeId] = (),
+) -> NodeId | None:
     """Who stands in: a node that stays, holds the base, reaches the others, and reduces little.
 
-    Rather one that has been here since the plan: a node that came back meanwhile trains for longer, and
-    its slice would wait for its own contribution. Rather one of whom it is known who reaches it.
+    Rather one that has been here since the plan: who came back meanwhile trains for longer, and its slice
+    would wait for its own contribution. Rather one of whom it is known who reaches it, and one whose own
+    results have reached the others lately.
     """
     here = present_participants(state, current)
     if not here:
@@ -344,8 +376,11 @@ def _backup(state: SwarmState, current: Round, progress: SliceProgress) -> NodeI
     on_trial = as_set(Same(current.on_trial))
     convicted = {conviction.node_id for conviction in state.convicted}
 
-    def preference(member: Member) -> tuple[bool, bool, bool, bool, bool, bool, int, NodeId]:
+    def preference(
+        member: Member,
+    ) -> tuple[bool, bool, bool, bool, bool, bool, bool, int, NodeId]:
         return (
+            member.node_id in without or not may_reduce(member, current.number),
             member.node_id in on_trial,
             member.state is not MemberState.READY,
             member.session_id >= current.later_session_id and not member.is_helper,

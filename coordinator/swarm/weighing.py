@@ -215,6 +215,22 @@ def heaviest(say: Say, reports: Mapping[NodeId, Told]) -> Told:
     return min(votes, key=lambda told: (-weight_of(say, votes[told]), votes[told][0]))
 
 
+def names_with_other_data(state: SwarmState, node_id: NodeId) -> list[str]:
+    """Members present whose data differ from those of this one, where numbers should name the same samples.
+
+    Helpers tell of no data, and neither do members that have yet to get theirs, or bring their own.
+    """
+    own = state.members[node_id].corpus
+    if state.rules.has_private_data or not own.num_samples:
+        return []
+    return sorted(
+        member.node_name
+        for member in state.members.values()
+        if member.state in PRESENT and not member.is_helper and member.corpus.num_samples
+        if member.corpus.digest != own.digest
+    )
+
+
 def common_corpus(state: SwarmState) -> CorpusSummary | None:
     """The data that members of most weight tell of; of those that are gone where nobody present has any.
 

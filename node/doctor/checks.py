@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import platform
 import shutil
-import socket
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -40,6 +39,7 @@ from protocol.trust.credentials import LINK_FILE, Credentials
 from protocol.trust.handshake import proxy_in_words
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
+from protocol.trust.proxy import Proxy
 from protocol.v1.status_pb2 import NodeStatus
 
 PROGRAMS = ("atoll", "torch", "hivemind", "grpcio")
@@ -178,12 +178,16 @@ def _ways_of(nodes: Sequence[NodeStatus], node_id: str) -> list[tuple[str, str]]
     return [] if own is None else ways_of(own, nodes)
 
 
+def _proxy_of(folder: Path) -> Proxy | None:
+    try:
+        return Credentials.load(folder).proxy
+    except AtollError:
+        return None
+
+
 def proxy_findings(folder: Path) -> list[Finding]:
     """Whether this network lets connections out by an HTTP proxy, and whether it is used."""
-    try:
-        proxy = Credentials.load(folder).proxy
-    except AtollError:
-        proxy = None
+    proxy = _proxy_of(folder)
     named = getproxies().get("https", "")
     if proxy is not None:
         what = (
@@ -279,18 +283,12 @@ def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
     if (running := FolderLock.holder_of(folder)) is not None:
         what = f"the node runs (process {running}) and has its port"
         return [Finding(about="port", verdict="note", what=what)]
-    addresses = settings.listen_addresses(_coordinator_host(folder), has_ipv6=has_ipv6())
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            socket.create_server((address, settings.port), family=family).close()
-        except OSError as error:
-            refused = SystemRefusedError(
-                f"nobody can listen on {address} port {settings.port}: {error.strerror or error}",
-                next_step="choose another --listen or --port, or stop what listens there",
-            )
-            return [wrong("port", refused)]
-    where = " and ".join(addresses)
+    host = _coordinator_host(folder)
+    try:
+        settings.require_port(host)
+    except SystemRefusedError as refused:
+        return [wrong("port", refused)]
+    where = " and ".join(settings.listen_addresses(host, has_ipv6=has_ipv6()))
     what = (
         f"TCP port {settings.port} of {where} is free"
         if settings.port
@@ -389,7 +387,9 @@ def network_here(folder: Path, settings: NodeSettings) -> Network:
     own = own_addresses()
     public = sorted((one for one in own if ip_address(one).is_global), key=lambda one: ":" in one)
     is_ipv6 = bool(public) and ":" in public[0]
+    proxy = _proxy_of(folder)
     return Network(
+        proxy="" if proxy is None else proxy.endpoint,
         has_joined=(folder / LINK_FILE).is_file(),
         is_local=is_loopback(host),
         own_address=public[0] if public and is_wide else "",

@@ -36,6 +36,8 @@ class Network:
     is_forwarded_wide: bool = True
     """That address is one of the internet, and not of another router's network."""
     why_no_holes: str = ""
+    proxy: str = ""
+    """By which this network lets connections out; empty: without one."""
     ways: Sequence[tuple[str, str]] = ()
     """The other members by name, and how the running node reaches each; none while it does not run."""
 
@@ -48,6 +50,14 @@ def what_to_use(network: Network) -> Finding:
         return _fine("nothing is needed: the coordinator and its nodes are on this machine")
     if network.ways:
         return _as_it_runs(network.ways)
+    if network.proxy:
+        return Finding(
+            about=ABOUT_NETWORK,
+            verdict="advice",
+            what=f"a helper on port 443 is needed, or on another to which the proxy {network.proxy} leads, "
+            "for nobody dials this machine, and no datagrams get out",
+            next_step=HELPER_STEP.replace("--port 7710", "--port 443"),
+        )
     if network.announce:
         port = f"TCP port {network.port}" if network.port else "a TCP port (set port in node.toml)"
         return _fine(

@@ -431,7 +431,8 @@ class Duties:
         """The work by the rules of its round, where amendments have changed them."""
         if not self._rulings.are_amending:
             return work
-        was, inner = self._spec.inner, self._rulings.spec_in(work.round).inner
+        rules = self._rulings.spec_in(work.round)
+        was, inner = self._spec.inner, rules.inner
         span = self._rulings.span_in(work.round)
         return replace(
             work,
@@ -440,6 +441,7 @@ class Duties:
             rate_factor=inner.learning_rate / was.learning_rate,
             muon_rate_factor=inner.muon_peak_rate / was.muon_peak_rate,
             final_fraction=inner.final_fraction,
+            num_rounds=rules.run.rounds,
         )
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:

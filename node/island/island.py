@@ -34,6 +34,7 @@ class InnerWork:
     final_fraction: float | None = (
         None  # of the peak, where the schedule ends; None: the run file's
     )
+    num_rounds: int | None = None  # of the run, as amended; None: the run file's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

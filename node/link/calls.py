@@ -64,7 +64,7 @@ from protocol.wire.rounds import (
     RosterEntry,
 )
 from protocol.wire.versions import WIRE, refuse_foreign_wire
-from protocol.wire.vitals import Vitals, heartbeat_of
+from protocol.wire.vitals import LONG_WORDS, Vitals, heartbeat_of, words_for_people
 from protocol.wire.wire_count import WireCounts
 
 
@@ -104,6 +104,7 @@ class Attachment:
     rulings: tuple[SignedRuling, ...] = ()  # of those that the node lacks
     renew_in_seconds: float = 0.0  # 0 where there is no certificate
     unix_seconds: float = 0.0  # the coordinator's time; 0 where it does not say
+    other_data_names: tuple[str, ...] = ()  # nodes that train on other data than this one
 
 
 class SessionStub(Protocol):
@@ -216,6 +217,7 @@ class CoordinatorLink:
             rulings=rulings_from_wire(answer.rulings),
             renew_in_seconds=answer.renew_in_seconds,
             unix_seconds=answer.unix_seconds,
+            other_data_names=tuple(answer.other_data_names),
         )
 
     async def heartbeat(self, session_id: int, vitals: Vitals) -> bool:
@@ -299,7 +301,8 @@ class CoordinatorLink:
 
     async def detach(self, session_id: int, reason: str) -> None:
         """Says goodbye."""
-        await self._stub.Detach(session_pb2.DetachRequest(session_id=session_id, reason=reason))
+        said = words_for_people(reason, most=LONG_WORDS)
+        await self._stub.Detach(session_pb2.DetachRequest(session_id=session_id, reason=said))
 
 
 log = structlog.get_logger()

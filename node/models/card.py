@@ -9,7 +9,7 @@ from typing import Literal
 from node.config import HISTORY_FILE
 from node.exchange.codecs.registry import codec_named
 from node.history import History
-from protocol.run.models import FunctionModel
+from protocol.run.models import Description, FunctionModel
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import bytes_in_words, count_in_words
 from protocol.wire.rounds import Commit, Digest, NodeId
@@ -103,6 +103,7 @@ class Form:
     dtype: DType
     is_merged: bool
     base_name: str
+    has_statistics: bool = False  # running ones are in the file
 
 
 def card_of(spec: RunSpec, origin: Origin, form: Form, *, has_tokenizer: bool, problem: str) -> str:
@@ -177,31 +178,59 @@ def _rows_of_adapters(spec: RunSpec, form: Form) -> list[tuple[str, str]]:
     ]
 
 
-def _way_to_load_function(spec: RunSpec, model: FunctionModel) -> str:
+def _way_to_load_function(spec: RunSpec, model: FunctionModel, *, has_statistics: bool) -> str:
     """By the function itself: it makes what is not trained, and buffers."""
-    module, _, name = model.function.partition(":")
-    is_partly_frozen = spec.description is not None and spec.description.num_frozen
-    arguments = ", ".join(f"{key}={value!r}" for key, value in model.arguments.items())
+    described = spec.description or Description()
+    has_norms = described.num_running_statistics > 0 and not has_statistics
+    imports = [*(["import torch"] if described.num_frozen or has_norms else [])]
+    imports += ["from safetensors.torch import load_file"]
+    imports += [*(["from torch.utils.data import DataLoader"] if has_norms else []), ""]
+    names = {model.function, *([spec.data.function] if has_norms and spec.data.function else [])}
+    imports += [f"from {each.replace(':', ' import ')}" for each in sorted(names)]
+    if described.num_frozen:
+        seed = f"torch.manual_seed({spec.run.seed})  # what is not trained is drawn from it"
+        imports += ["", seed]
     lines = [
         "```python",
-        *(["import torch"] if is_partly_frozen else []),
-        "from safetensors.torch import load_file",
+        *imports,
         "",
-        f"from {module} import {name}",
-        "",
-        *(
-            [f"torch.manual_seed({spec.run.seed})  # what is not trained is drawn from it"]
-            if is_partly_frozen
-            else []
-        ),
-        f"module, *_ = {name}({arguments})",
+        f"module, {'loss, ' if has_norms else ''}*_ = {_call(model.function, model.arguments)}",
         'module.load_state_dict(load_file("model.safetensors"), strict=False)',
+        *(_way_to_statistics(spec) if has_norms else ()),
+        *(["module.eval()"] if has_statistics else ()),
         "```",
         "",
-        "The file has what the run trains. All else is as the function makes it.",
+        f"The file has what the run trains{' and running statistics' if has_statistics else ''}. "
+        "All else is as the function makes it."
+        + (" Running statistics of its norms are computed from data." if has_norms else ""),
         "",
     ]
     return "\n".join(lines)
+
+
+def _way_to_statistics(spec: RunSpec) -> list[str]:
+    """What computes running statistics, which no exchange has, for the weights that were read."""
+    data = "training = …  # a dataset whose batches the loss takes"
+    if spec.data.function is not None:
+        data = f"training, _ = {_call(spec.data.function, spec.data.arguments)}"
+    return [
+        "",
+        data,
+        "norms = [m for m in module.modules() if getattr(m, 'running_mean', None) is not None]",
+        f"batches = DataLoader(training, batch_size={spec.inner.batch}, shuffle=True, "
+        "collate_fn=getattr(training, 'collate_fn', None))",
+        "with torch.no_grad():",
+        "    for number, batch in enumerate(batches, 1):",
+        "        for norm in norms:",
+        "            norm.momentum = 1 / number  # a mean over all batches",
+        "        loss(module.train(), batch)",
+        "module.eval()",
+    ]
+
+
+def _call(function: str, arguments: Mapping[str, object]) -> str:
+    told = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"{function.partition(':')[2]}({told})"
 
 
 def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -> str:
@@ -215,7 +244,7 @@ def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -
             "```\n"
         )
     if isinstance(spec.model, FunctionModel):
-        return _way_to_load_function(spec, spec.model)
+        return _way_to_load_function(spec, spec.model, has_statistics=form.has_statistics)
     if problem:
         return (
             f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "

@@ -53,6 +53,12 @@ BASE = click.option(
     help="What weights are rounded to.  [default: as in the folder that the run began with; of a new "
     "model and of adapters fp32]",
 )
+@click.option(
+    "--code",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Compute running statistics, as batch norm's, by the run's functions in FOLDER, which are run.",
+)
 def export(
     out: Path,
     folder: Path | None,
@@ -61,6 +67,7 @@ def export(
     base: str | None,
     merged: bool,
     dtype: "DType | None",
+    code: Path | None,
 ) -> None:
     """Write the model of this node's newest round, or of an earlier one, to the folder OUT.
 
@@ -79,6 +86,7 @@ def export(
         base=base,
         is_merged=merged,
         dtype=dtype,
+        code=code,
     )
     rounded = "" if dtype == "fp32" else ", rounded (--dtype fp32 keeps all bits)"
     click.echo(
@@ -98,6 +106,7 @@ def _exported(
     base: str | None,
     is_merged: bool | None,
     dtype: "DType | None" = None,
+    code: Path | None = None,
 ) -> "tuple[KeptModel, DType, str]":
     """Writes a node's model; with `is_merged` None adapters are merged where there are any.
 
@@ -141,6 +150,7 @@ def _exported(
         base=places.base if merges else None,
         base_name="" if places.base is None else places.base.resolve().name,
         dtype=dtype,
+        code=code,
     )
     return model, dtype, problem
 

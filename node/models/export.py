@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -27,10 +27,13 @@ from node.models.reading import (
     read_weights,
 )
 from node.outer_state import Vector
-from protocol.errors import BadDataError, CannotCreateError, NoInputError
+from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.run.layout import Layout, TensorPlace, layout_of
 from protocol.run.models import DecoderModel, Description, TransformersModel
 from protocol.run.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ABOUT = "atoll.json"
 CARD = "README.md"
@@ -53,14 +56,18 @@ def export_model(
     base_name: str = "",
     dtype: DType | None = None,
     shard_bytes: int = SHARD_BYTES,
+    code: Path | None = None,
 ) -> str:
     """Writes weights, config.json, the tokenizer, atoll.json and a model card.
 
     `tokenizer` are its files by the names that they get. Models with source = "transformers" are written
     by transformers itself; adapters alone, as peft loads them, or added to the model in `base`, which
-    people know by `base_name`. Without a `dtype` it is what `usual_dtype` says. Returns why transformers
-    does not load the result; empty where it does. Raises CannotCreateError when `out` exists and is not an
-    empty folder, or cannot be written, and UsageError for values that `dtype` cannot hold.
+    people know by `base_name`. With `code`, the folder of the run's functions, running statistics are
+    computed by those, and written with the weights. Without a `dtype` it is what `usual_dtype` says.
+
+    Returns why transformers does not load the result; empty where it does. Raises CannotCreateError when
+    `out` exists and is not an empty folder, or cannot be written, and UsageError for values that `dtype`
+    cannot hold.
     """
     dtype = dtype or usual_dtype(spec, is_merged=base is not None)
     layout = layout_of(spec)
@@ -81,8 +88,20 @@ def export_model(
             own = TORCH_NAMES[dtype]
             export_state(spec, parameters, beside, base=base, base_name=base_name, dtype=own)
         else:
-            _write_weights(beside, layout, parameters, dtype, shard_bytes)
-        form = Form(dtype=dtype, is_merged=base is not None, base_name=base_name)
+            _write_weights(
+                beside,
+                layout,
+                parameters,
+                dtype,
+                shard_bytes,
+                _statistics_of(spec, parameters, code),
+            )
+        form = Form(
+            dtype=dtype,
+            is_merged=base is not None,
+            base_name=base_name,
+            has_statistics=code is not None,
+        )
         problem = _write_settings(beside, spec, origin, tokenizer or {}, form)
         _make_durable(beside)
         beside.chmod(0o755)
@@ -136,7 +155,7 @@ def _write_settings(
     for name, path in tokenizer.items():
         shutil.copyfile(path, folder / name)
     if not isinstance(spec.model, TransformersModel):  # it has written its own
-        config, problem = _config_of(spec, described)
+        config, problem = _config_of(spec, described, has_statistics=form.has_statistics)
         if not problem:
             config["torch_dtype"] = TORCH_NAMES[form.dtype]
         _write_json(folder / CONFIG, config)
@@ -152,10 +171,31 @@ def _write_settings(
     return problem
 
 
-def _config_of(spec: RunSpec, described: Description) -> tuple[dict[str, Any], str]:
+def _statistics_of(spec: RunSpec, parameters: Vector, code: Path | None) -> Mapping[str, "Tensor"]:
+    if code is None:
+        return {}
+    if not (spec.description or Description()).num_running_statistics:
+        raise UsageError(
+            f"--code is for models with running statistics, as batch norm's, and {spec.run.name!r} has none",
+            next_step="leave --code out",
+        )
+    from node.island.models.function import statistics_for
+
+    return statistics_for(spec, parameters, code)
+
+
+def _config_of(
+    spec: RunSpec, described: Description, *, has_statistics: bool
+) -> tuple[dict[str, Any], str]:
     """config.json, and why transformers does not know what it says."""
     if not isinstance(spec.model, DecoderModel):
-        return {"model_type": "atoll-function"}, "the run's own function builds the model"
+        problem = "the run's own function builds the model"
+        if described.num_running_statistics and not has_statistics:
+            problem += (
+                ", and its running statistics are not in the file: --code FOLDER computes them by the run's "
+                f"functions, and {CARD} has lines that do"
+            )
+        return {"model_type": "atoll-function"}, problem
     config = config_of(spec.model, described.config)
     if config is not None:
         return config, ""
@@ -164,8 +204,14 @@ def _config_of(spec: RunSpec, described: Description) -> tuple[dict[str, Any], s
 
 
 def _write_weights(
-    folder: Path, layout: Layout, parameters: Vector, dtype: DType, shard_bytes: int
+    folder: Path,
+    layout: Layout,
+    parameters: Vector,
+    dtype: DType,
+    shard_bytes: int,
+    statistics: Mapping[str, "Tensor"],
 ) -> None:
+    """`statistics` go into the last file, as they are."""
     from safetensors.torch import save_file
 
     from node.island.models.describing import narrowed, only_read
@@ -185,11 +231,14 @@ def _write_weights(
             ).reshape(place.shape)
             for place in places
         }
+        if number == len(shards):
+            tensors |= statistics
         # "format" is what transformers asks for before it reads a file.
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map |= {place.name: name for place in places}
+        weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
-        total = {"total_size": value_bytes * layout.num_elements}
+        num_bytes = sum(tensor.nbytes for tensor in statistics.values())
+        total = {"total_size": value_bytes * layout.num_elements + num_bytes}
         _write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
 
 

@@ -44,6 +44,9 @@ LOWER_RATES = (
 
 _BARE = re.compile(r"[\w./-]+")
 
+INNER_RATES = frozenset({"inner.learning_rate", "inner.muon_learning_rate", "inner.final_fraction"})
+"""What a node's own ranks train by, and a loop of its owner's only if it asks for it."""
+
 _VERSIONS: Mapping[str, int] = {name: version for name, version in CODEC_VERSIONS.items()}  # noqa: C416 - any text may be looked up
 
 _WHY_NOT = {

@@ -524,6 +524,7 @@ LATER_KEYS = (
     ("evaluation", "prompt_tokens"),
     ("description", "beginning"),
     ("description", "first_fragments"),
+    ("description", "num_running_statistics"),
 )
 """Of tables that were there already: a new key of a run file goes here, and never changes its default, which
 is what was so before."""

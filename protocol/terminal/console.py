@@ -134,7 +134,8 @@ def _abandon_if_unwritable(stream: TextIO) -> None:
 
 
 def _as_sentence(text: str) -> str:
-    """Turns click's 'No such option: --x.' into what reads well after 'atoll:'."""
+    """Turns click's 'No such option: --x.' into what reads well after 'atoll:', in one line."""
+    text = " ".join(text.split())
     return (text[:1].lower() + text[1:]).removesuffix(".")
 
 

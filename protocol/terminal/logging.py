@@ -109,6 +109,21 @@ def keeping_the_end(folder: Path, process: str) -> Iterator[None]:
         raise
 
 
+_every_line: dict[str, str] = {}  # not a variable of a context: tasks have copies of those
+
+
+def call_in_every_line(node: str) -> None:
+    """Gives the node of this process another name in its lines, where those have one."""
+    if "node" in _every_line:
+        _every_line["node"] = node
+
+
+def _with_what_every_line_says(
+    _logger: object, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    return {**_every_line, **event}
+
+
 def start_logging(
     *, as_json: bool, folder: Path | None = None, process: str = "", **context: str
 ) -> LogStream:
@@ -140,7 +155,7 @@ def start_logging(
                 event["not_in_log_file"] = kept.refusal
         return event
 
-    structlog.contextvars.bind_contextvars(**context)
+    _every_line.update(context)
     renderers: list[structlog.typing.Processor] = (
         [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
         if as_json
@@ -148,7 +163,7 @@ def start_logging(
     )
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            _with_what_every_line_says,
             structlog.processors.add_log_level,
             keep,
             structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),

@@ -11,6 +11,7 @@ from protocol.terminal import console
 from protocol.terminal.query import StatusLink, dir_option, json_option
 
 if TYPE_CHECKING:
+    from protocol.trust.pki import Role
     from protocol.v1 import status_pb2 as pb
 
 
@@ -33,12 +34,12 @@ def me(is_json: bool, directory: Path | None) -> None:
     from protocol.trust.credentials import Credentials, find_home
 
     home = find_home(directory)
-    node_id = Credentials.load(home).principal.node_id
+    ours = Credentials.load(home).principal
     with StatusLink(directory) as link:
         answer = link.status()
-    node = next((each for each in answer.nodes if each.node_id == node_id), None)
+    node = next((each for each in answer.nodes if each.node_id == ours.node_id), None)
     if node is None:
-        raise refusal(home, answer, is_member=node_id is not None)
+        raise refusal(home, answer, role=ours.role)
     if is_json:
         console.print_json(facts(node, answer.run))
         return
@@ -47,17 +48,18 @@ def me(is_json: bool, directory: Path | None) -> None:
 
 
 def refusal(
-    home: Path, answer: "pb.GetStatusResponse", *, is_member: bool
+    home: Path, answer: "pb.GetStatusResponse", *, role: "Role"
 ) -> UsageError | NoInputError:
     """Why there is nothing to show."""
-    if not is_member:
+    if role not in ("node", "helper"):
+        whose = "a viewer's" if role == "viewer" else "the run owner's"
         return UsageError(
-            f"{home} is the run owner's folder, which gives nothing itself",
+            f"{home} is {whose} folder, which gives nothing itself",
             next_step="'atoll nodes show NAME' shows what a node has given",
         )
     return NoInputError(
-        f"the node of {home} has not taken part in {answer.run.run_name} yet",
-        next_step=f"start it: atoll node start --dir {shlex.quote(str(home))}",
+        f"the {role} of {home} has not taken part in {answer.run.run_name} yet",
+        next_step=f"start it: atoll {role} start --dir {shlex.quote(str(home))}",
     )
 
 
@@ -92,5 +94,7 @@ def in_words(node: "pb.NodeStatus", run: "pb.RunStatus") -> dict[str, str]:
         "bytes": given_in_words(node.given),
         "time": f"{console.seconds_in_words(node.given.present_seconds)} present",
         "work": f"{work_in_words(node)} of the confirmed work of those present, "
-        "which is what it weighs when members decide",
+        "which is what it weighs when members decide"
+        if node.HasField("confirmed_work_share")
+        else "counts where it is present and has trained: it is what weighs when members decide",
     }

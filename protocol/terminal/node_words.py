@@ -9,6 +9,7 @@ from protocol.terminal.console import (
     seconds_in_words,
 )
 from protocol.v1 import status_pb2 as pb
+from protocol.wire.rounds import OWN_LOOP
 from protocol.wire.vitals import upload_in_words
 
 SILENT_SECONDS = 6.0
@@ -338,11 +339,18 @@ def node_facts(node: pb.NodeStatus) -> dict[str, str]:
         "time of a round": time_in_words(node),
         "mfu": mfu_in_words(node),
         "peak memory": memory_in_words(node),
-        "text": "same" if node.same_corpus else "other",
+        "text": _text_in_words(node),
         "invite": invite_in_words(node),
         "version": node.version,
         "addresses": " ".join(node.address.multiaddrs),
     }
+
+
+def _text_in_words(node: pb.NodeStatus) -> str:
+    """Whether it trains on what most do."""
+    if node.same_corpus:
+        return "same"
+    return "its loop's" if node.device == OWN_LOOP else "other"
 
 
 def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str, str]:

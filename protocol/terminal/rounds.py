@@ -316,8 +316,8 @@ def bar(node: "pb.NodeInRound", *, whole: float, is_open: bool) -> str:
     After the last stage that is known to be over comes the next one, or that it was not done.
     """
     stages = [
-        *([(TRAINS, "trained_seconds")] if node.inner_steps else []),  # a helper trains nothing
-        *([(REDUCES, "reduced_seconds")] if node.num_slices_reduced else []),
+        *([(TRAINS, "trained_seconds")] if _trains(node) else []),
+        *([(REDUCES, "reduced_seconds")] if _reduces(node) else []),
         (RECEIVES, "held_seconds"),
         (APPLIES, "applied_seconds"),
     ]
@@ -333,6 +333,22 @@ def bar(node: "pb.NodeInRound", *, whole: float, is_open: bool) -> str:
     moments = ((cell + 0.5) / BAR_WIDTH * whole for cell in range(BAR_WIDTH))
     drawn = (next((mark for mark, at in over if moment < at), goes_on) for moment in moments)
     return "".join(drawn).rstrip()
+
+
+def _trains(node: "pb.NodeInRound") -> bool:
+    """A helper does not."""
+    return bool(node.inner_steps) or (_has_lost_its_plan(node) and node.HasField("trained_seconds"))
+
+
+def _reduces(node: "pb.NodeInRound") -> bool:
+    return bool(node.num_slices_reduced) or (
+        _has_lost_its_plan(node) and node.HasField("reduced_seconds")
+    )
+
+
+def _has_lost_its_plan(node: "pb.NodeInRound") -> bool:
+    """Of rounds so far back that only the times say what a node did."""
+    return not (node.inner_steps or node.num_slices_reduced)
 
 
 def _row(node: "pb.NodeInRound") -> dict[str, str]:
@@ -354,9 +370,9 @@ def _row(node: "pb.NodeInRound") -> dict[str, str]:
         "applied": at("applied_seconds"),
         "steps": f"{node.trained_inner_steps} of {node.inner_steps}"
         if node.HasField("trained_inner_steps")
-        else "helper"
-        if not node.inner_steps
-        else "-",
+        else "-"
+        if _trains(node)
+        else "helper",
         "tokens": console.count_in_words(node.trained_tokens) if node.trained_tokens else "-",
         "loss": f"{node.loss:.3f}" if node.loss > 0 else "-",
         "contributions": taken,

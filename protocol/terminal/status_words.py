@@ -50,9 +50,16 @@ def saving_in_words(ledger: pb.WireLedger) -> str:
 
 
 def training_loss(nodes: Iterable[pb.NodeStatus]) -> float | None:
-    """The mean of the latest training losses of the nodes that are there; None before the first."""
-    losses = [n.heartbeat.loss for n in nodes if n.state not in GONE and n.heartbeat.loss > 0]
-    return sum(losses) / len(losses) if losses else None
+    """The mean of the latest training losses of the nodes that are there, or were there last.
+
+    None before the first.
+    """
+    told = [node for node in nodes if node.heartbeat.loss > 0]
+    here = [node for node in told if node.state not in GONE]
+    if not here:  # as after the end of the run: of those that stayed longest
+        last = max((node.heartbeat.outer_round for node in told), default=0)
+        here = [node for node in told if node.heartbeat.outer_round == last]
+    return sum(node.heartbeat.loss for node in here) / len(here) if here else None
 
 
 def compute_share(nodes: Iterable[pb.NodeStatus]) -> float | None:
@@ -117,17 +124,26 @@ def relay_in_words(run: pb.RunStatus) -> str:
     return run.relay and f"coordinator {printable(run.relay, most=200)}"
 
 
-def backup_troubles(run: pb.RunStatus) -> list[str]:
-    """Why a place gets no copies of the coordinator; only the run owner is told. Empty where all is well."""
+def backup_troubles(run: pb.RunStatus, *, for_everybody: bool = False) -> list[str]:
+    """Why a place gets no copies of the coordinator; only the run owner is told. Empty where all is well.
+
+    For everybody that it gets none, and neither where it is nor why.
+    """
     return [
-        _backup_trouble(one)
+        f"no backup {_since(one)}: 'atoll status' tells the run owner why"
+        if for_everybody
+        else _backup_trouble(one)
         for one in run.backups
         if one.HasField("next_seconds") and (one.num_failures or one.is_abandoned)
     ]
 
 
+def _since(one: pb.BackupStatus) -> str:
+    return f"for {seconds_in_words(one.made_seconds)}" if one.HasField("made_seconds") else "yet"
+
+
 def _backup_trouble(one: pb.BackupStatus) -> str:
-    since = f"for {seconds_in_words(one.made_seconds)}" if one.HasField("made_seconds") else "yet"
+    since = _since(one)
     target = printable(one.target, most=200)
     if one.is_abandoned:
         overdue = seconds_in_words(-one.next_seconds)

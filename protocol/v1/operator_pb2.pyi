@@ -676,18 +676,24 @@ class AmendRunResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RULING_FIELD_NUMBER: _builtins.int
+    OWN_LOOPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ruling(self) -> _ruling_pb2.Ruling:
         """The ruling."""
+
+    @_builtins.property
+    def own_loops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where it changes learning rates: names of nodes here whose owners' loops set those themselves."""
 
     def __init__(
         self,
         *,
         ruling: _ruling_pb2.Ruling | None = ...,
+        own_loops: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ruling", b"ruling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ruling", b"ruling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["own_loops", b"own_loops", "ruling", b"ruling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

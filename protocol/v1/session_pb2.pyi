@@ -274,6 +274,7 @@ class AttachResponse(_message.Message):
     RULINGS_FIELD_NUMBER: _builtins.int
     RENEW_IN_SECONDS_FIELD_NUMBER: _builtins.int
     UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    OTHER_DATA_NAMES_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """Names the session; a later attach of the same node ends it."""
@@ -301,6 +302,10 @@ class AttachResponse(_message.Message):
     def rulings(self) -> _ruling_pb2.Rulings:
         """Those that the node lacks, or the first of them: then it attaches again for more."""
 
+    @_builtins.property
+    def other_data_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of nodes here that train on other data than this one, where all should train on the same."""
+
     def __init__(
         self,
         *,
@@ -315,11 +320,12 @@ class AttachResponse(_message.Message):
         rulings: _ruling_pb2.Rulings | None = ...,
         renew_in_seconds: _builtins.float = ...,
         unix_seconds: _builtins.float = ...,
+        other_data_names: _abc.Iterable[_builtins.str] | None = ...,
         wire_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rulings", b"rulings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_digest", b"committed_digest", "committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node_name", b"node_name", "num_rulings", b"num_rulings", "renew_in_seconds", b"renew_in_seconds", "rulings", b"rulings", "rulings_digest", b"rulings_digest", "session_id", b"session_id", "unix_seconds", b"unix_seconds", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_digest", b"committed_digest", "committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node_name", b"node_name", "num_rulings", b"num_rulings", "other_data_names", b"other_data_names", "renew_in_seconds", b"renew_in_seconds", "rulings", b"rulings", "rulings_digest", b"rulings_digest", "session_id", b"session_id", "unix_seconds", b"unix_seconds", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

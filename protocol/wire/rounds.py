@@ -287,6 +287,10 @@ class LayoutSummary:
     fragment_elements: tuple[int, ...]
 
 
+OWN_LOOP = "own loop"
+"""The device of a node whose training is a program of its owner's: only that knows which it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusSummary:
     """What a node trains on. Sizes are those of the text; 0 where nobody knows."""

@@ -276,6 +276,12 @@ def refusal_to_listen(host: str, port: int, *, choice: str = "--port") -> System
                     f"{host} is not an address of this machine",
                     next_step="choose another with --host; 0.0.0.0 means all",
                 )
+            case errno.EACCES:
+                return SystemRefusedError(
+                    f"port {port} of {host} is for root alone on this machine",
+                    next_step="choose one above 1023, or let everybody have it: "
+                    f"'sudo sysctl -w net.ipv4.ip_unprivileged_port_start={port}'",
+                )
             case _:
                 return SystemRefusedError(
                     f"cannot listen on port {port} of {host}: {error.strerror or error}",

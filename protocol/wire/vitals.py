@@ -12,6 +12,18 @@ from protocol.wire import convert
 from protocol.wire.rounds import Digest, NodeId, RoundSpan
 from protocol.wire.wire_count import WireTotals
 
+SHORT_WORDS, LONG_WORDS = 64, 256
+"""Characters of a text for people that a coordinator takes: of an activity, a mesh; of a wait, a goodbye."""
+
+
+def words_for_people(text: str, *, most: int) -> str:
+    """The text as a coordinator takes it: a program's name or a reason may be of any length, with any bytes.
+
+    A heartbeat that is refused ends its node.
+    """
+    shown = "".join(char if char.isprintable() else "\ufffd" for char in text)
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
@@ -155,15 +167,15 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         outer_digest=vitals.outer_digest,
         outer_incarnation=vitals.outer_incarnation,
         unreachable_ids=vitals.unreachable,
-        activity=vitals.activity,
-        waiting_for=vitals.waiting_for,
+        activity=words_for_people(vitals.activity, most=SHORT_WORDS),
+        waiting_for=words_for_people(vitals.waiting_for, most=LONG_WORDS),
         inner_step=vitals.inner_step,
         loss=vitals.loss,
         tokens_per_second=vitals.tokens_per_second,
         wire=convert.wire_counts_to_wire(vitals.wire),
         link_rates=_rates_to_wire(vitals.link_rates),
         utilisation=_utilisation_to_wire(vitals.utilisation),
-        mesh=vitals.mesh,
+        mesh=words_for_people(vitals.mesh, most=SHORT_WORDS),
         congestion_control=vitals.congestion_control,
         let_go_rounds=vitals.let_go_rounds,
         upload_pace=_pace_to_wire(vitals.upload_pace),

@@ -104,6 +104,8 @@ def test_a_coordinator_needs_a_folder_of_its_own(swarm: Swarm, tmp_path: Path) -
         atoll("coordinator", "start", tmp_path), 66, f"{tmp_path} is not a coordinator's folder"
     )
     refused(atoll("coordinator", "start", swarm.home), 71, "another coordinator (process ")
+    both = ("--one-port", "443", "--port", "7700")
+    refused(atoll("coordinator", "start", swarm.home, *both), 64, "--one-port 443 and --port 7700")
     assert list(locked.iterdir()) == []
 
 

@@ -27,6 +27,9 @@ from coordinator_scene import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.app import Coordinator
+from coordinator.backup import Backup
+from coordinator.backup_record import BackupRecords
+from coordinator.backups import Made
 from coordinator.config import Home, create_home
 from coordinator.dashboard.pages import EVERY_SECONDS
 from coordinator.dashboard.run_metrics import RUN_METRICS
@@ -194,6 +197,11 @@ async def test_every_declared_metric_is_told_and_none_that_is_not(tmp_path: Path
             await node.report(1, evaluated=evaluated)
         for node in (a, b):
             await node.session.Heartbeat(beat_of(node))
+        backup = Backup(
+            run_name="r", committed_round=1, total_rounds=9, num_bytes=1, authority_key=""
+        )
+        made = Made(place="s3://b/run/one", backup=backup, next_seconds=600)
+        BackupRecords(home.directory).note("s3://b/run", made, now=time.time())
         values = await scraped(coordinator)
     assert set(values) == {metric.name for metric in (*RUN_METRICS, *NODE_METRICS)}
 

@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import ssl
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -24,6 +27,8 @@ from protocol.trust.identity import Identity
 from protocol.wire.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_enrolment, server_options
 from tests.ports import free_port
 
+ROOT = Path(pki.__file__).parents[2]
+
 
 async def test_a_second_coordinator_cannot_take_the_port(coordinator: Coordinator) -> None:
     tls = {
@@ -38,6 +43,32 @@ async def test_a_second_coordinator_cannot_take_the_port(coordinator: Coordinato
         bind_enrolment(second, "127.0.0.1", port, **tls)
     with pytest.raises(SystemRefusedError, match=r"192\.0\.2\.1 is not an address of this machine"):
         bind_enrolment(second, "192.0.2.1", 0, **tls)
+
+
+UNPRIVILEGED = """
+import ctypes, os, subprocess, sys
+PR_CAPBSET_DROP, CAP_NET_BIND_SERVICE = 24, 10
+assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_NET_BIND_SERVICE, 0, 0, 0) == 0
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
+BIND = """
+from protocol.wire.server import refusal_to_listen
+refused = refusal_to_listen("127.0.0.1", 443)
+print(refused.what, refused.next_step, sep="\\n")
+"""
+
+
+@pytest.mark.usefixtures("may_make_network_labs")  # which takes root, whose capability is dropped
+def test_a_port_for_root_alone_is_said_to_be_one_with_what_opens_it() -> None:
+    if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 443:
+        pytest.skip("here everybody may have port 443")
+    command = [sys.executable, "-c", UNPRIVILEGED, BIND]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout.splitlines() == [
+        "port 443 of 127.0.0.1 is for root alone on this machine",
+        "choose one above 1023, or let everybody have it: "
+        "'sudo sysctl -w net.ipv4.ip_unprivileged_port_start=443'",
+    ], ran.stderr
 
 
 async def test_an_invite_becomes_credentials_that_work(coordinator: Coordinator) -> None:

@@ -72,6 +72,7 @@ def finished(lab: NetworkLab, swarm: Swarm, running: dict[str, Running]) -> None
         assert closed["num_contributors"] == closed["num_participants"] == len(OFFICES)
 
 
+@pytest.mark.nightly
 def test_two_offices_that_let_out_443_alone_train_by_a_coordinator_and_a_helper_there(
     lab: NetworkLab, swarm: Swarm
 ) -> None:

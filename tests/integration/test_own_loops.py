@@ -92,18 +92,27 @@ def test_a_loop_that_ends_or_is_killed_or_hangs_is_replaced_and_the_run_goes_on(
         scene.end()
 
 
-def test_a_loop_outlives_its_node_and_goes_on_with_the_next(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, **SLOW, run=SHORT)
+def test_a_loop_outlives_its_node_and_goes_on_with_the_next_and_hears_of_an_amendment(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, **SLOW, run={**SHORT, "rounds": 5})
     try:
         _, node = scene.start_nodes()
         loop = scene.start_loop("stays", "step_seconds=0.05")
         until(lambda: len(scene.told("stays")) > 10, loop.log, seconds=SECONDS)
+        amend = ("run", "amend", "--dir", scene.swarm.home)
+        said = done(atoll(*amend, "inner.learning_rate=0.002"))
+        assert "loop trains by a loop of its owner, which takes this over only by swarm." in said
+        assert "of its owner" not in done(atoll(*amend, "deadlines.train=4"))
         node.process.kill()
         loop.says("the loop was cut off")
         again = scene.swarm.start_node("loop", "--loop")
         again.says("a training loop is here")
         assert loop.ends() == 0, loop.log
+        log = (scene.homes["loop"] / "logs" / "loop.log").read_text()
+        assert log.count("the run was amended: inner.learning_rate 0.01 -> 0.002.") == 1
         scene.agree()
+        assert "training -" not in done(atoll("status", "--dir", scene.swarm.home))
         assert_holds(tmp_path / "stays.pt", scene.homes["loop"])
     finally:
         scene.end()

@@ -1,7 +1,6 @@
 """Real processes in a network lab: a coordinator that nobody can dial, and the relay that carries it."""
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,11 +71,10 @@ def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies
         relay.process.wait()
         swarm.coordinator.says("nodes cannot come through the relay")
         with lab.inside("one"):
-            refused(
-                atoll("status", "--dir", swarm.folder / "one"),
-                69,
-                f"no coordinator answers at {lab.address(RELAY)}",
-            )
+            typed = atoll("status", "--dir", swarm.folder / "one")
+            assert (typed.code, typed.out) == (69, ""), typed
+            assert f"no coordinator answers at {lab.address(RELAY)}" in typed.err
+            assert "asking members at" in typed.err  # the other node may know more
         again = start_relay(lab, tmp_path / RELAY)
         stack.callback(again.clean_up)
         assert line.strip() not in again.log, "it is printed once"
@@ -140,10 +138,7 @@ def test_one_command_on_a_small_server_is_relay_and_helper_and_the_relay_outlive
         with lab.inside("one"):
             node = ("--helper", swarm.folder / "one")
             refused(atoll(*start, *node), 64, "is a node's folder", "--role helper")
-        swarm.coordinator.says("two nodes reach each other through")
-        num_opened = swarm.coordinator.log.count("round opened")
-        swarm.coordinator.says("round opened", times=num_opened + 1)
-        time.sleep(1)  # half of the time in which nodes train: the helper has heard of it
+        swarm.coordinator.says("round opened")  # nobody knows yet whom nodes reach
         relay.process.send_signal(signal.SIGTERM)
         relay.ends(set())
         assert "node left" in swarm.coordinator.log  # it said goodbye through the relay

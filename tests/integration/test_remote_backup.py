@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
@@ -188,6 +189,40 @@ def test_copies_follow_each_other_and_the_newest_whole_one_comes_back(
     older = f"atoll coordinator restore {storage.url}/{whole[-2]} {tmp_path / 'again'}"
     refused(typed, 65, "run.toml is not what was sent", older)
     assert "restored run" in done(atoll(*older.split()[1:]))
+
+
+def know_no_key_after(endpoint: str, num_calls: int) -> None:
+    """From then on the server refuses all keys, as one that was taken back."""
+    told = Request(f"{endpoint}/moto-api/reset-auth", data=str(num_calls).encode())
+    told.add_header("Content-Type", "text/plain")  # a form's would not reach it
+    with urlopen(told) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
+def test_a_key_that_was_taken_back_is_the_first_that_the_run_owner_reads(
+    swarm: Swarm, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in storage.environment.items():
+        monkeypatch.setenv(key, value)
+    command = ("coordinator", "backup", swarm.home, storage.url, "--every", "1s", "--keep", "2")
+    backups = swarm.start(*command)
+    backups.says("copied run 'kept' at round 0")
+    endpoint = storage.environment["AWS_ENDPOINT_URL"]
+    shown = done(atoll("status", "--dir", swarm.home))
+    assert "backup " in shown and not shown.startswith("no backup")
+    know_no_key_after(endpoint, 0)
+    backups.says("no copy: ", times=2)
+    first, *_ = done(atoll("status", "--dir", swarm.home)).splitlines()
+    assert first.startswith("no backup for ")
+    whole = " ".join(done(atoll("status", "--dir", swarm.home)).split())
+    assert f"tries at {storage.url} in" in whole and "Access Key Id" in whole
+    assert "next: check the bucket, its region and your credentials" in whole
+    know_no_key_after(endpoint, 1_000_000)
+    num_made = backups.log.count("copied run")
+    backups.says("copied run", times=num_made + 1)
+    assert not done(atoll("status", "--dir", swarm.home)).startswith("no backup")
+    backups.stop(signal.SIGTERM)
 
 
 def test_what_a_storage_keeps_otherwise_than_it_was_sent_is_no_copy(

@@ -107,3 +107,34 @@ def test_a_mesh_trains_as_one_process_and_publishes_the_same_bytes(
     found = trained(spec, shape, tmp_path, dataset_of, local)
     check_alike(spec, found, alone[kind])
     assert (found[0].metric, found[0].tokens) == (pytest.approx(alone[kind][0].metric), 31)
+
+
+@pytest.mark.parametrize(
+    ("shape", "local"),
+    [
+        (MeshShape(replicate=2), PLAIN),
+        (MeshShape(replicate=2), LocalTraining(compile=True)),
+        (MeshShape(shard=2), LocalTraining(activation_checkpointing="full")),
+    ],
+    ids=str,
+)
+def test_running_statistics_of_the_same_parameters_are_the_same_on_any_mesh(
+    shape: MeshShape, local: LocalTraining, tmp_path: Path
+) -> None:
+    prepare_forkserver()
+    spec = spec_of(counts=False, sparse=False)
+    function = "tests.run_functions:deep_net_with_batch_norm"
+    spec = spec.model_copy(
+        update={
+            "model": FunctionModel(source="function", function=function),
+            "data": DataSection(source="function", function="tests.run_functions:draws"),
+            "description": None,
+        }
+    )
+    spec = spec.model_copy(update={"description": describe(spec, Path.cwd())})
+    (tmp_path / "alone").mkdir()
+    alone = trained(spec, MeshShape(), tmp_path / "alone", dataset_of)
+    found = trained(spec, shape, tmp_path, dataset_of, local)
+    assert found[3].tobytes() == alone[3].tobytes()
+    assert found[0].loss == pytest.approx(alone[0].loss, abs=1e-5), "of the first weights"
+    assert found[1].loss != found[0].loss

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from atoll.buffers import RunningStatistics
 from atoll.ranks import Ranks
 from atoll.weights import Place, Weights
 from node.island.ranks.forkserver import prepare_forkserver
@@ -123,3 +124,40 @@ def test_boxes_of_all_ranks_are_the_whole_model_bit_by_bit(mesh: str, tmp_path: 
     num_ranks = MESHES[mesh][0]
     processes.start_processes(live, args=arguments, nprocs=num_ranks, start_method="forkserver")
     assert torch.equal(published, 2 * parameters)
+
+
+def normalise(rank: int, store: str, found: Tensor) -> None:
+    """A rank of a sharded model with batch norm, which sees samples of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    fully_shard(model)
+    draws = torch.Generator().manual_seed(rank)
+
+    def see() -> None:
+        for _ in range(2):
+            model(torch.randn(8, 3, generator=draws))
+
+    RunningStatistics(model, averaged=(), compute=see, ranks=Ranks.of(model)).settle()
+    found[rank, 0], found[rank, 1] = model[1].running_mean, model[1].running_var
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_running_statistics_are_means_over_what_all_ranks_have_seen(tmp_path: Path) -> None:
+    found = torch.full((2, 2, 3), torch.nan).share_memory_()
+    prepare_forkserver()
+    arguments = (str(tmp_path / "store"), found)
+    processes.start_processes(normalise, args=arguments, nprocs=2, start_method="forkserver")
+    torch.manual_seed(1)
+    linear = nn.Linear(3, 3)
+    seen = [
+        linear(torch.randn(8, 3, generator=draws)).detach()
+        for draws in (torch.Generator().manual_seed(rank) for rank in range(2))
+        for _ in range(2)
+    ]
+    expected = torch.stack(
+        [torch.stack([getattr(s, of)(0) for s in seen]).mean(0) for of in ("mean", "var")]
+    )
+    torch.testing.assert_close(found, torch.stack([expected, expected]), rtol=1e-4, atol=1e-5)

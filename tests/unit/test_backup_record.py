@@ -47,6 +47,8 @@ def test_failures_in_a_row_are_counted_from_the_first_on_and_a_whole_copy_ends_t
         "no backup for 10 min 45 s: 3 tries at s3://backups/my-run in 45 s failed, the latest: the key has "
         "ended; next: check your credentials"
     )
+    (for_everybody,) = backup_troubles(run_with(records, 745), for_everybody=True)
+    assert for_everybody == "no backup for 10 min 45 s: 'atoll status' tells the run owner why"
     records = noted(records, S3, MADE, 800)
     assert not backup_troubles(run_with(records, 800))
     assert backups_in_words(run_with(records, 1000)) == (

@@ -17,7 +17,7 @@ from node.exchange.giving import HeldResults
 from node.exchange.limits import LONGEST_PAUSE_SECONDS, Waits
 from node.exchange.outer import NotApplicableError, Outer
 from node.exchange.state import chunks
-from node.exchange.state.catch_up import ROUNDS_AHEAD
+from node.exchange.state.catch_up import ROUNDS_AHEAD, CatchUp
 from node.exchange.state.chunks import Manifest
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
@@ -491,4 +491,58 @@ async def test_a_state_never_stands_without_its_history(
             await go
     assert outer.round == 2
     assert catch_up._history.at(2) is not None and catch_up._history.at(1) is not None
+    await scene.stop()
+
+
+def told_after_each_move(
+    monkeypatch: pytest.MonkeyPatch, catch_up: CatchUp, outer: Outer
+) -> list[int]:
+    """The incarnations that heartbeats tell which fall between a move and what follows it."""
+    told: list[int] = []
+
+    async def heavy(work: Callable[[], Any]) -> Any:
+        before = outer.round
+        result = work()
+        if outer.round != before:
+            told.append(catch_up._history.incarnation_at(outer.round))
+        return result
+
+    monkeypatch.setattr(catch_up, "_heavy", heavy)
+    return told
+
+
+@in_virtual_time
+async def test_a_heartbeat_right_after_a_commit_is_applied_tells_of_its_incarnation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a coordinator whose run once went back takes the state for one that is undone."""
+    scene = await Scene.of(A, B)
+    node = scene.nodes[A]
+    plan = await scene.open_round(1, A, B)
+    for each in scene.nodes.values():
+        await each.contribute(1.0)
+    await asyncio.sleep(1)
+    commit = replace(scene.close_round(plan), incarnation=2)
+    told = told_after_each_move(monkeypatch, node.exchange._catch_up, node.outer)
+    await node.exchange.apply(commit)
+    assert told == [2]
+    await scene.stop()
+
+
+@pytest.mark.usefixtures("nobody_can_replay")
+@in_virtual_time
+async def test_a_heartbeat_right_after_a_leap_tells_of_the_incarnation_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = await after_rounds(2, A, B, C)
+    catch_up = scene.nodes[C].exchange._catch_up
+    honest = catch_up._listed.before
+
+    async def before(round: int) -> tuple[Commit, ...]:
+        return tuple(replace(commit, incarnation=2) for commit in await honest(round))
+
+    monkeypatch.setattr(catch_up._listed, "before", before)
+    told = told_after_each_move(monkeypatch, catch_up, scene.nodes[C].outer)
+    await catch_up.to_round(2)
+    assert told == [2]
     await scene.stop()

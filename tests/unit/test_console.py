@@ -41,6 +41,15 @@ def test_a_wrong_command_line_exits_with_64_and_names_the_help(capsys):
     )
 
 
+def test_a_missing_choice_is_asked_for_in_one_line(capsys):
+    option = click.Option(["--to"], type=click.Choice(("tensorboard", "wandb")), required=True)
+    command = click.Command("it", params=[option], callback=lambda to: None)
+    assert console.run(command, []) == ExitCode.USAGE
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "atoll: missing option '--to'. Choose from: tensorboard, wandb"
+    assert len(said) == 2
+
+
 def test_ctrl_c_exits_with_130_and_says_nothing(capsys):
     assert console.run(fails_with(KeyboardInterrupt()), []) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err.strip() == ""  # click ends the line that ^C stands in

@@ -33,6 +33,7 @@ from protocol.wire import convert
 from protocol.wire.messages import Reduced
 from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import Commit, Digest, NodeId, SliceOutcome
+from protocol.wire.vitals import LONG_WORDS, Vitals, heartbeat_of, words_for_people
 
 T = TypeVar("T")
 
@@ -174,6 +175,39 @@ def with_unknown_field(message: HasBytes, num_bytes: int) -> bytes:
         digits.append(length & 127 | 128)
         length >>= 7
     return message.SerializeToString() + b"\xc2\x3e" + bytes([*digits, length]) + bytes(num_bytes)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "waiting for its owner: this machine is in use: other programs take 89% of its processors",
+        "waiting for its owner: this machine is in use: a game\n\x1b[2J of mine, " + "x" * 5000,
+        "",
+    ],
+)
+async def test_whatever_a_node_has_to_say_of_itself_is_taken(words: str) -> None:
+    """A heartbeat that is refused ends the node, as a long reason that its machine is in use did."""
+    telemetry = Telemetry()
+    _, driver = new_desk()
+    desk = SessionDesk(driver, telemetry, RunSpec(), SIGNER)
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
+    vitals = Vitals(
+        outer_round=0,
+        outer_digest=DIGEST,
+        outer_incarnation=0,
+        unreachable=(),
+        activity=words,
+        waiting_for=words,
+        mesh=words,
+        inner_step=0,
+        loss=0.0,
+        tokens_per_second=0.0,
+        wire={},
+    )
+    await desk.heartbeat(NODE.node_id, heartbeat_of(session_id, vitals))
+    reason = words_for_people(words, most=LONG_WORDS)
+    await desk.detach(NODE.node_id, session_pb2.DetachRequest(session_id=session_id, reason=reason))
+    assert reason[:25] == words[:25] and reason.isprintable()
 
 
 async def test_of_a_heartbeat_of_megabytes_the_status_shows_what_it_knows() -> None:

@@ -330,6 +330,11 @@ def joined(**facts: object) -> Network:
         (joined(announce="my.example"), "fine", "set port in node.toml"),
         (joined(forwarded="203.0.113.9"), "fine", "a port was mapped at 203.0.113.9"),
         (joined(), "note", "holes in this router and the others' will do"),
+        (
+            joined(proxy="proxy.example:3128"),
+            "advice",
+            "is needed, or on another to which the proxy proxy.example:3128 leads, for nobody dials",
+        ),
         (joined(why_no_holes="not permitted"), "advice", "can be punched: not permitted"),
         (joined(ways=[("a", "direct")]), "fine", "all other members are reached directly"),
         (joined(ways=[("a", "punched"), ("b", "direct")]), "fine", "holes do here"),

@@ -3,7 +3,7 @@
 import pytest
 
 from node.config import NodeSettings
-from node.first_look import expected_a_day, share_of_day
+from node.first_look import expected_a_day, share_of_day, what_is_over
 from node.island.models.describing import describe
 from node.machine.hardware import Hardware
 from node.machine.limits import Limits, hours_of
@@ -15,6 +15,8 @@ from protocol.v1.session_pb2 import HeartbeatRequest, Utilisation, WireCount
 from protocol.v1.status_pb2 import (
     NODE_STATE_LEFT,
     NODE_STATE_READY,
+    RUN_PHASE_FINISHED,
+    RUN_PHASE_TRAINING,
     GetStatusResponse,
     NodeStatus,
     RunStatus,
@@ -76,6 +78,12 @@ def test_who_has_left_and_helpers_are_no_measure() -> None:
 def test_before_the_first_round_nothing_is_known() -> None:
     expected = expected_a_day(GetStatusResponse(), kind="cpu", limits=Limits())
     assert (expected.tokens, expected.moved_bytes) == (None, None)
+
+
+def test_who_joins_a_finished_run_is_told_what_starting_comes_to() -> None:
+    assert list(what_is_over(RunStatus(phase=RUN_PHASE_TRAINING))) == []
+    (told,) = what_is_over(RunStatus(phase=RUN_PHASE_FINISHED))
+    assert "the run is finished" in told and "'atoll run extend'" in told
 
 
 def found(settings: NodeSettings, spec: RunSpec) -> list[str]:

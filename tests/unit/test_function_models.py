@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from node.island.data.functions import FunctionData
+from node.island.data.functions import FunctionData, traits_of
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.models.architecture import BufferWatch
@@ -21,7 +21,7 @@ from node.island.models.code import (
     files_of,
     sources_of,
 )
-from node.island.models.describing import describe, first_vector
+from node.island.models.describing import describe, fill, first_vector
 from node.island.models.function import FunctionArchitecture, random_module
 from node.island.parallel.combinations import check_local
 from node.island.parallel.mesh import Mesh
@@ -41,6 +41,7 @@ from protocol.errors import (
     NoInputError,
     NotPermittedError,
     ProtocolMismatchError,
+    UsageError,
 )
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import (
@@ -52,7 +53,8 @@ from protocol.run.run_spec import (
     validated,
 )
 from protocol.wire.rounds import Digest
-from tests.run_functions import Net
+from tests import run_functions
+from tests.run_functions import Centred, Net
 from tests.unit.test_transformers_models import with_text, work_of
 
 HERE = Path.cwd()
@@ -313,17 +315,54 @@ def test_of_a_module_that_is_installed_its_package_is_the_code(
         ]
 
 
-def test_batch_norm_is_refused_by_name_when_described_and_when_trained() -> None:
-    with pytest.raises(ConfigError, match=r"changes the buffer 1\.\w+ of a BatchNorm1d") as caught:
-        spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:rows")
-    assert "GroupNorm" in caught.value.next_step
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+def test_a_buffer_that_training_changes_is_refused_by_name_but_for_running_statistics() -> None:
+    with pytest.raises(ConfigError, match=r"changes the buffer 0\.\w+ of a Centred") as caught:
+        spec_of("tests.run_functions:net_with_own_mean", "tests.run_functions:rows")
+    assert "make it a parameter" in caught.value.next_step
+    described = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:rows")
+    assert described.description is not None
+    assert described.description.num_running_statistics == 1
+    module = nn.Sequential(nn.BatchNorm1d(4), Centred(4))
     watch = BufferWatch([module])
     module.eval()(torch.ones(2, 4))
     watch.check()
+    module[0].train()(torch.ones(2, 4))
+    watch.check()
     module.train()(torch.ones(2, 4))
-    with pytest.raises(ConfigError, match="changes the buffer"):
+    with pytest.raises(ConfigError, match=r"changes the buffer 1\.mean"):
         watch.check()
+
+
+def test_evaluators_of_a_model_with_batch_norm_agree_whatever_they_have_trained() -> None:
+    spec = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:draws")
+    fresh, trained = trainer_of(spec), trainer_of(spec)
+    trained.train(work_of(5), lambda _: None)
+    parameters = first_vector(spec)
+    (loss, places) = fresh.evaluate_at(parameters), [0, 5]
+    assert trained.evaluate_at(parameters) == loss
+    assert trained.losses_at(parameters, places) == fresh.losses_at(parameters, places)
+    # And it is that of a model with the whole data's mean and variance.
+    module, _ = run_functions.net_with_batch_norm()
+    fill(module, spec, parameters)
+    training, held_out = (
+        torch.stack([each[i] for i in range(64)]) for each in run_functions.draws()
+    )
+    untold = module.eval()(held_out).square().mean().item()
+    module[1].momentum = None
+    module.train()(training)
+    exact = module.eval()(held_out).square().mean().item()
+    assert loss.loss == pytest.approx(exact, rel=0.1)
+    assert loss.loss != pytest.approx(untold, rel=0.5), "a test that can fail"
+
+
+@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(pipeline=2)])
+def test_batch_norm_wants_ranks_with_the_whole_model(shape: MeshShape) -> None:
+    spec = spec_of("tests.run_functions:net_with_batch_norm_and_plans", "tests.run_functions:rows")
+    with pytest.raises(
+        ConfigError, match="running statistics, as batch norm's, want ranks with the"
+    ):
+        check_shape(shape, spec)
+    check_shape(MeshShape(replicate=2, shard=2), spec)
 
 
 @pytest.mark.parametrize(
@@ -493,6 +532,40 @@ def test_samples_of_a_function_are_numbered_and_known_by_their_code() -> None:
     assert changed.summary().digest != data.summary().digest
 
 
+def test_what_a_function_draws_from_global_generators_is_the_same_on_all_nodes() -> None:
+    spec = spec_of(data="tests.run_functions:unseeded_split")
+    before = torch.random.get_rng_state()
+    one, other = FunctionData(spec), FunctionData(spec)
+    assert torch.equal(torch.random.get_rng_state(), before), "the caller's generators go on"
+    numbers = np.arange(8)
+    assert torch.equal(*(d.batch("training", numbers)["label"] for d in (one, other)))
+    assert one.summary() == other.summary()
+
+
+def test_samples_that_differ_from_node_to_node_have_another_digest() -> None:
+    spec = spec_of(data="tests.run_functions:samples_by_hash")
+    one, other = (FunctionData(spec).summary() for _ in range(2))
+    assert one.num_samples == other.num_samples and one.digest != other.digest
+
+
+def test_samples_that_are_augmented_anew_are_compared_by_what_stays() -> None:
+    spec = spec_of(data="tests.run_functions:augmented")
+    assert FunctionData(spec).summary() == FunctionData(spec).summary()
+
+
+def test_traits_tell_samples_apart_and_not_the_roundings_of_two_machines() -> None:
+    image = np.random.default_rng(1).standard_normal((3, 8, 8)).astype(np.float32)
+    image -= image.mean()
+    assert traits_of((image, 3)) == traits_of((image * np.float32(1 + 1e-6) + 1e-8, 3))
+    assert traits_of((image, 3)) != traits_of((image, 4))
+    assert traits_of((image, 3)) != traits_of((image * 1.5, 3))
+    assert traits_of((image, 3)) != traits_of((image[:2], 3))
+    assert traits_of({"text": "a"}) != traits_of({"text": "b"})
+    assert traits_of(torch.ones(3, dtype=torch.bfloat16)) == traits_of(torch.ones(3).bfloat16())
+    assert traits_of(("a", np.zeros(0))) and traits_of(object()) == traits_of(object())
+    assert traits_of((image, 3), has_values=False) == traits_of((image + 1, 4), has_values=False)
+
+
 def test_functions_in_a_run_file_are_checked() -> None:
     with pytest.raises(ConfigError, match='needs function = "MODULE:FUNCTION"'):
         validated({"data": {"source": "function"}}, origin="the test")
@@ -500,19 +573,66 @@ def test_functions_in_a_run_file_are_checked() -> None:
         validated({"data": {"source": "function", "function": "a:b"}}, origin="the test")
 
 
+def loaded_as_its_card_says(
+    spec: RunSpec, out: Path, monkeypatch: pytest.MonkeyPatch, *, code: Path | None = None
+) -> nn.Module:
+    """What the code of the model card makes of an export, each of whose values is 1 more than at first."""
+    trained = first_vector(spec) + 1
+    origin = Origin(run="my-run", run_digest=spec.digest(), round=3, outer_digest=Digest(bytes(32)))
+    export_model(spec=spec, parameters=trained, origin=origin, out=out, code=code)
+    lines = (out / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(out)
+    found: dict[str, Any] = {}
+    exec(lines, found)
+    module: nn.Module = found["module"]
+    return module
+
+
+def test_the_card_of_a_model_with_batch_norm_computes_its_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:draws")
+    module = loaded_as_its_card_says(spec, tmp_path / "out", monkeypatch)
+    assert not module.training
+    before = module[0](torch.stack(list(run_functions.draws()[0])))
+    torch.testing.assert_close(module[1].running_mean, before.mean(dim=0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(module[1].running_var, before.var(dim=0), rtol=0.2, atol=1e-3)
+
+
+def test_with_the_run_s_code_an_export_has_the_statistics_that_evaluations_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:draws")
+    module = loaded_as_its_card_says(spec, tmp_path / "out", monkeypatch, code=tmp_path)
+    assert not module.training
+    trainer = trainer_of(spec)
+    evaluation = trainer.evaluate_at(first_vector(spec) + 1)
+    held_out = torch.stack(list(run_functions.draws()[1]))
+    assert module(held_out).square().mean().item() == pytest.approx(evaluation.loss, rel=1e-5)
+    assert "running_mean" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_export_runs_no_code_that_is_not_the_run_s_and_none_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:draws")
+    assert spec.description is not None
+    other = spec.description.model_copy(
+        update={"sources": dict.fromkeys(spec.description.sources, "0" * 64)}
+    )
+    changed = spec.model_copy(update={"description": other})
+    with pytest.raises(ProtocolMismatchError, match="is not the run's code"):
+        loaded_as_its_card_says(changed, tmp_path / "out", monkeypatch, code=tmp_path)
+    with pytest.raises(UsageError, match="--code is for models with running statistics"):
+        loaded_as_its_card_says(spec_of(), tmp_path / "out", monkeypatch, code=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_export_says_how_the_function_makes_its_model_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_of("tests.run_functions:net_with_frozen_table")
-    trained = first_vector(spec) + 1
-    origin = Origin(run="my-run", run_digest=spec.digest(), round=3, outer_digest=Digest(bytes(32)))
-    export_model(spec=spec, parameters=trained, origin=origin, out=tmp_path / "out")
-    code = (
-        (tmp_path / "out" / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
-    )
-    monkeypatch.chdir(tmp_path / "out")
-    found: dict[str, Any] = {}
-    exec(code, found)
-    module, first = found["module"], random_module(spec)
+    module = loaded_as_its_card_says(spec, tmp_path / "out", monkeypatch)
+    first = random_module(spec)
     assert torch.equal(module.table.weight, first.table.weight), "frozen"
     assert torch.equal(module.head.bias, first.head.bias + 1)

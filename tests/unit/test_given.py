@@ -14,6 +14,7 @@ from coordinator.swarm.events import Event
 from coordinator.swarm.transition import Transition
 from protocol.errors import NoInputError, UsageError
 from protocol.terminal.me import facts, in_words, refusal
+from protocol.trust.pki import Role
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import NodeId
 
@@ -159,7 +160,11 @@ def test_a_node_s_part_is_told_beside_the_run_s() -> None:
 
 def test_who_has_given_nothing_learns_why() -> None:
     answer = pb.GetStatusResponse(run=pb.RunStatus(run_name="run"))
-    assert isinstance(refusal(Path("home"), answer, is_member=False), UsageError)
-    not_yet = refusal(Path("my home"), answer, is_member=True)
+    for role, whose in ((Role.OPERATOR, "the run owner's"), (Role.VIEWER, "a viewer's")):
+        never = refusal(Path("home"), answer, role=role)
+        assert isinstance(never, UsageError) and f"home is {whose} folder" in never.what
+    helper = refusal(Path("home"), answer, role=Role.HELPER)
+    assert helper.next_step == "start it: atoll helper start --dir home"
+    not_yet = refusal(Path("my home"), answer, role=Role.NODE)
     assert isinstance(not_yet, NoInputError)
     assert not_yet.next_step == "start it: atoll node start --dir 'my home'"

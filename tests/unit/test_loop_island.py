@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import socket
 import stat
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import atoll
 from atoll.connection import Connection
@@ -27,9 +29,10 @@ from node.island.data.places import DataPlaces
 from node.island.island import Ability, InnerReport, InnerWork, Progress
 from node.island.loops.door import SOCKET_FILE
 from node.island.loops.island import LoopIsland
-from node.island.loops.messages import Hello, word_of
+from node.island.loops.messages import VERSION, Hello, word_of
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
+from node.island.training.schedule import Position, share_of_peak
 from node.outer_state import SharedVectors
 from protocol.run.layout import layout_of
 from protocol.run.run_spec import DataSection, RunSpec
@@ -426,6 +429,135 @@ async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_pa
         assert (seen, one.ended) == ([0.5], [7.0]), "its own weights are back"
 
 
+class Normed(nn.Module):
+    """The run's decoder, and a norm beside it that the run does not train."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__()
+        self.module = Decoder(spec.decoder)
+        self.norm = nn.BatchNorm1d(1, affine=False)
+
+
+async def test_running_statistics_are_computed_for_the_global_parameters_and_for_the_end(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Normed(one.spec)
+        mean, seen = model.norm.running_mean, []
+
+        def see() -> None:
+            # What the model makes of a batch: here its first parameter.
+            value = next(model.module.parameters()).flatten()[0].item()
+            model.norm(torch.full((2, 1), value))
+
+        def evaluate() -> float:
+            seen.append(mean.item())
+            return 1.5
+
+        def train(swarm: atoll.Swarm) -> float:
+            with torch.no_grad():
+                next(model.module.parameters()).fill_(7.0)
+            see()
+            swarm.step(tokens=1)
+            seen.append(mean.item())
+            return mean.item()
+
+        thread = await one.joined(train, model=model, evaluate=evaluate, statistics=see)
+        await one.train(work(steps=1))
+        assert (await one.island.evaluate()) is not None
+        assert seen == [0.5], "of the global parameters, whatever the loop has seen"
+        one.vectors.parameters[:] = -1.0
+        await one.island.adopt(0)
+        await one.stops(thread)
+        assert one.ended == [-1.0], "of those that the model ends with"
+
+
+async def test_running_statistics_that_nobody_computes_are_refused_before_anything_moves(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        await ends(one.loop(steps_on_samples, model=Normed(one.spec)))
+        (error,) = one.ended
+        assert isinstance(error, atoll.ModelMismatchError)
+        assert "norm (BatchNorm1d) keeps running statistics" in str(error)
+        assert not one.island.ability.trains
+
+
+async def test_a_buffer_that_the_first_step_changes_ends_the_loop_with_its_name(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Normed(one.spec).eval()
+        model.register_buffer("codebook", torch.zeros(3))
+
+        def train(swarm: atoll.Swarm) -> None:
+            model.codebook.add_(1.0)
+            swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model)
+        with pytest.raises(LoopGoneError, match="changes the buffer codebook of a Normed"):
+            await one.train(work())
+        await ends(thread)
+        assert isinstance(one.ended[0], atoll.ModelMismatchError)
+
+
+async def test_a_loop_reads_the_run_s_rates_and_is_told_once_of_an_amendment(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = small_spec()
+    inner = spec.inner.model_copy(update={"schedule": "linear", "warmup_tokens": 0})
+    spec = spec.model_copy(update={"inner": inner})
+    async with scene(tmp_path, spec) as one:
+        told: list[tuple[float, int]] = []
+
+        def train(swarm: atoll.Swarm) -> None:
+            with pytest.raises(atoll.SwarmError, match=r"says nothing of inner\.muon_learning"):
+                _ = swarm.muon_learning_rate
+            while not swarm.is_over:
+                told.append((swarm.learning_rate, swarm.run.rounds))
+                swarm.step(tokens=1)
+
+        orders = [
+            work(1),
+            work(2, rate_factor=0.1, num_rounds=9),
+            work(3, steps=200, rate_factor=0.1, num_rounds=9),
+        ]
+        thread = await one.joined(train)
+        for order in orders:
+            await one.train(order)
+        await one.stops(thread)
+        rates = [
+            inner.learning_rate
+            * order.rate_factor
+            * share_of_peak(inner, Position.of(spec, order, step))
+            for order in orders
+            for step in range(order.inner_steps)
+        ]
+        assert [rate for rate, _ in told] == pytest.approx(rates, rel=1e-6)
+        assert [rounds for _, rounds in told][:4] == [spec.run.rounds] * 3 + [9]
+        said = [record for record in caplog.messages if "the run was amended" in record]
+        assert len(said) == 1
+        assert f"run.rounds {spec.run.rounds} -> 9" in said[0]
+        assert "inner.learning_rate 0.01 -> 0.001" in said[0]
+
+
+async def test_a_process_that_a_loop_has_forked_does_not_keep_it_alive(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        connection = await asyncio.to_thread(come_in_bare, one)
+        await one.is_here()
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        try:
+            connection.close()
+            async with asyncio.timeout(20):
+                while one.island.ability.trains:  # noqa: ASYNC110 - as in is_here
+                    await asyncio.sleep(0.01)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)  # noqa: ASYNC222 - it is dead
+
+
 async def test_a_model_that_is_not_the_run_s_is_refused_before_anything_moves(
     tmp_path: Path,
 ) -> None:
@@ -482,7 +614,7 @@ async def test_a_loop_of_another_version_is_refused(tmp_path: Path) -> None:
         answer = await asyncio.to_thread(come_in_bare, one, version=99)
         refusal = await asyncio.to_thread(answer.hear)
         assert refusal is not None and refusal["kind"] == "refused"
-        assert "speaks version 99 and the node version 2" in refusal["what"]
+        assert "speaks version 99 and the node version 3" in refusal["what"]
 
 
 async def test_no_node_is_said_with_the_command_that_starts_one(tmp_path: Path) -> None:
@@ -544,7 +676,7 @@ async def test_nonsense_is_told_and_harms_nobody(tmp_path: Path) -> None:
 def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
     hello = {
         "kind": "hello",
-        "version": 2,
+        "version": VERSION,
         "group": "g",
         "rank": 0,
         "world_size": 1,
@@ -557,7 +689,9 @@ def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
         word_of(b'{"kind": "pickle"}')
 
 
-def come_in_bare(one: Scene, version: int = 2, *, rank: int = 0, world_size: int = 1) -> Connection:
+def come_in_bare(
+    one: Scene, version: int = VERSION, *, rank: int = 0, world_size: int = 1
+) -> Connection:
     """A rank that only says that it is ready."""
     connection = Connection.open(one.home, wait_seconds=1.0)
     connection.say(
@@ -570,7 +704,7 @@ def come_in_bare(one: Scene, version: int = 2, *, rank: int = 0, world_size: int
             "evaluates": False,
         }
     )
-    if version == 2:
+    if version == VERSION:
         connection.hear()
         connection.say({"kind": "ready"})
     return connection

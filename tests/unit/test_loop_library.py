@@ -162,7 +162,7 @@ def test_a_loop_writes_lines_that_the_logs_command_reads_each_rank_its_own(
         ("attic loop-3", "cut off\nfor good\x1b[2J"),
     ]
     assert (lines[0].told["round"], lines[1].told["level"]) == (7, "warning")
-    assert [record.getMessage() for record in caplog.records] == ["cut off\nfor good\x1b[2J"]
+    assert [record.getMessage() for record in caplog.records] == ["attic: cut off\nfor good\x1b[2J"]
 
     monkeypatch.setattr("atoll.log_file.MOST_BYTES", 50)
     tail = Logs(home)

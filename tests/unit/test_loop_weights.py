@@ -269,17 +269,6 @@ def test_what_is_not_the_run_s_is_refused_by_name_and_both_shapes() -> None:
     check_model(model, places[:-1])
 
 
-def test_running_statistics_are_refused_where_the_run_does_not_average_them() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    places = places_of(model)
-    refused(model, places, "1 keeps running statistics", "track_running_stats=False")
-    buffers = [("1.running_mean", (3,)), ("1.running_var", (3,))]
-    check_model(model, [*places, *(Place(name=n, shape=s, offset=0) for n, s in buffers)])
-    check_model(
-        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)), places
-    )
-
-
 def test_tied_parameters_count_once_under_either_name() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

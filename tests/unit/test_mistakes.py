@@ -15,6 +15,9 @@ from node.island.data.corpus import text_files
 from node.link.join import read_invite
 from protocol.errors import ExitCode, NoInputError
 from protocol.terminal import cli, console
+from protocol.trust.credentials import Credentials
+from protocol.trust.identity import Identity
+from protocol.trust.pki import Authority, Role, make_request, new_swarm_id
 
 
 def typed(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -47,15 +50,13 @@ def test_a_host_to_advertise_is_a_host_alone_and_the_right_one_is_named(
     assert code == ExitCode.OK
 
 
-def test_two_services_cannot_have_one_port(
+def test_equal_ports_are_one_port_for_members_and_who_joins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["coordinator", "init", str(tmp_path / "run"), "--port", "7701"]
-    code, said = typed(words, capsys)  # the other is 7701 by default
-    assert code == ExitCode.USAGE
-    assert "control_port and enrolment_port are both 7701" in said
-    made = ["coordinator", "init", str(tmp_path / "any"), "--port", "0", "--enrolment-port", "0"]
-    assert typed(made, capsys)[0] == ExitCode.OK
+    for name, port, has_one_port in (("run", "7701", True), ("any", "0", False)):
+        made = ["coordinator", "init", str(tmp_path / name), "--port", port]
+        assert typed([*made, "--enrolment-port", port], capsys)[0] == ExitCode.OK
+        assert config.Home.load(tmp_path / name).config.has_one_port is has_one_port
 
 
 def test_a_second_run_on_a_machine_has_ports_of_its_own(
@@ -138,3 +139,38 @@ def test_a_table_loses_columns_in_their_order_until_it_fits() -> None:
     )
     assert console.fitting(columns, rows, spare=("id", "state"), width=10)[2] == ["id", "state"]
     assert console.fitting(columns, [], spare=("id",), width=None)[2] == []
+
+
+def test_the_folder_of_a_coordinator_with_a_link_is_no_node_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    assert typed(["init", run], capsys)[0] == ExitCode.OK
+    for words in (["node", "start"], ["node", "pause"], ["helper", "start"]):
+        code, said = typed([*words, "--dir", run], capsys)
+        assert code == ExitCode.NO_INPUT
+        assert "is a coordinator's folder, not a node's" in said and "operator" not in said
+
+
+def test_a_viewer_s_folder_has_nothing_that_a_node_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority, request, identity = (
+        Authority.create(new_swarm_id()),
+        make_request(),
+        Identity.generate(),
+    )
+    issued = authority.issue_node(request.request_der, identity.node_id, role=Role.VIEWER)
+    identity.save(tmp_path / "identity.key")
+    Credentials(
+        swarm_id=authority.swarm_id,
+        run_name="seen",
+        host="127.0.0.1",
+        control_port=1,
+        authority_pem=authority.certificate_pem,
+        certificate_pem=issued,
+        key_pem=request.key_pem,
+    ).save(tmp_path)
+    for words in (["node", "start"], ["node", "pause"], ["node", "snapshots"]):
+        code, said = typed([*words, "--dir", str(tmp_path)], capsys)
+        assert code == ExitCode.NO_PERMISSION and "is a viewer's folder" in said

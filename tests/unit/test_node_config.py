@@ -1,5 +1,6 @@
 """node.toml, and the options that come before it."""
 
+import socket
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from node.config import (
     load_settings,
     write_settings,
 )
-from protocol.errors import ConfigError, ExitCode, UsageError
+from protocol.errors import ConfigError, ExitCode, SystemRefusedError, UsageError
 from protocol.terminal import cli, console
 from protocol.trust.invite import Invite
 
@@ -136,6 +137,17 @@ def test_a_wrong_option_is_explained_by_the_help_of_its_own_command(
 def test_a_rate_below_what_peers_wait_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="less than 256kbit is too slow"):
         load_settings(tmp_path, max_upload="255kbit")
+
+
+def test_a_port_that_somebody_has_is_refused_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(
+            SystemRefusedError, match=f"127.0.0.1 port {port}: Address already in use"
+        ):
+            NodeSettings(name="n", port=port).require_port("127.0.0.1")
+        NodeSettings(name="n").require_port("127.0.0.1")  # any that is free
+    NodeSettings(name="n", port=port).require_port("127.0.0.1")
 
 
 def test_a_loop_of_one_s_own_and_ranks_exclude_each_other(tmp_path: Path) -> None:

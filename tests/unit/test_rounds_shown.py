@@ -28,6 +28,7 @@ from protocol.terminal.rounds import (
     RECEIVES,
     REDUCES,
     TRAINS,
+    _row,
     bar,
     chart,
 )
@@ -69,6 +70,13 @@ def test_a_helper_trains_nothing_and_a_node_without_slices_reduces_nothing() -> 
     assert stages_of(bar(helper, whole=10.0, is_open=False)) == REDUCES + RECEIVES + APPLIES
     spared = whole(num_slices_reduced=0)
     assert stages_of(bar(spared, whole=10.0, is_open=False)) == TRAINS + RECEIVES + APPLIES
+
+
+def test_of_a_round_whose_plan_is_not_kept_the_times_say_what_a_node_did() -> None:
+    forgotten = whole(inner_steps=0, num_slices_reduced=0)
+    assert bar(forgotten, whole=10.0, is_open=False) == bar(whole(), whole=10.0, is_open=False)
+    assert _row(forgotten)["steps"] == "-", "and not a helper"
+    assert _row(a_node(inner_steps=0, reduced_seconds=4.0))["steps"] == "helper"
 
 
 @given(

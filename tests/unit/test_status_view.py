@@ -16,6 +16,7 @@ from protocol.terminal.node_words import (
     memory_in_words,
     mfu_in_words,
     node_details,
+    node_facts,
     time_in_words,
     ways_to_others,
 )
@@ -197,6 +198,25 @@ def test_the_line_says_it_all_in_one(three_nodes):
         "round 7 of 12, training; loss 2.200; 2 of 3 nodes ready; "
         "000102030405 at round 6, the same on all nodes; training: 1 of 3 nodes are done"
     )
+
+
+def test_a_loop_with_data_of_its_own_trains_on_no_other_text_than_it_should():
+    loop, ranks = a_node("loop"), a_node("ranks")
+    loop.device, ranks.device = "own loop", "cpu"
+    assert [node_facts(node)["text"] for node in (loop, ranks)] == ["its loop's", "other"]
+    loop.same_corpus = True  # it has the run's
+    assert node_facts(loop)["text"] == "same"
+
+
+def test_after_the_end_the_training_loss_is_that_of_those_who_stayed_to_it():
+    gone = status_pb2.NODE_STATE_LEFT
+    early = a_node("early", gone, loss=9.0, outer_round=3)
+    one, other = (a_node(n, gone, loss=loss, outer_round=12) for n, loss in (("a", 2), ("b", 3)))
+    helper = a_node("helper", outer_round=12)
+    assert "training 2.500" in drawn(a_status(early, one, other, helper))
+    here = a_node("here", loss=4.0, outer_round=12)
+    assert "training 4.000" in drawn(a_status(early, one, other, here))
+    assert "training -" in drawn(a_status(helper))
 
 
 def answers(*items):

@@ -484,3 +484,31 @@ def test_who_has_made_no_result_loses_its_slice_and_not_its_place() -> None:
     scene.wait(30)
     assert len(of_kind(scene.log, SliceTakenOver)) == 1
     assert scene.member(late).audits.num_void == 0
+
+
+def test_who_kept_a_result_lately_is_given_up_sooner_and_makes_no_others_slice() -> None:
+    """A slow link loses its slice once; who keeps results costs the others half a round from then on."""
+    scene = keyed(7)
+    kept = header_of(scene, 0)
+    liars = [key(n) for n in range(7) if key(n).node_id == kept.sender_id]
+    reducing = {progress.slice.reducer_id for progress in scene.round.slices}
+    liars += [key(n) for n in range(7) if key(n).node_id not in reducing]
+    for liar in liars:
+        member = scene.member(str(liar.node_id))
+        lately = replace(member.audits, num_void=1, void_round=0, back_at_round=2)
+        members = {**scene.state.members, liar.node_id: replace(member, audits=lately)}
+        scene.state = replace(scene.state, members=members)
+    scene.now += 12
+    theirs = {liar.node_id for liar in liars}
+    for progress in scene.round.slices:
+        made = header_of(scene, progress.slice.index)
+        scene.reduce(made.sender_id, progress.slice.index, made.digest)
+        for number in range(7) if made.sender_id not in theirs else ():
+            scene.hold(str(key(number).node_id), progress.slice.index, made.digest)
+    scene.wait(5.9)
+    assert not of_kind(scene.log, SliceTakenOver)
+    scene.wait(0.2)  # 18 s after the plan
+    taken_over = of_kind(scene.log, SliceTakenOver)
+    assert [told.slice_index for told in taken_over] == [0]
+    assert taken_over[0].reducer_id not in theirs, "though these have nothing to do"
+    assert scene.member(str(kept.sender_id)).audits.num_void == 2

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import INITIAL, TOKENS, Scene, digest_of, of_kind
+from swarm_scene import CORPUS, INITIAL, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.members import Member, MemberState, Work
@@ -12,6 +12,7 @@ from coordinator.swarm.weighing import (
     cap_of,
     credited,
     earned,
+    names_with_other_data,
     say_of,
     taken_back,
     worth,
@@ -295,3 +296,16 @@ def test_steps_that_the_speed_seen_does_not_explain_are_no_work() -> None:
     a_step = scene.state.rules.batch * scene.state.rules.context
     earned_by = {name: scene.member(name).work.newest_tokens for name in HONEST}
     assert earned_by == {"honest-a": TOKENS, "honest-b": TOKENS, "honest-c": a_step}
+
+
+def test_a_node_is_told_who_trains_on_other_data_where_all_should_train_on_the_same() -> None:
+    scene = Scene(min_nodes=3)
+    other = replace(CORPUS, digest=digest_of("another split"))
+    none = replace(other, num_samples=0)  # of a loop with a loader of its own, or not here yet
+    scene.attach("a", "b")
+    scene.attach("c", corpus=other)
+    scene.attach("d", corpus=none)
+    told = {name: names_with_other_data(scene.state, NodeId(name)) for name in "abcd"}
+    assert told == {"a": ["c"], "b": ["c"], "c": ["a", "b"], "d": []}
+    rules = replace(scene.state.rules, has_private_data=True)
+    assert names_with_other_data(replace(scene.state, rules=rules), NodeId("c")) == []

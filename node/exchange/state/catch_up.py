@@ -276,6 +276,7 @@ class CatchUp:
         results = await self._results.of(commit)
         if results is None:
             return False
+        self._history.moves_by(commit)
         try:
             await self._heavy(lambda: self._outer.apply(commit, results))
         except (NotApplicableError, CodecError) as error:
@@ -314,6 +315,8 @@ class CatchUp:
         else:
             move = partial(self._outer.restore, snapshot, None)
         before = self._outer.position
+        if commits:
+            self._history.moves_by(commits[-1])
         try:
             await self._heavy(move)
         except (NotApplicableError, CodecError) as error:

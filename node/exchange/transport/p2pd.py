@@ -41,7 +41,7 @@ from node.exchange.transport.tunnels import Tunnels
 from protocol.errors import SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.trust.proxy import Proxy
+from protocol.trust.proxy import Proxy, ProxyRefusedError
 from protocol.wire.rounds import RosterEntry
 
 _START_SECONDS = 60.0
@@ -148,6 +148,7 @@ class P2pd:
         if peer_id in await self.connected_peer_ids():
             return
         reasons = []
+        refusal: ProxyRefusedError | None = None
         tunnels, seconds = self._tunnels, self._limits.knock_seconds
         patience = seconds if tunnels is None else min(seconds, _BESIDE_PROXY_SECONDS)
         async for multiaddr, why_not in knocked(multiaddrs, seconds=patience):
@@ -166,8 +167,9 @@ class P2pd:
                         return
                 except OSError as error:  # DaemonError is one
                     reasons.append(str(error))
+                    refusal = error if isinstance(error, ProxyRefusedError) else refusal
         if peer_id not in await self.connected_peer_ids():  # else it has dialled us meanwhile
-            raise DaemonError("; ".join(reasons) or "it has told no address")
+            raise DaemonError("; ".join(reasons) or "it has told no address") from refusal
 
     async def dial(self, peer_id: str, multiaddr: str) -> None:
         """Connects to an address, whether it answers or not; raises DaemonError."""
@@ -449,6 +451,7 @@ class Connections:
         self.connected: set[str] = set()
         """Members that are, by peer id."""
         self._missing_since: dict[str, float] = {}  # members that are not connected
+        self._told_refusals: set[str] = set()  # of a proxy, by peer id
         self._restless_until = -math.inf  # by the loop's clock
         self._ending: set[asyncio.Task[None]] = set()
         self._dials: dict[str, asyncio.Task[None]] = {}  # by peer id
@@ -581,11 +584,23 @@ class Connections:
         if (dial := self._dials.pop(peer_id, None)) is not None:
             dial.cancel()
 
+    def _tell_refusal(self, peer_id: str, cause: BaseException | None) -> None:
+        """Once for each member: it is dialled again and again."""
+        if isinstance(cause, ProxyRefusedError) and peer_id not in self._told_refusals:
+            self._told_refusals.add(peer_id)
+            _log.info(
+                "no tunnel to a member",
+                peer_id=peer_id,
+                why=str(cause),
+                next_step="most proxies lead to port 443 alone: 'atoll helper start --port 443'",
+            )
+
     async def _dial(self, peer_id: str) -> None:
         try:
             async with asyncio.timeout(self._limits.dial_seconds):
                 await self._daemon.connect(peer_id, self._multiaddrs[peer_id])
-        except (DaemonError, TimeoutError):
+        except (DaemonError, TimeoutError) as error:
+            self._tell_refusal(peer_id, error.__cause__)
             wait = self._retry_seconds[peer_id]
             self._due[peer_id] = asyncio.get_running_loop().time() + wait
             self._retry_seconds[peer_id] = min(2 * wait, self._limits.last_redial_seconds)

@@ -125,10 +125,13 @@ async def _joined(one: Ends, other: Ends) -> None:
     ]
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        # What was read is passed on before the end is.
+        for way in ways:
+            way.cancel()
+        for writer in (one[1], other[1]):
+            writer.close()  # once what was written is on its way
         with contextlib.suppress(*BROKEN):
-            for writer in (one[1], other[1]):
-                await writer.drain()
+            async with asyncio.timeout(SILENT_SECONDS):
+                await asyncio.gather(one[1].wait_closed(), other[1].wait_closed())
     finally:
         for way in ways:
             way.cancel()

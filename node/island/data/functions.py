@@ -5,30 +5,44 @@ are collated by the dataset's own `collate_fn`, or as torch does it: tensors, ar
 tuples or dictionaries.
 """
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, cast
 
 import blake3
 import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from node.island.data.dataset import Indices, Tree
+from node.island.data.dataset import Indices, Tree, held_out_choice
 from node.island.data.manifest import Split
 from node.island.models.code import called, code_digest, refuse, said
 from protocol.errors import BadDataError, NoInputError
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary, Digest
 
+COMPARED: tuple[tuple[Split, int], ...] = (("training", 24), ("held_out", 8))
+"""How many samples nodes compare: all would be read at each start."""
+
 
 class FunctionData:
-    """Two map-style datasets, and the batches of them."""
+    """Two map-style datasets, and the batches of them.
+
+    What the function draws from random, numpy's global generator or torch's is the same on all nodes.
+    """
 
     def __init__(self, spec: RunSpec) -> None:
         """Calls the function. Raises ConfigError, or BadDataError for something else than two datasets."""
         assert spec.data.function is not None
         self._function = spec.data.function
         self._context = spec.model.context
-        found = called(self._function, spec.data.arguments)
-        if not isinstance(found, tuple) or len(found) != 2:
+        self._seed = spec.run.seed
+        with drawing(self._seed):
+            found = called(self._function, spec.data.arguments)
+        if not isinstance(found, tuple | list) or len(found) != 2:  # random_split gives a list
             raise refuse(self._function, f"{type(found).__name__} instead of (training, held_out)")
         self._splits: dict[Split, Any] = {"training": found[0], "held_out": found[1]}
         for split, dataset in self._splits.items():
@@ -67,13 +81,36 @@ class FunctionData:
         """See Dataset. Where the function has its samples is its own business."""
 
     def summary(self) -> CorpusSummary:
-        """See Dataset. Samples are known by the function's code and their numbers; nobody reads them all."""
+        """See Dataset. Samples are known by the function's code, their number, and some of them."""
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> CorpusSummary:
         text = f"{self._function}:{self._code}:{self.num_samples}:{self.num_held_out_samples}"
+        hasher = blake3.blake3(text.encode())
+        for split, most in COMPARED:
+            for number in held_out_choice(most, len(self._splits[split])).tolist():
+                hasher.update(self._known_by(split, number))
         return CorpusSummary(
-            digest=Digest(blake3.blake3(text.encode()).digest()),
-            num_samples=self.num_samples,
-            num_bytes=0,
+            digest=Digest(hasher.digest()), num_samples=self.num_samples, num_bytes=0
         )
+
+    def _known_by(self, split: Split, number: int) -> bytes:
+        """What a sample is known by; of one that is another at each reading its kind alone."""
+        once, again = (traits_of(self._read(split, number)) for _ in range(2))
+        if once == again:
+            return once
+        return traits_of(self._read(split, number), has_values=False)
+
+    def _read(self, split: Split, number: int) -> Tree:
+        try:
+            with drawing(self._seed + number):  # what augments samples draws as well
+                return self._splits[split][number]
+        except Exception as error:
+            raise BadDataError(
+                f"the run's function {self._function} gives no {split} sample {number}: {said(error)}",
+                next_step="let the dataset give an item for each number below its length",
+            ) from error
 
     def batch(self, split: Split, indices: Indices) -> Tree:
         """See Dataset. Of no indices the first sample: ranks without samples go through the model too."""
@@ -93,3 +130,53 @@ class FunctionData:
     def num_counted(self, split: Split, indices: Indices) -> int:
         """See Dataset."""
         return len(indices) * self._context
+
+
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Within it global generators of random numbers begin with a seed, and then go on as before."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=()):
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+def traits_of(sample: Tree, *, has_values: bool = True) -> bytes:
+    """Bytes by which two samples are told apart: equal ones have the same on all machines.
+
+    Of floating-point values mean and deviation to three digits, as two machines may round a transform
+    differently; of all else the values. Without values types and shapes alone.
+    """
+    return b";".join(_traits_of_leaf(leaf, has_values) for leaf in tree_leaves(sample))
+
+
+def _traits_of_leaf(leaf: Any, has_values: bool) -> bytes:
+    kind = type(leaf).__name__.encode()
+    if isinstance(leaf, torch.Tensor):
+        leaf = leaf.detach().cpu()
+        leaf = leaf.float().numpy() if leaf.is_floating_point() else leaf.numpy()
+    if isinstance(leaf, bytes | str):
+        value = leaf.encode() if isinstance(leaf, str) else leaf
+        return kind + (blake3.blake3(value).digest() if has_values else b"")
+    if not isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+        return kind  # what only the function's own collate_fn knows
+    values = np.asarray(leaf)
+    kind += f"{values.dtype.kind}{values.shape}".encode()
+    if not has_values:
+        return kind
+    if values.dtype.kind == "f":
+        mean, deviation = _moments(values)
+        scale = abs(mean) + deviation or 1.0
+        return kind + f"{mean / scale:.3f}:{scale:.3g}".encode()
+    return kind + blake3.blake3(np.ascontiguousarray(values).tobytes()).digest()
+
+
+def _moments(values: "np.ndarray[Any, Any]") -> tuple[float, float]:
+    exact = values.astype(np.float64)
+    return (float(exact.mean()), float(exact.std())) if exact.size else (0.0, 0.0)

@@ -27,17 +27,20 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from node.island.data.dataset import Batch, Indices
 from node.island.island import InnerWork
-from node.island.training.schedule import Position
+from node.island.training.schedule import Position, scale_of_rates, share_of_peak
 from protocol.run.layout import Layout
 from protocol.run.models import Section
 from protocol.run.run_spec import RunSpec
 
-VERSION = 2
+VERSION = 3
 
 MAX_LINE_BYTES = 1 << 20
 """Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""
 
 GREETING = b"\0"
+
+MOST_RATES = 65
+"""Points of the learning rate's schedule in an order to train; between them it is a line."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -153,6 +156,7 @@ def welcome(spec: RunSpec, layout: Layout, *, num_samples: int) -> dict[str, Any
         "overlap": spec.exchange.overlap,
         "local_share": spec.exchange.local_share,
         "num_samples": num_samples,
+        "rules": rules_in_force(spec),
         "num_elements": layout.num_elements,
         "fragments": [[f.start, f.num_elements] for f in layout.fragments],
         "tensors": [[place.name, list(place.shape), place.offset] for place in layout.places],
@@ -160,15 +164,55 @@ def welcome(spec: RunSpec, layout: Layout, *, num_samples: int) -> dict[str, Any
 
 
 def train(spec: RunSpec, work: InnerWork) -> dict[str, Any]:
-    """An order to train; `max_seconds` is None where there is no end."""
+    """An order to train; `max_seconds` is None where there is no end.
+
+    `rules` are those in force in the round. `rate_shares` are what the run makes of its learning rates, at
+    inner steps that lie evenly between the first and the last.
+    """
     first, last = (Position.of(spec, work, step).progress for step in (0, work.inner_steps - 1))
+    scale = scale_of_rates(spec, work.num_participants)
+    points = min(work.inner_steps, MOST_RATES)
+    places = (point * (work.inner_steps - 1) / max(1, points - 1) for point in range(points))
     return {
         "kind": "train",
         "round": work.round,
         "inner_steps": work.inner_steps,
         "max_seconds": None if work.max_seconds == float("inf") else work.max_seconds,
         "progress": [first, last],
+        "rules": rules_in_force(spec, work),
+        "rate_shares": [
+            scale
+            * share_of_peak(
+                spec.inner, Position.of(spec, work, place), final_fraction=work.final_fraction
+            )
+            for place in places
+        ],
     }
+
+
+def rules_in_force(spec: RunSpec, work: InnerWork | None = None) -> dict[str, float]:
+    """What amendments may change of the run and a loop may go by, by the run file's keys.
+
+    As they are in the round of `work`, or as the run file has them.
+    """
+    inner = spec.inner
+    rates, final, rounds = (1.0, 1.0), inner.final_fraction, spec.run.rounds
+    if work is not None:
+        rates, rounds = (work.rate_factor, work.muon_rate_factor), work.num_rounds or rounds
+        final = inner.final_fraction if work.final_fraction is None else work.final_fraction
+    rules = {
+        "run.rounds": rounds,
+        "inner.learning_rate": _plain(inner.learning_rate * rates[0]),
+        "inner.final_fraction": final,
+    }
+    if inner.optimizer == "muon":
+        rules["inner.muon_learning_rate"] = _plain(inner.muon_peak_rate * rates[1])
+    return rules
+
+
+def _plain(rate: float) -> float:
+    """Without what multiplying by a factor has rounded: as people wrote it."""
+    return float(f"{rate:.12g}")
 
 
 def samples(numbers: Indices, batch: Batch | None) -> dict[str, Any]:

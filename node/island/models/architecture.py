@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from node.island.models.running_statistics import statistics_of
 from node.island.parallel.mesh import Mesh
 from node.island.training.precision import LossScale
 from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
@@ -315,13 +316,14 @@ def _words(name: str, shape: tuple[int, ...] | None, *, again: bool = False) -> 
 
 
 class BufferWatch:
-    """Refuses modules whose training changes buffers, as batch norm's running statistics are.
+    """Refuses modules whose training changes buffers, but for running statistics.
 
     They are in no exchange, so every node would go on with its own, and say nothing of it.
     """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self._parts = list(parts)
+        self._statistics = statistics_of(self._parts).keys()  # which are computed anew
         self._before = self._versions()
 
     def check(self) -> None:
@@ -335,6 +337,7 @@ class BufferWatch:
             (name, _owner_kind(part, name)): (id(buffer), buffer._version)
             for part in self._parts
             for name, buffer in part.named_buffers()
+            if name not in self._statistics
         }
 
 
@@ -347,6 +350,5 @@ def changed_buffer(name: str, kind: str) -> ConfigError:
     return ConfigError(
         f"training changes the buffer {name} of a {kind}, and buffers are not exchanged: nodes would "
         "end with different models",
-        next_step="use a norm without running statistics (GroupNorm, LayerNorm, or "
-        "track_running_stats=False), or make it a parameter",
+        next_step="make it a parameter, or compute it from the batch",
     )

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from node.island.models.architecture import Tree, changed_buffer, tensors_of
+from node.island.models.running_statistics import norms_of, statistics_of
 from node.outer_state import Vector
 from protocol.errors import AtollError, ConfigError, UsageError
 from protocol.run.layout import layout_of
@@ -62,6 +63,7 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
     return found.model_copy(
         update={
             "tensors": tuple(tensors),
+            "num_running_statistics": len(norms_of([model])),
             "num_frozen": sum(p.numel() for p in model.parameters() if not p.requires_grad),
             "flops_per_token": max(1, flops // spec.model.context),
             "activation_bytes": activation_bytes,
@@ -240,7 +242,10 @@ def _counted(
             why=f"{type(error).__name__}: {' '.join(str(error).split())}"[:200],
         )
         return None
+    statistics = statistics_of([model]).keys()
     for name, buffer in model.named_buffers():
+        if name in statistics:
+            continue
         was, version = versions[name]
         if buffer is not was or buffer._version != version:
             kind = type(model.get_submodule(name.rpartition(".")[0])).__name__

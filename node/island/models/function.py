@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from node.island.data.dataset import SampleOrder
 from node.island.data.functions import FunctionData
 from node.island.models.architecture import (
     Counted,
@@ -25,11 +26,20 @@ from node.island.models.architecture import (
     digest_of_values,
     without_memory,
 )
-from node.island.models.code import called, find_code, refuse, said, sources_of
+from node.island.models.code import (
+    called,
+    check_functions,
+    find_code,
+    refuse,
+    said,
+    sources_of,
+)
 from node.island.models.generic import GenericArchitecture
+from node.island.models.running_statistics import averaging, batches_for, statistics_of
 from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
-from protocol.errors import AtollError, BadDataError, ConfigError
+from node.outer_state import Vector
+from protocol.errors import AtollError, BadDataError, ConfigError, UsageError
 from protocol.run.models import Description, FunctionModel, StageUnit, TensorStyle
 from protocol.run.run_spec import RunSpec
 
@@ -241,6 +251,31 @@ def random_module(spec: RunSpec) -> nn.Module:
     """The module with weights as its own code draws them, from the run's seed."""
     torch.manual_seed(spec.run.seed)
     return brought(spec).module
+
+
+def statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dict[str, Tensor]:
+    """Running statistics of a state, on the CPU, as evaluations have them; runs the run's code.
+
+    Raises AtollError where the code or the data are not here.
+    """
+    from node.island.models.describing import fill
+
+    if spec.data.source != "function":
+        raise UsageError(
+            "running statistics are computed here of samples that a function of the run gives, and those of "
+            f'run {spec.run.name!r} are [data] source = "{spec.data.source}"',
+            next_step="leave --code out: the model card has the lines that compute them",
+        )
+    check_functions(spec, allowed=[spec.run.name], code=code)
+    find_code(code)
+    torch.manual_seed(spec.run.seed)
+    found, data = brought(spec), FunctionData(spec)
+    fill(found.module, spec, parameters)
+    order = SampleOrder(seed=spec.run.seed, num_samples=data.num_samples)
+    with averaging([found.module]):
+        for numbers in batches_for(spec, order, data.num_samples):
+            found.loss(found.module, data.batch("training", numbers))
+    return statistics_of([found.module])
 
 
 def compute_once(spec: RunSpec, batch: Tree) -> None:

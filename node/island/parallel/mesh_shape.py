@@ -226,6 +226,12 @@ def _of_model(shape: MeshShape, spec: RunSpec) -> Iterator[tuple[str, str]]:
     if shape.pipeline > 1 and not described.stages:
         why = described.no_stages or "the run's model has no stages"
         yield f"pp = {shape.pipeline} is not possible: {why}", f"set pp = 1: {works}"
+    if shape.pipeline * shape.tensor > 1 and described.num_running_statistics:
+        yield (
+            f"tp = {shape.tensor} with pp = {shape.pipeline} is not possible: running statistics, as batch "
+            "norm's, want ranks with the whole model",
+            "set tp = 1 and pp = 1: replicate and shard work",
+        )
     if shape.pipeline > 1 and described.num_frozen:
         yield (
             f"pp = {shape.pipeline} is not possible: the model has parameters that are not trained",

@@ -6,6 +6,7 @@ of model they are of is node.island.models'.
 
 import contextlib
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +28,7 @@ from node.island.models.architecture import (
     architecture_of,
     check_frozen,
 )
+from node.island.models.running_statistics import averaging, norms_of
 from node.island.parallel.boxes import fill
 from node.island.parallel.context import positions_of
 from node.island.parallel.mesh import Mesh
@@ -127,6 +129,10 @@ class Whole:
             metric = self._architecture.metric(self._part, inputs)
         return result if isinstance(result, Counted) else plain(result), metric
 
+    def see(self, *inputs: Tree) -> None:
+        """Computes the loss as training does, and leaves no gradients: for what norms remember of it."""
+        self._measured(*inputs)
+
     def _mean_over_ranks(self, count: Tensor) -> Tensor:
         if self._mesh.num_ranks > 1:
             dist.all_reduce(count)
@@ -189,6 +195,8 @@ class Engine:
             *(architecture.copies(part) for part in self.parts)
         )
         """Parameters of this rank whose first use is in another part of the model."""
+        self.has_statistics = bool(norms_of(self.parts))
+        """Whether there are running statistics, which are computed before parameters are measured."""
         self._clip = GradientClipping(self._parameters, mesh=mesh, copies=self.copies)
 
     @property
@@ -301,6 +309,17 @@ class Engine:
             metric=None if metric is None else metric * num_samples,
             num_samples=num_samples if has_loss else 0,
         )
+
+    def compute_statistics(self, batches: Iterable[Tree]) -> None:
+        """Computes running statistics for the present parameters, over as many batches on each rank."""
+        assert isinstance(self._forward, Whole)  # others were refused
+
+        def over_ranks(statistic: Tensor) -> Tensor:
+            return self._mesh.added(statistic.cpu()) / self._mesh.num_ranks
+
+        with averaging(self.parts, over_ranks), gathered_as_they_are(self.parts):
+            for batch in batches:
+                self._forward.see(*self._inputs(batch))
 
     def clip(self, max_norm: float) -> Tensor:
         """Takes the loss scale out of the gradients, and scales them to a norm of at most `max_norm`.

@@ -16,7 +16,7 @@ class Position:
     tokens: float  # on the swarm's token clock
 
     @classmethod
-    def of(cls, spec: RunSpec, work: InnerWork, step: int) -> Self:
+    def of(cls, spec: RunSpec, work: InnerWork, step: float) -> Self:
         """The middle of the inner step `step` of this work, counted from 0.
 
         A round closes once for all nodes, whoever is here and whatever it commits: so progress is

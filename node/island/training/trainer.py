@@ -30,6 +30,7 @@ from node.island.measuring.utilisation import (
 )
 from node.island.models.architecture import BufferWatch, Tree
 from node.island.models.decoder_modules import NO_TARGET
+from node.island.models.running_statistics import batches_for
 from node.island.parallel.boxes import (
     Held,
     adopt_boxes,
@@ -366,6 +367,7 @@ class Trainer:
         own = range(len(indices))[share]
         sums = torch.zeros((len(indices), 2), dtype=torch.float64)
         with self._away_to(parameters):
+            self._compute_statistics(on_sample)
             for turn in range(-(-len(indices) // self._mesh.shape.num_data)):
                 # Of those that have no sample left too: parameters are gathered by all at once.
                 place = own[turn] if turn < len(own) else None
@@ -380,6 +382,7 @@ class Trainer:
 
     def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> Evaluation:
         """Held-out loss over a fixed choice of samples, spread evenly over the held-out split."""
+        self._compute_statistics(on_batch)
         available = self._corpus.num_held_out_samples
         chosen = held_out_choice(self._spec.evaluation.samples, available)
         count = len(chosen)
@@ -398,6 +401,28 @@ class Trainer:
             tokens=self._corpus.num_counted("held_out", chosen),
             metric=metric / samples if self._engine.has_metric else None,
         )
+
+    def _compute_statistics(self, on_batch: Callable[[], None]) -> None:
+        """Running statistics for the model's parameters, over the run's first training samples.
+
+        Ranks share batches, and not samples: what a batch normalises by depends on its size.
+        """
+        if not self._engine.has_statistics:
+            return
+        chosen = batches_for(self._spec, self._order, self._corpus.num_samples)
+        self._corpus.expect("training", np.concatenate(chosen))
+        num_data = self._mesh.shape.num_data
+        part = self._mesh.share(num_data).start  # of this rank's data, counted from 0
+
+        def batches() -> Iterator[Tree]:
+            for first in range(0, len(chosen), num_data):
+                yield self._on_device(
+                    "training",
+                    chosen[(first + part) % len(chosen)],  # all ranks take as many
+                )
+                on_batch()
+
+        self._engine.compute_statistics(batches())
 
     def inner_state(
         self, *, run_digest: Digest, layout_digest: Digest, round: int

@@ -1,0 +1,138 @@
+"""What of a loop's model no exchange averages: running statistics are computed, all else is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.buffers import BufferWatch, RunningStatistics
+from atoll.errors import ModelMismatchError, SwarmError
+from atoll.ranks import Ranks
+
+ALONE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+KINDS = {
+    "BatchNorm2d": lambda: nn.BatchNorm2d(3),
+    "InstanceNorm2d": lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+}
+
+
+def statistics_of(
+    model: nn.Module, compute: Callable[[], object] | None, **how: list[torch.Tensor]
+) -> RunningStatistics:
+    return RunningStatistics(model, averaged=how.get("averaged", []), compute=compute, ranks=ALONE)
+
+
+def batches(count: int = 6) -> list[torch.Tensor]:
+    draws = torch.Generator().manual_seed(3)
+    return [torch.randn(16, 3, 4, 4, generator=draws) * 2 + 5 for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_become_means_over_the_batches_and_the_norm_is_otherwise_as_it_was(kind: str) -> None:
+    model = nn.Sequential(KINDS[kind](), nn.Dropout(0.5))
+    norm, seen = model[0], batches()
+    model(torch.full((4, 3, 4, 4), torch.nan))  # what it trained on before does not count
+    model.eval()  # as of a model that somebody else has saved
+    statistics_of(model, lambda: [model(batch) for batch in seen]).settle()
+    dims = (0, 2, 3) if kind == "BatchNorm2d" else (2, 3)
+    means = torch.stack([b.mean(dims) for b in seen])
+    variances = torch.stack([b.var(dims, unbiased=True) for b in seen])
+    if kind == "InstanceNorm2d":  # a mean over samples, and then over batches
+        means, variances = means.mean(1), variances.mean(1)
+    assert torch.allclose(norm.running_mean, means.mean(0), atol=1e-5)
+    assert torch.allclose(norm.running_var, variances.mean(0), rtol=1e-4)
+    assert norm.momentum == 0.1 and not norm.training and not norm._forward_pre_hooks
+
+
+def test_around_an_evaluation_they_are_those_of_its_weights_and_then_the_loop_s_own() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    model(torch.full((4, 3, 4, 4), 7.0))
+    own = model[0].running_mean.clone()
+    with statistics_of(model, lambda: [model(batch) for batch in batches()]).of_these_weights():
+        assert (model[0].running_mean - 5).abs().max() < 0.5
+    assert torch.equal(model[0].running_mean, own) and model[0].num_batches_tracked == 1
+
+
+def test_a_compiled_model_is_not_compiled_for_it() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    compiles = 0
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., object]:
+        nonlocal compiles
+        compiles += 1
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    compiled(batches()[0])
+    before = compiles
+    statistics_of(compiled, lambda: [compiled(batch) for batch in batches(12)]).settle()
+    assert compiles == before
+    assert model[1].running_mean.abs().max() > 0
+
+
+def test_a_norm_that_is_frozen_while_the_loop_trains_keeps_its_own() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    model[0].eval()
+    model[0].running_mean.fill_(1.0)
+    statistics = statistics_of(model, lambda: [model(batch) for batch in batches()])
+    statistics.look()
+    statistics.settle()
+    assert (model[0].running_mean == 1).all() and not model[0].training
+    assert (model[1].running_mean != 0).all()
+
+
+def test_a_model_with_them_is_refused_where_nobody_says_how_they_are_computed() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    with pytest.raises(ModelMismatchError, match=r"0 and 1 more \(BatchNorm2d\)") as refusal:
+        statistics_of(model, None).refuse_if_untold()
+    assert "statistics=FUNCTION" in str(refusal.value)
+    statistics_of(model.eval(), None).refuse_if_untold()  # all are frozen
+    statistics_of(nn.BatchNorm2d(3, track_running_stats=False), None).refuse_if_untold()
+    averaged = list(model.buffers())  # by the run itself
+    statistics_of(model.train(), None, averaged=averaged).refuse_if_untold()
+
+
+def test_a_function_that_runs_no_norm_is_told() -> None:
+    with pytest.raises(SwarmError, match="has run none of the model's norms"):
+        statistics_of(nn.BatchNorm2d(3), lambda: None).settle()
+
+
+class Counting(nn.Module):
+    def __init__(self, *, is_persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=is_persistent)
+        self.register_buffer("mask", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.mask.copy_(self.mask.clone())  # as DistributedDataParallel does: to the same
+        return x * self.mask
+
+
+def watch_of(model: nn.Module) -> BufferWatch:
+    return BufferWatch(model, averaged=(), but_for=statistics_of(model, None).names)
+
+
+def test_other_buffers_that_training_changes_are_refused_by_name_and_caches_are_not() -> None:
+    model = nn.Sequential(Counting(is_persistent=True), nn.BatchNorm1d(3))
+    watch = watch_of(model)
+    watch.check()
+    model(torch.randn(4, 3))
+    with pytest.raises(ModelMismatchError, match=r"changes the buffer 0\.seen of a Counting"):
+        watch.check()
+    model[0] = Counting(is_persistent=False)
+    watch = watch_of(model)
+    model(torch.randn(4, 3))
+    watch.check()
+    model[0].mask = torch.zeros(3)  # another in its place
+    with pytest.raises(ModelMismatchError, match=r"0\.mask"):
+        watch.check()
+
+
+def test_spectral_norm_is_refused_with_the_name_of_its_vectors() -> None:
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+    watch = watch_of(model)
+    model(torch.randn(4, 3))
+    with pytest.raises(ModelMismatchError, match=r"parametrizations\.weight\.0\._u"):
+        watch.check()
