@@ -328,6 +328,8 @@ def text_in_words(node: pb.NodeStatus) -> str:
     """Whether it reads what others read; '-' of one that was never here, and has not said it."""
     if node.same_corpus:
         return "same"
+    if node.device == OWN_LOOP:
+        return "its loop's"
     return "other" if node.num_ranks or node.HasField("heartbeat") else "-"
 
 
@@ -353,13 +355,6 @@ def node_facts(node: pb.NodeStatus) -> dict[str, str]:
         "version": node.version,
         "addresses": " ".join(node.address.multiaddrs),
     }
-
-
-def _text_in_words(node: pb.NodeStatus) -> str:
-    """Whether it trains on what most do."""
-    if node.same_corpus:
-        return "same"
-    return "its loop's" if node.device == OWN_LOOP else "other"
 
 
 def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str, str]:
