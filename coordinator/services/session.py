@@ -351,16 +351,17 @@ class SessionDesk:
         except BadDataError as error:
             _log.warning("an accusation proves nothing", by=of, why=error.what)
             return
-        _log.warning(
-            "a result does not decode, says a member",
-            round=result.round,
-            slice=result.slice_index,
-            reducer=result.sender_id,
-            by=of,
-        )
-        await self._driver.apply(
-            RefusalSeen(node_id=of, refused=told, result=result), session=session
-        )
+        was_known = _has_refused(self._driver.state.open_round, told, of)
+        seen = RefusalSeen(node_id=of, refused=told, result=result)
+        await self._driver.apply(seen, session=session)
+        if not was_known and _has_refused(self._driver.state.open_round, told, of):
+            _log.warning(
+                "a result does not decode, says a member",
+                round=result.round,
+                slice=result.slice_index,
+                reducer=result.sender_id,
+                by=of,
+            )
 
     def _members_among(self, node_ids: Iterable[str]) -> tuple[NodeId, ...]:
         """Those of the ids that are members'; others are not worth keeping."""
@@ -496,6 +497,15 @@ def _report_on(current: Round | None, receipt: Receipt) -> Reduced:
                 return progress.reduced
     raise BadDataError(
         f"no report on slice {receipt.slice_index} of round {receipt.round} is known here any more"
+    )
+
+
+def _has_refused(current: Round | None, told: ResultRefused, node_id: NodeId) -> bool:
+    """Whether it is known of the open round: who says it again and again fills no log."""
+    return current is not None and any(
+        (refusal.node_id, refusal.refused.digest) == (node_id, told.digest)
+        for progress in current.slices[told.slice_index : told.slice_index + 1]
+        for refusal in progress.refusals
     )
 
 

@@ -80,11 +80,7 @@ def _not_open(state: SwarmState, now: float) -> str:
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
     ready = [m for m in present if m.state is MemberState.READY and not m.is_helper]
     idle = [m for m in ready if m.cannot_train]
-    parts += [
-        f"{member.node_name} waits for its owner's training loop, or for the run's tokens, or until its "
-        "owner resumes it"
-        for member in idle
-    ]
+    parts += [f"{member.node_name} trains nothing now: its own line says why" for member in idle]
     if state.unsupplied_since is not None:
         parts.append(_unsupplied(state, state.unsupplied_since, now))
     if words := unfollowed_in_words(state, now):

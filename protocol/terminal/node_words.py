@@ -71,6 +71,8 @@ def device_in_words(node: pb.NodeStatus) -> str:
     """What it trains on, and how its ranks share the work; of a helper, that it is one."""
     if node.is_helper:
         return "helper"
+    if not node.device:  # it was never here
+        return "-"
     ranks = f"{node.device} ×{node.num_ranks}"
     mesh = node.heartbeat.mesh
     return f"{ranks}, {mesh}" if mesh and node.num_ranks > 1 else ranks
@@ -322,6 +324,15 @@ def invite_in_words(node: pb.NodeStatus) -> str:
     return " ".join((*own, node.invite_id)) or "-"
 
 
+def text_in_words(node: pb.NodeStatus) -> str:
+    """Whether it reads what others read; '-' of one that was never here, and has not said it."""
+    if node.same_corpus:
+        return "same"
+    if node.device == OWN_LOOP:
+        return "its loop's"
+    return "other" if node.num_ranks or node.HasField("heartbeat") else "-"
+
+
 def node_facts(node: pb.NodeStatus) -> dict[str, str]:
     """All columns of `atoll nodes`, in words."""
     return {
@@ -339,18 +350,11 @@ def node_facts(node: pb.NodeStatus) -> dict[str, str]:
         "time of a round": time_in_words(node),
         "mfu": mfu_in_words(node),
         "peak memory": memory_in_words(node),
-        "text": _text_in_words(node),
+        "text": text_in_words(node),
         "invite": invite_in_words(node),
         "version": node.version,
         "addresses": " ".join(node.address.multiaddrs),
     }
-
-
-def _text_in_words(node: pb.NodeStatus) -> str:
-    """Whether it trains on what most do."""
-    if node.same_corpus:
-        return "same"
-    return "its loop's" if node.device == OWN_LOOP else "other"
 
 
 def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str, str]:

@@ -404,7 +404,10 @@ def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: P
     )
     for node in by_name(answer.nodes):
         if node.standing:
-            console.terminal().print(f"{name_of(node)} is {state_in_words(node)} {node.standing}")
+            waits = ", and" if node.standing.startswith("waits") else ""
+            console.terminal().print(
+                f"{name_of(node)} is {state_in_words(node)}{waits} {node.standing}"
+            )
     for fault in filter(None, (cut_off(answer.nodes), copies_in_words(answer.nodes))):
         console.terminal().print(fault)
 

@@ -405,7 +405,8 @@ def in_words(ruling: Ruling) -> str:
         case RulingKind.INVITED:
             whose = " for the run owner's own machines" if owned_invite(ruling) else ""
             most = limit_of_invite(ruling)
-            at_once = "" if most is None else f", for {most or 'all its'} nodes at once"
+            nodes = "one node" if most == 1 else f"{most or 'all its'} nodes"
+            at_once = "" if most is None else f", for {nodes} at once"
             return f"invite {ruling.invite_id} was made{whose}{at_once}{why}"
         case RulingKind.REVOKED:
             return f"invite {ruling.invite_id} was revoked"

@@ -98,7 +98,7 @@ class Scene:
 
     def waits_for_loop(self) -> None:
         """Waits until the swarm says that the node has no loop, and opens no round without."""
-        words = "1 of 2 is ready; loop waits for its owner's training loop"
+        words = "1 of 2 is ready; loop trains nothing now"
         until(lambda: words in self.run().reason, f"{words!r}; {self.run()}")
 
     def run(self) -> status_pb2.RunStatus:

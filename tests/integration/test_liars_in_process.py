@@ -515,7 +515,11 @@ def test_who_says_that_good_results_do_not_decode_harms_nobody(
     spec = tiny(run={"min_nodes": NUM_NODES - 1}, deadlines=SHORT)
     life = Life(seconds_per_inner_step=1.0)
     lives = [IDLER if place == 1 else life for place in range(NUM_NODES)]
-    attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    with capture_logs() as logs:
+        attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    said = [each for each in logs if each["event"] == "a result does not decode, says a member"]
+    assert said and {each["by"] for each in said} == {LIAR}
+    assert len(said) == len({(each["round"], each["slice"]) for each in said}), "once for each"
     assert attacked.final.is_finished and not attacked.final.rulings
     assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)
     assert max(seconds_of(attacked)) < 5 + 1

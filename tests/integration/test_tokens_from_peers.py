@@ -113,8 +113,7 @@ def test_a_flipped_byte_is_named_by_the_node_that_asked_which_waits_for_a_member
         def status_tells() -> bool:
             return (
                 "data = in node.toml" in swarm.nodes()["student"].heartbeat.waiting_for
-                and "student waits for its owner's training loop, or for the run's tokens"
-                in swarm.status().run.reason
+                and "student trains nothing now: its own line says why" in swarm.status().run.reason
             )
 
         until(status_tells, student.log)

@@ -186,7 +186,7 @@ def with_unknown_field(message: HasBytes, num_bytes: int) -> bytes:
     ],
 )
 async def test_whatever_a_node_has_to_say_of_itself_is_taken(words: str) -> None:
-    """A heartbeat that is refused ends the node, as a long reason that its machine is in use did."""
+    """A heartbeat that is refused ends the node: so did the reason that a machine was in use, being long."""
     telemetry = Telemetry()
     _, driver = new_desk()
     desk = SessionDesk(driver, telemetry, RunSpec(), SIGNER)

@@ -514,3 +514,31 @@ def test_only_the_latest_going_back_is_told_whole() -> None:
     twice = status_pb2.RunStatus(went_back=[*once, "the run went back to the state after round 2"])
     assert undone_in_words(twice).endswith("after round 2; once before: 'atoll audit'")
     assert "; 2 times before" in undone_in_words(status_pb2.RunStatus(went_back=once * 3))
+
+
+def test_of_who_waits_for_approval_nothing_is_said_that_nobody_knows() -> None:
+    unapproved = status_pb2.NodeStatus(
+        node_id="ab12",
+        node_name="attic",
+        state=status_pb2.NODE_STATE_UNAPPROVED,
+        standing="waits for it",
+    )
+    facts = node_facts(unapproved)
+    assert (facts["device"], facts["text"]) == ("-", "-")
+    other = status_pb2.NodeStatus(device="cpu", num_ranks=1)
+    assert (node_facts(other)["device"], node_facts(other)["text"]) == ("cpu ×1", "other")
+
+
+def test_what_a_node_waits_for_stands_in_a_sentence() -> None:
+    held = [("waits", "waits for 'atoll nodes approve waits'"), ("odd", "by the run owner: odd")]
+    nodes = [
+        status_pb2.NodeStatus(
+            node_name=name, state=status_pb2.NODE_STATE_QUARANTINED, standing=words
+        )
+        for name, words in held
+    ]
+    with patch.object(StatusLink, "status", lambda self: a_status(*nodes)):
+        result = CliRunner().invoke(query.nodes, [])
+    said = " ".join(result.output.split())
+    assert "odd is quarantined by the run owner: odd" in said
+    assert "waits is quarantined, and waits for 'atoll nodes approve waits'" in said

@@ -11,7 +11,7 @@ def test_a_member_without_its_loop_is_in_no_plan_until_a_heartbeat_says_that_it_
     scene.attach("node-a")
     scene.attach("node-b", cannot_train=True)
     assert scene.state.open_round is None
-    assert "1 of 2 is ready; node-b waits for its owner's training loop" in explain(
+    assert "1 of 2 is ready; node-b trains nothing now: its own line says why" in explain(
         scene.state, scene.now
     )
     scene.beat("node-b", at=0, digest=INITIAL)

@@ -405,7 +405,9 @@ def test_ruined_weights_stop_training_with_round_and_steps(corpus: Corpus) -> No
     trainer.adopt(weights)
     with pytest.raises(TrainingDivergedError, match=r"round 1: .* \(inner step 1 to 5\); look at"):
         trainer.train(work_of(5), ignore)  # nothing was learnt yet: no rate can be too high
-    with pytest.raises(TrainingDivergedError, match=r"round 2: .* \(inner step 1 to 5\); tell"):
+    with pytest.raises(
+        TrainingDivergedError, match=r"round 2: .* 1 to 5\); tell the run owner: 'atoll run"
+    ):
         trainer.train(replace(work_of(5), round=2), ignore)
 
 
