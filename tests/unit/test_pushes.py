@@ -3,17 +3,24 @@
 import asyncio
 from collections import Counter
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
+from node.exchange.codecs.registry import codec_named
 from node.exchange.giving import AT_ONCE, TIMES_EXPECTED, Pushes, Turns
 from node.exchange.limits import Waits
+from node.exchange.round.state import Rules
+from node.exchange.runner import turns_of
 from node.exchange.transport.transport import Admission, TransferRefusedError, Want
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry
+from protocol.wire.vitals import LinkRates
 from protocol.wire.wire_count import WireCounts
-from tests.unit.exchange_scene import A, B, C, contribution_of, in_virtual_time
+from tests.unit.exchange_scene import RUN, A, B, C, contribution_of, in_virtual_time, plan_for
 
 NUM_SLICES = 64
 ROSTER = tuple(
@@ -280,3 +287,29 @@ async def test_a_body_that_never_ends_gives_its_turn_away_after_a_while() -> Non
     for task in endless:
         task.cancel()
     await asyncio.gather(*endless, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("node_id", "up", "round_trip", "reducers", "takes_turns"),
+    [
+        (A, 100.0, 0.05, (B, C), True),
+        (B, 100.0, 0.05, (B, C), False),  # it reduces, so its link is no slower than others'
+        (A, 100.0, 0.05, (B,), False),  # to one peer bodies go in their order anyway
+        (A, None, 0.05, (B, C), False),
+        (A, 1e9, 0.05, (B, C), False),  # two at once would leave its link idle
+    ],
+)
+def test_a_node_takes_turns_where_it_is_too_slow_to_reduce_and_its_link_stays_full(
+    node_id: NodeId,
+    up: float | None,
+    round_trip: float,
+    reducers: tuple[NodeId, ...],
+    takes_turns: bool,
+) -> None:
+    plan = plan_for(*reducers)
+    codec = codec_named("fp32")
+    rules = Rules(node_id=node_id, run_digest=RUN, context=1, uplink=codec, downlink=codec)
+    transport: Any = SimpleNamespace(
+        rates=LinkRates(up_bytes_per_second=up), round_trip_seconds=lambda peer: round_trip
+    )
+    assert (turns_of(plan, rules, transport) is not None) is takes_turns
