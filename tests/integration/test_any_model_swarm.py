@@ -123,6 +123,7 @@ def data():
 """
 
 
+@pytest.mark.nightly
 def test_a_node_whose_function_gives_other_samples_says_so_and_the_status_shows_it(
     swarm_of: Start, tmp_path: Path
 ) -> None:

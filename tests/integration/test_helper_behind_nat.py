@@ -90,6 +90,7 @@ def test_nodes_that_nobody_can_dial_train_by_a_helper_which_may_be_killed_in_a_r
     assert sum(node["committed_tokens"] for node in nodes) == run["token_clock"]
 
 
+@pytest.mark.nightly
 def test_a_helper_that_is_stopped_in_its_first_seconds_reduces_its_round_before_it_leaves(
     lab: NetworkLab, swarm: Swarm
 ) -> None:

@@ -123,6 +123,7 @@ def test_who_contributes_a_thousand_times_too_much_is_left_out_and_named_and_exp
     assert losses[-1] == min(losses) < 0.9 * losses[0]
 
 
+@pytest.mark.nightly
 def test_who_reduces_backwards_is_audited_and_put_out_and_what_it_made_is_undone(
     scene_of: Callable[..., Scene],
 ) -> None:

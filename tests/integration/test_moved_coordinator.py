@@ -157,6 +157,7 @@ def lab() -> Iterator[NetworkLab]:
         yield lab
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("may_make_network_labs")
 def test_a_running_node_that_was_cut_off_while_the_coordinator_moved_is_told_by_a_member(
     lab: NetworkLab, tmp_path: Path

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from own_loops_scene import SECONDS, Scene, assert_holds
 from typed_commands import atoll, done, until
@@ -92,6 +93,7 @@ def test_a_loop_that_ends_or_is_killed_or_hangs_is_replaced_and_the_run_goes_on(
         scene.end()
 
 
+@pytest.mark.nightly
 def test_a_loop_outlives_its_node_and_goes_on_with_the_next_and_hears_of_an_amendment(
     tmp_path: Path,
 ) -> None:

@@ -117,6 +117,7 @@ def test_between_two_runs_the_time_is_interpolated() -> None:
     assert share_at(3.5, curve) == (0.5, "less")
 
 
+@pytest.mark.nightly
 def test_its_quick_form_goes_through_all_of_it_and_runs_nothing_twice(tmp_path: Path) -> None:
     results = tmp_path / "race.jsonl"
     command = [sys.executable, "-m", "benchmarks.race", "--quick", "--ratios", "5", "--seeds", "0"]
