@@ -384,7 +384,8 @@ def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:
     """How a node contributes whose uplink is too slow to reduce: a few slices at a time.
 
     None where it reduces, has one peer to send to, or where few bodies would leave its link idle between
-    them, and while nobody knows what its link carries.
+    them, and while nobody knows what its link carries. Nor where a reducer would get nothing for so long,
+    while others have their turn, that it stops waiting (node.exchange.round.awaiting).
     """
     reducers = {part.reducer_id for part in plan.slices}
     rate = transport.rates.up_bytes_per_second
@@ -392,5 +393,7 @@ def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:
         return None
     body_seconds = max(rules.uplink.most_bytes(part.num_elements) for part in plan.slices) / rate
     if body_seconds < max(transport.round_trip_seconds(peer) for peer in reducers):
+        return None
+    if body_seconds * (len(reducers) - 1) > rules.waits.grace_seconds:
         return None
     return Turns(body_seconds)

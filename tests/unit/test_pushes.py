@@ -290,26 +290,24 @@ async def test_a_body_that_never_ends_gives_its_turn_away_after_a_while() -> Non
 
 
 @pytest.mark.parametrize(
-    ("node_id", "up", "round_trip", "reducers", "takes_turns"),
+    ("node_id", "body_seconds", "reducers", "takes_turns"),
     [
-        (A, 100.0, 0.05, (B, C), True),
-        (B, 100.0, 0.05, (B, C), False),  # it reduces, so its link is no slower than others'
-        (A, 100.0, 0.05, (B,), False),  # to one peer bodies go in their order anyway
-        (A, None, 0.05, (B, C), False),
-        (A, 1e9, 0.05, (B, C), False),  # two at once would leave its link idle
+        (A, 0.5, (B, C), True),
+        (B, 0.5, (B, C), False),  # it reduces, so its link is no slower than others'
+        (A, 0.5, (B,), False),  # to one peer bodies go in their order anyway
+        (A, None, (B, C), False),
+        (A, 0.01, (B, C), False),  # two at once would leave its link idle
+        (A, 3.0, (B, C), False),  # C would hear nothing for too long while B has its turn
     ],
 )
 def test_a_node_takes_turns_where_it_is_too_slow_to_reduce_and_its_link_stays_full(
-    node_id: NodeId,
-    up: float | None,
-    round_trip: float,
-    reducers: tuple[NodeId, ...],
-    takes_turns: bool,
+    node_id: NodeId, body_seconds: float | None, reducers: tuple[NodeId, ...], takes_turns: bool
 ) -> None:
-    plan = plan_for(*reducers)
-    codec = codec_named("fp32")
+    plan, codec = plan_for(*reducers), codec_named("fp32")
     rules = Rules(node_id=node_id, run_digest=RUN, context=1, uplink=codec, downlink=codec)
+    num_bytes = max(codec.most_bytes(part.num_elements) for part in plan.slices)
     transport: Any = SimpleNamespace(
-        rates=LinkRates(up_bytes_per_second=up), round_trip_seconds=lambda peer: round_trip
+        rates=LinkRates(up_bytes_per_second=num_bytes / body_seconds if body_seconds else None),
+        round_trip_seconds=lambda peer: 0.05,
     )
     assert (turns_of(plan, rules, transport) is not None) is takes_turns

@@ -37,9 +37,7 @@ took, so that is no matter of speed."""
 class Awaited(Enum):
     """How long a reducer waits for somebody's contributions to a round."""
 
-    FULLY = (
-        auto()
-    )  # until the deadline; a few of whom nothing comes several times as long as others
+    FULLY = auto()  # until the deadline, or several times as long as others: see above
     BRIEFLY = auto()  # not much longer than for the others', unless they are coming
     NOT = auto()  # no longer than for the others'
 
