@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 import click
 import grpc.aio
 
-from coordinator.backup_record import BackupRecords, told
+from coordinator.backup_record import BackupRecords, add_to, has_any
 from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, rules_in_force
 from coordinator.connections import Connections, Limits, most_connections
@@ -52,6 +52,7 @@ from protocol.files.descriptors import allow_open_files, require_open_files
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
+from protocol.terminal.status_words import no_backup_in_words
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import joining_name_in, name_in, pin_of, server_name
 from protocol.trust.rulings import checked_chain
@@ -262,6 +263,7 @@ class Coordinator:
                 connections,
                 driver=driver,
                 enrolment_port=enrolment_port,
+                backup_target=config.backup,
                 past=Past(
                     timeline=watched.timeline, kept_times=times.of, given=watched.given.tally
                 ),
@@ -345,11 +347,12 @@ def _add_member_services(
     *,
     driver: Driver,
     enrolment_port: int,
+    backup_target: str,
     past: Past,
 ) -> StatusDesk:
     """What is behind mutual TLS; returns the desk that tells how the run is doing.
 
-    `host` is where invites send nodes.
+    `host` is where invites send nodes, `backup_target` where this coordinator's copies go, if anywhere.
     """
     telemetry = Telemetry()
     swarm_id = home.issuer.swarm_id
@@ -369,7 +372,9 @@ def _add_member_services(
         swarm_id=swarm_id,
         past=past,
         relay=(lambda: "") if through is None else through.in_words,
-        backups=lambda now: told(records.latest(), now),
+        add_backups=lambda run, now: add_to(
+            run, records.latest(), configured=backup_target, now=now
+        ),
     )
     operator = OperatorDesk(
         driver,
@@ -467,6 +472,8 @@ async def _serve(
         named = shlex.quote(str(directory))
         log.write(f"invite a node: atoll invite create --dir {named}\n")
         log.write(f"watch the run: atoll status --watch --dir {named}\n")
+        if not has_any(BackupRecords(directory).latest(), configured=config.backup):
+            log.write(f"backup: {no_backup_in_words(named)}\n")
         manager.ready(f"serves nodes at {control}, and who joins at {enrolment}")
         async with manager.watching(), _backing_up(home, config):
             await coordinator.serve_until(stopped)

@@ -91,6 +91,20 @@ def told(records: Records, now: float) -> list[pb.BackupStatus]:
     return [_to_wire(target, record, now) for target, record in by_age]
 
 
+def has_any(records: Records, *, configured: str) -> bool:
+    """Whether somebody has made a copy or is about to; `configured` is the coordinator's own target."""
+    return bool(configured) or any(
+        one.made_at is not None or one.next_at is not None for one in records.values()
+    )
+
+
+def add_to(run: pb.RunStatus, records: Records, *, configured: str, now: float) -> None:
+    """Tells the run owner of copies, or that there are none; a finished run needs none."""
+    run.backups.extend(told(records, now))
+    is_finished = run.phase == pb.RUN_PHASE_FINISHED
+    run.is_without_backup = not (is_finished or has_any(records, configured=configured))
+
+
 def _to_wire(target: str, record: Record, now: float) -> pb.BackupStatus:
     def since(at: float | None) -> float:
         return 0.0 if at is None else max(0.0, now - at)

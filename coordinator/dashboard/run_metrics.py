@@ -144,20 +144,17 @@ RUN_METRICS = (
     Metric(
         name="atoll_backup_age_seconds",
         kind="gauge",
-        meaning="Seconds since the newest whole copy of the coordinator there; `once` of those made by hand",
-        labels=("target",),
+        meaning="Seconds since the newest whole copy of the coordinator, wherever it lies",
     ),
     Metric(
         name="atoll_backup_failures",
         kind="gauge",
-        meaning="Tries to copy the coordinator there that failed since, in a row",
-        labels=("target",),
+        meaning="Tries to copy the coordinator that failed in a row, at the place where most did",
     ),
     Metric(
         name="atoll_backup_abandoned",
         kind="gauge",
-        meaning="Whether a copy is so long overdue that nobody can be making any: 1 or 0",
-        labels=("target",),
+        meaning="Whether a copy for some place is so long overdue that nobody can be making any: 1 or 0",
     ),
     Metric(
         name="atoll_node_silent_seconds",
@@ -222,13 +219,17 @@ def _put_run(board: Board, run: pb.RunStatus, version: str) -> None:
     board.put("atoll_samples", run.data.committed_samples, state="committed")
     board.put("atoll_samples", run.data.leased_samples, state="leased")
     board.put("atoll_samples", run.data.free_again_samples, state="free_again")
-    for one in run.backups:
-        target = one.target or "once"
-        age = one.made_seconds if one.HasField("made_seconds") else None
-        board.put("atoll_backup_age_seconds", age, target=target)
-        if one.HasField("next_seconds"):
-            board.put("atoll_backup_failures", one.num_failures, target=target)
-            board.put("atoll_backup_abandoned", one.is_abandoned, target=target)
+    _put_backups(board, run.backups)
+
+
+def _put_backups(board: Board, backups: Sequence[pb.BackupStatus]) -> None:
+    """By no place: where copies lie is the run owner's, and metrics are whoever's has the page's link."""
+    ages = [one.made_seconds for one in backups if one.HasField("made_seconds")]
+    followed = [one for one in backups if one.HasField("next_seconds")]
+    board.put("atoll_backup_age_seconds", min(ages, default=None))
+    if followed:
+        board.put("atoll_backup_failures", max(one.num_failures for one in followed))
+        board.put("atoll_backup_abandoned", any(one.is_abandoned for one in followed))
 
 
 def _put_members(board: Board, nodes: Sequence[pb.NodeStatus]) -> None:

@@ -85,7 +85,7 @@ class StatusDesk:
         swarm_id: str,
         past: Past | None = None,
         relay: Callable[[], str] = lambda: "",
-        backups: Callable[[float], Sequence[pb.BackupStatus]] = lambda now: (),
+        add_backups: Callable[[pb.RunStatus, float], None] = lambda run, now: None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
@@ -95,7 +95,7 @@ class StatusDesk:
         self._swarm_id = swarm_id
         self._past = past or Past()
         self._relay = relay
-        self._backups = backups
+        self._add_backups = add_backups
         self._started_at = driver.clock.now()
         self._wall_clock = wall_clock
 
@@ -127,7 +127,7 @@ class StatusDesk:
         unix_seconds = self._wall_clock()
         run = self._run_status(state, now, most_losses)
         if role is Role.OPERATOR:
-            run.backups.extend(self._backups(unix_seconds))
+            self._add_backups(run, unix_seconds)
         return pb.GetStatusResponse(
             run=run,
             nodes=sorted(nodes, key=lambda node: node.node_id),

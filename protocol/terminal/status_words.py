@@ -160,8 +160,21 @@ def _backup_trouble(one: pb.BackupStatus) -> str:
     )
 
 
+def no_backup_in_words(directory: str = "DIR") -> str:
+    """That nobody copies the coordinator's folder, and the command that does."""
+    return (
+        "none is made, and the run cannot go on without the coordinator's folder; "
+        f"'atoll coordinator backup {directory} TARGET --every 10m' makes them"
+    )
+
+
 def backups_in_words(run: pb.RunStatus, *, with_place: bool = True) -> str:
-    """The newest copy of the coordinator, and when the next is due; empty where there is none."""
+    """The newest copy of the coordinator, and when the next is due, or how to have any.
+
+    Empty where the first is on its way, and for those who are not told.
+    """
+    if run.is_without_backup:
+        return no_backup_in_words()
     made = [one for one in run.backups if one.HasField("made_seconds")]
     if not made:
         return ""

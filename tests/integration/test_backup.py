@@ -287,12 +287,17 @@ def test_one_line_keeps_copies_of_a_run_in_full_flight_and_the_newest_is_restore
 ) -> None:
     row = swarm.folder / "row"
     swarm.join("node", swarm.invite())
+    none = "none is made, and the run cannot go on without the coordinator's folder"
+    swarm.coordinator.says(f"backup: {none}")
+    assert none in done(atoll("status", "--dir", swarm.home)).replace("\n       ", " ")
+    assert "none is made" not in done(atoll("status", "--dir", swarm.folder / "node"))
     swarm.coordinator.stop(signal.SIGTERM)
     ports = ("--port", swarm.control_port)
     options = ("--backup", str(row), "--backup-every", "1s", "--backup-keep", "3")
     swarm.coordinator = swarm.begin_coordinator(*ports, *options)
     node = swarm.start_node("node")
     node.says("applied", times=3)
+    assert "none is made" not in swarm.coordinator.log
     # The child sees that an old one goes only after it has told of the new one.
     swarm.coordinator.says("backup made", times=6)
     until(lambda: len(copies_in(row)) == 3, "older copies to go")

@@ -200,9 +200,13 @@ async def test_every_declared_metric_is_told_and_none_that_is_not(tmp_path: Path
         backup = Backup(
             run_name="r", committed_round=1, total_rounds=9, num_bytes=1, authority_key=""
         )
+        shown = json.loads((await ask(coordinator, "/now"))[1])["run"]["backup"]
+        assert shown.startswith("none is made") and "atoll coordinator backup DIR" in shown
         made = Made(place="s3://b/run/one", backup=backup, next_seconds=600)
         BackupRecords(home.directory).note("s3://b/run", made, now=time.time())
         values = await scraped(coordinator)
+        for path in ("/now", "/metrics", "/news"):
+            assert "s3://" not in (await ask(coordinator, path))[1]
     assert set(values) == {metric.name for metric in (*RUN_METRICS, *NODE_METRICS)}
 
 

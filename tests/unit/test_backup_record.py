@@ -10,6 +10,7 @@ from coordinator.backup_record import (
     RECORD_FILE,
     BackupRecords,
     Records,
+    add_to,
     ended,
     noted,
     told,
@@ -90,6 +91,29 @@ def test_a_place_that_copies_do_not_go_to_any_more_goes_with_the_next_whole_copy
     assert set(by_hand) == {"/old", S3, ""}
     assert told(by_hand, 4)[0].place == "/monday"
     assert not told(by_hand, 4)[0].HasField("next_seconds")
+
+
+def without_backup(records: Records, *, configured: str = "", is_finished: bool = False) -> bool:
+    phase = pb.RUN_PHASE_FINISHED if is_finished else pb.RUN_PHASE_TRAINING
+    run = pb.RunStatus(phase=phase)
+    add_to(run, records, configured=configured, now=700)
+    return run.is_without_backup
+
+
+def test_a_run_of_which_nobody_makes_copies_is_told_how_to_have_some() -> None:
+    assert without_backup({})
+    assert without_backup(ended(noted({}, S3, FAILED, 100), S3))
+    words = backups_in_words(pb.RunStatus(is_without_backup=True))
+    assert words.startswith("none is made, and the run cannot go on without the coordinator's fold")
+    assert words.endswith("; 'atoll coordinator backup DIR TARGET --every 10m' makes them")
+    for well in (
+        without_backup({}, configured=S3),
+        without_backup({}, is_finished=True),
+        without_backup(noted({}, S3, FAILED, 100)),
+        without_backup(noted({}, "", Made(place="/monday", backup=BACKUP), 3)),
+        without_backup(ended(noted({}, S3, MADE, 100), S3)),
+    ):
+        assert not well
 
 
 def test_what_is_noted_stays_in_the_folder_for_others_to_read(tmp_path: Path) -> None:

@@ -74,20 +74,26 @@ def test_a_fresh_run_can_be_told() -> None:
     assert not names & (unknown | {"atoll_digests_agree", "atoll_parameters"})
 
 
-def test_backups_are_told_by_place_and_nothing_is_due_where_none_is_to_follow() -> None:
+def told_of(backups: list[pb.BackupStatus]) -> list[str]:
     counts = RoundTally(Scene().state, now=0.0).counts(0.0)
-    backups = [
-        pb.BackupStatus(target="s3://b/run", num_failures=4, next_seconds=5),
-        pb.BackupStatus(made_seconds=60),
-    ]
     status = pb.GetStatusResponse(run=pb.RunStatus(backups=backups))
     text = board_of(status, None, counts, version="0").text().decode()
-    told = [line for line in text.splitlines() if line.startswith("atoll_backup")]
-    assert told == [
-        'atoll_backup_age_seconds{target="once"} 60.0',
-        'atoll_backup_failures{target="s3://b/run"} 4.0',
-        'atoll_backup_abandoned{target="s3://b/run"} 0.0',
+    return [line for line in text.splitlines() if "backup" in line and not line.startswith("#")]
+
+
+def test_backups_are_told_without_their_places_and_nothing_is_due_where_none_follows() -> None:
+    failing = pb.BackupStatus(
+        target="s3://b/run", place="s3://b/run/one", num_failures=4, next_seconds=5, made_seconds=90
+    )
+    late = pb.BackupStatus(target="/mnt/b", next_seconds=-2000, is_abandoned=True)
+    once = pb.BackupStatus(made_seconds=60)
+    assert told_of([failing, late, once]) == [
+        "atoll_backup_age_seconds 60.0",
+        "atoll_backup_failures 4.0",
+        "atoll_backup_abandoned 1.0",
     ]
+    assert told_of([once]) == ["atoll_backup_age_seconds 60.0"]
+    assert told_of([]) == []
 
 
 def test_the_parts_of_a_rounds_time_are_those_of_the_wire() -> None:
