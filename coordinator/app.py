@@ -71,6 +71,8 @@ from protocol.wire.server import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from coordinator.dashboard.pages import Pages
     from protocol.web.server import WebServer
 
@@ -207,15 +209,16 @@ class Coordinator:
                 certificate_pem=home.server_pem,
                 key_pem=home.server_key_pem,
             )
-            connections = Connections(
-                {control_port: most_members, enrolment_port: most_joining},
-                Limits(per_address=config.connections_per_address),
-                spares_own=carriage is not None or config.has_one_port,
-            )
+            own_ports = {control_port: most_members, enrolment_port: most_joining}
+            # Where its own machine finds it. Behind a relay one port's number is the relay's alone: nobody
+            # dials it here, and 443 is for root on most machines.
+            here, local_ports = config.host, {p: p for p in (control_port, enrolment_port)}
+            sources: Mapping[tuple[str, int], str] = {}
             if config.has_one_port:
+                here = config.host if carriage is None else HERE
                 one_port = OnePort(
-                    config.host,
-                    config.control_port,
+                    here,
+                    config.control_port if carriage is None else 0,
                     control_name=server_name(home.issuer.swarm_id),
                     control_port=control_port,
                     enrolment_port=enrolment_port,
@@ -224,9 +227,16 @@ class Coordinator:
                     spares_own=carriage is not None,
                 )
                 opened.push_async_callback(one_port.close)
+                sources = one_port.sources
                 # What others are told, from here on.
                 control_port = enrolment_port = config.control_port
-            ports = tuple(dict.fromkeys((control_port, enrolment_port)))
+                local_ports = {control_port: one_port.port}
+            connections = Connections(
+                own_ports,
+                Limits(per_address=config.connections_per_address),
+                spares_own=carriage is not None or config.has_one_port,
+                sources=sources,
+            )
             certificates = Certificates(
                 home.issuer,
                 home.tail_pem,
@@ -238,15 +248,15 @@ class Coordinator:
             )
             lookout = Lookout(driver.clock.now)
             if carriage is None:
-                listening = await listen(lookout.saw, config.host, ports)
+                listening = await listen(lookout.saw, config.host, tuple(local_ports))
                 lookout.ports = listening.ports
                 opened.callback(listening.close)
             else:
                 through = Through(
                     carriage,
                     name=home.run.run.name,
-                    host=local_host(config.host),
-                    ports=ports,
+                    host=local_host(here),
+                    ports=local_ports,
                     lookout=lookout,
                 )
                 opened.push_async_callback(through.stop)
@@ -284,7 +294,7 @@ class Coordinator:
                 )
             if dashboard is not None:
                 opened.push_async_callback(dashboard.close)
-            home.save_link(host=config.host, control_port=control_port)
+            home.save_link(host=here, control_port=local_ports[control_port])
             opened.push_async_callback(_end_calls, control, enrolment)
             await control.start()
             await enrolment.start()
@@ -460,8 +470,11 @@ async def _serve(
         loop.add_signal_handler(signal_number, stopped.set)
     coordinator = await Coordinator.start(home, config, carriage)
     try:
-        control = endpoint_of(config.host, coordinator.control_port)
-        enrolment = endpoint_of(config.host, coordinator.enrolment_port)
+        host = config.host
+        if coordinator.through is not None and config.has_one_port:
+            host = coordinator.through.line.host
+        control = endpoint_of(host, coordinator.control_port)
+        enrolment = endpoint_of(host, coordinator.enrolment_port)
         click.echo(f"coordinator ready: control {control}, enrolment {enrolment}")
         directory = home.directory
         if coordinator.through is not None:

@@ -62,17 +62,23 @@ def too_many(
     limits: Limits,
     *,
     most_strangers: Mapping[int, int],
+    sources: Mapping[tuple[str, int], str] | None = None,
 ) -> dict[Connection, str]:
     """Which of them end, and whose they are: the oldest of those who have more than they may.
 
     `keys` says by which key a member has called, for each peer that has. `most_strangers` bounds the others
     at each port, of all addresses together. The oldest go, so that who holds connections and asks nothing
-    keeps nobody out who comes now.
+    keeps nobody out who comes now. `sources` says whose a connection is that was passed on on this machine.
     """
+
+    def source_by(peer: tuple[str, int]) -> str:
+        passed_on = None if sources is None else sources.get(peer)
+        return source_of(peer[0]) if passed_on is None else passed_on
+
     by_source: dict[tuple[int, bool, str], list[Connection]] = defaultdict(list)
     for connection in sorted(connections, key=lambda one: (one.since, one.inode)):
         key = keys.get(connection.peer)
-        source = source_of(connection.peer[0]) if key is None else key
+        source = source_by(connection.peer) if key is None else key
         by_source[connection.port, key is not None, source].append(connection)
     ended: dict[Connection, str] = {}
     strangers: dict[int, list[Connection]] = defaultdict(list)
@@ -85,7 +91,7 @@ def too_many(
     for port, of_all in strangers.items():
         of_all.sort(key=lambda one: (one.since, one.inode))
         for connection in of_all[: max(0, len(of_all) - most_strangers[port])]:
-            ended[connection] = source_of(connection.peer[0])
+            ended[connection] = source_by(connection.peer)
     return ended
 
 
@@ -99,13 +105,20 @@ class Connections:
     """Watches who is connected to this process's ports."""
 
     def __init__(
-        self, ports: Mapping[int, int], limits: Limits, *, spares_own: bool = False
+        self,
+        ports: Mapping[int, int],
+        limits: Limits,
+        *,
+        spares_own: bool = False,
+        sources: Mapping[tuple[str, int], str] | None = None,
     ) -> None:
         """`ports` says how many gRPC takes at each; strangers have three quarters of them.
 
-        `spares_own` leaves connections of this machine alone, for a relay's come from here.
+        `spares_own` leaves connections of this machine alone, for a relay's come from here. One port for all
+        passes on what comes (coordinator.relay.one_port): `sources` says from where, as long as it does.
         """
         self._limits, self._spares_own = limits, spares_own
+        self._sources = {} if sources is None else sources
         self._most_strangers = {port: max(1, most * 3 // 4) for port, most in ports.items()}
         self._seen: dict[int, Connection] = {}  # by descriptor
         self._others: dict[int, int] = {}  # inodes of sockets that are none of these, by descriptor
@@ -139,9 +152,17 @@ class Connections:
         present = {connection.peer for connection in self._seen.values()}
         self._keys = {peer: key for peer, key in self._keys.items() if peer in present}
         counted = [
-            one for one in self._seen.values() if not (self._spares_own and one.is_from_here)
+            one
+            for one in self._seen.values()
+            if one.peer in self._sources or not (self._spares_own and one.is_from_here)
         ]
-        ended = too_many(counted, self._keys, self._limits, most_strangers=self._most_strangers)
+        ended = too_many(
+            counted,
+            self._keys,
+            self._limits,
+            most_strangers=self._most_strangers,
+            sources=self._sources,
+        )
         for connection, source in ended.items():
             if _end(connection):
                 self.num_ended += 1

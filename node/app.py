@@ -81,7 +81,7 @@ async def run_node(
             if ends_with_stdin:
                 signals.heed_stdin()
             try:
-                settings.require_port(credentials.host)
+                settings.require_port(credentials.host, credentials.ports)
                 return await _run(
                     folder, settings, credentials, identity, hardware, signals, at_last, waits=waits
                 )

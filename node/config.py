@@ -1,11 +1,12 @@
 """A node's folder and its settings: what a contributor may change about their own machine."""
 
+import errno
 import ipaddress
 import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +34,7 @@ from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.run.models import Section, nearest_key
 from protocol.terminal.typed import bits_per_second_of, web_address_of
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, Credentials
+from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Role
 
 SETTINGS_FILE = "node.toml"
@@ -470,19 +472,40 @@ class NodeSettings(Section):
 
             require_interface(self.interface, interface_addresses())
 
-    def require_port(self, coordinator_host: str) -> None:
-        """Raises SystemRefusedError where nobody can listen where peers are to connect to."""
+    def require_port(self, coordinator_host: str, coordinator_ports: Collection[int] = ()) -> None:
+        """Raises SystemRefusedError where nobody can listen where peers are to connect to.
+
+        So where the coordinator, or the relay that carries it, has that very address and port: whoever dials
+        the one would get the other.
+        """
         from node.machine.addresses import has_ipv6
 
-        for address in self.listen_addresses(coordinator_host, has_ipv6=has_ipv6()):
+        listening = self.listen_addresses(coordinator_host, has_ipv6=has_ipv6())
+        if self.port and self.port in coordinator_ports:
+            self._refuse_the_coordinators(coordinator_host, listening)
+        for address in listening:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             try:
                 socket.create_server((address, self.port), family=family).close()
             except OSError as error:
                 raise SystemRefusedError(
                     f"nobody can listen on {address} port {self.port}: {os.strerror(error.errno or 0)}",
-                    next_step="choose another --listen or --port, or stop what listens there",
+                    next_step="let everybody have it: 'sudo sysctl -w "
+                    f"net.ipv4.ip_unprivileged_port_start={self.port}'"
+                    if error.errno == errno.EACCES
+                    else "choose another --listen or --port, or stop what listens there",
                 ) from error
+
+    def _refuse_the_coordinators(self, host: str, listening: Sequence[str]) -> None:
+        from node.machine.addresses import own_among
+
+        here = own_among(host)
+        is_same = self.announce.lower() == host.lower() if self.announce else bool(here)
+        if is_same and (self.announce or here & {*listening} or "0.0.0.0" in listening):
+            raise SystemRefusedError(
+                f"{endpoint_of(host, self.port)} is the coordinator's, and peers that dial it get no member",
+                next_step="start this one on a server with another address, or choose another --port",
+            )
 
     def asks_router(self, coordinator_host: str) -> bool:
         """Whether a router is asked to forward the port."""

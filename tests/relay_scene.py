@@ -68,7 +68,11 @@ class World:
         """One whose port answers with what it is sent, or as `serve` does."""
         server = await asyncio.start_server(serve or echo, AT_HOME, port)
         through = Through(
-            carriage or self.carriage(), name="run", host=AT_HOME, ports=(port,), lookout=lookout
+            carriage or self.carriage(),
+            name="run",
+            host=AT_HOME,
+            ports={port: port},
+            lookout=lookout,
         )
         try:
             await through.start()

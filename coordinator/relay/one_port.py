@@ -2,7 +2,8 @@
 
 Who connects names by its first message whom it wants (SNI, RFC 6066): members the coordinator of the swarm,
 whoever joins another name of it. So nothing is decrypted here. What comes goes on to one of the coordinator's
-two ports on loopback.
+two ports on loopback. Until somebody has said whom it wants, its address has few connections. From then on
+coordinator.connections counts it, a member by its key: an office behind one address is as many as it is.
 """
 
 import asyncio
@@ -74,7 +75,7 @@ class OnePort:
     ) -> None:
         """Both ports are on loopback. With `spares_own` this machine's own have no other bound than `most`.
 
-        Raises SystemRefusedError where nobody can listen there.
+        Port 0 picks one. Raises SystemRefusedError where nobody can listen there.
         """
         self._control_name = control_name
         self._control_port, self._enrolment_port = control_port, enrolment_port
@@ -84,8 +85,12 @@ class OnePort:
             limits, most_per_address=most, burst_per_address=most, per_second_per_address=1e6
         )
         self._own = Places(own) if spares_own else self._places
+        self.sources: dict[tuple[str, int], str] = {}
+        """Whose each connection is that comes from here to one of the two ports, by its own end."""
         self._doors = Doors()
-        self._doors.open(listening_socket(host, port), self._places_of, self._carry)
+        listener = listening_socket(host, port)
+        self.port = int(listener.getsockname()[1])
+        self._doors.open(listener, self._places_of, self._carry)
 
     def _places_of(self, source: str) -> Places:
         return self._own if source in ("127.0.0.1", "::1", "::/64") else self._places
@@ -94,15 +99,22 @@ class OnePort:
         """Ends all connections."""
         await self._doors.close()
 
-    async def _carry(self, connection: Connection, _: Place) -> None:
+    async def _carry(self, connection: Connection, place: Place) -> None:
         with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
             async with asyncio.timeout(self._limits.first_bytes_seconds):
                 record = await _first_record(connection)
             is_member = server_name_in(record) == self._control_name
             port = self._control_port if is_member else self._enrolment_port
             there = Connection(*await asyncio.open_connection(HERE, port, limit=CHUNK_BYTES))
-            there.writer.write(record)
-            await joined(connection, there, idle_seconds=IDLE_SECONDS)
+            end = there.writer.get_extra_info("sockname")
+            if place.places is self._places:
+                self.sources[end] = place.source
+                place.know()
+            try:
+                there.writer.write(record)
+                await joined(connection, there, idle_seconds=IDLE_SECONDS)
+            finally:
+                self.sources.pop(end, None)
 
 
 async def _first_record(connection: Connection) -> bytes:

@@ -6,6 +6,7 @@ The relay sees who connects, when and how much; what goes through is TLS between
 import asyncio
 import secrets
 import ssl
+from collections.abc import Mapping
 from ipaddress import IPv4Address
 from random import Random
 from typing import Any
@@ -58,11 +59,11 @@ class Through:
         *,
         name: str,
         host: str,
-        ports: tuple[int, ...],
+        ports: Mapping[int, int],
         lookout: Lookout | None = None,
         random: Random | None = None,
     ) -> None:
-        """`host` is where `ports` listen on this machine; they have the same numbers at the relay.
+        """`ports` says which port of the relay leads to which one that listens at `host` on this machine.
 
         `lookout` hears of the datagrams that come to those of the relay.
         """
@@ -222,7 +223,9 @@ class Through:
                 await connection.send(carrying=False)
                 return
             try:
-                own = await asyncio.open_connection(self._host, port, limit=CHUNK_BYTES)
+                own = await asyncio.open_connection(
+                    self._host, self._ports[port], limit=CHUNK_BYTES
+                )
             except OSError:  # it is stopping
                 await connection.send(carrying=False)
                 return

@@ -283,9 +283,9 @@ def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
     if (running := FolderLock.holder_of(folder)) is not None:
         what = f"the node runs (process {running}) and has its port"
         return [Finding(about="port", verdict="note", what=what)]
-    host = _coordinator_host(folder)
+    host, ports = _coordinator_place(folder)
     try:
-        settings.require_port(host)
+        settings.require_port(host, ports)
     except SystemRefusedError as refused:
         return [wrong("port", refused)]
     where = " and ".join(settings.listen_addresses(host, has_ipv6=has_ipv6()))
@@ -299,7 +299,7 @@ def port_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
 
 def address_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
     """Which addresses peers are told; nothing of a swarm on this machine alone."""
-    host = _coordinator_host(folder)
+    host, _ = _coordinator_place(folder)
     if is_loopback(host) and not settings.interface:
         return []
     is_chosen = bool(settings.listen or settings.announce)
@@ -317,11 +317,12 @@ def address_findings(folder: Path, settings: NodeSettings) -> list[Finding]:
     return [finding]
 
 
-def _coordinator_host(folder: Path) -> str:
+def _coordinator_place(folder: Path) -> tuple[str, tuple[int, ...]]:
     try:
-        return Credentials.load(folder).host
+        credentials = Credentials.load(folder)
     except AtollError:
-        return ""
+        return "", ()
+    return credentials.host, credentials.ports
 
 
 def libp2p_findings(
@@ -331,7 +332,7 @@ def libp2p_findings(
     from node.exchange.transport.p2pd import P2pd
     from node.machine.addresses import forwarded_among
 
-    host = _coordinator_host(folder)  # none: it is not known yet from where peers come
+    host, _ = _coordinator_place(folder)  # none: it is not known yet from where peers come
     # IPv6 of one's own helps those who have it, and many a router closes it.
     is_public = any(_is_public_ipv4(own) for own in own_addresses())
     asks_router = host != "" and settings.asks_router(host) and not is_public
@@ -382,7 +383,7 @@ def _is_public_ipv4(address: str) -> bool:
 
 def network_here(folder: Path, settings: NodeSettings) -> Network:
     """What is known of this machine's network before anything is asked."""
-    host = _coordinator_host(folder)
+    host, _ = _coordinator_place(folder)
     is_wide = not host or settings.punches(host)
     own = own_addresses()
     public = sorted((one for one in own if ip_address(one).is_global), key=lambda one: ":" in one)

@@ -109,6 +109,15 @@ def sources_to(host: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def own_among(host: str) -> frozenset[str]:
+    """Those of a host's addresses that are this machine's own. It may wait for the name to be resolved."""
+    with suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+        addresses = {str(place[0]).partition("%")[0] for *_, place in found}
+        return frozenset(addresses.intersection(sources_to(host)))
+    return frozenset()
+
+
 async def route_to(host: str) -> tuple[str, ...]:
     """`sources_to`; none where that is not known in time, or no host."""
     if not host:

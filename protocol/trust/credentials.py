@@ -104,6 +104,11 @@ class Credentials:
         return endpoint_of(self.host, self.control_port)
 
     @property
+    def ports(self) -> tuple[int, ...]:
+        """Those of the coordinator's that are known."""
+        return tuple(port for port in (self.control_port, self.enrolment_port) if port)
+
+    @property
     def at_the_other(self) -> "Credentials":
         """The same where the coordinator moves to, and the other way round; itself where it does not move."""
         if self.elsewhere is None:

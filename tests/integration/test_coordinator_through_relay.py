@@ -1,12 +1,13 @@
 """A real coordinator in this process, and nodes that reach it by a relay alone."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
 from coordinator_scene import LOCAL, described, invite_from, joined, new_home, serving
 
-from coordinator.config import create_home
+from coordinator.config import Home, create_home
 from coordinator.relay.line import RelayKey
 from coordinator.swarm.members import MemberState
 from protocol.errors import AtollError, CertificateRefusedError, ProtocolMismatchError
@@ -62,6 +63,11 @@ async def test_one_port_serves_members_and_who_joins_also_through_a_relay(tmp_pa
     world, port = World(tmp_path / "relay"), free_port()
     config = LOCAL.with_changes(host=AT_HOME, control_port=port, enrolment_port=port)
     home = create_home(tmp_path / "run", config=config, text=described)
+    with socket.create_server((AT_HOME, port)):  # the relay's number is not taken at home
+        await _serves_members_and_who_joins(world, home, port)
+
+
+async def _serves_members_and_who_joins(world: World, home: Home, port: int) -> None:
     async with world.relay(), serving(home, world.carriage()) as coordinator:
         assert (coordinator.control_port, coordinator.enrolment_port) == (port, port)
         invite, _ = await invite_from(home)

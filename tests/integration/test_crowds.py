@@ -22,8 +22,9 @@ from coordinator.connections import Connection, Connections, Limits, most_connec
 from coordinator.services.enrolment import MAX_AT_ONCE
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
+from protocol.trust.pki import server_name
 from protocol.wire.server import MOST_BEGUN, MOST_READ, WholeMessages
-from tests.relay_scene import until
+from tests.relay_scene import free_port, until
 
 PER_ADDRESS = 8
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -79,6 +80,22 @@ async def no_call(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
     reader, writer = await over_tls(port)
     writer.write(PREFACE)
     return reader, writer
+
+
+def hello_to(name: str) -> Dial:
+    """A stranger who has read what the coordinator is called, and wants what members want."""
+
+    async def dial(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        with contextlib.suppress(ssl.SSLWantReadError):
+            context.wrap_bio(incoming, outgoing, server_hostname=name).do_handshake()
+        reader, writer = await silent(port)
+        writer.write(outgoing.read())
+        return reader, writer
+
+    return dial
 
 
 async def calls_without_bodies(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -211,6 +228,51 @@ async def test_a_member_holds_as_many_connections_as_one_needs_and_others_lose_n
         await honest.beat()
         await asyncio.sleep(0.2)
         assert coordinator.connections.num_ended == per_key + 1
+        for node in (honest, greedy, *copies):
+            await node.close()
+
+
+@pytest.mark.parametrize("dial", [silent, half_a_handshake, no_call, None])
+async def test_an_office_behind_one_address_is_as_many_members_as_it_is_at_one_port_too(
+    dial: Dial | None, crowd: Crowd, tmp_path: Path
+) -> None:
+    port = free_port()
+    config = LOCAL.with_changes(
+        connections_per_address=PER_ADDRESS, control_port=port, enrolment_port=port
+    )
+    home = create_home(tmp_path / "run", config=config, text=described)
+    async with serving(home) as coordinator:
+        nodes = await members_of(home, coordinator, 2 * PER_ADDRESS)
+        dial = dial or hello_to(server_name(home.issuer.swarm_id))
+        await crowd.comes(dial, port, 5 * PER_ADDRESS)
+        await until(lambda: crowd.num_left <= PER_ADDRESS)
+        streams = [asyncio.ensure_future(anext(node.events)) for node in nodes]
+        for node in nodes:  # by the connection that each has had all the time
+            await node.beat()
+        await crowd.leaves()
+        (late,) = await members_of(home, coordinator, 1)
+        await late.beat()
+        assert not any(stream.done() and stream.exception() for stream in streams)
+        for stream in streams:
+            stream.cancel()
+        for node in (*nodes, late):
+            await node.close()
+
+
+async def test_a_member_holds_no_more_connections_at_one_port_than_at_two(tmp_path: Path) -> None:
+    port, per_key = free_port(), Limits().per_key
+    config = LOCAL.with_changes(control_port=port, enrolment_port=port)
+    home = create_home(tmp_path / "run", config=config, text=described)
+    async with serving(home) as coordinator:
+        honest, greedy = await members_of(home, coordinator, 2)
+        copies = [
+            FakeNode(greedy.identity, greedy.credentials, "greedy") for _ in range(2 * per_key)
+        ]
+        for copy in copies:
+            copy.session_id = greedy.session_id
+            await copy.beat()
+        await until(lambda: coordinator.connections.num_ended >= per_key + 1)
+        await honest.beat()
         for node in (honest, greedy, *copies):
             await node.close()
 

@@ -150,6 +150,28 @@ def test_a_port_that_somebody_has_is_refused_before_anything_is_loaded() -> None
     NodeSettings(name="n", port=port).require_port("127.0.0.1")
 
 
+def test_a_helper_beside_its_coordinator_cannot_have_the_same_port() -> None:
+    """Also where nothing listens there now: a relay does once the coordinator is here."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    for settings, host in (
+        (NodeSettings(name="n", port=port), "localhost"),
+        (NodeSettings(name="n", port=port, listen="127.0.0.1"), "127.0.0.1"),
+        (NodeSettings(name="n", port=port, listen="0.0.0.0"), "127.0.0.1"),
+        (NodeSettings(name="n", port=port, announce="home.example.org"), "Home.example.org"),
+    ):
+        with pytest.raises(SystemRefusedError, match=f"{host}:{port} is the coordinator's") as told:
+            settings.require_port(host, (port, port))
+        assert "another address, or choose another --port" in told.value.next_step
+    for settings, host in (
+        (NodeSettings(name="n", port=port), "192.0.2.1"),
+        (NodeSettings(name="n", port=port, listen="::1"), "127.0.0.1"),
+        (NodeSettings(name="n", port=port, announce="home.example.org"), "run.example.org"),
+    ):
+        settings.require_port(host, (port, port))
+    NodeSettings(name="n", port=port).require_port("127.0.0.1", (port + 1,))
+
+
 def test_a_loop_of_one_s_own_and_ranks_exclude_each_other(tmp_path: Path) -> None:
     assert load_settings(tmp_path, loop=True).ranks_here == 1
     for key, value in (("ranks", 2), ("shard", 2), ("mesh", "auto"), ("hosts", 2)):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.relay.doors import Limits, Pace, Places, listening_socket, source_of
+from coordinator.relay.doors import Limits, Pace, Place, Places, listening_socket, source_of
 from coordinator.relay.line import PORTS_FILE, THROUGH_FILE, Carriage, KeptPorts, RelayKey
 from coordinator.relay.server import MOST_DATAGRAMS, STRANGERS
 from coordinator.relay.through import SPARES, Through
@@ -228,8 +228,9 @@ async def test_nonsense_ends_its_own_connection_and_nothing_else(
 async def test_a_hello_that_cannot_be_right_is_not_answered(
     world: World, key: str, value: object
 ) -> None:
+    port = free_port()
     async with world.relay() as relay:
-        through = Through(world.carriage(), name="run", host=AT_HOME, ports=(free_port(),))
+        through = Through(world.carriage(), name="run", host=AT_HOME, ports={port: port})
         through._hello[key] = value  # type: ignore[assignment]
         await through.start()
         assert "no relay answers" in through.in_words()
@@ -296,7 +297,7 @@ async def test_a_connection_that_has_died_unseen_is_passed_over(world: World) ->
     """Its coordinator does not answer when somebody comes by it: the next one is taken."""
     port = free_port()
     async with world.relay():
-        through = Through(world.carriage(), name="run", host=AT_HOME, ports=(port,))
+        through = Through(world.carriage(), name="run", host=AT_HOME, ports={port: port})
         dead = await through._dial()
         dead.writer.transport.pause_reading()  # type: ignore[attr-defined]
         server = await asyncio.start_server(echo, AT_HOME, port)
@@ -317,6 +318,24 @@ async def test_what_a_coordinator_has_no_room_for_is_closed(
     port = free_port()
     async with world.relay(wait_seconds=0.5), world.coordinator(port):
         assert await said(port) == b""
+
+
+def test_a_connection_whose_limits_somebody_else_keeps_counts_in_all_and_for_no_address() -> None:
+    places = Places(Limits(most=3, most_per_address=1))
+    assert places.enter("192.0.2.1", 0.0) == ""
+    place = Place(places, "192.0.2.1")
+    place.know()
+    place.know()
+    assert places.num_open == 1
+    assert places.enter("192.0.2.1", 1.0) == ""
+    assert "has 1 connections open" in places.enter("192.0.2.1", 2.0)
+    assert places.enter("192.0.2.2", 2.0) == ""
+    assert "3 connections are open" in places.enter("192.0.2.3", 2.0)
+    place.leave()
+    place.leave()
+    place.know()
+    assert places.num_open == 2
+    assert places.enter("192.0.2.3", 3.0) == ""
 
 
 def test_places_are_counted_by_address_and_by_time() -> None:
@@ -576,8 +595,9 @@ async def test_what_no_relay_can_have_seen_is_not_believed(
     world: World, message: dict[str, object]
 ) -> None:
     lookout = Lookout(asyncio.get_running_loop().time)
+    port = free_port()
     through = Through(
-        world.carriage(), name="run", host=AT_HOME, ports=(free_port(),), lookout=lookout
+        world.carriage(), name="run", host=AT_HOME, ports={port: port}, lookout=lookout
     )
     with pytest.raises(ProtocolMismatchError, match="what cannot be"):
         through._saw(message)
