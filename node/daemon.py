@@ -456,6 +456,7 @@ class Daemon:
             outside_token=self._transport.outside_token,
             outside_by_ipv6=self._transport.outside_by_ipv6,
             punched=self._transport.punched,
+            by_proxy=self._transport.by_proxy,
             narrow=self._transport.narrow,
             carry_bytes_per_second=self._transport.carry_bytes_per_second,
             through=self._transport.through,

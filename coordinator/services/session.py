@@ -219,6 +219,8 @@ class SessionDesk:
         through = self._carriers_among(request.through)
         checks.at_most(request.narrow_ids, most, of="members that only small packets get to")
         narrow = self._members_among(request.narrow_ids)
+        checks.at_most(request.by_proxy_ids, most, of="members that it reaches by its proxy")
+        by_proxy = self._members_among(request.by_proxy_ids)
         event = HeartbeatSeen(
             node_id=node_id,
             session_id=request.session_id,
@@ -263,7 +265,10 @@ class SessionDesk:
         wire = checks.wire(convert.wire_counts_from_wire(request.wire))
         state = (await self._driver.apply(event)).state
         now = self._driver.clock.now()
-        self._telemetry.heartbeat(node_id, _kept_of(request, event, punched, narrow, wire), now=now)
+        kept = _kept_of(
+            request, event, punched=punched, narrow=narrow, by_proxy=by_proxy, wire=wire
+        )
+        self._telemetry.heartbeat(node_id, kept, now=now)
         return pb.HeartbeatResponse(
             lease_seconds=state.rules.lease_seconds,
             has_waiting_copy=self._telemetry.has_waiting_copy(node_id, now=now),
@@ -520,8 +525,10 @@ def _is_of_another_plan(header: bytes, current: Round) -> bool:
 def _kept_of(
     request: pb.HeartbeatRequest,
     event: HeartbeatSeen,
+    *,
     punched: Sequence[NodeId],
     narrow: Sequence[NodeId],
+    by_proxy: Sequence[NodeId],
     wire: WireTotals,
 ) -> pb.HeartbeatRequest:
     """A heartbeat as `status` shows it to everybody: what was checked of it, and nothing else.
@@ -534,10 +541,13 @@ def _kept_of(
     kept.DiscardUnknownFields()
     del kept.unreachable_ids[:]
     kept.unreachable_ids.extend(event.unreachable[:MOST_OUT_OF_REACH])
-    del kept.punched_ids[:]
-    kept.punched_ids.extend(punched[:MOST_OUT_OF_REACH])
-    del kept.narrow_ids[:]
-    kept.narrow_ids.extend(narrow[:MOST_OUT_OF_REACH])
+    for field, told in (
+        (kept.punched_ids, punched),
+        (kept.narrow_ids, narrow),
+        (kept.by_proxy_ids, by_proxy),
+    ):
+        del field[:]
+        field.extend(told[:MOST_OUT_OF_REACH])
     del kept.through[:]
     known = list(event.through.items())[:MOST_OUT_OF_REACH]
     kept.through.extend(pb.Through(node_id=one, through_id=other) for one, other in known)

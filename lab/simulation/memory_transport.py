@@ -162,6 +162,11 @@ class MemoryTransport:
         """Nobody: there are no routers here."""
         return ()
 
+    @property
+    def by_proxy(self) -> tuple[NodeId, ...]:
+        """Nobody: there are no proxies here."""
+        return ()
+
     def set_ways(self, ways: tuple[Way, ...]) -> None:
         """See Transport.set_ways. Payloads pass at once through whom both reach, in no time of its link."""
         self._ways = {(way.one, way.other): way.through for way in ways}

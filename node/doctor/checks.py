@@ -217,7 +217,7 @@ def reach_findings(nodes: Sequence[NodeStatus], node_id: str) -> list[Finding]:
     if narrow := [name for name, way in ways if NARROW in way]:
         what = f"{NARROW} to {', '.join(narrow[:8])}: larger ones get lost on the way"
         return [Finding(about="reach", verdict="advice", what=what, next_step=NARROW_STEP)]
-    cut = [name for name, way in ways if way not in ("direct", "punched")]
+    cut = [name for name, way in ways if way not in ("direct", "punched", "by proxy")]
     if not cut:
         what = f"all {len(ways)} other members" if ways else "nobody else is here"
         return [Finding(about="reach", verdict="fine", what=what)]

@@ -124,6 +124,8 @@ def _as_it_runs(ways: Sequence[tuple[str, str]]) -> Finding:
         return _fine(
             f"nothing more is needed: whom this node does not reach, it reaches {', '.join(between)}"
         )
+    if any(way == "by proxy" for _, way in ways):
+        return _fine("the proxy does here: all other members are reached, some through it")
     if any(way == "punched" for _, way in ways):
         return _fine("holes do here: all other members are reached, some through holes in routers")
     return _fine("nothing is needed: all other members are reached directly")

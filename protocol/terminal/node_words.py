@@ -117,11 +117,17 @@ def punched_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
     return _pairs(known, lambda node: node.heartbeat.punched_ids) - cut_pairs(known)
 
 
+def proxied_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
+    """The ids of each two present nodes of which one reaches the other through its network's proxy."""
+    known = list(nodes)
+    return _pairs(known, lambda node: node.heartbeat.by_proxy_ids) - cut_pairs(known)
+
+
 def carried_pairs(nodes: Iterable[pb.NodeStatus]) -> dict[tuple[str, str], str]:
     """Who carries between two present nodes of which one says so, by their ids."""
     present = {node.node_id: node for node in nodes if is_present(node)}
     return {
-        (min(node.node_id, told.node_id), max(node.node_id, told.node_id)): told.through_id
+        _pair(node.node_id, told.node_id): told.through_id
         for node in present.values()
         for told in node.heartbeat.through
         if {told.node_id, told.through_id} <= present.keys()
@@ -144,11 +150,15 @@ def _pairs(
 ) -> set[tuple[str, str]]:
     present = {node.node_id: node for node in nodes if is_present(node)}
     return {
-        (min(node.node_id, other), max(node.node_id, other))
+        _pair(node.node_id, other)
         for node in present.values()
         for other in others_of(node)
         if other in present
     }
+
+
+def _pair(one: str, other: str) -> tuple[str, str]:
+    return min(one, other), max(one, other)
 
 
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
@@ -172,11 +182,20 @@ def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
     told = _some_of(apart)
     for between, ends in sorted(through.items()):
         names = sorted(ends)
-        who = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} nodes"
-        told.append(f"{who} reach each other through {between}")
+        told.append(f"{some_named(names)} reach each other through {between}")
     holes = (sorted(name_of(present[n]) for n in pair) for pair in punched_pairs(present.values()))
     told += _some_of(f"{one} and {other} reach each other, punched" for one, other in holes)
+    by_proxy = proxied_pairs(present.values())
+    for node in present.values():
+        others = (o for o in node.heartbeat.by_proxy_ids if _pair(node.node_id, o) in by_proxy)
+        if names := [name_of(present[other]) for other in others]:
+            told.append(f"{name_of(node)} reaches {some_named(names)} by proxy")
     return "; ".join(told)
+
+
+def some_named(names: Sequence[str]) -> str:
+    """A few names in order, or how many nodes they are."""
+    return ", ".join(sorted(names)) if len(names) <= MOST_NAMED else f"{len(names)} nodes"
 
 
 def _some_of(pairs: Iterable[str]) -> list[str]:
@@ -195,7 +214,7 @@ def ways_to_others(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> str:
 
 
 def ways_of(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> list[tuple[str, str]]:
-    """The others by name, each with its way: direct, punched, through another one, or not reached.
+    """The others by name, each with its way: direct, punched, by proxy, through another, or not reached.
 
     Nothing of a node that is not present.
     """
@@ -204,13 +223,14 @@ def ways_of(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> list[tuple[s
         return []
     cut, punched = cut_pairs(present.values()), punched_pairs(present.values())
     carried, narrow = carried_pairs(present.values()), narrow_pairs(present.values())
+    by_proxy = proxied_pairs(present.values())
     helpers = [each.node_id for each in by_name(present.values()) if each.is_helper]
     told = []
     for other in by_name(present.values()):
-        pair = (min(node.node_id, other.node_id), max(node.node_id, other.node_id))
+        pair = _pair(node.node_id, other.node_id)
         if pair[0] == pair[1]:
             continue
-        way = "punched" if pair in punched else "direct"
+        way = "punched" if pair in punched else "by proxy" if pair in by_proxy else "direct"
         if pair in cut:
             between = carried.get(pair) or _helper_of(pair, helpers, cut)
             way = f"through {name_of(present[between])}" if between else "not reached"
@@ -227,7 +247,7 @@ def _helper_of(
     if not {*pair}.isdisjoint(helpers):
         return ""
     for helper in helpers:
-        if not any((min(node, helper), max(node, helper)) in pairs for node in pair):
+        if not any(_pair(node, helper) in pairs for node in pair):
             return helper
     return ""
 

@@ -477,6 +477,7 @@ class HeartbeatRequest(_message.Message):
     THROUGH_FIELD_NUMBER: _builtins.int
     NARROW_IDS_FIELD_NUMBER: _builtins.int
     OUTSIDE_BY_IPV6_FIELD_NUMBER: _builtins.int
+    BY_PROXY_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -553,6 +554,10 @@ class HeartbeatRequest(_message.Message):
     def narrow_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Members, among those out of reach, to which only small packets get through."""
 
+    @_builtins.property
+    def by_proxy_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Members that it reaches through the HTTP proxy of its network."""
+
     def __init__(
         self,
         *,
@@ -583,10 +588,11 @@ class HeartbeatRequest(_message.Message):
         through: _abc.Iterable[Global___Through] | None = ...,
         narrow_ids: _abc.Iterable[_builtins.str] | None = ...,
         outside_by_ipv6: _builtins.str = ...,
+        by_proxy_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exchange_speed", b"exchange_speed", "link_rates", b"link_rates", "upload_pace", b"upload_pace", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "carry_bytes_per_second", b"carry_bytes_per_second", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "narrow_ids", b"narrow_ids", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "outside_by_ipv6", b"outside_by_ipv6", "outside_token", b"outside_token", "punched_ids", b"punched_ids", "reach_back", b"reach_back", "session_id", b"session_id", "through", b"through", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "by_proxy_ids", b"by_proxy_ids", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "carry_bytes_per_second", b"carry_bytes_per_second", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "narrow_ids", b"narrow_ids", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "outside_by_ipv6", b"outside_by_ipv6", "outside_token", b"outside_token", "punched_ids", b"punched_ids", "reach_back", b"reach_back", "session_id", b"session_id", "through", b"through", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -154,6 +154,7 @@ class Vitals:
     outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
     outside_by_ipv6: str = ""  # where its QUIC is, as no router translates it: a multiaddress
     punched: tuple[NodeId, ...] = ()  # members that it reaches through holes in routers
+    by_proxy: tuple[NodeId, ...] = ()  # members that it reaches through its network's HTTP proxy
     narrow: tuple[NodeId, ...] = ()  # members to which only small packets get through
     carry_bytes_per_second: float = 0.0  # for pairs that do not reach each other; 0: nothing
     through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
@@ -186,6 +187,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         outside_token=vitals.outside_token,
         outside_by_ipv6=vitals.outside_by_ipv6,
         punched_ids=vitals.punched,
+        by_proxy_ids=vitals.by_proxy,
         narrow_ids=vitals.narrow,
         carry_bytes_per_second=vitals.carry_bytes_per_second,
         through=[pb.Through(node_id=n, through_id=c) for n, c in sorted(vitals.through.items())],

@@ -9,7 +9,7 @@ from pathlib import Path
 import connect_proxy
 import pytest
 from lab_swarm import COORDINATOR, asked, swarm_in
-from typed_commands import Running, Swarm, atoll, done, refused
+from typed_commands import Running, Swarm, atoll, done, refused, until
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
@@ -124,10 +124,15 @@ def test_an_office_with_a_proxy_joins_trains_and_asks_through_it(
             assert (home / "link.toml").stat().st_mode & 0o777 == 0o600
             assert "office" in done(atoll("status", "--dir", home))
             running[behind] = swarm.start_node(behind)
+            running[behind].says("is dialled through its proxy")
+            told = f"{behind} reaches {HELPER} by proxy"
+            until(
+                lambda: told in " ".join(done(atoll("status", "--dir", home)).split()),
+                "the way to the helper",
+            )
         with lab.inside(other):
             swarm.join(other, invite)
             running[other] = swarm.start_node(other)
-        running[behind].says("is dialled through its proxy")
         finished(lab, swarm, running)
         helper.ends(set())
         log.seek(0)

@@ -65,10 +65,11 @@ async def test_a_tunnel_carries_both_ways_and_takes_one_connection_alone() -> No
     async with listening(echo) as port:
         with proxy_to(port, "me:secret") as proxy:
             tunnels = Tunnels(proxy)
-            async with tunnels.to(f"/ip4/{HOST}/tcp/{port}", seconds=10) as local:
+            async with tunnels.to(f"/ip4/{HOST}/tcp/{port}", peer_id="them", seconds=10) as local:
                 reader, writer = await dialled(local)
                 writer.write(MB)
                 assert await reader.readexactly(len(MB)) == MB
+                assert tunnels.peer_ids == {"them"}
                 another, its_writer = await dialled(local)
                 assert await another.read() == b""
                 its_writer.close()
@@ -78,6 +79,7 @@ async def test_a_tunnel_carries_both_ways_and_takes_one_connection_alone() -> No
             assert await reader.readexactly(14) == b"and it goes on"
             await tunnels.close()
             assert await reader.read() == b""
+            assert tunnels.peer_ids == frozenset()
             writer.close()
 
 
@@ -89,7 +91,7 @@ async def test_the_end_of_one_side_is_the_end_of_the_other_with_all_that_was_sen
     async with listening(say_all) as port:
         with proxy_to(port) as proxy:
             tunnels = Tunnels(proxy)
-            async with tunnels.to(f"/ip4/{HOST}/tcp/{port}", seconds=10) as local:
+            async with tunnels.to(f"/ip4/{HOST}/tcp/{port}", peer_id="them", seconds=10) as local:
                 reader, writer = await dialled(local)
             assert await reader.read() == 16 * MB
             writer.close()
@@ -104,7 +106,9 @@ async def test_what_a_proxy_refuses_is_said_with_its_words() -> None:
                 (Proxy(host=proxy.host, port=proxy.port), r"\(407 Proxy Authentication Required\)"),
             ):
                 with pytest.raises(ProxyRefusedError, match=words):
-                    async with Tunnels(given).to(f"/ip4/{HOST}/tcp/{port}", seconds=10):
+                    async with Tunnels(given).to(
+                        f"/ip4/{HOST}/tcp/{port}", peer_id="them", seconds=10
+                    ):
                         pytest.fail("there is no tunnel")
 
 
@@ -127,7 +131,7 @@ async def test_what_is_no_proxy_is_left(answer: bytes, words: str) -> None:
     async with listening(odd) as port:
         tunnels = Tunnels(Proxy(host=HOST, port=port))
         with pytest.raises(ProxyRefusedError, match=words):
-            async with tunnels.to(f"/ip4/{HOST}/tcp/443", seconds=10):
+            async with tunnels.to(f"/ip4/{HOST}/tcp/443", peer_id="them", seconds=10):
                 pytest.fail("there is no tunnel")
 
 
@@ -138,11 +142,11 @@ async def test_a_silent_proxy_is_given_up_and_what_is_no_address_of_tcp_is_not_a
     async with listening(silent) as port:
         tunnels = Tunnels(Proxy(host=HOST, port=port))
         with pytest.raises(ProxyRefusedError, match=r"does not answer within 0\.2 s"):
-            async with tunnels.to(f"/ip4/{HOST}/tcp/443", seconds=0.2):
+            async with tunnels.to(f"/ip4/{HOST}/tcp/443", peer_id="them", seconds=0.2):
                 pytest.fail("there is no tunnel")
         for odd in ("/ip4/127.0.0.1/udp/443/quic-v1", "/p2p/x", "", "/ip4/127.0.0.1/tcp/x"):
             with pytest.raises(ProxyRefusedError, match="is no address of TCP"):
-                async with tunnels.to(odd, seconds=10):
+                async with tunnels.to(odd, peer_id="them", seconds=10):
                     pytest.fail("there is no tunnel")
 
 

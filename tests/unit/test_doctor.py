@@ -280,6 +280,15 @@ def test_one_that_others_carry_to_is_told_by_whom() -> None:
     assert (found.verdict, found.what) == ("note", "no connection with node-1, but through node-2")
 
 
+def test_a_member_that_the_proxy_leads_to_is_reached() -> None:
+    nodes = members()
+    nodes[0].heartbeat.by_proxy_ids.append("1")
+    (found,) = checks.reach_findings(nodes, "0")
+    assert found.verdict == "fine"
+    last = what_to_use(joined(ways=checks.ways_of(nodes[0], nodes)))
+    assert (last.verdict, "the proxy does here" in last.what) == ("fine", True)
+
+
 def test_one_to_whom_large_packets_get_lost_is_named_with_the_command_that_mends_it() -> None:
     nodes = members((0, 1))
     nodes[0].heartbeat.narrow_ids.append("1")

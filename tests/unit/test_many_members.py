@@ -389,6 +389,7 @@ async def test_of_whom_others_carry_to_and_whom_only_small_packets_reach_members
         session_id=scene.member(first).session_id,
         outer_digest=scene.member(first).outer_digest,
         narrow_ids=["nobody", *others],
+        by_proxy_ids=["nobody", *others],
         carry_bytes_per_second=1e6,
     )
     for other in others[1:]:
@@ -402,8 +403,10 @@ async def test_of_whom_others_carry_to_and_whom_only_small_packets_reach_members
     shown = status.get_status(status_pb2.GetStatusRequest()).nodes[0].heartbeat
     assert len(shown.through) == len(shown.narrow_ids) == MOST_OUT_OF_REACH
     assert "nobody" not in shown.narrow_ids
+    assert shown.by_proxy_ids == shown.narrow_ids
     most = session.MAX_STRANGERS + 2
-    for field, more in (("narrow_ids", ["x"] * most), ("through", [beat.through[0]] * most)):
+    too_many = (("narrow_ids", ["x"] * most), ("by_proxy_ids", ["x"] * most))
+    for field, more in (*too_many, ("through", [beat.through[0]] * most)):
         getattr(beat, field).extend(more)
         with pytest.raises(BadDataError, match="members that"):
             await desk.heartbeat(NodeId(first), beat)

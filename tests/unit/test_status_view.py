@@ -341,6 +341,18 @@ def test_a_pair_between_which_large_packets_get_lost_is_told_with_the_command_th
     assert told == "node-1 through node-3 (only small packets get through), node-3 direct"
 
 
+def test_whom_a_node_reaches_by_its_proxy_is_told_on_both_sides():
+    one, two, three = nodes = [a_node(f"node-{n}") for n in range(1, 4)]
+    one.heartbeat.by_proxy_ids.extend([two.node_id, three.node_id, "gone"])
+    assert ways_to_others(one, nodes) == "node-2 by proxy, node-3 by proxy"
+    assert ways_to_others(two, nodes) == "node-1 by proxy, node-3 direct"
+    assert "node-1 reaches node-2, node-3 by proxy" in summary_line(a_status(*nodes))
+    two.heartbeat.unreachable_ids.append(one.node_id)
+    assert ways_to_others(one, nodes) == "node-2 not reached, node-3 by proxy"
+    one.state = status_pb2.NODE_STATE_LOST
+    assert "proxy" not in summary_line(a_status(*nodes))
+
+
 def test_a_pair_that_says_both_is_not_reached():
     one, two = a_node("node-1"), a_node("node-2")
     one.heartbeat.punched_ids.append(two.node_id)

@@ -291,6 +291,14 @@ class Libp2pTransport:
         peer_ids = self._punching.connected - self._connections.connected
         return tuple(sorted(self._node_ids[p] for p in peer_ids if p in self._node_ids))
 
+    @property
+    def by_proxy(self) -> tuple[NodeId, ...]:
+        """See Transport.by_proxy."""
+        if self._daemon is None or self._connections is None:
+            return ()
+        peer_ids = self._daemon.by_proxy & self._connections.connected
+        return tuple(sorted(self._node_ids[p] for p in peer_ids if p in self._node_ids))
+
     def set_ways(self, ways: tuple[Way, ...]) -> None:
         """See Transport.set_ways."""
         self._carrying.set_ways(ways)

@@ -133,6 +133,11 @@ class P2pd:
         """Process id."""
         return self._process.pid
 
+    @property
+    def by_proxy(self) -> frozenset[str]:
+        """Peers, by peer id, that it has dialled through the proxy, as long as that lasts."""
+        return frozenset() if self._tunnels is None else self._tunnels.peer_ids
+
     async def multiaddrs(self) -> tuple[str, ...]:
         """Where p2pd listens; a wildcard address is given as those of the interfaces."""
         _, addresses = await self._client.identify()
@@ -162,7 +167,7 @@ class P2pd:
         if tunnels is not None:
             for multiaddr in multiaddrs:
                 try:
-                    async with tunnels.to(multiaddr, seconds=seconds) as local:
+                    async with tunnels.to(multiaddr, peer_id=peer_id, seconds=seconds) as local:
                         await self.dial(peer_id, local)
                         return
                 except OSError as error:  # DaemonError is one

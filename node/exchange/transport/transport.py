@@ -184,6 +184,10 @@ class Transport(Protocol):
     def punched(self) -> tuple[NodeId, ...]:
         """Members that are reached through holes in routers, in order."""
 
+    @property
+    def by_proxy(self) -> tuple[NodeId, ...]:
+        """Members that are reached through an HTTP proxy, in order."""
+
     def set_ways(self, ways: tuple[Way, ...]) -> None:
         """Says, with each plan, who carries between members that do not reach each other."""
 

@@ -33,11 +33,16 @@ class Tunnels:
 
     def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
-        self._joined: set[asyncio.Task[None]] = set()
+        self._joined: dict[asyncio.Task[None], str] = {}  # to whom each leads
+
+    @property
+    def peer_ids(self) -> frozenset[str]:
+        """Whom they lead to now."""
+        return frozenset(self._joined.values())
 
     @contextlib.asynccontextmanager
-    async def to(self, multiaddr: str, *, seconds: float) -> AsyncIterator[str]:
-        """A multiaddress of loopback that leads there, to be dialled once within the block.
+    async def to(self, multiaddr: str, *, peer_id: str, seconds: float) -> AsyncIterator[str]:
+        """A multiaddress of loopback that leads to that peer, to be dialled once within the block.
 
         Raises OSError where the proxy makes no tunnel within so many seconds.
         """
@@ -59,8 +64,8 @@ class Tunnels:
                 return
             taken.append((reader, writer))
             task = asyncio.create_task(_joined((reader, writer), there), name="tunnel")
-            self._joined.add(task)
-            task.add_done_callback(self._joined.discard)
+            self._joined[task] = peer_id
+            task.add_done_callback(self._joined.pop)
 
         try:
             listening = await asyncio.start_server(take, "127.0.0.1", 0, limit=CHUNK_BYTES)
