@@ -98,6 +98,12 @@ class History:
             return None
         return convert.commit_from_wire(round_pb2.Commit.FromString(encoded))
 
+    @property
+    def commits(self) -> Iterator[Commit]:
+        """All that are kept, oldest first."""
+        for number in self._rounds:
+            yield convert.commit_from_wire(round_pb2.Commit.FromString(self._commits[number]))
+
     def incarnation_at(self, round: int) -> int:
         """Of the commit that led to the state at this round; 0 when it is not known."""
         if self._moves_by is not None and self._moves_by.round == round:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from coordinator.swarm.ledger import (
     committed_samples,
-    committed_tokens,
     lease_again,
     reopen,
     settle,
@@ -111,7 +110,7 @@ def _with_tokens(
     *,
     sign: int,
 ) -> SwarmState:
-    tokens = committed_tokens(commit)
+    tokens = commit.tokens
     members = {
         node_id: replace(
             m,

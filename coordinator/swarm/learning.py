@@ -17,7 +17,7 @@ from coordinator.swarm.bounds import norms_after
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import BaseLearned, CommitLearned, Tell
 from coordinator.swarm.kept_errors import forget_errors
-from coordinator.swarm.ledger import committed_tokens, end_ahead, settle
+from coordinator.swarm.ledger import end_ahead, settle
 from coordinator.swarm.members import PRESENT, MemberState
 from coordinator.swarm.rounds import end_round
 from coordinator.swarm.start import await_participants, bringing, time_of_round
@@ -129,7 +129,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         plan=plan,
         commit=commit,
         trained={},
-        tokens=sum(committed_tokens(commit).values()),
+        tokens=sum(commit.tokens.values()),
         seconds=0.0,
         reason=f"learned from {source}: this coordinator's database was older",
     )

@@ -197,23 +197,8 @@ def end_ahead(ledger: Ledger, gone: Collection[NodeId]) -> Ledger:
     return replace(settle(ledger, ended, {}), ahead=kept)
 
 
-def committed_tokens(commit: Commit) -> Mapping[NodeId, int]:
-    """Tokens that the commit takes from each contributor.
-
-    A node's weight may differ between slices (a slow upload misses one reducer and not another).
-    Its tokens count as committed when at least one committed slice holds them: its largest weight,
-    once. What was left out of a result is in none.
-    """
-    tokens: dict[NodeId, int] = {}
-    for outcome in commit.slices:
-        for contributor in outcome.taken:
-            known = tokens.get(contributor.node_id, 0)
-            tokens[contributor.node_id] = max(known, contributor.tokens)
-    return tokens
-
-
 def committed_samples(commit: Commit, *, batch: int) -> Mapping[NodeId, int]:
-    """Samples that the commit counts of each node, as `committed_tokens` its tokens.
+    """Samples that the commit counts of each node, as `Commit.tokens` its tokens.
 
     Those of nodes that found no token to predict in theirs too: they are used up. Of whole inner steps,
     each of `batch` samples; honest nodes train nothing else.

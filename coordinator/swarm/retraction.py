@@ -15,7 +15,6 @@ from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.books import book, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Tell
-from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.state import ClosedRound, Round, SwarmState
 from coordinator.swarm.turn import Turn, is_present, members_of, name_of, present_members
@@ -71,7 +70,7 @@ def retract_lost(turn: Turn) -> bool:
     closed = replace(
         closed,
         commit=commit,
-        tokens=sum(committed_tokens(commit).values()),
+        tokens=sum(commit.tokens.values()),
         reason=f"{_slices(len(lost))} of {len(commit.slices)} taken back: "
         "every node that held the result is gone",
     )

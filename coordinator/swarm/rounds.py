@@ -12,7 +12,6 @@ from coordinator.swarm.conviction import contradict, rest_of_void
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.events import Tell
 from coordinator.swarm.kept_errors import errors_after, forget_errors, refuse_untraced
-from coordinator.swarm.ledger import committed_tokens
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.retraction import retract_lost
 from coordinator.swarm.speeds import device_of, measured
@@ -395,7 +394,7 @@ def close_round(turn: Turn) -> None:
         plan=plan_of(current, current.opened_at),
         commit=commit,
         trained=current.trained,
-        tokens=sum(committed_tokens(commit).values()),
+        tokens=sum(commit.tokens.values()),
         seconds=turn.now - current.opened_at,
         reason="; ".join(
             filter(None, (_closing_reason(commit, is_late=is_late), audits_in_words(state)))

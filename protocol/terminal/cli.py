@@ -75,7 +75,7 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ),
             Entry(
                 name="me",
-                target="protocol.terminal.me:me",
+                target="node.me:me",
                 summary="Show what this folder's node has given to the run.",
             ),
             Entry(

@@ -5,6 +5,7 @@ model's initial one. Positions and lengths are counted in fp32 elements of the f
 vector.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NewType
@@ -243,6 +244,21 @@ class Commit:
     def is_void(self) -> bool:
         """Whether it leaves the state as it was: no slice has a result."""
         return all(outcome.digest is None for outcome in self.slices)
+
+    @property
+    def tokens(self) -> Mapping[NodeId, int]:
+        """Tokens that it takes from each contributor.
+
+        A node's weight may differ between slices (a slow upload misses one reducer and not another).
+        Its tokens count as committed when at least one committed slice holds them: its largest weight,
+        once. What was left out of a result is in none.
+        """
+        tokens: dict[NodeId, int] = {}
+        for outcome in self.slices:
+            for contributor in outcome.taken:
+                known = tokens.get(contributor.node_id, 0)
+                tokens[contributor.node_id] = max(known, contributor.tokens)
+        return tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

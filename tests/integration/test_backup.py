@@ -81,6 +81,8 @@ def test_copies_of_a_run_in_full_flight_are_consistent_and_one_can_be_started(
         "times.jsonl",  # what its timeline has
         "logs",
         "given.json",
+        "backups.json",  # what became of copies
+        "page.token",  # of the link to the page, which is another one elsewhere
     }
     for name in files:
         mode = (copy / name).stat().st_mode & 0o777
@@ -100,10 +102,18 @@ def test_copies_of_a_run_in_full_flight_are_consistent_and_one_can_be_started(
     # What a killed coordinator has answered lies in its log, and is copied all the same.
     swarm.coordinator.process.send_signal(signal.SIGKILL)
     swarm.coordinator.process.wait()
+    of_node = ("me", "--json", "--dir", swarm.folder / "node")
+    alone = atoll(*of_node)
+    told = json.loads(done(alone))
+    assert told["source"] == "folder" and "of this folder alone, for " in alone.err
+    assert told["rounds"] == told["run_rounds"] >= rounds[-1] and told["tokens"] > 0
+    assert told["node_name"] == "node" and told["sent_bytes"] is None
+    assert "node in kept, as its folder knows it" in done(atoll("me", "--dir", of_node[-1]))
     again = swarm.folder / "after"
     assert round_of(done(atoll("coordinator", "backup", swarm.home, again))) >= rounds[-1]
     swarm.start_coordinator()
     assert swarm.status().run.committed_round >= rounds[-1]
+    assert json.loads(done(atoll(*of_node)))["source"] == "coordinator"
     swarm.does("training", "node")  # the copy that was started took nobody away
 
 

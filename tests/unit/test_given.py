@@ -12,8 +12,8 @@ from coordinator.dashboard import given
 from coordinator.dashboard.given import Given, GivenFile, Tally
 from coordinator.swarm.events import Event
 from coordinator.swarm.transition import Transition
+from node.me import facts, facts_of_folder, folder_in_words, in_words, of_folder, refusal
 from protocol.errors import NoInputError, UsageError
-from protocol.terminal.me import facts, in_words, refusal
 from protocol.trust.pki import Role
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import NodeId
@@ -156,6 +156,27 @@ def test_a_node_s_part_is_told_beside_the_run_s() -> None:
     assert words["bytes"] == "1.5 MB sent, 2.0 MB received"
     assert json.loads(json.dumps(facts(a_node(), run)))["share"] == 0.25
     assert facts(a_node(), pb.RunStatus())["share"] == 0.0
+
+
+def test_without_a_coordinator_the_commits_of_the_folder_are_counted(scene: CountedScene) -> None:
+    for _ in range(3):
+        scene.go_through_a_round()
+    commits = [closed.commit for closed in reversed(scene.closed)]
+    known = of_folder(commits, A)
+    assert known is not None
+    assert (known.first_round, known.last_round, known.num_rounds) == (1, 3, 3)
+    assert known.tokens == scene.state.members[A].committed_tokens > 0
+    assert known.run_tokens == scene.state.token_clock
+    assert of_folder([], A) is None
+    later = of_folder(commits[1:], NodeId("c"))
+    assert later is not None and (later.num_rounds, later.tokens) == (0, 0)
+    words = folder_in_words(known, "a", "attic", "run")
+    assert words["node"] == "attic in run, as its folder knows it"
+    assert words["tokens"].endswith("62.5% of rounds 1 to 3") and words["rounds"] == "3 of those 3"
+    told, answer = facts_of_folder(known, "a", "attic", "run"), facts(a_node(), pb.RunStatus())
+    assert told.keys() == answer.keys()
+    assert (told["source"], answer["source"]) == ("folder", "coordinator")
+    assert told["sent_bytes"] is None
 
 
 def test_who_has_given_nothing_learns_why() -> None:
