@@ -18,6 +18,7 @@ from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, code_digest, functions_of, in_words
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.island.ranks.output import rank_output
+from node.kept import refuse_what_nobody_gives
 from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around
@@ -126,6 +127,8 @@ async def _run(
         signals.manager.doing(f"looking for the coordinator at {credentials.endpoint}")
         spec = await run_of_coordinator(link, waits=waits, rng=random.Random())
         is_helper = credentials.principal.role is Role.HELPER
+        if link.over is not None:
+            refuse_what_nobody_gives(folder, link.over)
         if is_helper:
             refuse_small_helper(spec, hardware)
         else:

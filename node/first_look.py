@@ -116,7 +116,7 @@ def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
         f"{run.total_rounds}, {num_present} members now; data: {spec.data.source}"
         + (", each member's own" if spec.data.private else "")
     )
-    yield from what_is_over(run)
+    yield from what_is_over(status)
     if not is_helper:
         yield f"it reads: {reads_in_words(spec.data, own=settings.data)}"
     yield from _takes(folder, settings, spec, hardware, is_helper=is_helper)
@@ -134,13 +134,21 @@ def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
     yield f"limits that you may set: {limits} in {folder / 'node.toml'}"
 
 
-def what_is_over(run: status_pb2.RunStatus) -> Iterator[str]:
+def what_is_over(status: status_pb2.GetStatusResponse) -> Iterator[str]:
     """What starting comes to where the run is finished; nothing while it goes on."""
-    if run.phase == status_pb2.RUN_PHASE_FINISHED:
-        yield (
-            "the run is finished: a node that starts now takes its final state from one that is here, and "
-            "ends; 'atoll run extend', typed by the run owner, opens it again"
-        )
+    if status.run.phase != status_pb2.RUN_PHASE_FINISHED:
+        return
+    held = any(
+        is_present(node) and node.heartbeat.outer_round >= status.run.committed_round
+        for node in status.nodes
+    )
+    comes_to = (
+        "a node that starts now takes its final state from one that is here, and ends"
+        if held
+        else "no member is here that holds its final state, so a node that starts now ends at once; 'atoll "
+        "export OUT' gets the model, typed where a node has taken part"
+    )
+    yield f"the run is finished: {comes_to}; 'atoll run extend', typed by the run owner, opens it again"
 
 
 async def _run_of(folder: Path) -> RunSpec:

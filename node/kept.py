@@ -1,19 +1,21 @@
 """The models that a node's folder holds: for export, sampling and forks, with the node running or not."""
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from node.config import SNAPSHOTS_FOLDER, load_settings, require_node_folder
+from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, load_settings, require_node_folder
 from node.island.data.places import DataPlaces
-from protocol.errors import NoInputError
+from protocol.errors import IncompleteError, NoInputError
 from protocol.files.durable import write_atomically
 from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.wire.rounds import CorpusSummary, Digest
 
 if TYPE_CHECKING:
+    from node.link.calls import RunOver
     from node.outer_state import Vector
     from protocol.run.layout import Layout
 
@@ -109,6 +111,29 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
         round=kept.round,
         outer_digest=kept.outer_digest,
         parameters=kept.values,
+    )
+
+
+def refuse_what_nobody_gives(folder: Path, over: "RunOver") -> None:
+    """Raises IncompleteError where a run is over, and its final state neither in the folder nor here."""
+    from node.disk.snapshot_folder import SnapshotFolder
+    from node.history import History
+
+    rounds = SnapshotFolder(folder / SNAPSHOTS_FOLDER).rounds()
+    newest = rounds[0] if rounds else 0
+    if (
+        over.is_held_here
+        or newest >= over.last_round
+        or History(folder / HISTORY_FILE).is_known(over.last_round)  # it may hold the results
+    ):
+        return
+    held = f"a state of round {newest}" if newest else "no state of the run"
+    export = f"; what is here: atoll export OUT --dir {shlex.quote(str(folder))}" if newest else ""
+    raise IncompleteError(
+        f"the run is over ({over.why}), and no member is here that holds its final state, of round "
+        f"{over.last_round}: this folder holds {held}",
+        next_step="type 'atoll export OUT' where a node has taken part to the end, or ask the run owner for "
+        f"more rounds ('atoll run extend') and have such a node started{export}",
     )
 
 

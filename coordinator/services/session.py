@@ -22,6 +22,7 @@ from coordinator.services.answering import Context, Gate, answered, answered_whe
 from coordinator.services.certificates import Certificates
 from coordinator.services.outside import Lookout
 from coordinator.services.ruling import Rulings
+from coordinator.swarm.ending import finished_reason
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
@@ -37,6 +38,7 @@ from coordinator.swarm.events import (
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.shares import Rates
 from coordinator.swarm.state import Round
+from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import names_with_other_data
 from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
@@ -140,9 +142,20 @@ class SessionDesk:
         self._sent = SentMessages(signer)
         self._brought: dict[NodeId, Commit] = {}  # the last one that each node brought back
 
-    def get_run(self, request: pb.GetRunRequest) -> pb.GetRunResponse:
-        """The run file."""
-        return pb.GetRunResponse(run_json=self._run.canonical_json(), run_digest=self._run.digest())
+    def get_run(self, node_id: NodeId, request: pb.GetRunRequest) -> pb.GetRunResponse:
+        """The run file, and how a run that is over is held here."""
+        answer = pb.GetRunResponse(
+            run_json=self._run.canonical_json(), run_digest=self._run.digest()
+        )
+        state = self._driver.state
+        if state.is_finished:
+            answer.over = finished_reason(state)
+            answer.last_round = state.committed_round
+            answer.is_held_here = any(
+                member.outer_round >= state.committed_round and member.node_id != node_id
+                for member in present_members(state)
+            )
+        return answer
 
     async def attach(self, node_id: NodeId, request: pb.AttachRequest) -> pb.AttachResponse:
         """Opens a session; raises ProtocolMismatchError for another run file, layout or codec.
@@ -574,7 +587,9 @@ class SessionServicer(SessionServiceServicer):
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         """See SessionDesk.get_run."""
-        return await answered(context, self._gate.node, lambda _: self._desk.get_run(request))
+        return await answered(
+            context, self._gate.node, lambda node_id: self._desk.get_run(node_id, request)
+        )
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
         """See SessionDesk.attach."""

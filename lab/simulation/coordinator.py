@@ -70,7 +70,7 @@ class DeskStub:
         return self._coordinator.desk
 
     async def GetRun(self, request: Message) -> Any:
-        return self._told(self._desk.get_run, request)
+        return self._told(partial(self._desk.get_run, self._node_id), request)
 
     async def Attach(self, request: Message) -> Any:
         return await self._asked(partial(self._desk.attach, self._node_id), request)

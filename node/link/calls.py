@@ -107,6 +107,15 @@ class Attachment:
     other_data_names: tuple[str, ...] = ()  # nodes that train on other data than this one
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOver:
+    """How a run has ended."""
+
+    why: str
+    last_round: int
+    is_held_here: bool  # by a member other than this one, which is here now
+
+
 class SessionStub(Protocol):
     """The calls of atoll.v1.SessionService; tests put a coordinator in the same process behind it."""
 
@@ -168,6 +177,8 @@ class CoordinatorLink:
         self.moves_to = moves_to
         self.renew = renew
         self.reconnect = reconnect
+        self.over: RunOver | None = None
+        """Of a run that was over when it was got; None of one that went on."""
 
     async def get_run(self) -> RunSpec:
         """The run file. Raises when this software reads it differently than the coordinator does."""
@@ -178,6 +189,10 @@ class CoordinatorLink:
                 f"the run file reads as {spec.digest().hex()[:12]} here and "
                 f"{answer.run_digest.hex()[:12]} at the coordinator",
                 next_step="install the same version of Atoll on both sides: 'atoll --version'",
+            )
+        if answer.over:
+            self.over = RunOver(
+                why=answer.over, last_round=answer.last_round, is_held_here=answer.is_held_here
             )
         return spec
 

@@ -45,19 +45,31 @@ class GetRunResponse(_message.Message):
 
     RUN_JSON_FIELD_NUMBER: _builtins.int
     RUN_DIGEST_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    LAST_ROUND_FIELD_NUMBER: _builtins.int
+    IS_HELD_HERE_FIELD_NUMBER: _builtins.int
     run_json: _builtins.str
     """The run as canonical JSON (protocol.run.run_spec.RunSpec)."""
     run_digest: _builtins.bytes
     """Digest of run_json, 32 bytes."""
+    over: _builtins.str
+    """Why the run is over, in words; empty while it goes on. The other fields are set where it is not."""
+    last_round: _builtins.int
+    """Its last round."""
+    is_held_here: _builtins.bool
+    """Whether a member other than the caller is here and says that it holds the state after that round."""
     def __init__(
         self,
         *,
         run_json: _builtins.str = ...,
         run_digest: _builtins.bytes = ...,
+        over: _builtins.str = ...,
+        last_round: _builtins.int = ...,
+        is_held_here: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_digest", b"run_digest", "run_json", b"run_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_held_here", b"is_held_here", "last_round", b"last_round", "over", b"over", "run_digest", b"run_digest", "run_json", b"run_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

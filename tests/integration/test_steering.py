@@ -125,6 +125,15 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     assert "15 rulings, all signed, none missing" in owner(swarm, "audit")
     assert "the rack" in owner(swarm, "invite", "list")
 
+    # Nobody is here any more. Who comes now is told so, and does not wait.
+    home = swarm.folder / "d"
+    joined = atoll("join", swarm.invite(), "--dir", home, "--name", "d")
+    assert "no member is here that holds its final state" in done(joined)
+    d = swarm.start_node("d")
+    d.ends_with(74, "no member is here that holds its final state", "type 'atoll export OUT' where")
+    assert "loading torch" not in d.log and "attached" not in d.log
+    swarm.start_node("a").ends(set())
+
 
 @pytest.mark.nightly
 def test_a_finished_run_is_extended_and_nodes_that_went_home_train_on_from_its_end(

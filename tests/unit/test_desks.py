@@ -478,6 +478,21 @@ def test_a_member_that_calls_in_a_loop_is_told_to_wait_and_delays_nobody_else() 
         calls.take(NodeId("loops"))
 
 
+async def test_who_asks_for_a_run_that_is_over_is_told_whether_another_holds_its_end() -> None:
+    _, driver = new_desk()
+    desk = SessionDesk(driver, Telemetry(), RunSpec(), SIGNER)
+    await desk.attach(NODE.node_id, attach_request())
+    asked = session_pb2.GetRunRequest()
+    assert not desk.get_run(NODE.node_id, asked).over
+    driver._state = replace(driver.state, is_finished=True)
+    own, others = (desk.get_run(NodeId(one), asked) for one in (NODE.node_id, "another"))
+    assert own.over == others.over and own.over.startswith("all ")
+    assert own.last_round == others.last_round == driver.state.committed_round
+    assert (own.is_held_here, others.is_held_here) == (False, True)
+    driver._state = replace(driver.state, committed_round=driver.state.committed_round + 1)
+    assert not desk.get_run(NodeId("another"), asked).is_held_here
+
+
 async def test_a_finished_runs_time_stands_still() -> None:
     _, driver = new_desk()
     status = StatusDesk(driver, Telemetry(), RunSpec(), swarm_id="swarm")

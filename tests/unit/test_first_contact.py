@@ -1,16 +1,21 @@
-"""A node that starts before its coordinator waits for it, and says why once."""
+"""A node that starts before its coordinator waits for it; one that starts after its run's end may not."""
 
 import asyncio
 import random
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import structlog
 
-from node.link.calls import CoordinatorLink, kept_members, run_of_coordinator
+from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER
+from node.history import History
+from node.kept import refuse_what_nobody_gives
+from node.link.calls import CoordinatorLink, RunOver, kept_members, run_of_coordinator
 from protocol.errors import (
     AtollError,
+    IncompleteError,
     NotPermittedError,
     ProtocolMismatchError,
     TemporaryError,
@@ -19,7 +24,7 @@ from protocol.errors import (
 from protocol.run.run_spec import RunSpec
 from protocol.trust.invite import InvitedBy
 from protocol.wire.channel import RETRY_CAP_SECONDS, left_alone
-from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry
+from protocol.wire.rounds import Commit, Digest, NodeId, PeerAddress, RosterEntry
 from tests.unit.exchange_scene import in_virtual_time
 
 SPEC = RunSpec()
@@ -175,3 +180,40 @@ async def test_what_a_thread_that_is_left_alone_finds_comes_back() -> None:
     assert await left_alone(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         await left_alone(fails)
+
+
+def over(*, is_held_here: bool = False) -> RunOver:
+    return RunOver(why="all 3 rounds are committed", last_round=3, is_held_here=is_held_here)
+
+
+def a_commit(round: int) -> Commit:
+    return Commit(round=round, fragment=0, base_digest=Digest(bytes(32)), slices=())
+
+
+def test_a_node_that_nobody_can_give_the_end_of_its_run_is_told_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(IncompleteError, match="no member is here that holds its final") as refused:
+        refuse_what_nobody_gives(tmp_path, over())
+    assert "this folder holds no state of the run" in refused.value.what
+    assert refused.value.next_step.startswith("type 'atoll export OUT' where a node has taken part")
+    refuse_what_nobody_gives(tmp_path, over(is_held_here=True))
+    snapshots = tmp_path / SNAPSHOTS_FOLDER
+    snapshots.mkdir()
+    (snapshots / "round-00000002.safetensors").touch()
+    with pytest.raises(IncompleteError, match="holds a state of round 2") as refused:
+        refuse_what_nobody_gives(tmp_path, over())
+    assert f"what is here: atoll export OUT --dir {tmp_path}" in refused.value.next_step
+    (snapshots / "round-00000003.safetensors").touch()
+    refuse_what_nobody_gives(tmp_path, over())
+
+
+def test_a_node_that_knows_the_last_commit_may_get_there_from_its_own_disk(tmp_path: Path) -> None:
+    history = History(tmp_path / HISTORY_FILE)
+    history.add(a_commit(2))
+    history.save()
+    with pytest.raises(IncompleteError):
+        refuse_what_nobody_gives(tmp_path, over())
+    history.add(a_commit(3))
+    history.save()
+    refuse_what_nobody_gives(tmp_path, over())

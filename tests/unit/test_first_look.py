@@ -81,9 +81,19 @@ def test_before_the_first_round_nothing_is_known() -> None:
 
 
 def test_who_joins_a_finished_run_is_told_what_starting_comes_to() -> None:
-    assert list(what_is_over(RunStatus(phase=RUN_PHASE_TRAINING))) == []
-    (told,) = what_is_over(RunStatus(phase=RUN_PHASE_FINISHED))
-    assert "the run is finished" in told and "'atoll run extend'" in told
+    run = RunStatus(phase=RUN_PHASE_TRAINING)
+    assert list(what_is_over(GetStatusResponse(run=run))) == []
+    run = RunStatus(phase=RUN_PHASE_FINISHED, committed_round=3)
+    (alone,) = what_is_over(GetStatusResponse(run=run))
+    assert "the run is finished: no member is here that holds" in alone and "'atoll export" in alone
+    assert "'atoll run extend'" in alone
+    node = NodeStatus(state=NODE_STATE_READY)
+    node.heartbeat.outer_round = 2
+    (behind,) = what_is_over(GetStatusResponse(run=run, nodes=[node]))
+    assert behind == alone
+    node.heartbeat.outer_round = 3
+    (told,) = what_is_over(GetStatusResponse(run=run, nodes=[node]))
+    assert "takes its final state from one that is here" in told and "'atoll run extend'" in told
 
 
 def found(settings: NodeSettings, spec: RunSpec) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.services.session import SentMessages
-from node.link.calls import Announcement, CoordinatorLink
+from node.link.calls import Announcement, CoordinatorLink, RunOver
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.signing import CommitSigner
@@ -219,7 +219,13 @@ async def test_every_report_says_what_it_is_even_when_it_is_zero(
 async def test_a_run_file_that_reads_differently_here_is_refused() -> None:
     spec = RunSpec()
     right = pb.GetRunResponse(run_json=spec.canonical_json(), run_digest=spec.digest())
-    assert await link_that_answers(right)[0].get_run() == spec
+    link, _ = link_that_answers(right)
+    assert await link.get_run() == spec
+    assert link.over is None
+    right.over, right.last_round, right.is_held_here = "done", 3, True
+    link, _ = link_that_answers(right)
+    await link.get_run()
+    assert link.over == RunOver(why="done", last_round=3, is_held_here=True)
     right.run_digest = bytes(32)
     with pytest.raises(ProtocolMismatchError, match="reads as"):
         await link_that_answers(right)[0].get_run()
