@@ -470,6 +470,11 @@ def create(
     """  # noqa: D301 - click reads the character \b, not its two letters
     from protocol.v1.operator_pb2 import CreateInviteRequest
 
+    if not expires > 0:
+        raise UsageError(
+            f"an invite cannot be valid for {expires:g} s",
+            next_step="give --expires more than 0, as 24h or 7d",
+        )
     request = CreateInviteRequest(
         max_uses=uses,
         valid_seconds=expires,

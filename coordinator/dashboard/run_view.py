@@ -23,6 +23,7 @@ from protocol.terminal.node_words import (
     cut_off,
     cut_pairs,
     device_in_words,
+    heard_in_words,
     is_present,
     link_in_words,
     memory_in_words,
@@ -134,7 +135,7 @@ def _run(status: pb.GetStatusResponse) -> View:
         "written": written_view(run.written) if run.HasField("written") else None,
         "saving": saving_in_words(run.wire),
         "backup": backups_in_words(run, with_place=False),
-        "digest": agreement_in_words(run),
+        "digest": agreement_in_words(status),
         "parameters": count_in_words(run.num_parameters) if run.num_parameters else "-",
         "ready": num_ready,
         "present": len(here),
@@ -207,7 +208,7 @@ def _node(node: pb.NodeStatus, run: pb.RunStatus) -> View:
         "upload": upload_in_words(beat.upload_pace) or "-",
         "sent": sent,
         "received": received,
-        "heard": f"{seconds_in_words(node.silent_seconds)} ago",
+        "heard": heard_in_words(node),
         "work": work_in_words(node),
         "workShare": round(node.confirmed_work_share, 4)
         if node.HasField("confirmed_work_share")

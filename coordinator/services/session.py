@@ -38,7 +38,7 @@ from coordinator.swarm.events import (
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.shares import Rates
 from coordinator.swarm.state import Round
-from coordinator.swarm.turn import present_members
+from coordinator.swarm.turn import name_of, present_members
 from coordinator.swarm.weighing import names_with_other_data
 from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
@@ -332,12 +332,20 @@ class SessionDesk:
         try:
             found = equivocation_in(proof.one, proof.other, run_digest=run_digest)
         except BadDataError as error:
-            _log.warning("an accusation proves nothing", by=of, why=error.what)
+            _log.warning("an accusation proves nothing", by=self._called(of), why=error.what)
             return
         evidence = of_equivocation(proof.one, proof.other)
         is_member = found.node_id in self._driver.state.members
         if is_member and await self._rulings.expel_for(found, evidence):
-            _log.warning("member expelled", node=found.node_id, why=found.reason, shown_by=of)
+            _log.warning(
+                "member expelled",
+                node=self._called(found.node_id),
+                why=found.reason,
+                shown_by=self._called(of),
+            )
+
+    def _called(self, node_id: NodeId) -> str:
+        return name_of(self._driver.state, node_id)
 
     async def _heed_left_out(self, shown: LeftOutSeen, *, of: NodeId, session: Session) -> None:
         """Has the reducer convicted that a receipt proves a lie of; others do nothing, and are logged.
@@ -350,14 +358,14 @@ class SessionDesk:
             told = _report_on(state.open_round, receipt)
             omission = omission_in(shown.receipt, told, run_digest=state.run_digest)
         except BadDataError as error:
-            _log.warning("an accusation proves nothing", by=of, why=error.what)
+            _log.warning("an accusation proves nothing", by=self._called(of), why=error.what)
             return
         _log.warning(
             "a reducer has left out what it gave a receipt for",
             round=omission.round,
             slice=omission.slice_index,
-            reducer=omission.reducer_id,
-            contributor=omission.contributor_id,
+            reducer=self._called(omission.reducer_id),
+            contributor=self._called(omission.contributor_id),
         )
         proven = LeftOutProven(omission=omission, evidence=of_omission(shown.receipt, told))
         await self._driver.apply(proven, session=session)
@@ -367,7 +375,7 @@ class SessionDesk:
         try:
             result = checks.refused_result(told)
         except BadDataError as error:
-            _log.warning("an accusation proves nothing", by=of, why=error.what)
+            _log.warning("an accusation proves nothing", by=self._called(of), why=error.what)
             return
         was_known = _has_refused(self._driver.state.open_round, told, of)
         seen = RefusalSeen(node_id=of, refused=told, result=result)
@@ -377,8 +385,8 @@ class SessionDesk:
                 "a result does not decode, says a member",
                 round=result.round,
                 slice=result.slice_index,
-                reducer=result.sender_id,
-                by=of,
+                reducer=self._called(result.sender_id),
+                by=self._called(of),
             )
 
     def _members_among(self, node_ids: Iterable[str]) -> tuple[NodeId, ...]:

@@ -292,6 +292,7 @@ class StatusDesk:
             num_ranks=member.num_ranks,
             # Before a restart nobody's calls are known: as silent as this process is old.
             silent_seconds=now - (self._started_at if heard is None else heard.at),
+            is_unheard=heard is None,
             committed_tokens=member.committed_tokens,
             address=convert.address_to_wire(member.address),
             heartbeat=None if heard is None else heard.heartbeat,

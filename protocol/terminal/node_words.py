@@ -67,6 +67,13 @@ def by_name(nodes: Iterable[pb.NodeStatus]) -> list[pb.NodeStatus]:
     return sorted(nodes, key=lambda node: (name_of(node), node.node_id))
 
 
+def heard_in_words(node: pb.NodeStatus) -> str:
+    """How long ago the coordinator heard it; '-' of one that was never here."""
+    if node.is_unheard:
+        return "before the restart"
+    return age_in_words(node.silent_seconds) if node.device else "-"
+
+
 def device_in_words(node: pb.NodeStatus) -> str:
     """What it trains on, and how its ranks share the work; of a helper, that it is one."""
     if node.is_helper:
@@ -125,7 +132,7 @@ def proxied_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
 
 def carried_pairs(nodes: Iterable[pb.NodeStatus]) -> dict[tuple[str, str], str]:
     """Who carries between two present nodes of which one says so, by their ids."""
-    present = {node.node_id: node for node in nodes if is_present(node)}
+    present = _here(nodes)
     return {
         _pair(node.node_id, told.node_id): told.through_id
         for node in present.values()
@@ -148,7 +155,7 @@ def narrow_pairs(nodes: Iterable[pb.NodeStatus]) -> set[tuple[str, str]]:
 def _pairs(
     nodes: Iterable[pb.NodeStatus], others_of: Callable[[pb.NodeStatus], Iterable[str]]
 ) -> set[tuple[str, str]]:
-    present = {node.node_id: node for node in nodes if is_present(node)}
+    present = _here(nodes)
     return {
         _pair(node.node_id, other)
         for node in present.values()
@@ -157,13 +164,18 @@ def _pairs(
     }
 
 
+def _here(nodes: Iterable[pb.NodeStatus]) -> dict[str, pb.NodeStatus]:
+    """By id; who was not heard since the coordinator's restart may have left meanwhile."""
+    return {node.node_id: node for node in nodes if is_present(node) and not node.is_unheard}
+
+
 def _pair(one: str, other: str) -> tuple[str, str]:
     return min(one, other), max(one, other)
 
 
 def cut_off(nodes: Iterable[pb.NodeStatus]) -> str:
     """Which nodes do not reach each other, and which do by other ways than directly; empty when all do."""
-    present = {node.node_id: node for node in nodes if is_present(node)}
+    present = _here(nodes)
     pairs, carried = cut_pairs(present.values()), carried_pairs(present.values())
     narrow = narrow_pairs(present.values())
     helpers = [node.node_id for node in by_name(present.values()) if node.is_helper]
@@ -218,7 +230,7 @@ def ways_of(node: pb.NodeStatus, nodes: Iterable[pb.NodeStatus]) -> list[tuple[s
 
     Nothing of a node that is not present.
     """
-    present = {each.node_id: each for each in nodes if is_present(each)}
+    present = _here(nodes)
     if node.node_id not in present:
         return []
     cut, punched = cut_pairs(present.values()), punched_pairs(present.values())
@@ -360,7 +372,7 @@ def node_facts(node: pb.NodeStatus) -> dict[str, str]:
         "id": node.node_id[:12],
         "state": state_in_words(node),
         "device": device_in_words(node),
-        "heard": age_in_words(node.silent_seconds),
+        "heard": heard_in_words(node),
         "tokens": count_in_words(node.committed_tokens),
         "work": work_in_words(node),
         "screened": screening_in_words(node.screening),

@@ -55,7 +55,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
     lines += [_run_line(status.run), _loss_line(status)]
     if curve := sparkline([held_out.loss for held_out in status.run.held_out_losses]):
         lines.append(_labelled("", Text(f"{curve}  held-out", style="cyan")))
-    lines.append(_digest_line(status.run))
+    lines.append(_digest_line(status))
     lines.append(_labelled("clock", Text(clock_in_words(status.run))))
     if status.run.reason:
         lines.append(_labelled("", Text(status.run.reason, style="italic")))
@@ -111,9 +111,9 @@ def _loss_line(status: pb.GetStatusResponse) -> RenderableType:
     return _labelled("loss", words)
 
 
-def _digest_line(run: pb.RunStatus) -> RenderableType:
-    is_bad = bool(run.outer_digest) and not run.digests_agree
-    return _labelled("digest", Text(agreement_in_words(run), style="bold red" if is_bad else ""))
+def _digest_line(status: pb.GetStatusResponse) -> RenderableType:
+    is_bad = bool(status.run.outer_digest) and not status.run.digests_agree
+    return _labelled("digest", Text(agreement_in_words(status), style="bold red" if is_bad else ""))
 
 
 def _node_table(status: pb.GetStatusResponse) -> Table:

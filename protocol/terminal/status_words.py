@@ -15,6 +15,7 @@ from protocol.terminal.node_words import (
     MOST_NAMED,
     copies_in_words,
     cut_off,
+    is_present,
     screening_in_words,
 )
 from protocol.v1 import status_pb2 as pb
@@ -215,7 +216,7 @@ def summary_line(status: pb.GetStatusResponse) -> str:
         parts.append(f"held-out {held_out}")
     num_ready = sum(node.state == pb.NODE_STATE_READY for node in status.nodes)
     parts.append(f"{num_ready} of {len(status.nodes)} nodes ready")
-    parts.append(agreement_in_words(run))
+    parts.append(agreement_in_words(status))
     if run.reason:
         parts.append(run.reason)
     if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
@@ -287,11 +288,14 @@ def bits_per_byte(loss: float, run: pb.RunStatus) -> float | None:
     return loss / math.log(2) / run.held_out_bytes_per_token
 
 
-def agreement_in_words(run: pb.RunStatus) -> str:
+def agreement_in_words(status: pb.GetStatusResponse) -> str:
     """Whether all nodes hold the same outer state, and which."""
+    run = status.run
     if not run.outer_digest:
         return "no digest yet"
     verdict = "the same on all nodes" if run.digests_agree else "NOT the same on all nodes"
+    if not any(map(is_present, status.nodes)):
+        verdict = "and no node is here"
     return f"{digest_in_words(run.outer_digest)} at round {run.outer_digest_round}, {verdict}"
 
 

@@ -601,6 +601,7 @@ class NodeStatus(_message.Message):
     HAS_SYMMETRIC_ROUTER_FIELD_NUMBER: _builtins.int
     IS_OWN_FIELD_NUMBER: _builtins.int
     INVITE_ID_FIELD_NUMBER: _builtins.int
+    IS_UNHEARD_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """The node."""
     node_name: _builtins.str
@@ -641,6 +642,8 @@ class NodeStatus(_message.Message):
     """Whether the run owner has said that it is their own machine: its work has no cap."""
     invite_id: _builtins.str
     """Public name of the invite that it joined with."""
+    is_unheard: _builtins.bool
+    """Whether this coordinator process has not heard it yet: then silent_seconds is how long the process has run."""
     @_builtins.property
     def address(self) -> _session_pb2.PeerAddress:
         """Where peers find it."""
@@ -688,10 +691,11 @@ class NodeStatus(_message.Message):
         has_symmetric_router: _builtins.bool = ...,
         is_own: _builtins.bool = ...,
         invite_id: _builtins.str = ...,
+        is_unheard: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "confirmed_work_share", b"confirmed_work_share", "given", b"given", "heartbeat", b"heartbeat", "inner_steps_per_second", b"inner_steps_per_second", "link_rates", b"link_rates", "screening", b"screening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "confirmed_work_share", b"confirmed_work_share", "device", b"device", "given", b"given", "has_symmetric_router", b"has_symmetric_router", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "invite_id", b"invite_id", "is_draining", b"is_draining", "is_helper", b"is_helper", "is_own", b"is_own", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "screening", b"screening", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share", "_inner_steps_per_second", b"_inner_steps_per_second", "address", b"address", "committed_tokens", b"committed_tokens", "confirmed_work_share", b"confirmed_work_share", "device", b"device", "given", b"given", "has_symmetric_router", b"has_symmetric_router", "has_waiting_copy", b"has_waiting_copy", "heartbeat", b"heartbeat", "inner_steps", b"inner_steps", "inner_steps_per_second", b"inner_steps_per_second", "invite_id", b"invite_id", "is_draining", b"is_draining", "is_helper", b"is_helper", "is_own", b"is_own", "is_unheard", b"is_unheard", "link_rates", b"link_rates", "node_id", b"node_id", "node_name", b"node_name", "num_ranks", b"num_ranks", "same_corpus", b"same_corpus", "screening", b"screening", "silent_seconds", b"silent_seconds", "standing", b"standing", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__confirmed_work_share: _TypeAlias = _typing.Literal["confirmed_work_share"]  # noqa: Y015
     _WhichOneofArgType__confirmed_work_share: _TypeAlias = _typing.Literal["_confirmed_work_share", b"_confirmed_work_share"]  # noqa: Y015

@@ -117,6 +117,9 @@ def test_an_invite_that_does_not_hold_is_refused_and_leaves_no_trace(
 ) -> None:
     home = tmp_path / "node"
     good = Invite.decode(swarm.invite())
+    for span in ("0s", "0"):
+        never = atoll("invite", "create", "--expires", span, "--dir", swarm.home)
+        refused(never, 64, "an invite cannot be valid for 0 s", "--expires more than 0")
     used_up, expired, revoked = swarm.invite(), swarm.invite("--expires", "0.1s"), swarm.invite()
     done(atoll("join", used_up, "--dir", tmp_path / "user"))
     done(atoll("invite", "revoke", Invite.decode(revoked).invite_id, "--dir", swarm.home))

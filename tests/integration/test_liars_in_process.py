@@ -38,7 +38,7 @@ from protocol.wire.rounds import WHOLE, ContributionDigest, Digest, NodeId
 from tests.tiny_runs import tiny
 
 NUM_NODES = 5
-LIAR = identity_of(1).node_id
+LIAR, CALLED = identity_of(1).node_id, "node-2"
 
 
 def run(corpus: Corpus, *, screening: bool = True) -> SimulatedRun:
@@ -160,8 +160,11 @@ def test_who_hands_different_results_to_different_members_is_expelled_by_its_own
     monkeypatch.setattr(Outer, "check_result", lambda self, payload: None)
     spec = tiny(run={"min_nodes": NUM_NODES - 1})
     lives = [Life(is_liar=place == 1) for place in range(NUM_NODES)]
-    attacked = simulate(spec, lives=lives, corpus=corpus)
+    with capture_logs() as logs:
+        attacked = simulate(spec, lives=lives, corpus=corpus)
     assert attacked.final.is_finished
+    (said,) = [each for each in logs if each["event"] == "member expelled"]
+    assert said["node"] == CALLED and said["shown_by"].startswith("node-")
     (expelled,) = [r for r in attacked.final.rulings if r.kind is RulingKind.EXPELLED]
     assert expelled.node_id == LIAR and expelled.by == "the coordinator"
     assert "it signed two different results to slice" in expelled.reason
@@ -264,7 +267,7 @@ def test_a_receipt_for_what_is_in_the_result_convicts_nobody_and_is_logged(
         accused = run_with_receipts(corpus, tmp_path, min_nodes=NUM_NODES)
     assert accused.final.is_finished and not accused.final.rulings
     false = [each for each in logs if each["event"] == "an accusation proves nothing"]
-    assert len(false) > NUM_NODES and {each["by"] for each in false} == {LIAR}
+    assert len(false) > NUM_NODES and {each["by"] for each in false} == {CALLED}
     whys = {each["why"].split(" of round")[0].split(" on slice")[0] for each in false}
     assert whys <= {"the report", "no report"}
 
@@ -518,7 +521,7 @@ def test_who_says_that_good_results_do_not_decode_harms_nobody(
     with capture_logs() as logs:
         attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
     said = [each for each in logs if each["event"] == "a result does not decode, says a member"]
-    assert said and {each["by"] for each in said} == {LIAR}
+    assert said and {each["by"] for each in said} == {CALLED}
     assert len(said) == len({(each["round"], each["slice"]) for each in said}), "once for each"
     assert attacked.final.is_finished and not attacked.final.rulings
     assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)

@@ -227,6 +227,9 @@ async def test_of_a_heartbeat_of_megabytes_the_status_shows_what_it_knows() -> N
     await desk.heartbeat(NODE.node_id, heartbeat)
     answer = status.get_status(status_pb2.GetStatusRequest())
     (node,) = answer.nodes
+    assert not node.is_unheard
+    restarted = StatusDesk(driver, Telemetry(), RunSpec(), swarm_id="swarm")
+    assert restarted.get_status(status_pb2.GetStatusRequest()).nodes[0].is_unheard
     assert (node.heartbeat.mesh, node.heartbeat.utilisation.round) == ("2 ranks", 1)
     assert [(each.kind, each.sent_bytes) for each in node.heartbeat.wire] == [("control", 7)]
     assert answer.ByteSize() < 2_000

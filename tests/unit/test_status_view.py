@@ -353,6 +353,29 @@ def test_whom_a_node_reaches_by_its_proxy_is_told_on_both_sides():
     assert "proxy" not in summary_line(a_status(*nodes))
 
 
+def test_of_a_node_that_was_not_heard_since_the_restart_nobody_is_warned():
+    """It may have left meanwhile, and the other does not know yet."""
+    nodes = [a_node(f"node-{n}") for n in range(1, 4)]
+    one, two = nodes[:2]
+    one.heartbeat.unreachable_ids.append(two.node_id)
+    assert "node-1 and node-2 do not reach each other" in summary_line(a_status(*nodes))
+    two.is_unheard, two.silent_seconds, two.device = True, 4.0, "cpu"
+    assert "reach" not in summary_line(a_status(*nodes))
+    assert ways_to_others(one, nodes) == "node-3 direct"
+    assert node_facts(two)["heard"] == "before the restart"
+    two.is_unheard = False
+    assert node_facts(two)["heard"] == "4.0 s ago"
+    assert node_facts(status_pb2.NodeStatus(state=status_pb2.NODE_STATE_UNAPPROVED))["heard"] == "-"
+
+
+def test_where_no_node_is_here_none_holds_the_same():
+    gone = a_node("node-1", status_pb2.NODE_STATE_LEFT)
+    for status in (a_status(), a_status(gone)):
+        assert "at round 6, and no node is here" in summary_line(status)
+        assert "the same" not in drawn(status)
+    assert "at round 6, the same on all nodes" in drawn(a_status(a_node("node-1")))
+
+
 def test_a_pair_that_says_both_is_not_reached():
     one, two = a_node("node-1"), a_node("node-2")
     one.heartbeat.punched_ids.append(two.node_id)
