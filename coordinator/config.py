@@ -488,6 +488,16 @@ def settle_preset(directory: Path) -> Settled | None:
     return settled
 
 
+def require_free(directory: Path) -> None:
+    """Raises CannotCreateError when the folder exists and is not empty."""
+    if is_taken(directory):
+        raise CannotCreateError(
+            f"{directory.absolute()} exists and is not empty",
+            next_step="choose another folder, or, if it is a coordinator's, "
+            f"'atoll coordinator start {directory.absolute()}'",
+        )
+
+
 def create_home(
     directory: Path,
     *,
@@ -502,12 +512,7 @@ def create_home(
     Raises CannotCreateError when the folder exists and is not empty.
     """
     directory = directory.absolute()
-    if is_taken(directory):
-        raise CannotCreateError(
-            f"{directory} exists and is not empty",
-            next_step="choose another folder, or, if it is a coordinator's, "
-            f"'atoll coordinator start {directory}'",
-        )
+    require_free(directory)
     authority = Authority.create(new_swarm_id())
     coordinator = authority.issue_coordinator(1)
     server = authority.issue_server()

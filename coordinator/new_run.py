@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from coordinator.presets.link_shares import CongestionControl
-from protocol.errors import UsageError
+from protocol.errors import AtollError, UsageError
 from protocol.files.durable import expanded
 from protocol.terminal import console
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from coordinator.config import Home
     from coordinator.presets.composing import NewRun
     from coordinator.presets.wanted import Wanted
@@ -207,7 +209,7 @@ def init(
     JSON holds the situation, every choice with its reason, and the prediction, in seconds, bytes,
     and bits per second.
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from coordinator.config import CoordinatorConfig, advertised_host, create_home
+    from coordinator.config import CoordinatorConfig, advertised_host, create_home, require_free
     from coordinator.presets.composing import new_run, run_of_file
     from coordinator.presets.wanted import Wanted
 
@@ -215,6 +217,7 @@ def init(
     if run_file is not None:
         _refuse_beside_a_run_file(run_file)
     elif sys.stdin.isatty() and not is_json and not any(map(asked.get, _NAMED)):
+        require_free(directory)  # before anybody answers questions
         wanted = _answered(wanted)
     if wanted.name is None:
         # Two runs of one owner are told apart by it, and contributors allow a run's code by it.
@@ -254,16 +257,54 @@ def init(
 
 def _answered(wanted: "Wanted") -> "Wanted":
     """What a person at the terminal says to what was not named; Enter takes the usual."""
+    from coordinator.presets.composing import told_link
+
     click.echo("What should the run train? Enter takes what stands in brackets.")
-    model = click.prompt(
+    model = _right_answer(
         "model: a size, a TOML file, a transformers folder, or module:function of yours",
         default="0.2m",
+        check=_check_model,
     )
     model = _at_home(model)
     asked = _answered_function(wanted, model) if ":" in model else _answered_model(wanted, model)
     nodes = click.prompt("nodes that you expect", default=2, type=click.IntRange(1, 10_000))
-    link = wanted.link or click.prompt("the slowest node's link, such as 100mbit", default="")
+    link = wanted.link or _right_answer(
+        "the slowest node's link, such as 100mbit",
+        default="",
+        check=lambda told: told and told_link(told),
+    )
     return replace(asked, num_nodes=wanted.num_nodes or nodes, link=link or None)
+
+
+def _right_answer(question: str, *, default: str, check: "Callable[[str], object]") -> str:
+    """An answer that holds: one that does not is asked for again, with what is wrong."""
+    while True:
+        answer = str(click.prompt(question, default=default))
+        try:
+            check(answer)
+            return answer
+        except AtollError as error:
+            click.echo(f"{error.what}; {error.next_step}", err=True)
+
+
+def _check_model(answer: str) -> None:
+    """Raises AtollError for what cannot be read as a model, as far as that is quick to see."""
+    from coordinator.presets.composing import named_model
+    from protocol.run.models import FUNCTION_NAME
+
+    path = Path(_at_home(answer))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(
+                f"{answer} is no folder of transformers: it has no config.json",
+                next_step="name one that 'save_pretrained' has made",
+            )
+    elif ":" not in answer:
+        named_model(str(path) if path.is_file() else answer)
+    elif re.fullmatch(FUNCTION_NAME, answer) is None:
+        raise UsageError(
+            f"{answer} names no function", next_step="name its module and itself, as vision:model"
+        )
 
 
 def _answered_model(wanted: "Wanted", model: str) -> "Wanted":

@@ -145,7 +145,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
     text = run_text(name=wanted.name, run_file=None)
     refuse_what_says_nothing(wanted)
     if wanted.link is not None:  # before a model is read
-        _told_link(wanted.link)
+        told_link(wanted.link)
     facts = facts_of_wanted(wanted, folder)
     trained, note = _trained(wanted, facts)
     values: dict[Place, tuple[Any, str]] = {
@@ -232,7 +232,7 @@ def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
             why_batch=why_batch,
             learning_rate=usual.learning_rate,
         ), ""
-    named, note = _named(wanted.model or "0.2m")
+    named, note = named_model(wanted.model or "0.2m")
     changes = {"context": wanted.context, "vocab_size": facts.vocab_size}
     tables = named.model.model_dump(exclude_none=True)
     tables |= {key: value for key, value in changes.items() if value is not None}
@@ -250,8 +250,11 @@ def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
     ), note
 
 
-def _named(name: str) -> tuple[NamedModel, str]:
-    """A size by its name, or the [model] of a file with the batch and rate of the nearest size."""
+def named_model(name: str) -> tuple[NamedModel, str]:
+    """A size by its name, or the [model] of a file with the batch and rate of the nearest size.
+
+    Raises UsageError, ConfigError.
+    """
     if (named := NAMED_MODELS.get(name.lower())) is not None:
         return named, ""
     path = Path(name)
@@ -372,7 +375,7 @@ def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple
         )
     found = None if wanted.measured is None else _measured(wanted.measured)
     down, up = (
-        _told_link(wanted.link)
+        told_link(wanted.link)
         if found is None
         else (
             found.down_bits_per_second,
@@ -414,8 +417,8 @@ def _step_seconds(wanted: Wanted, trained: Trained, machine: Machine | None) -> 
     return max(LEAST_ASSUMED_STEP_SECONDS, operations / _flops_of(machine))
 
 
-def _told_link(text: str | None) -> tuple[float, float]:
-    """Bits per second down and up."""
+def told_link(text: str | None) -> tuple[float, float]:
+    """Bits per second down and up. Raises UsageError."""
     assert text is not None
     try:
         return link_of(text, origin="--link")

@@ -12,6 +12,7 @@ from coordinator.presets import composing
 from coordinator.presets.wanted import Facts, Machine, Wanted
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
+from protocol.errors import CannotCreateError
 from protocol.run.run_spec import RunSpec, load_run_file, load_run_folder
 from protocol.terminal import cli, console
 from tests.unit.tokens_scene import prepared, write_jsonl, write_tokenizer
@@ -265,7 +266,7 @@ def test_the_batch_of_given_weights_fits_a_node_and_its_reason_is_written_down(
 
 
 def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
-    monkeypatch: pytest.MonkeyPatch, llama: Path
+    monkeypatch: pytest.MonkeyPatch, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answered(*answers: str) -> Wanted:
         left = iter(answers)
@@ -296,6 +297,27 @@ def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
     )
     wanted = answered("3m", "a.txt b.txt", "", "")
     assert (wanted.model, wanted.data, wanted.lora) == ("3m", ("a.txt", "b.txt"), None)
+    # What cannot be is said at once, and asked again.
+    capsys.readouterr()
+    bad_models = ("4m", str(llama.parent), "vision:", "no-such.toml")
+    wanted = answered(*bad_models, "3m", "", "", "fast", "100mbit")
+    assert (wanted.model, wanted.link) == ("3m", "100mbit")
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 5
+    assert "'4m' is neither a size nor a file; choose one of 0.2m" in told[0]
+    assert "is no folder of transformers: it has no config.json" in told[1]
+    assert "vision: names no function" in told[2]
+    assert "'fast'" in told[4]
+
+
+def test_on_a_terminal_a_folder_that_is_taken_is_refused_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").touch()
+    monkeypatch.setattr(command.sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(command.click, "prompt", lambda *_, **__: pytest.fail("it asks"))
+    with pytest.raises(CannotCreateError, match="exists and is not empty"):
+        command.init.main([str(tmp_path)], standalone_mode=False)
 
 
 def test_a_run_file_goes_on_saying_all_of_it_with_its_code_beside(tmp_path: Path) -> None:
