@@ -271,8 +271,8 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
     KEY is a table and a key of run.toml. What can change: run.rounds, run.min_nodes, inner.steps,
     inner.learning_rate, inner.muon_learning_rate, inner.final_fraction, outer.learning_rate, outer.merge,
     outer.screening, outer.audit, evaluation.every_rounds, evaluation.go_back, exchange.uplink,
-    exchange.downlink, and deadlines. run.toml stays as it is. All else can change in a fork: 'atoll node
-    fork' on a machine that trains.
+    exchange.downlink, exchange.residual_decay, and deadlines. run.toml stays as it is. All else can change
+    in a fork: 'atoll node fork' on a machine that trains.
 
     \b
     Example:

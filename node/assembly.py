@@ -284,6 +284,7 @@ def _outer_at_start(
     )
     outer.codecs_in = codecs_in_force(rulings.spec_in, tiles)
     outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
+    outer.owing.decay_in = lambda round: rulings.spec_in(round).exchange.residual_decay
     outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
     outer.compile_kernels()
     log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)

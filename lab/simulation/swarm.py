@@ -396,6 +396,7 @@ class SimulatedNode:
         )
         self.outer.codecs_in = codecs_in_force(rulings.spec_in, ONE_THREAD)
         self.outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
+        self.outer.owing.decay_in = lambda round: rulings.spec_in(round).exchange.residual_decay
         self.outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
         history = History(None if self._disk is None else self._disk / "history")
         disk: MortalDisk | None = None

@@ -102,6 +102,9 @@ class Owing:
         self._published = published
         self.uplink_in: Callable[[int], Codec] = lambda round: uplink
         """What contributions to a round are encoded with."""
+        own_decay = residual.decay
+        self.decay_in: Callable[[int], float] = lambda round: own_decay
+        """What part of an encoding error is still owed after the commit of a round."""
         self._sender = sender
         self._node_id = sender.node_id
         self._sent = sent or SentLog(None)
@@ -321,6 +324,7 @@ class Owing:
         pending = self.pending
         if pending is not None and pending.round != commit.round:
             pending = None
+        self.residual.decay = self.decay_in(commit.round)
         fates = {each.index: self._fate_of(each, commit.round, pending) for each in commit.slices}
         let_go = cut = 0.0
         for outcome in commit.slices:

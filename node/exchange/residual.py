@@ -84,7 +84,8 @@ class Residual:
     ) -> None:
         """`needs_feedback`: what the uplink's encoding leaves out is itself several pseudo-gradients."""
         self._values: Vector = np.zeros(num_elements, dtype=np.float32)
-        self._decay = np.float32(decay)
+        self.decay = decay
+        """Of the errors of commits to come; amendments change it."""
         self._error_feedback = error_feedback
         self._needs_feedback = needs_feedback
         self._tiles = tiles
@@ -169,8 +170,8 @@ class Residual:
         self._check(span, accumulated, decoded)
         if self._error_feedback:
             left = np.subtract(accumulated, decoded, out=self._values[span])
-            if self._decay != 1:
-                np.multiply(left, self._decay, out=left)
+            if self.decay != 1:
+                np.multiply(left, np.float32(self.decay), out=left)
         else:
             self._values[span] = 0
 
@@ -184,6 +185,7 @@ class Residual:
         self._check(span, global_parameters, published)
         values = self._values[span]
         before, trained = read_only(global_parameters), read_only(published)
+        decay = np.float32(self.decay)
 
         def settle(start: int, sent: Vector) -> None:
             end = start + sent.size
@@ -194,7 +196,7 @@ class Residual:
                 before[start:end],
                 trained[start:end],
                 read_only(sent),
-                self._decay,
+                decay,
                 values[start:end],
             )
 

@@ -26,11 +26,14 @@ AMENDABLE = frozenset(
         *(f"deadlines.{key}" for key in ("train", "contribute", "commit", "apply", "lease")),
         *("deadlines.adapt", "deadlines.floor"),
         *("evaluation.every_rounds", "evaluation.go_back"),
-        *("exchange.uplink", "exchange.downlink"),
+        *("exchange.uplink", "exchange.downlink", "exchange.residual_decay"),
     }
 )
 
-TEXTS = frozenset({"outer.merge", "exchange.uplink", "exchange.downlink"})
+CODECS = frozenset({"exchange.uplink", "exchange.downlink"})
+"""Whose values are names of codecs."""
+
+TEXTS = frozenset({"outer.merge", *CODECS})
 """Whose values are texts."""
 
 RATES = ("inner.learning_rate", "inner.muon_learning_rate", "outer.learning_rate")
@@ -94,7 +97,7 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
         table, _, name = key.partition(".")
         if key not in AMENDABLE:
             raise _cannot(key, table, is_known=_is_known(tables, table, name))
-        tables[table][name] = _codec_of_this_release(key, value) if table == "exchange" else value
+        tables[table][name] = _codec_of_this_release(key, value) if key in CODECS else value
     if spec.inner.round_tokens is not None and any(key == "inner.steps" for key, _ in changes):
         raise UsageError(
             "inner.steps says nothing of this run: its nodes share [inner] round_tokens",
@@ -121,15 +124,14 @@ def amended(spec: RunSpec, changes: Changes) -> RunSpec:
 
 def changes_codecs(ruling: Ruling) -> bool:
     """Whether a ruling has bytes of later rounds encoded otherwise."""
-    keys = dict(ruling.changes).keys()
-    return ruling.kind is RulingKind.AMENDED and any(key.startswith("exchange.") for key in keys)
+    return ruling.kind is RulingKind.AMENDED and not CODECS.isdisjoint(dict(ruling.changes))
 
 
 def with_versions(changes: Changes) -> Changes:
     """The changes as they are ruled: codecs with the versions that this release speaks."""
     return tuple(
         (key, f"{value}/{version}")
-        if key.startswith("exchange.") and (version := _VERSIONS.get(str(value))) is not None
+        if key in CODECS and (version := _VERSIONS.get(str(value))) is not None
         else (key, value)
         for key, value in changes
     )

@@ -19,12 +19,14 @@ from protocol.run.amendments import (
     TEXTS,
     Span,
     amended,
+    changes_codecs,
     changes_of,
     in_force,
     refuse_at_rest,
     refuse_leaps,
     span_of,
     still_in_force,
+    with_versions,
 )
 from protocol.run.run_spec import RunSpec, validated
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
@@ -124,6 +126,7 @@ def test_what_was_amended_before_the_run_went_back_holds_from_the_first_undone_r
         ("outer.merge=median", ConfigError, "merge = 'median'"),
         ("outer.merge=a mean", UsageError, "'a mean' is no value for outer.merge"),
         ("exchange.uplink=4", UsageError, "there is no codec 4"),
+        ("exchange.residual_decay=2", ConfigError, "residual_decay = 2"),
         ("exchange.downlink='int8/2'", UsageError, "no codec 'int8/2' .* in this release"),
         ("model.context=9", UsageError, "the weights have its shapes"),
         ("outer.rate=9", UsageError, "no key 'outer.rate'"),
@@ -167,6 +170,16 @@ def test_texts_without_quotes_are_all_keys_whose_values_are_texts() -> None:
     tables = SPEC.model_dump()
     values = {key: tables[key.partition(".")[0]][key.partition(".")[2]] for key in AMENDABLE}
     assert {key for key, value in values.items() if isinstance(value, str)} == TEXTS
+
+
+def test_the_decay_of_errors_is_amended_and_is_no_codec() -> None:
+    changes = with_versions(changes_of(["exchange.residual_decay=0.95"]))
+    assert changes == (("exchange.residual_decay", 0.95),)
+    assert amended(SPEC, changes).exchange.residual_decay == 0.95
+    ruling = amendment(4, 1, exchange__residual_decay=0.95)
+    assert not changes_codecs(ruling)
+    decays = [in_force(SPEC, [ruling], round=round).exchange.residual_decay for round in (3, 4)]
+    assert decays == [1.0, 0.95]
 
 
 def test_steps_of_a_run_whose_nodes_share_tokens_cannot_change() -> None:

@@ -400,6 +400,28 @@ def test_a_finer_uplink_sends_what_the_one_before_left_out_and_of_many_rounds_tw
         np.testing.assert_array_equal(all_pending(outer), work + left)
 
 
+def test_an_amended_decay_is_of_the_errors_of_rounds_from_then_on() -> None:
+    left = {}
+    for decays in (False, True):
+        outer, work = outer_of(A, "int4"), normal(0)
+        if decays:
+            outer.owing.decay_in = lambda round: 0.5 if round > 1 else 1.0
+        for _ in range(2):
+            outer.owing.residual.values[:] = 0
+            named = contributed(outer, work)
+            results = {
+                index: Payload(
+                    header=result.header, body=outer.downlink.encode(np.zeros(BLOCK, "f4"))
+                )
+                for index, result in results_of(outer).items()
+            }
+            outer.apply(commit_naming(outer, results, named), results)
+            left[decays, outer.round] = outer.owed().residual.copy()
+    assert norm(left[False, 2]) > 0
+    np.testing.assert_array_equal(left[True, 1], left[False, 1])
+    np.testing.assert_array_equal(left[True, 2], np.float32(0.5) * left[False, 2])
+
+
 def test_a_result_is_decoded_as_its_round_was_encoded() -> None:
     outer = outer_of(A)
     bf16, fp32 = codec_named("bf16"), codec_named("fp32")
