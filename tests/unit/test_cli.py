@@ -202,6 +202,7 @@ def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_ab
         "is_helper": False,
         "has_symmetric_router": False,
         "invite_id": "",
+        "is_unheard": False,
         "is_own": False,
         "given": None,
     }
