@@ -130,9 +130,9 @@ async def _run(
         if link.over is not None:
             refuse_what_nobody_gives(folder, link.over)
         if is_helper:
-            refuse_small_helper(spec, hardware)
+            refuse_small_helper(link.rules, hardware)
         else:
-            _refuse_or_tell(folder, settings, spec, hardware)
+            _refuse_or_tell(folder, settings, link.rules, hardware)
         log.info(
             "run", name=spec.run.name, rounds=spec.run.rounds, coordinator=credentials.endpoint
         )
@@ -150,6 +150,7 @@ async def _run(
             credentials=calls.credentials,  # they may be new already
             identity=identity,
             spec=spec,
+            rules=link.rules,
             link=link,
             counts=counts,
             current_credentials=lambda: calls.credentials,

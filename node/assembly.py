@@ -89,6 +89,7 @@ class NodeStart:
     credentials: Credentials
     identity: Identity
     spec: RunSpec
+    rules: RunSpec  # the run's as amended when it was got, for estimates
     link: CoordinatorLink
     counts: WireCounts
     current_credentials: Callable[[], Credentials]
@@ -125,7 +126,13 @@ async def run_daemon(start: NodeStart, hardware: Hardware, signals: StopSignals)
     verifier = RulingVerifier.of_authority(ours.authority_pem, ours.certificate_pem)
     rulings = KeptRulings(spec, path=folder / RULINGS_FILE, verifier=verifier)
     records = Records.of(
-        folder, settings, spec, layout, history=history, num_ranks=len(ranks.devices)
+        folder,
+        settings,
+        spec,
+        layout,
+        rules=start.rules,
+        history=history,
+        num_ranks=len(ranks.devices),
     )
     records.require_room()
     await prepare_kernels(rulings.in_force)
@@ -346,7 +353,7 @@ async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:
     if settings.loop:
         return _Ranks(devices=(OWN_LOOP,), shape=MeshShape())
     usable = await _devices_of(settings, hardware)
-    shape, kind = _mesh_of(settings, spec, usable), kind_of(usable.names)
+    shape, kind = _mesh_of(settings, start.rules, usable), kind_of(usable.names)
 
     def may_compile() -> bool:
         if found := has_compilers():

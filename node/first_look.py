@@ -152,8 +152,11 @@ def what_is_over(status: status_pb2.GetStatusResponse) -> Iterator[str]:
 
 
 async def _run_of(folder: Path) -> RunSpec:
+    """As it is amended: what follows are estimates."""
     async with open_channel(Credentials.load(folder)) as channel:
-        return await CoordinatorLink(SessionServiceStub(channel)).get_run()
+        link = CoordinatorLink(SessionServiceStub(channel))
+        await link.get_run()
+        return link.rules
 
 
 def _takes(
@@ -162,7 +165,13 @@ def _takes(
     """What the run takes of the machine; and what 'atoll node start' would refuse."""
     num_ranks = 0 if is_helper else settings.ranks_here
     records = Records.of(
-        folder, settings, spec, layout_of(spec), history=History(None), num_ranks=num_ranks
+        folder,
+        settings,
+        spec,
+        layout_of(spec),
+        rules=spec,
+        history=History(None),
+        num_ranks=num_ranks,
     )
     disk = console.bytes_in_words(sum(need.num_bytes for need in records.needs))
     if is_helper:

@@ -36,10 +36,14 @@ class Records:
         spec: RunSpec,
         layout: Layout,
         *,
+        rules: RunSpec,
         history: History,
         num_ranks: int,
     ) -> "Records":
-        """The records in a node's folder, as its owner and the run want them."""
+        """The records in a node's folder, as its owner and the run want them.
+
+        `rules` are the run's as amended: results of either downlink may be there.
+        """
         budget = settings.disk_budget
         has_ranks = num_ranks > 0 and not settings.loop
         has_checkpoints = settings.checkpoint_every_rounds > 0 and has_ranks
@@ -53,7 +57,8 @@ class Records:
             aside=in_thread,
             retention=settings.retention,
         )
-        needs = state.needs(layout.num_elements, most_result_bytes(spec, layout))
+        result_bytes = max(most_result_bytes(each, layout) for each in (spec, rules))
+        needs = state.needs(layout.num_elements, result_bytes)
         checkpoints = None
         if has_checkpoints:
             each = snapshot_bytes(layout.num_elements) + checkpoint_bytes

@@ -42,6 +42,7 @@ from coordinator.swarm.turn import name_of, present_members
 from coordinator.swarm.weighing import names_with_other_data
 from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
+from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
 from protocol.trust.evidence import equivocation_in, of_equivocation, of_omission
 from protocol.trust.receipts import Receipt, omission_in
@@ -147,6 +148,8 @@ class SessionDesk:
         answer = pb.GetRunResponse(
             run_json=self._run.canonical_json(), run_digest=self._run.digest()
         )
+        if (amended := in_force(self._run, self._rulings.all)) != self._run:
+            answer.amended_json = amended.canonical_json()
         state = self._driver.state
         if state.is_finished:
             answer.over = finished_reason(state)

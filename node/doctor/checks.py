@@ -16,10 +16,10 @@ from pathlib import Path
 from urllib.request import getproxies
 
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
-from node.config import NodeSettings, is_loopback
+from node.config import RULINGS_FILE, NodeSettings, is_loopback
 from node.doctor.findings import Finding, wrong
 from node.doctor.network import ABOUT_ADDRESSES, Network, address_finding
-from node.history import History
+from node.history import History, KeptRulings
 from node.kept import RUN_FILE
 from node.machine.addresses import has_ipv6, interface_addresses, own_addresses, sources_to
 from node.machine.hardware import Hardware, likely_devices, look_around
@@ -128,6 +128,7 @@ def disk_findings(folder: Path, settings: NodeSettings, num_ranks: int = 1) -> l
             settings,
             spec,
             layout_of(spec),
+            rules=KeptRulings(spec, path=folder / RULINGS_FILE).in_force,
             history=History(None),
             num_ranks=num_ranks,
         )

@@ -177,6 +177,8 @@ class CoordinatorLink:
         self.moves_to = moves_to
         self.renew = renew
         self.reconnect = reconnect
+        self.rules = RunSpec()
+        """Those in force when the run was got, for estimates: what holds stands in signed rulings."""
         self.over: RunOver | None = None
         """Of a run that was over when it was got; None of one that went on."""
 
@@ -190,6 +192,7 @@ class CoordinatorLink:
                 f"{answer.run_digest.hex()[:12]} at the coordinator",
                 next_step="install the same version of Atoll on both sides: 'atoll --version'",
             )
+        self.rules = run_from_json(answer.amended_json) if answer.amended_json else spec
         if answer.over:
             self.over = RunOver(
                 why=answer.over, last_round=answer.last_round, is_held_here=answer.is_held_here

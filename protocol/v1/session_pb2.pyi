@@ -48,6 +48,7 @@ class GetRunResponse(_message.Message):
     OVER_FIELD_NUMBER: _builtins.int
     LAST_ROUND_FIELD_NUMBER: _builtins.int
     IS_HELD_HERE_FIELD_NUMBER: _builtins.int
+    AMENDED_JSON_FIELD_NUMBER: _builtins.int
     run_json: _builtins.str
     """The run as canonical JSON (protocol.run.run_spec.RunSpec)."""
     run_digest: _builtins.bytes
@@ -58,6 +59,10 @@ class GetRunResponse(_message.Message):
     """Its last round."""
     is_held_here: _builtins.bool
     """Whether a member other than the caller is here and says that it holds the state after that round."""
+    amended_json: _builtins.str
+    """The run as amendments have made it, as canonical JSON, for a node's estimates of memory and disk: what holds
+    stands in signed rulings. Empty where nothing was amended.
+    """
     def __init__(
         self,
         *,
@@ -66,10 +71,11 @@ class GetRunResponse(_message.Message):
         over: _builtins.str = ...,
         last_round: _builtins.int = ...,
         is_held_here: _builtins.bool = ...,
+        amended_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_held_here", b"is_held_here", "last_round", b"last_round", "over", b"over", "run_digest", b"run_digest", "run_json", b"run_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amended_json", b"amended_json", "is_held_here", b"is_held_here", "last_round", b"last_round", "over", b"over", "run_digest", b"run_digest", "run_json", b"run_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,6 +87,7 @@ async def run_with(
         ),
         identity=Identity.generate(),
         spec=SPEC,
+        rules=SPEC,
         link=None,  # type: ignore[arg-type]
         counts=WireCounts(),
         current_credentials=lambda: None,  # type: ignore[arg-type, return-value]

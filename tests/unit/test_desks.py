@@ -25,8 +25,9 @@ from protocol.errors import (
     TemporaryError,
 )
 from protocol.run.layout import layout_of
-from protocol.run.run_spec import RunSpec
+from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.identity import Identity
+from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2, status_pb2
 from protocol.wire import convert
@@ -494,6 +495,25 @@ async def test_who_asks_for_a_run_that_is_over_is_told_whether_another_holds_its
     assert (own.is_held_here, others.is_held_here) == (False, True)
     driver._state = replace(driver.state, committed_round=driver.state.committed_round + 1)
     assert not desk.get_run(NodeId("another"), asked).is_held_here
+
+
+async def test_who_asks_for_an_amended_run_gets_it_as_it_is_in_force_too() -> None:
+    _, driver = new_desk()
+    desk, asked = SessionDesk(driver, Telemetry(), RunSpec(), SIGNER), session_pb2.GetRunRequest()
+    assert not desk.get_run(NODE.node_id, asked).amended_json
+    ruling = Ruling(
+        number=1,
+        before=NO_DIGEST.hex(),
+        kind=RulingKind.AMENDED,
+        by=RUN_OWNER,
+        unix_seconds=0.0,
+        changes=(("exchange.downlink", "fp32/1"),),
+        from_round=2,
+    )
+    driver._state = replace(driver.state, rulings=(ruling,))
+    answer = desk.get_run(NODE.node_id, asked)
+    assert answer.run_json == RunSpec().canonical_json()
+    assert run_from_json(answer.amended_json).exchange.downlink == "fp32"
 
 
 async def test_a_finished_runs_time_stands_still() -> None:

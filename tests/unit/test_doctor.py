@@ -6,19 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from node.config import NodeSettings
+from node.config import RULINGS_FILE, NodeSettings
 from node.doctor import checks
 from node.doctor.checks import router_finding
 from node.doctor.command import as_json, line_of, run_doctor, summary_of
 from node.doctor.findings import Finding, exit_code_of, wrong
 from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
 from node.doctor.network import Network, what_to_use
+from node.history import History, KeptRulings
 from node.kept import keep_run
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware
 from node.machine.kernel import congestion_control
+from node.records import Records
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
 from protocol.files.folder_lock import FolderLock
+from protocol.run.amendments import amended
+from protocol.run.layout import layout_of
+from protocol.run.run_spec import RunSpec
+from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind, SignedRuling
 from protocol.v1.status_pb2 import NODE_STATE_READY, NodeStatus
 from tests.tiny_runs import tiny
 
@@ -57,6 +63,41 @@ def test_what_a_run_needs_of_the_disk_is_told_and_how_fast_it_is_written(tmp_pat
         assert words in found.what
     (without,) = checks.disk_findings(tmp_path, NodeSettings(name="n", checkpoint_every_rounds=0))
     assert "checkpoints" not in without.what
+
+
+def test_what_results_of_an_amended_run_need_of_the_disk_goes_by_their_codec(
+    tmp_path: Path,
+) -> None:
+    spec = tiny()
+    keep_run(tmp_path, spec)
+    (before,) = checks.disk_findings(tmp_path, NodeSettings(name="n"))
+    finer = Ruling(
+        number=1,
+        before=NO_DIGEST.hex(),
+        kind=RulingKind.AMENDED,
+        by=RUN_OWNER,
+        unix_seconds=0.0,
+        changes=(("exchange.downlink", "fp32/1"),),
+        from_round=2,
+    )
+    KeptRulings(spec, path=tmp_path / RULINGS_FILE).take(
+        [SignedRuling(ruling=finer, signature=bytes(64))]
+    )
+    (after,) = checks.disk_findings(tmp_path, NodeSettings(name="n"))
+    assert before.verdict == after.verdict == "fine" and before.what != after.what
+
+    def result_bytes(rules: RunSpec) -> int:
+        layout, history = layout_of(spec), History(None)
+        settings = NodeSettings(name="n")
+        records = Records.of(
+            tmp_path, settings, spec, layout, rules=rules, history=history, num_ranks=1
+        )
+        return sum(need.num_bytes for need in records.needs)
+
+    rules = amended(spec, finer.changes)
+    assert result_bytes(rules) > result_bytes(spec)
+    coarser = amended(spec, (("exchange.downlink", "int2"),))
+    assert result_bytes(coarser) == result_bytes(spec), "results of before may be there"
 
 
 def test_a_run_that_its_owner_gives_too_little_disk_is_told_with_what_to_do(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from coordinator.services.session import SentMessages
 from node.link.calls import Announcement, CoordinatorLink, RunOver
 from protocol.errors import ConfigError, ProtocolMismatchError
+from protocol.run.amendments import amended
 from protocol.run.run_spec import RunSpec
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
@@ -220,8 +221,12 @@ async def test_a_run_file_that_reads_differently_here_is_refused() -> None:
     spec = RunSpec()
     right = pb.GetRunResponse(run_json=spec.canonical_json(), run_digest=spec.digest())
     link, _ = link_that_answers(right)
-    assert await link.get_run() == spec
+    assert await link.get_run() == spec == link.rules
     assert link.over is None
+    finer = amended(spec, (("exchange.downlink", "fp32"),))
+    right.amended_json = finer.canonical_json()
+    assert await link.get_run() == spec
+    assert link.rules == finer
     right.over, right.last_round, right.is_held_here = "done", 3, True
     link, _ = link_that_answers(right)
     await link.get_run()
