@@ -1,4 +1,4 @@
-"""The run owner's commands about members and the run: `atoll nodes expel …`, `atoll run …`, `atoll audit`.
+"""The run owner's commands about members, the run and samples: `atoll nodes …`, `atoll run …`, `atoll audit`.
 
 gRPC and TLS are imported inside the commands, so that help and mistakes are quick.
 """
@@ -378,3 +378,39 @@ def _checked_log(directory: Path | None) -> "tuple[list[SignedRuling], list[str]
     ours = Credentials.load(folder_of(directory))
     checked_chain(found, RulingVerifier.of_authority(ours.authority_pem, ours.certificate_pem))
     return found, proofs
+
+
+@click.command()
+@click.argument("ranges", metavar="[FIRST-END]...", nargs=-1)
+@click.option(
+    "--round", "round_number", type=click.IntRange(1), help="Take out what a round trained."
+)
+@DIR_OPTION
+def skip(ranges: tuple[str, ...], round_number: int | None, directory: Path | None) -> None:
+    """Take samples out of a run, after a spike of the loss: from then on nobody trains them.
+
+    FIRST-END are places in the run's sample order, from FIRST to the one before END, as 'atoll data'
+    counts them; whole inner steps are taken out. What is leased now is trained to its end.
+
+    \b
+    Examples:
+      atoll data skip 36000-36800
+      atoll data skip --round 120
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from protocol.v1.operator_pb2 import SampleRange, SkipSamplesRequest
+
+    asked = [SampleRange(first=first, end=end) for first, end in map(_range, ranges)]
+    with operator_of(directory) as stub:
+        answer = stub.SkipSamples(SkipSamplesRequest(ranges=asked, round=round_number or 0))
+    for piece in answer.ranges:
+        click.echo(f"samples {piece.first} to {piece.end - 1} are not leased any more")
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, end = text.partition("-")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end) < 1 << 63):
+        raise UsageError(
+            f"{text!r} is no range of samples",
+            next_step="write the first place and the one after the last, as 36000-36800",
+        )
+    return int(first), int(end)

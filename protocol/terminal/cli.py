@@ -46,7 +46,7 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ),
             Entry(
                 name="invite",
-                target="coordinator.cli:invite",
+                target="coordinator.inviting:invite",
                 summary="Make, list and revoke invites.",
             ),
             Entry(

@@ -499,7 +499,7 @@ _DATA_COMMANDS = (
             ),
             Entry(
                 name="skip",
-                target="coordinator.cli:skip",
+                target="coordinator.steering:skip",
                 summary="Take samples out of a run, after a spike of the loss.",
             ),
         ),

@@ -19,8 +19,8 @@ from coordinator_scene import (
     serving,
 )
 
-from coordinator.cli import invite as invite_command
 from coordinator.config import Home, create_home
+from coordinator.inviting import invite as invite_command
 from protocol.errors import (
     BadDataError,
     HeldBackError,

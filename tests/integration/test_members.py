@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from coordinator_scene import invite_from, joined, new_home, serving, two_nodes
 
 from coordinator.backup import back_up
-from coordinator.cli import invite as invite_command
 from coordinator.config import Home
+from coordinator.inviting import invite as invite_command
 from coordinator.steering import expel
 from node.history import KeptRulings
 from protocol.errors import (
