@@ -18,9 +18,6 @@ from coordinator.relay.stream import Connection, accepted
 from protocol.errors import ProtocolMismatchError
 from protocol.wire.server import refusal_to_listen
 
-KNOWN = ""
-"""In an address's place: of connections whose limits somebody else keeps."""
-
 MAX_ADDRESSES = 10_000
 """Addresses whose latest connections are remembered; the one that came longest ago is forgotten first."""
 
@@ -101,11 +98,6 @@ class Places:
             self._allowed.popitem(last=False)
         return ""
 
-    def know(self, source: str) -> None:
-        """From now on a connection of that address counts in all, and no longer for the address."""
-        self.leave(source)
-        self._open[KNOWN] += 1
-
     def leave(self, source: str) -> None:
         """Gives a place back."""
         self._open[source] -= 1
@@ -120,12 +112,6 @@ class Place:
     places: Places
     source: str
     is_left: bool = False
-
-    def know(self) -> None:
-        """Keeps it, and frees the address for others; see Places."""
-        if not self.is_left:
-            self.places.know(self.source)
-            self.source = KNOWN
 
     def leave(self) -> None:
         """Gives it back; safe to repeat."""

@@ -2,8 +2,9 @@
 
 Who connects names by its first message whom it wants (SNI, RFC 6066): members the coordinator of the swarm,
 whoever joins another name of it. So nothing is decrypted here. What comes goes on to one of the coordinator's
-two ports on loopback. Until somebody has said whom it wants, its address has few connections. From then on
-coordinator.connections counts it, a member by its key: an office behind one address is as many as it is.
+two ports on loopback. Until somebody has said whom it wants, its address has few connections, of which the
+oldest go. From then on coordinator.connections counts it, a member by its key: an office behind one address
+is as many as it is.
 """
 
 import asyncio
@@ -23,6 +24,9 @@ IDLE_SECONDS = 660.0
 """Longer than gRPC's own."""
 
 HERE = "127.0.0.1"
+
+MOST_A_SECOND = 100.0
+"""New connections of one address, as a whole office makes when the coordinator is back."""
 
 _HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME, _HOST_NAME = 22, 1, 0, 0
 
@@ -58,6 +62,32 @@ def _server_name_in(record: bytes) -> str:
     return ""
 
 
+class Unheard:
+    """Connections that have not said yet whom they want: few of an address, and a part of all."""
+
+    def __init__(self, *, most: int, most_per_address: int) -> None:
+        self._most, self._most_per_address = most, most_per_address
+        self._sources: dict[Connection, str] = {}  # the oldest first, as each of these
+        self._by_source: dict[str, dict[Connection, None]] = {}
+
+    def add(self, connection: Connection, source: str) -> Connection | None:
+        """Takes it in; returns one that has to go for it, the oldest of its address or of all."""
+        self._sources[connection] = source
+        theirs = self._by_source.setdefault(source, {})
+        theirs[connection] = None
+        if len(theirs) > self._most_per_address:
+            return next(iter(theirs))
+        return next(iter(self._sources)) if len(self._sources) > self._most else None
+
+    def remove(self, connection: Connection) -> None:
+        """It has spoken, or has ended; safe to repeat."""
+        if (source := self._sources.pop(connection, None)) is None:
+            return
+        del self._by_source[source][connection]
+        if not self._by_source[source]:
+            del self._by_source[source]
+
+
 class OnePort:
     """Listens on one port, and passes on what comes, until it is closed."""
 
@@ -79,11 +109,15 @@ class OnePort:
         """
         self._control_name = control_name
         self._control_port, self._enrolment_port = control_port, enrolment_port
-        limits = Limits(most=most, most_per_address=most_per_address, per_second_per_address=20.0)
-        self._limits, self._places = limits, Places(limits)
-        own = replace(
-            limits, most_per_address=most, burst_per_address=most, per_second_per_address=1e6
+        limits = Limits(
+            most=most,
+            most_per_address=most,  # of who is heard coordinator.connections counts them
+            burst_per_address=2 * most_per_address,
+            per_second_per_address=MOST_A_SECOND,
         )
+        self._limits, self._places = limits, Places(limits)
+        self._unheard = Unheard(most=max(1, most // 4), most_per_address=most_per_address)
+        own = replace(limits, burst_per_address=most, per_second_per_address=1e6)
         self._own = Places(own) if spares_own else self._places
         self.sources: dict[tuple[str, int], str] = {}
         """Whose each connection is that comes from here to one of the two ports, by its own end."""
@@ -95,26 +129,40 @@ class OnePort:
     def _places_of(self, source: str) -> Places:
         return self._own if source in ("127.0.0.1", "::1", "::/64") else self._places
 
+    def _is_counted(self, place: Place) -> bool:
+        """Whether it is not this machine's own, by which a relay's come."""
+        return place.places is self._places
+
     async def close(self) -> None:
         """Ends all connections."""
         await self._doors.close()
 
     async def _carry(self, connection: Connection, place: Place) -> None:
         with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError):
-            async with asyncio.timeout(self._limits.first_bytes_seconds):
-                record = await _first_record(connection)
+            record = await self._heard(connection, place)
             is_member = server_name_in(record) == self._control_name
             port = self._control_port if is_member else self._enrolment_port
             there = Connection(*await asyncio.open_connection(HERE, port, limit=CHUNK_BYTES))
             end = there.writer.get_extra_info("sockname")
-            if place.places is self._places:
+            if self._is_counted(place):
                 self.sources[end] = place.source
-                place.know()
             try:
                 there.writer.write(record)
                 await joined(connection, there, idle_seconds=IDLE_SECONDS)
             finally:
                 self.sources.pop(end, None)
+
+    async def _heard(self, connection: Connection, place: Place) -> bytes:
+        """Its first record of TLS. Who says nothing goes for who comes after."""
+        try:
+            gone = self._unheard.add(connection, place.source) if self._is_counted(place) else None
+            if gone is not None:
+                self._unheard.remove(gone)
+                gone.abort()
+            async with asyncio.timeout(self._limits.first_bytes_seconds):
+                return await _first_record(connection)
+        finally:
+            self._unheard.remove(connection)
 
 
 async def _first_record(connection: Connection) -> bytes:

@@ -1,14 +1,18 @@
 """Whom the first message of TLS names, and an HTTP proxy as people type it."""
 
 import ssl
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.relay.one_port import server_name_in
+from coordinator.relay.one_port import Unheard, server_name_in
 from protocol.errors import UsageError
 from protocol.trust.proxy import Proxy, ProxyRefusedError
+
+if TYPE_CHECKING:
+    from coordinator.relay.stream import Connection
 
 
 def hello(server_hostname: str | None, *, alpn: int = 0) -> bytes:
@@ -76,3 +80,20 @@ def test_a_proxy_is_asked_for_a_tunnel_with_what_it_wants_to_know() -> None:
         proxy.check(b"HTTP/1.1 403 no\r\n\r\n", "run.example", 7700)
     with pytest.raises(ProxyRefusedError, match="is no HTTP proxy"):
         proxy.check(b"SSH-2.0-x\r\n\r\n", "run.example", 7700)
+
+
+def test_of_those_that_say_nothing_the_oldest_of_an_address_go_and_then_the_oldest_of_all() -> None:
+    unheard = Unheard(most=4, most_per_address=2)
+    one, two, three, four, five, six = (cast("Connection", object()) for _ in range(6))
+    assert unheard.add(one, "office") is unheard.add(two, "office") is None
+    assert unheard.add(three, "office") is one
+    unheard.remove(one)
+    unheard.remove(one)
+    assert unheard.add(four, "home") is None
+    unheard.remove(three)  # it has spoken
+    assert unheard.add(five, "office") is unheard.add(six, "train") is None
+    assert unheard.add(one, "lab") is two, "the oldest of all"
+    unheard.remove(two)
+    for spoken in (one, four, five, six):
+        unheard.remove(spoken)
+    assert unheard.add(two, "office") is unheard.add(three, "office") is None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.relay.doors import Limits, Pace, Place, Places, listening_socket, source_of
+from coordinator.relay.doors import Limits, Pace, Places, listening_socket, source_of
 from coordinator.relay.line import PORTS_FILE, THROUGH_FILE, Carriage, KeptPorts, RelayKey
 from coordinator.relay.server import MOST_DATAGRAMS, STRANGERS
 from coordinator.relay.through import SPARES, Through
@@ -318,24 +318,6 @@ async def test_what_a_coordinator_has_no_room_for_is_closed(
     port = free_port()
     async with world.relay(wait_seconds=0.5), world.coordinator(port):
         assert await said(port) == b""
-
-
-def test_a_connection_whose_limits_somebody_else_keeps_counts_in_all_and_for_no_address() -> None:
-    places = Places(Limits(most=3, most_per_address=1))
-    assert places.enter("192.0.2.1", 0.0) == ""
-    place = Place(places, "192.0.2.1")
-    place.know()
-    place.know()
-    assert places.num_open == 1
-    assert places.enter("192.0.2.1", 1.0) == ""
-    assert "has 1 connections open" in places.enter("192.0.2.1", 2.0)
-    assert places.enter("192.0.2.2", 2.0) == ""
-    assert "3 connections are open" in places.enter("192.0.2.3", 2.0)
-    place.leave()
-    place.leave()
-    place.know()
-    assert places.num_open == 2
-    assert places.enter("192.0.2.3", 3.0) == ""
 
 
 def test_places_are_counted_by_address_and_by_time() -> None:
