@@ -162,6 +162,23 @@ def inner_product(_: np.random.Generator) -> Lie:
     return lie
 
 
+def beside_the_momentum(_: np.random.Generator) -> Lie:
+    """The same in all that is new: at right angles to where the model has been going."""
+    went: list[Vector] = []
+
+    def lie(own: Vector, known: Known) -> Vector:
+        if not known.last:
+            return -own
+        middle = known.mean()
+        way = went.pop() if went else np.zeros_like(middle)
+        along = float(middle @ way) / (float(way @ way) + 1e-30)
+        against = np.float32(along) * way - middle
+        went.append(np.float32(0.7) * way + middle)
+        return against * np.float32(np.linalg.norm(own) / (np.linalg.norm(against) + 1e-30))
+
+    return lie
+
+
 def copied(_: np.random.Generator) -> Lie:
     """What an honest node published last: no work of its own."""
     return lambda own, known: next(iter(known.last.values()), np.zeros_like(own))
@@ -341,6 +358,7 @@ ATTACKS: Mapping[str, Attack] = {
     "Gaussian × 10": Attack(lie=gaussian),
     "ALIE": Attack(lie=a_little_is_enough),
     "inner product": Attack(lie=inner_product),
+    "beside the momentum": Attack(lie=beside_the_momentum),
     "copy": Attack(lie=copied),
     "copied mean": Attack(lie=copied_mean),
     "a tenth": Attack(trained_share=0.1),
