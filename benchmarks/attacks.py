@@ -39,7 +39,7 @@ from google.protobuf.message import Message
 
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
 from coordinator.swarm.members import BARRED
-from lab.backwards import Backwards
+from lab.misreading import Misreading
 from lab.simulation.plain_calls import spec_of
 from lab.simulation.swarm import (
     Life,
@@ -329,7 +329,7 @@ def reduces_backwards(node: SimulatedNode) -> None:
 
     def lying(reduction: Reduction, fragment: int) -> SliceResult | None:
         if reduction.plan.round >= FIRST_LIE:
-            turned: Any = Backwards(reduction.uplink)
+            turned: Any = Misreading(reduction.uplink)
             reduction = replace(reduction, uplink=turned)
         return honest(reduction, fragment)
 
