@@ -168,13 +168,16 @@ def contradicted(cosines: Sequence[Sequence[float]], *, num_elements: int) -> di
     what most of the others have trained is found by it, whatever its length, while those are not liars
     who know each other; honest work on equal data agrees, or is as good as at right angles. To point
     against is more than chance gives vectors of so many elements, and than a quarter of how much the larger
-    half agrees.
+    half agrees. Where that half contradicts itself, nobody says who is right.
     """
     if len(cosines) < FEWEST_FOR_A_MEDIAN:
         return {}
     middle = [sorted(each)[len(each) // 2] for each in cosines]  # the upper one of two
     usual = sorted(middle)[len(middle) // 2]
-    least = max(CONTRADICTS_BELOW * usual, CHANCE / math.sqrt(num_elements))
+    by_chance = CHANCE / math.sqrt(num_elements)
+    if usual < -by_chance:
+        return {}
+    least = max(CONTRADICTS_BELOW * usual, by_chance)
     return {
         place: Verdict(
             factor=0,

@@ -221,10 +221,12 @@ def test_who_pulls_against_what_the_others_share_counts_for_nothing_and_nobody_e
     )
 
 
-def test_of_two_that_contradict_each_other_both_count_for_nobody_says_who_is_right() -> None:
-    told = honest(2, 3)
-    told[1] = -told[0]
-    assert reduced(told, "agreeing").factors == ()
+def test_where_all_contradict_each_other_all_count_for_nobody_says_who_is_right() -> None:
+    one, other = honest(2, 3)
+    assert reduced([one, -one], "agreeing").factors == ()
+    third = -(one / norm_of(one) + other / norm_of(other)) * norm_of(one)
+    away = (one - other, other - third, third - one)  # 120 degrees apart
+    assert reduced(away, "agreeing", own=1).factors == ()
 
 
 def test_centred_clipping_stays_within_the_median_distance_of_the_momentum() -> None:
