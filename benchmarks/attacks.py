@@ -39,7 +39,7 @@ from google.protobuf.message import Message
 
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
 from coordinator.swarm.members import BARRED
-from lab.backwards import Backwards
+from lab.misreading import Misreading
 from lab.simulation.plain_calls import spec_of
 from lab.simulation.swarm import (
     Life,
@@ -157,6 +157,23 @@ def inner_product(_: np.random.Generator) -> Lie:
         if not known.last:
             return -own
         against = -known.mean()
+        return against * np.float32(np.linalg.norm(own) / (np.linalg.norm(against) + 1e-30))
+
+    return lie
+
+
+def beside_the_momentum(_: np.random.Generator) -> Lie:
+    """The same in all that is new: at right angles to where the model has been going."""
+    went: list[Vector] = []
+
+    def lie(own: Vector, known: Known) -> Vector:
+        if not known.last:
+            return -own
+        middle = known.mean()
+        way = went.pop() if went else np.zeros_like(middle)
+        along = float(middle @ way) / (float(way @ way) + 1e-30)
+        against = np.float32(along) * way - middle
+        went.append(np.float32(0.7) * way + middle)
         return against * np.float32(np.linalg.norm(own) / (np.linalg.norm(against) + 1e-30))
 
     return lie
@@ -312,7 +329,7 @@ def reduces_backwards(node: SimulatedNode) -> None:
 
     def lying(reduction: Reduction, fragment: int) -> SliceResult | None:
         if reduction.plan.round >= FIRST_LIE:
-            turned: Any = Backwards(reduction.uplink)
+            turned: Any = Misreading(reduction.uplink)
             reduction = replace(reduction, uplink=turned)
         return honest(reduction, fragment)
 
@@ -341,6 +358,7 @@ ATTACKS: Mapping[str, Attack] = {
     "Gaussian × 10": Attack(lie=gaussian),
     "ALIE": Attack(lie=a_little_is_enough),
     "inner product": Attack(lie=inner_product),
+    "beside the momentum": Attack(lie=beside_the_momentum),
     "copy": Attack(lie=copied),
     "copied mean": Attack(lie=copied_mean),
     "a tenth": Attack(trained_share=0.1),

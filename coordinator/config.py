@@ -177,8 +177,8 @@ scaling = "none"            # of the rates, by participants / min_nodes: or "lin
 optimizer = "nesterov"      # or "sgd"; applies what a round commits
 learning_rate = 0.7         # with momentum 0.9 about 0.4, 0.6, 0.6, 0.8 for 1, 2, 4, 8 nodes
 momentum = 0.6              # 0.3 below 32 exchanges, 0.9 from a thousand; sgd has none: remove it there
-merge = "mean"              # or "norm-preserving": as long as the contributions are on average; or, among
-                            # strangers, "trimmed-mean", "centred-clipping", "trust" (docs/coordinators.md)
+merge = "agreeing"          # the mean of what most of the others do not point against; or the plain "mean",
+                            # or others: docs/coordinators.md
 screening = true            # contributions and results much longer than others are cut, or left out
 audit = 0.05                # so many of the committed slices another member makes again; after a lie
                             # the run goes back. So many contributions are spot-checked: whether their

@@ -35,6 +35,7 @@ JSON = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="
 _ROUND = TypeAdapter(tuple[Round], config=JSON)
 _SLICE = TypeAdapter(tuple[SliceProgress], config=JSON)
 _TRAINED = TypeAdapter(tuple[Trained], config=JSON)
+_AGREEMENTS = TypeAdapter(dict[int, float])
 
 Key = tuple[str, int, str]
 """What a row holds ("slice", "held", …), of which slice, of which node."""
@@ -86,7 +87,16 @@ def _is_same(before: Round, current: Round) -> bool:
 
 
 def _head_of(current: Round) -> Round:
-    return replace(current, slices=(), commit=None, trained={}, trained_at={}, held={}, applied={})
+    return replace(
+        current,
+        slices=(),
+        commit=None,
+        trained={},
+        trained_at={},
+        held={},
+        agreements={},
+        applied={},
+    )
 
 
 def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, bytes]]:
@@ -103,6 +113,11 @@ def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, bytes]
         for node_id, results in current.held.items():
             if was.get(node_id) is not results:
                 yield ("held", 0, node_id), _held_in_words(results).encode()
+    if before is None or before.agreements is not current.agreements:
+        told = {} if before is None else before.agreements
+        for node_id, agreements in current.agreements.items():
+            if told.get(node_id) is not agreements:
+                yield ("agreements", 0, node_id), _AGREEMENTS.dump_json(dict(agreements))
     if before is None or before.trained is not current.trained:
         for node_id, trained in _news({} if before is None else before.trained, current.trained):
             yield ("trained", 0, node_id), _TRAINED.dump_json((trained,))
@@ -118,6 +133,7 @@ def _gone(before: Round, current: Round) -> Iterator[Key]:
     """The parts that the database holds and that are no more: a slice was taken over."""
     for kind, old, new in (
         ("held", before.held, current.held),
+        ("agreements", before.agreements, current.agreements),
         ("trained", before.trained, current.trained),
         ("trained_at", before.trained_at, current.trained_at),
         ("applied", before.applied, current.applied),
@@ -135,6 +151,7 @@ def joined(head: Round, parts: Mapping[Key, bytes]) -> Round:
     """The round whose head and parts these are."""
     slices: dict[int, SliceProgress] = {}
     held: dict[NodeId, Mapping[int, Digest]] = {}
+    agreements: dict[NodeId, Mapping[int, float]] = {}
     trained: dict[NodeId, Trained] = {}
     trained_at: dict[NodeId, float] = {}
     applied: dict[NodeId, Digest] = {}
@@ -148,6 +165,8 @@ def joined(head: Round, parts: Mapping[Key, bytes]) -> Round:
             case "holder":  # one row for each slice, as it was written before "held" was
                 digest = Digest(bytes.fromhex(part.decode()))
                 held[node_id] = {**held.get(node_id, {}), index: digest}
+            case "agreements":
+                agreements[node_id] = _AGREEMENTS.validate_json(part)
             case "commit":
                 head = replace(
                     head, commit=convert.commit_from_wire(round_pb2.Commit.FromString(part))
@@ -162,6 +181,7 @@ def joined(head: Round, parts: Mapping[Key, bytes]) -> Round:
         head,
         slices=tuple(slices[index] for index in sorted(slices)),
         held=held,
+        agreements=agreements,
         trained=trained,
         trained_at=trained_at,
         applied=applied,

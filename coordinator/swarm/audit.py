@@ -12,13 +12,17 @@ the inputs, others are asked too, and the weight of those present decides:
 - More than half of it makes the same result: who has found otherwise is contradicted.
 - Neither side has as much: the result stays, and reducer and first auditor stay away from slices and audits.
 
-A slice is audited without a lot where its reducer has signed that a contribution does not decode, which
+A slice is audited without a lot where its contributors find that the result does not lead where they do:
+together they see what a mean of theirs cannot be (node.exchange.mean.agreement), and none is believed alone.
+They are asked when the round is over, for who is first to hold results may be the liars.
+So it is where a reducer has signed that a contribution does not decode, which
 its sender has signed as well. When more than half of the weight finds the same, that one is put in
 quarantine; and the reducer where they find another result.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from blake3 import blake3
 
@@ -35,7 +39,7 @@ from coordinator.swarm.events import Tell
 from coordinator.swarm.members import BARRED, MemberState
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
-from coordinator.swarm.turn import Turn, is_present, name_of
+from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of
 from coordinator.swarm.weighing import is_enough, say_of, weight_of
 from protocol.trust.evidence import of_findings, of_nonsense
 from protocol.wire.messages import AuditAsked, Audited
@@ -48,36 +52,60 @@ STAGE_ROUNDS = 2
 """The first auditor, and then the others, have as long as the audited round took, so many times: with half
 of AUDIT_ROUNDS both are done before nodes forget what they made their results of."""
 
+LEAST_AGREEMENT = 0.25
+"""Of what is usual in the round: a result that agrees less with its contributors is audited in any case."""
+
 LEAST_SECONDS = 2.0
 """Each has so long at least."""
 
 
 def draw(turn: Turn, closed: Round, commit: Commit) -> None:
-    """Has slices of a round that was just committed audited, by lot."""
-    for progress, outcome in zip(closed.slices, commit.slices, strict=True):
-        if outcome.digest is None or progress.reduced is None:
-            continue
-        reducer = turn.state.members.get(progress.slice.reducer_id)
-        audit = Audit(
-            round=closed.number,
-            slice=progress.slice,
-            attempt=progress.attempt,
-            reduced=progress.reduced,
-            participants=tuple(a.node_id for a in closed.assignments),
-            process_id=0 if reducer is None else reducer.process_id,
-            seconds=max(LEAST_SECONDS, STAGE_ROUNDS * (turn.now - closed.opened_at)),
-            auditor_ids=(),
-            until=turn.now,
-        )
-        audit = replace(audit, accused=_newly_accused(turn.state, audit))
-        share = turn.state.rules.audited_share
-        if not (share > 0 and audit.accused) and _lot(turn.state, audit, "is audited") >= share:
-            continue
-        if may := _may_audit(turn.state, audit):
-            first = (_drawn(turn.state, audit, may),)
-            audit = replace(audit, auditor_ids=first, until=turn.now + audit.seconds)
-            turn.state = replace(turn.state, audits=(*turn.state.audits, audit))
-            _ask(turn, audit, audit.auditor_ids)
+    """Has slices of a round that was just committed audited: by lot, or where nonsense was contributed."""
+    share = turn.state.rules.audited_share
+    for index in range(len(commit.slices)):
+        if audit := _audit_of(turn, closed, commit, index):
+            audit = replace(audit, accused=_newly_accused(turn.state, audit))
+            is_drawn = _lot(turn.state, audit, "is audited") < share
+            if is_drawn or (share > 0 and audit.accused):
+                _begin(turn, audit)
+
+
+def draw_what_leads_elsewhere(turn: Turn, closed: Round) -> None:
+    """Has slices audited, once all hold the results, of which contributors find that they lead elsewhere."""
+    commit = closed.commit
+    if commit is None or not turn.state.rules.audited_share:
+        return
+    begun = {audit.slice.index for audit in turn.state.audits if audit.round == closed.number}
+    for index in _leading_elsewhere(closed, commit) - begun:
+        if audit := _audit_of(turn, closed, commit, index):
+            _begin(turn, replace(audit, leads_elsewhere=True))
+
+
+def _audit_of(turn: Turn, closed: Round, commit: Commit, index: int) -> Audit | None:
+    """That nobody has been asked for yet; None where nothing was committed that can be made again."""
+    progress = closed.slices[index]
+    if commit.slices[index].digest is None or progress.reduced is None:
+        return None
+    reducer = turn.state.members.get(progress.slice.reducer_id)
+    return Audit(
+        round=closed.number,
+        slice=progress.slice,
+        attempt=progress.attempt,
+        reduced=progress.reduced,
+        participants=tuple(a.node_id for a in closed.assignments),
+        process_id=0 if reducer is None else reducer.process_id,
+        seconds=max(LEAST_SECONDS, STAGE_ROUNDS * (turn.now - closed.opened_at)),
+        auditor_ids=(),
+        until=turn.now,
+    )
+
+
+def _begin(turn: Turn, audit: Audit) -> None:
+    if may := _may_audit(turn.state, audit):
+        first = (_drawn(turn.state, audit, may),)
+        audit = replace(audit, auditor_ids=first, until=turn.now + audit.seconds)
+        turn.state = replace(turn.state, audits=(*turn.state.audits, audit))
+        _ask(turn, audit, audit.auditor_ids)
 
 
 def audited(turn: Turn, node_id: NodeId, round: int, report: Audited) -> None:
@@ -139,11 +167,47 @@ def audits_in_words(state: SwarmState) -> str:
         if audit.verdict is not None:
             names = ", ".join(name_of(state, node_id) for node_id in audit.auditor_ids)
             place = f"slice {audit.slice.index} of round {audit.round}"
-            said.append(f"{place} audited by {names}: {audit.verdict}")
+            why = ", for contributors found that it leads elsewhere" * audit.leads_elsewhere
+            said.append(f"{place} audited by {names}{why}: {audit.verdict}")
     return "; ".join(said)
 
 
-# Who audits
+# Which are audited, and by whom
+
+
+def _leading_elsewhere(closed: Round, commit: Commit) -> frozenset[int]:
+    """The slices whose results agree much less than others' with what was contributed to them.
+
+    What a slice's contributors tell of it is one number, the median by their weight; so the larger half
+    of the slices say what is usual in the round, and no few members draw an audit or avert it.
+    """
+    told: dict[int, float] = {}
+    for progress, outcome in zip(closed.slices, commit.slices, strict=True):
+        if outcome.digest is not None:
+            found = [
+                (agreements[outcome.index], contributor.node_id)
+                for contributor in outcome.contributors
+                if outcome.index in (agreements := closed.agreements.get(contributor.node_id, {}))
+                and is_held_by(contributor.node_id, closed, progress)
+            ]
+            if found:
+                told[outcome.index] = _median_by_weight(closed.say, sorted(found))
+    if not told:
+        return frozenset()
+    usual = sorted(told.values())[len(told) // 2]
+    return frozenset(i for i, each in told.items() if each < max(0.0, LEAST_AGREEMENT * usual))
+
+
+def _median_by_weight(say: Say | None, found: Sequence[tuple[float, NodeId]]) -> float:
+    """The smallest of values in order up to which lies more than half of what those weigh that tell them."""
+    weights = [1 if say is None else say.weights.get(node_id, 0) for _, node_id in found]
+    if not any(weights):
+        weights = [1] * len(found)
+    half = sum(weights) / 2
+    for (value, _), upto in zip(found, accumulate(weights), strict=True):
+        if upto > half:
+            return value
+    return found[-1][0]
 
 
 def _newly_accused(state: SwarmState, audit: Audit) -> tuple[NodeId, ...]:

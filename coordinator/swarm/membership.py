@@ -404,6 +404,7 @@ def _forget_what_it_held(turn: Turn, node_id: NodeId) -> None:
             current,
             slices=slices,
             held=without(current.held, node_id),
+            agreements=without(current.agreements, node_id),
             applied=without(current.applied, node_id),
         )
     )

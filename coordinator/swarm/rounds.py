@@ -5,7 +5,12 @@ from dataclasses import replace
 
 from coordinator.swarm import spot_checks
 from coordinator.swarm.agreement import agree_on
-from coordinator.swarm.audit import audits_in_words, draw, pending_audits
+from coordinator.swarm.audit import (
+    audits_in_words,
+    draw,
+    draw_what_leads_elsewhere,
+    pending_audits,
+)
 from coordinator.swarm.books import book
 from coordinator.swarm.bounds import bounded, norms_after
 from coordinator.swarm.conviction import contradict, rest_of_void
@@ -194,13 +199,24 @@ def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) 
     current = turn.state.open_round
     if current is None or node_id not in participants_of(current):
         return
-    news = {
-        report.slice_index: report.digest
+    reports = {
+        report.slice_index: report
         for round, report in told
         if round == current.number and 0 <= report.slice_index < len(current.slices)
     }
+    news = {index: report.digest for index, report in reports.items()}
     if news and is_present(turn.state, node_id):
-        turn.put_round(replace(current, held=_with_held(current.held, node_id, news)))
+        agreements = {
+            **{i: a for i, a in current.agreements.get(node_id, {}).items() if i not in news},
+            **{i: r.agreement for i, r in reports.items() if r.agreement is not None},
+        }
+        turn.put_round(
+            replace(
+                current,
+                held=_with_held(current.held, node_id, news),
+                agreements={**current.agreements, node_id: agreements},
+            )
+        )
         if current.phase is not RoundPhase.APPLYING:
             before = current.held.get(node_id, {})
             for index in (index for index, digest in news.items() if before.get(index) != digest):
@@ -493,6 +509,8 @@ def settle_round(turn: Turn) -> None:
 
 def end_round(turn: Turn, digest: Digest) -> None:
     """The round in flight is over, and `digest` is the committed state's."""
+    if (current := turn.state.open_round) is not None:
+        draw_what_leads_elsewhere(turn, current)
     *before, closed = turn.state.recent
     commit = replace(closed.commit, outer_digest=digest)
     closed = replace(closed, commit=commit, wire=turn.state.round_wire)

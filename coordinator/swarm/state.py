@@ -92,6 +92,7 @@ class Audit:
     until: float
     findings: tuple[Finding, ...] = ()
     accused: tuple[NodeId, ...] = ()  # whose contributions do not decode, as the reducer has signed
+    leads_elsewhere: bool = False  # as its contributors find
     is_contested: bool = False  # others were asked than the first auditor
     verdict: Verdict | None = None
     why: str = ""
@@ -160,6 +161,9 @@ class Round:
     held: Mapping[NodeId, Mapping[int, Digest]] = field(  # which results of which slices, as told
         default_factory=dict
     )  # by node: one report tells of all slices, and there are as many as nodes
+    agreements: Mapping[NodeId, Mapping[int, float]] = field(  # of those results, as told with them
+        default_factory=dict
+    )
     commit: Commit | None = None  # set when the phase is APPLYING
     committed_at: float = 0.0
     apply_deadline: float = 0.0

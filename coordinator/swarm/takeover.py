@@ -336,7 +336,11 @@ def _hand_over(
         node_id: {place: digest for place, digest in results.items() if place != index}
         for node_id, results in current.held.items()
     }  # what was held is of no use any more: the backup makes another result
-    _put(turn, replace(current, held=held), taken_over)
+    agreements = {
+        node_id: {place: each for place, each in told.items() if place != index}
+        for node_id, told in current.agreements.items()
+    }
+    _put(turn, replace(current, held=held, agreements=agreements), taken_over)
     told = takeover_of(current.number, taken_over, turn.now)
     turn.act(Tell(message=told, to=others_in(current, ())))
 

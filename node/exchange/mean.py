@@ -4,13 +4,24 @@ Which contributions are in it, and with which factor, is decided in screening.py
 """
 
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from heapq import nsmallest
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
-from node.exchange.codecs.codec import ONE_THREAD, TILE_ELEMENTS, Codec, CodecError, Tiles
+from node.exchange.codecs.codec import (
+    ONE_THREAD,
+    TILE_ELEMENTS,
+    Codec,
+    CodecError,
+    Opened,
+    Tiles,
+)
 from node.exchange.codecs.compiled import kernel, read_only
 from node.exchange.screening import LARGEST_RMS
 from node.outer_state import Vector
@@ -35,6 +46,15 @@ class Passes:
 
 
 ONE_PASS = Passes()
+
+MOST_COMPARED_WITH = 16
+"""Others whom a contribution is compared with."""
+
+COMPARED = 1 << 26
+"""Products of two elements for all comparisons of a slice together, some tenths of a core's second."""
+
+LOOKED_AT = 1 << 22
+"""Of so many elements and up to twice as many of a slice is found how far its result agrees."""
 
 Watch = Callable[[int, int, Vector], None]
 """Sees each tile of each contribution: `watch(index, first element, values)`."""
@@ -182,6 +202,99 @@ def norm_of(values: Vector, *, passes: Passes = ONE_PASS) -> float:
         values.size, lambda first, past: squares.take(first, values[first:past]), unit=TILE_ELEMENTS
     )
     return squares.norm()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cosines:
+    """Of each of n contributions the cosines with others that it was compared with, in so many elements."""
+
+    cosines: Sequence[Sequence[float]]
+    num_elements: int
+
+
+def cosines_among(
+    contributions: Sequence[Encoded], *, seed: bytes, passes: Passes = ONE_PASS
+) -> Cosines:
+    """How far contributions point the same way, two and two; 0 with one that is zero.
+
+    Each with all others, or with MOST_COMPARED_WITH that are next in a ring, of which the seed draws the
+    order. Of a large slice it draws the tiles that are looked at, by COMPARED. Raises UndecodableError.
+    """
+    num, size = len(contributions), _size_of(contributions)
+
+    def drawn(of: str, place: int) -> bytes:  # numpy's draws may change with its version
+        return blake3(seed + f"{of} {place}".encode()).digest()
+
+    order = sorted(range(num), key=partial(drawn, "contribution"))
+    reach = num // 2 if num - 1 <= MOST_COMPARED_WITH else MOST_COMPARED_WITH // 2
+    pairs = {
+        (min(one, other), max(one, other))
+        for place, one in enumerate(order)
+        for step in range(1, reach + 1)
+        if (other := order[(place + step) % num]) != one
+    }
+    num_tiles: int = -(-size // passes.unit)
+    num_looked_at = min(num_tiles, max(1, COMPARED // (passes.unit * max(1, len(pairs)))))
+    tiles: Sequence[int] = range(num_tiles)
+    if num_looked_at < num_tiles:
+        tiles = sorted(nsmallest(num_looked_at, tiles, key=partial(drawn, "tile")))
+    readers = [_tile_reader(index, values) for index, values in enumerate(contributions)]
+    products = {pair: BlockSums(size) for pair in sorted(pairs)}
+    squares = [BlockSums(size) for _ in contributions]
+
+    def compare(from_tile: int, to_tile: int) -> None:
+        for first in (tile * passes.unit for tile in tiles[from_tile:to_tile]):
+            past = min(first + passes.unit, size)
+            values = [
+                read(first, past, np.empty(past - first, dtype=np.float32)) for read in readers
+            ]
+            for own, each in zip(squares, values, strict=True):
+                own.take(first, each)
+            for (one, other), sums in products.items():
+                sums.take(first, values[one], values[other])
+
+    passes.tiles.each_run(len(tiles), compare, unit=1)
+    norms = [own.norm() for own in squares]
+    cosines: list[list[float]] = [[] for _ in contributions]
+    for (one, other), sums in products.items():
+        both = norms[one] * norms[other]
+        cosine = sums.total() / both if both > 0 else 0.0
+        cosines[one].append(cosine)
+        cosines[other].append(cosine)
+    looked_at = sum(min(passes.unit, size - tile * passes.unit) for tile in tiles)
+    return Cosines(cosines=cosines, num_elements=looked_at)
+
+
+def agreement(result: Opened, contribution: Encoded) -> float | None:
+    """How far a result r leads where one contribution c to it does: <c, r> / |r|².
+
+    Of all contributions to a mean, weighed as they are in it, this comes to 1, whatever they are: so
+    many of them tell together of a result that is not their mean, and none need see another's. With what
+    a reducer's error adds it is less, and alike in all slices. None of contributions that are zero; 0 of
+    results that are.
+
+    Of a large slice it looks at every k-th part, from one on that the reducer cannot know.
+    """
+    unit = max(result.unit, contribution.codec.unit)
+    every = max(1, result.size // LOOKED_AT)
+    first = secrets.randbelow(every)
+    read = contribution.codec.reader(contribution.body, contribution.size)
+    products, squares, own = (BlockSums(result.size) for _ in range(3))
+
+    def compare(start: int, past: int, scratch: Vector) -> None:
+        if (start // unit) % every != first:
+            return
+        ours, values = np.empty(past - start, dtype=np.float32), scratch[: past - start]
+        read(start, past, ours)
+        result.read(start, past, values)
+        products.take(start, ours, values)
+        squares.take(start, values)
+        own.take(start, ours)
+
+    result.tiles.each_tile(result.size, compare, unit=unit)
+    if not own.total():
+        return None
+    return products.total() / squares.total() if squares.total() else 0.0
 
 
 def largest_norm(

@@ -24,7 +24,14 @@ from node.exchange.codecs.codec import (
 )
 from node.exchange.codecs.floats import round_to_bf16
 from node.exchange.codecs.registry import codec_named, compile_kernels
-from node.exchange.mean import BlockSums, largest_norm, norm_of, weighted_sum
+from node.exchange.mean import (
+    BlockSums,
+    Encoded,
+    agreement,
+    largest_norm,
+    norm_of,
+    weighted_sum,
+)
 from node.exchange.outer_optimizer import (
     OuterOptimizer,
     RateScale,
@@ -360,13 +367,20 @@ class Outer:
         norm = partial(norm_of, self._parameters[span])
         return replace(merging, centre=centre, norm_of_parameters=norm)
 
-    def check_result(self, payload: Payload) -> None:
+    def check_result(self, payload: Payload, own: Payload | None = None) -> float | None:
         """Raises CodecError unless the result decodes, to the norm that its header declares.
 
         The coordinator bounds results by these norms, so nobody holds one that is longer than it says.
-        Heavy for the first time; it is applied from what was opened here.
+        Heavy for the first time; it is applied from what was opened here. Returns how far it leads where
+        `own`, this node's contribution to it, does: see node.exchange.mean.agreement.
         """
-        self._open(payload)
+        opened = self._open(payload)
+        if own is None:
+            return None
+        header = own.header
+        codec = self.codecs_in(header.round).uplink
+        sent = Encoded(codec=codec, body=own.body, size=header.num_elements)
+        return agreement(opened, sent)
 
     def _open(self, payload: Payload) -> Opened:
         header = payload.header

@@ -17,6 +17,7 @@ from node.exchange.mean import (
     Encoded,
     Passes,
     UndecodableError,
+    cosines_among,
     largest_norm,
     norm_of,
     read_each,
@@ -32,6 +33,7 @@ from node.exchange.screening import (
     allowances,
     bounded_weights,
     centred_factors,
+    contradicted,
     num_trimmed,
     quantised,
     screened,
@@ -342,11 +344,28 @@ class Reduction:
             verdicts.update(zip(here, found, strict=True))
             if any(verdict.factor == 0 for verdict in found):
                 return None
+        if by.merge == "agreeing" and (against := self._contradicted(here, bodies, passes)):
+            verdicts.update({here[place]: verdict for place, verdict in against.items()})
+            return None
         let_in = [verdicts[sender].factor / WHOLE for sender in here]
         values, factors = looked.merged(bodies, let_in, weights, late, by, passes)
         for sender, factor in zip(here, factors, strict=True):
             verdicts[sender] = replace(verdicts[sender], factor=quantised(factor))
         return _Merged(values=values, verdicts=verdicts, weighed=sum(weights) + late)
+
+    def _contradicted(
+        self, here: Sequence[NodeId], bodies: Sequence[Encoded], passes: Passes
+    ) -> Mapping[int, Verdict]:
+        """By their places, the contributions that most of the others point against.
+
+        What is looked at of a large slice is drawn by all contributions together: no sender knows it,
+        and auditors, who have them, draw the same.
+        """
+        drawn = blake3()
+        for sender in here:
+            drawn.update(self.contributions[sender].header.body_digest)
+        found = cosines_among(bodies, seed=drawn.digest(), passes=passes)
+        return contradicted(found.cosines, num_elements=found.num_elements)
 
     def _weights(self, here: Sequence[NodeId], by: Merging) -> tuple[list[int], int]:
         """What contributions weigh, by tokens and within bounds, and what is late in all."""
@@ -373,7 +392,7 @@ class Reduction:
 class _Look:
     """What one pass over encoded contributions finds: their norms and, where nothing is cut, their mean.
 
-    Honest rounds need no second pass over the bodies with `mean` and `norm-preserving`.
+    Honest rounds need no second pass over the bodies with `mean`, `agreeing` and `norm-preserving`.
     """
 
     norms: Sequence[float]
@@ -396,7 +415,7 @@ class _Look:
                 products[index].take(first, tile, centre[first : first + tile.size])
 
         mean = None
-        if by.merge in ("mean", "norm-preserving"):
+        if by.merge in ("mean", "agreeing", "norm-preserving"):
             mean = weighted_sum(bodies, coefficients, passes=passes, watch=watch)
         else:
             read_each(bodies, watch, passes=passes)
@@ -421,7 +440,7 @@ class _Look:
         summed = partial(weighted_sum, passes=passes)
         coefficients = shares(weights, late=late, factors=factors)
         match by.merge:
-            case "mean" | "norm-preserving":
+            case "mean" | "agreeing" | "norm-preserving":
                 mean = (
                     self.mean
                     if is_whole and self.mean is not None

@@ -310,21 +310,27 @@ class RoundRunner:
         self.feed(ReceiptCame(index=index, attempt=receipt.attempt, receipt=encoded))
 
     async def _take(self, sender: NodeId, attempt: int, payload: Payload) -> bytes:
+        agreement = None
         if payload.header.kind == RESULT:
             try:
-                await self._heavy(partial(self._outer.check_result, payload))
+                agreement = await self._heavy(self._check_of(payload))
             except CodecError as error:
                 round = self.state.plan.round
                 log.warning("result refused", round=round, sender=sender, why=str(error))
                 self.feed(ResultUndecodable(header=payload.header))
                 raise TransferRefusedError(f"the result does not decode: {error}") from error
-        came = PayloadCame(sender=sender, payload=payload, admitted_in=attempt)
+        came = PayloadCame(sender=sender, payload=payload, admitted_in=attempt, agreement=agreement)
         if why := self.feed(came):
             raise TransferRefusedError(why)
         known = self.state.slices.get(payload.header.slice_index)
         if payload.header.kind != CONTRIBUTION or known is None:
             return b""
         return self._outer.receipt_for(payload.header, attempt=known.attempt)
+
+    def _check_of(self, result: Payload) -> Callable[[], float | None]:
+        """What checks a result, and compares it with our own contribution where there is one."""
+        known = self.state.slices.get(result.header.slice_index)
+        return partial(self._outer.check_result, result, None if known is None else known.own)
 
     # What takes time
 
@@ -373,11 +379,11 @@ class RoundRunner:
     async def _take_fetched(self, payload: Payload) -> None:
         self.look_at(payload.header)
         try:
-            await self._heavy(partial(self._outer.check_result, payload))
+            agreement = await self._heavy(self._check_of(payload))
         except CodecError:
             self.feed(ResultUndecodable(header=payload.header))
             raise
-        self.feed(ResultFetched(payload=payload))
+        self.feed(ResultFetched(payload=payload, agreement=agreement))
 
 
 def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:

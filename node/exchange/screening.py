@@ -35,6 +35,12 @@ MOST_BY_WORK = 4.0
 MOST_BY_LATENESS = 3.0
 """Two rounds may be owed beside the one that is due (node.exchange.residual.MOST_OWED)."""
 
+CONTRADICTS_BELOW = 0.25
+"""Two contributions contradict each other from so much of the usual cosine on, with the sign turned."""
+
+CHANCE = 3.0
+"""Standard deviations of the cosine of two random vectors, which is one over the root of their elements."""
+
 LARGEST_RMS = 100.0
 """No pseudo-gradient of a run has a root mean square above so many times that of its parameters, or 1
 where theirs is smaller. It follows from the state alone: all nodes see it alike, from the first round on."""
@@ -153,6 +159,33 @@ def trust_factors(
         return [1.0] * len(norms)
     usual = agreeing[(len(agreeing) - 1) // 2]
     return [min(1.0, max(0.0, cosine) / usual) for cosine in cosines]
+
+
+def contradicted(cosines: Sequence[Sequence[float]], *, num_elements: int) -> dict[int, Verdict]:
+    """Those of three or more contributions, by their places, that more than half of the others point against.
+
+    `cosines` has of each contribution those with the others that it was compared with. Whoever pulls against
+    what most of the others have trained is found by it, whatever its length, while those are not liars
+    who know each other; honest work on equal data agrees, or is as good as at right angles. To point
+    against is more than chance gives vectors of so many elements, and than a quarter of how much the larger
+    half agrees. Where that half contradicts itself, nobody says who is right.
+    """
+    if len(cosines) < FEWEST_FOR_A_MEDIAN:
+        return {}
+    middle = [sorted(each)[len(each) // 2] for each in cosines]  # the upper one of two
+    usual = sorted(middle)[len(middle) // 2]
+    by_chance = CHANCE / math.sqrt(num_elements)
+    if usual < -by_chance:
+        return {}
+    least = max(CONTRADICTS_BELOW * usual, by_chance)
+    return {
+        place: Verdict(
+            factor=0,
+            why=f"most of the others point against it: cosine {each:.3f}, where {usual:.3f} is usual",
+        )
+        for place, each in enumerate(middle)
+        if each < -least
+    }
 
 
 # What a contribution weighs, before its norm is looked at

@@ -53,7 +53,7 @@ WANTS_FEEDBACK: tuple[CodecName, ...] = ("ec1", "sign", "topk256", "topk64")
 rounded away leans to one side (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD")."""
 
 ReducerErrorRule = Literal["drop", "keep", "own"]
-Merge = Literal["mean", "norm-preserving", "trimmed-mean", "centred-clipping", "trust"]
+Merge = Literal["mean", "agreeing", "norm-preserving", "trimmed-mean", "centred-clipping", "trust"]
 RateScaling = Literal["none", "sqrt", "cbrt"]
 
 

@@ -1601,21 +1601,29 @@ class HeldReport(_message.Message):
 
     SLICE_INDEX_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    AGREEMENT_FIELD_NUMBER: _builtins.int
     slice_index: _builtins.int
     """The slice."""
     digest: _builtins.bytes
     """Digest of the payload it holds, 32 bytes."""
+    agreement: _builtins.float
+    """The product of its own contribution and the result, over the result's square; without a contribution
+    of its own there is none.
+    """
     def __init__(
         self,
         *,
         slice_index: _builtins.int = ...,
         digest: _builtins.bytes = ...,
+        agreement: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_agreement", b"_agreement", "agreement", b"agreement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "slice_index", b"slice_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agreement", b"_agreement", "agreement", b"agreement", "digest", b"digest", "slice_index", b"slice_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__agreement: _TypeAlias = _typing.Literal["agreement"]  # noqa: Y015
+    _WhichOneofArgType__agreement: _TypeAlias = _typing.Literal["_agreement", b"_agreement"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__agreement) -> _WhichOneofReturnType__agreement | None: ...
 
 Global___HeldReport: _TypeAlias = HeldReport  # noqa: Y015
 

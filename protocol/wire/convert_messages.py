@@ -3,6 +3,7 @@
 A kind that the other side does not know is refused, never passed over in silence.
 """
 
+import math
 from collections.abc import Iterable
 
 from protocol.errors import BadDataError, ProtocolMismatchError
@@ -231,6 +232,8 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
         case Held():
             wire.held.slice_index = report.slice_index
             wire.held.digest = report.digest
+            if report.agreement is not None:
+                wire.held.agreement = report.agreement
         case Applied():
             wire.applied.outer_digest = report.outer_digest
             wire.applied.incarnation = report.incarnation
@@ -275,7 +278,9 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
             return reduced_from_wire(wire.reduced, most_contributors=most_contributors)
         case "held":
             digest = convert.digest_from_wire(wire.held.digest, of="a result")
-            return Held(slice_index=wire.held.slice_index, digest=digest)
+            told = wire.held.agreement if wire.held.HasField("agreement") else math.nan
+            agreement = told if math.isfinite(told) else None
+            return Held(slice_index=wire.held.slice_index, digest=digest, agreement=agreement)
         case "applied":
             digest = convert.digest_from_wire(wire.applied.outer_digest, of="the outer state")
             return Applied(

@@ -266,10 +266,15 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The node holds a slice's result."""
+    """The node holds a slice's result.
+
+    `agreement` says how far that leads where the node's own contribution does (node.exchange.mean.agreement);
+    None where it has made none.
+    """
 
     slice_index: int
     digest: Digest
+    agreement: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import blake3
 import numpy as np
 
-from lab.backwards import Backwards
+from lab.misreading import Misreading
 from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, SliceResult
@@ -97,7 +97,7 @@ def reduce_backwards() -> None:
 
     def turned(self: Outer, reduction: Reduction, fragment: int) -> SliceResult | None:
         if reduction.plan.round >= 3:
-            reduction = replace(reduction, uplink=Backwards(reduction.uplink))  # type: ignore[arg-type]
+            reduction = replace(reduction, uplink=Misreading(reduction.uplink))  # type: ignore[arg-type]
         return result_of(self, reduction, fragment)
 
     Outer.result_of = turned  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.state import Verdict
-from lab.backwards import Backwards
+from lab.misreading import Misreading
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import (
@@ -81,14 +81,19 @@ def clean(corpus: Corpus) -> SimulatedRun:
     return run(corpus, audit=0.0, has_liar=False)
 
 
-def pointing_elsewhere(monkeypatch: pytest.MonkeyPatch, *, from_round: int = 2) -> None:
-    """The liar hands out its mean turned round: as long as an honest one, so no bound cuts it."""
+def misreading(
+    monkeypatch: pytest.MonkeyPatch, *, from_round: int = 2, times: float = -1.0
+) -> None:
+    """The liar hands out its mean turned round: as long as an honest one, so no bound cuts it.
+
+    Or somewhat longer, which leads where it must.
+    """
     made = Reduction.result
 
     def lying(self: Reduction, *, sender: Sender, **rest: Any) -> SliceResult | None:
         is_its_own = sender.signer is not None and sender.node_id == LIAR
         if is_its_own and self.plan.round >= from_round:
-            self = replace(self, uplink=Backwards(self.uplink))  # type: ignore[arg-type]
+            self = replace(self, uplink=Misreading(self.uplink, times))  # type: ignore[arg-type]
         return made(self, sender=sender, **rest)
 
     monkeypatch.setattr(Reduction, "result", lying)
@@ -141,7 +146,7 @@ def test_a_share_of_audits_that_is_raised_in_mid_run_holds_and_changes_no_bit(
 def test_a_liar_that_a_small_share_would_miss_is_convicted_once_the_share_is_raised(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pointing_elsewhere(monkeypatch)
+    misreading(monkeypatch, times=1.5)
     missed = run(corpus, audit=1e-9, rounds=8)
     assert not missed.final.rulings
     caught = run(corpus, audit=1e-9, rounds=8, script=audit_all, disks=tmp_path)
@@ -187,21 +192,31 @@ def assert_undone(attacked: SimulatedRun, clean: SimulatedRun, *, before_round: 
 def test_a_lie_that_is_committed_is_undone_and_who_told_it_is_put_out(
     clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pointing_elsewhere(monkeypatch)
+    misreading(monkeypatch)
     assert_undone(run(corpus, disks=tmp_path), clean, before_round=2)
+
+
+def test_a_lie_that_leads_elsewhere_needs_no_lot_to_be_undone(
+    clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its contributors find it, each by its own contribution alone."""
+    misreading(monkeypatch)
+    attacked = run(corpus, audit=1e-9, disks=tmp_path)
+    assert_undone(attacked, clean, before_round=2)
+    assert attacked.num_audits == NUM_NODES - 1, "all others, of one slice"
 
 
 def test_a_lie_in_the_last_round_is_undone_before_the_run_ends(
     clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pointing_elsewhere(monkeypatch, from_round=4)
+    misreading(monkeypatch, from_round=4)
     assert_undone(run(corpus, disks=tmp_path), clean, before_round=4)
 
 
 def test_where_nobody_can_go_back_the_run_pauses_and_says_why(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pointing_elsewhere(monkeypatch)
+    misreading(monkeypatch)
     with pytest.raises(RunStuckError, match="no node that is here can go back to before"):
         run(corpus)
 
@@ -210,7 +225,7 @@ def test_without_audits_it_does_as_it_likes(
     clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the test above would say nothing."""
-    pointing_elsewhere(monkeypatch)
+    misreading(monkeypatch)
     attacked = run(corpus, audit=0.0)
     assert not attacked.final.rulings
     assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)

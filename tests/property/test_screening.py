@@ -29,6 +29,7 @@ from tests.unit.exchange_scene import RUN, TOKENS, contribution_of, plan_for
 FP32 = codec_named("fp32")
 MERGES: tuple[Merge, ...] = (
     "mean",
+    "agreeing",
     "norm-preserving",
     "trimmed-mean",
     "centred-clipping",
@@ -126,11 +127,12 @@ def test_what_is_no_training_is_left_out_and_named(lie: str) -> None:
         assert decoded(result).tobytes() == decoded(reduced(rest)).tobytes(), "as if it were away"
 
 
+@pytest.mark.parametrize("merge", ["mean", "agreeing"])
 @settings(deadline=None, max_examples=60)
 @given(num=st.integers(1, 9), seed=seeds)
-def test_screening_costs_honest_contributions_no_bit(num: int, seed: int) -> None:
+def test_screening_costs_honest_contributions_no_bit(merge: Merge, num: int, seed: int) -> None:
     values = honest(num, seed)
-    result = reduced(values)
+    result = reduced(values, merge)
     plain = weighted_sum(values, shares([TOKENS] * num))
     assert result.factors == ()
     assert decoded(result).tobytes() == plain.tobytes()
@@ -185,6 +187,46 @@ def test_who_pulls_against_the_momentum_is_not_trusted(seed: int) -> None:
     result = reduced(told, "trust", centre=centre)
     assert result.factors[2] == 0
     assert float(decoded(result) @ centre) > 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=seeds,
+    num=st.integers(5, 20),
+    share_lying=st.floats(0, 0.4),
+    part=st.floats(0.5, 1),
+    length=st.floats(0.8, 1.9),
+)
+def test_who_pulls_against_what_the_others_share_counts_for_nothing_and_nobody_else(
+    seed: int, num: int, share_lying: float, part: float, length: float
+) -> None:
+    """Liars hide it in noise, and are as long as no norm gives away; all of them pull the same way."""
+    rng = np.random.default_rng([seed, 1])
+    told = honest(num, seed)
+    num_liars = max(1, int(share_lying * num))
+    shared = np.mean(told[num_liars:], axis=0)
+    usual = norm_of(np.median([norm_of(each) for each in told], keepdims=True).astype(np.float32))
+    hidden = part**0.5 * shared / np.linalg.norm(shared)
+    for place in range(num_liars):
+        noise = rng.standard_normal(BLOCK)
+        noise *= (1 - part) ** 0.5 / np.linalg.norm(noise)
+        told[place] = (length * usual * (noise - hidden)).astype(np.float32)
+    result = reduced(told, "agreeing", own=num_liars)
+    by_node = dict(zip([c.node_id for c in result.contributors], result.factors, strict=True))
+    liars = {f"node-{place}" for place in range(num_liars)}
+    assert {node_id for node_id, factor in by_node.items() if factor == 0} == liars
+    rest = [each for place, each in enumerate(told) if place >= num_liars]
+    assert norm_of(decoded(result) - np.mean(rest, axis=0)) < 1e-5 * norm_of(decoded(result)) or (
+        any(0 < factor < WHOLE for factor in by_node.values())
+    )
+
+
+def test_where_all_contradict_each_other_all_count_for_nobody_says_who_is_right() -> None:
+    one, other = honest(2, 3)
+    assert reduced([one, -one], "agreeing").factors == ()
+    third = -(one / norm_of(one) + other / norm_of(other)) * norm_of(one)
+    away = (one - other, other - third, third - one)  # 120 degrees apart
+    assert reduced(away, "agreeing", own=1).factors == ()
 
 
 def test_centred_clipping_stays_within_the_median_distance_of_the_momentum() -> None:

@@ -292,6 +292,10 @@ class Node:
     def reported(self, kind: type[Report], round: int) -> list[Any]:
         return [report for r, report in self.reports if r == round and isinstance(report, kind)]
 
+    def held(self, round: int) -> list[tuple[int, Digest]]:
+        """The results that it has reported to hold, by their slices."""
+        return [(each.slice_index, each.digest) for each in self.reported(Held, round)]
+
 
 class Scene:
     """A swarm of exchanges."""
@@ -385,11 +389,11 @@ class Scene:
             reports = self.nodes[part.reducer_id].reported(Reduced, plan.round)
             reduced = next((r for r in reports if r.slice_index == part.index), None)
             if reduced is not None and reduced.digest is not None and part.index not in void:
-                mark = Held(slice_index=part.index, digest=reduced.digest)
+                mark = part.index, reduced.digest
                 holders = tuple(
                     node_id
                     for node_id in plan.participants
-                    if mark in self.nodes[node_id].reported(Held, plan.round)
+                    if mark in self.nodes[node_id].held(plan.round)
                 )
                 if len(holders) >= min(2, len(plan.participants)):
                     outcome = replace(

@@ -289,13 +289,11 @@ class Scene:
             )
         )
 
-    def hold(self, name: str, index: int, digest: Digest) -> None:
-        number = self.round.number
-        self.do(
-            Reported(
-                node_id=NodeId(name), round=number, report=Held(slice_index=index, digest=digest)
-            )
-        )
+    def hold(
+        self, name: str, index: int, digest: Digest, *, agreement: float | None = None
+    ) -> None:
+        held = Held(slice_index=index, digest=digest, agreement=agreement)
+        self.do(Reported(node_id=NodeId(name), round=self.round.number, report=held))
 
     def apply(
         self,

@@ -233,7 +233,7 @@ async def test_a_second_result_of_a_slice_is_refused_and_the_same_one_is_not() -
     await node.receive(B, first)
     with pytest.raises(TransferRefusedError, match="another result"):
         await node.receive(B, result_of(2 * VALUES, sender_id=B, index=1))
-    assert scene.nodes[A].reported(Held, 1) == [Held(slice_index=1, digest=first.digest)]
+    assert scene.nodes[A].held(1) == [(1, first.digest)]
     await scene.stop()
 
 

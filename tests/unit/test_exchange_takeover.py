@@ -72,7 +72,7 @@ async def test_contributions_that_a_dead_reducer_had_are_sent_to_the_backup() ->
     await asyncio.sleep(1)
     (reduced,) = (r for r in scene.nodes[C].reported(Reduced, 1) if r.slice_index == 1)
     assert [(c.node_id, c.tokens) for c in reduced.contributors] == [(A, TOKENS), (C, TOKENS)]
-    assert Held(slice_index=1, digest=reduced.digest) in scene.nodes[A].reported(Held, 1)
+    assert (1, reduced.digest) in scene.nodes[A].held(1)
     commit = scene.close_round(with_reducer(plan, 1, C))
     assert all(outcome.digest is not None for outcome in commit.slices)
     for node_id in (A, C):
@@ -140,7 +140,7 @@ async def test_the_former_reducers_result_is_dropped_and_refused() -> None:
         await under_way.take(old)
     new = result_of(2 * VALUES, sender_id=C, index=1)
     await node.receive(C, new)
-    assert scene.nodes[A].reported(Held, 1)[-1] == Held(slice_index=1, digest=new.digest)
+    assert scene.nodes[A].held(1)[-1] == (1, new.digest)
     await scene.stop()
 
 
@@ -238,7 +238,7 @@ async def test_an_offered_result_is_fetched_from_whoever_of_its_holders_delivers
     for offered in (result.digest, result.digest):  # said twice, fetched once
         scene.nodes[A].exchange.tell(offer_of(1, offered))
         await asyncio.sleep(1)
-    assert scene.nodes[A].reported(Held, 1) == [Held(slice_index=1, digest=result.digest)]
+    assert scene.nodes[A].held(1) == [(1, result.digest)]
     scene.nodes[A].exchange.tell(offer_of(0, Digest(b"x" * 32)))
     await asyncio.sleep(COMMIT_SECONDS)
     assert len(scene.nodes[A].reported(Held, 1)) == 1  # nobody has that

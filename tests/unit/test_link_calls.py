@@ -187,6 +187,7 @@ async def test_a_message_of_a_newer_version_is_not_passed_over_in_silence() -> N
             {"digest": b""},
         ),
         (Held(slice_index=0, digest=DIGEST), "held", {"slice_index": 0, "digest": DIGEST}),
+        (Held(slice_index=0, digest=DIGEST, agreement=-0.5), "held", {"agreement": -0.5}),
         (
             Applied(outer_digest=DIGEST, incarnation=3, wire={"result": (5, 6)}),
             "applied",

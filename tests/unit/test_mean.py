@@ -4,11 +4,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from node.exchange.codecs.codec import ONE_THREAD, Tiles
+from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles
+from node.exchange.codecs.registry import codec_named
 from node.exchange.mean import (
+    MOST_COMPARED_WITH,
     TILE_ELEMENTS,
     Encoded,
     Passes,
+    agreement,
+    cosines_among,
     norm_of,
     shares,
     stretched_to,
@@ -170,3 +174,73 @@ def test_a_norm_is_preserved_beside_late_work() -> None:
     whole = norm_preserving_mean(contributions)
     half = norm_preserving_mean(contributions, late_tokens=8)
     np.testing.assert_allclose(half, whole / 2, rtol=1e-6)
+
+
+def encoded_by(codec: Codec, values: Vector) -> Encoded:
+    return Encoded(codec=codec, body=codec.encode(values), size=values.size)
+
+
+@pytest.mark.parametrize("uplink", ["fp32", "int4", "ec2", "topk64"])
+@pytest.mark.parametrize("downlink", ["fp32", "int8", "int4"])
+def test_how_far_a_mean_agrees_with_its_contributions_comes_to_one_in_all(
+    uplink: str, downlink: str
+) -> None:
+    num_elements = 3 * TILE_ELEMENTS + 700
+    up, down = codec_named(uplink), codec_named(downlink)
+    sent = [encoded_by(up, place * normal(num_elements, place)) for place in (1, 2, 3)]
+    weights = [0.5, 0.3, 0.2]
+    mean = weighted_sum(sent, weights, passes=Passes(unit=up.unit))
+    for result, comes_to in ((mean, 1.0), (-mean, -1.0), (4 * mean, 0.25)):
+        opened = down.opened(down.encode(result), num_elements)
+        found = [agreement(opened, each) for each in sent]
+        whole = math.fsum(w * a for w, a in zip(weights, found, strict=True) if a is not None)
+        assert whole == pytest.approx(comes_to, rel=0.03)
+
+
+def test_nothing_agrees_with_a_result_of_zeros_and_zeros_say_nothing() -> None:
+    fp32 = codec_named("fp32")
+    nothing, something = np.zeros(300, np.float32), normal(300, 1)
+
+    def found(result: Vector, contribution: Vector) -> float | None:
+        return agreement(fp32.opened(fp32.encode(result), 300), encoded_by(fp32, contribution))
+
+    assert found(nothing, something) == 0.0
+    assert found(something, nothing) is None
+
+
+def test_of_a_large_result_a_part_is_looked_at_from_anywhere_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("node.exchange.mean.LOOKED_AT", TILE_ELEMENTS)
+    fp32 = codec_named("fp32")
+    values = np.repeat(np.arange(1, 5, dtype=np.float32), TILE_ELEMENTS)
+    result = fp32.opened(fp32.encode(np.ones_like(values)), values.size)
+    found = {agreement(result, encoded_by(fp32, values)) for _ in range(60)}
+    assert found == {1.0, 2.0, 3.0, 4.0}
+
+
+def test_cosines_are_of_all_pairs_and_the_same_on_any_number_of_threads() -> None:
+    fp32 = codec_named("fp32")
+    values = [normal(2 * TILE_ELEMENTS + 300, place) + place for place in range(4)]
+    sent = [encoded_by(fp32, each) for each in values]
+    found = cosines_among(sent, seed=b"drawn")
+    threaded = cosines_among(sent, seed=b"drawn", passes=Passes(tiles=Tiles(3)))
+    assert found == threaded and found.num_elements == values[0].size
+    expected = np.corrcoef([np.concatenate([each, -each]) for each in values])  # of mean zero
+    for place, cosines in enumerate(found.cosines):
+        others = np.delete(expected[place], place)
+        np.testing.assert_allclose(sorted(cosines), sorted(others), atol=1e-5)
+
+
+def test_of_many_contributions_each_is_compared_with_some_and_of_large_ones_a_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which that are follows from the seed."""
+    monkeypatch.setattr("node.exchange.mean.COMPARED", 1)
+    fp32 = codec_named("fp32")
+    values = [normal(5 * TILE_ELEMENTS, place) for place in range(40)]
+    sent = [encoded_by(fp32, each) for each in values]
+    found = cosines_among(sent, seed=b"one")
+    assert [len(each) for each in found.cosines] == [MOST_COMPARED_WITH] * 40
+    assert found.num_elements == TILE_ELEMENTS
+    assert found == cosines_among(sent, seed=b"one") != cosines_among(sent, seed=b"another")

@@ -130,6 +130,59 @@ def test_nobody_foresees_the_draw_who_does_not_know_the_secret() -> None:
     assert drawn(b"secret") == drawn(b"secret"), "a restart changes nothing"
 
 
+def commit_told(scene: Scene, told: Callable[[str, NodeId], float | None]) -> None:
+    """Round 1 commits with all slices, and ends; `told(name, reducer)` is how far that one's result agrees.
+
+    Who lies is the first to tell, and the others tell after the commit.
+    """
+    parts = [progress.slice for progress in scene.round.slices]
+    for part in parts:
+        scene.reduce(part.reducer_id, part.index, digest_of(f"result 1/{part.index}"))
+    for name in scene.state.members:
+        for part in parts:
+            if name != part.reducer_id:
+                result = digest_of(f"result 1/{part.index}")
+                agreement = told(name, part.reducer_id)
+                scene.hold(name, part.index, result, agreement=agreement)
+    assert scene.state.committed_round == 1 and not scene.state.audits, scene.reason
+    scene.apply(digest_of("state 1"), *scene.state.members)
+    assert scene.round.number == 2
+
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+@pytest.mark.parametrize("found", [-1.0, 0.0, 0.2])
+def test_a_result_that_leads_elsewhere_than_its_contributions_is_audited_without_a_lot(
+    found: float,
+) -> None:
+    scene = scene_of(*NAMES, share=1e-12)
+    commit_told(scene, lambda name, reducer: found if reducer == "c" else 0.9)
+    (audit,) = scene.state.audits
+    assert audit.slice.reducer_id == "c" and audit.leads_elsewhere
+    assert audit.auditor_ids == tuple(asked_of(scene.actions, AuditAsked))
+
+
+def test_no_few_members_draw_an_audit_or_avert_it() -> None:
+    lies = {"a": -1e9, "b": -1e9}
+    scene = scene_of(*NAMES, share=1e-12)
+    commit_told(scene, lambda name, reducer: lies.get(name, 0.9))
+    assert not scene.state.audits
+    scene = scene_of(*NAMES, share=1e-12)
+    commit_told(scene, lambda name, _: None if name in "de" else 0.9)
+    assert not scene.state.audits, "who has contributed nothing says nothing"
+    scene = scene_of(*NAMES, share=1e-12)
+    accomplice = {"a": 1e9}
+    commit_told(scene, lambda name, r: accomplice.get(name, -0.5 if r == "c" else 0.9))
+    assert [audit.slice.reducer_id for audit in scene.state.audits] == ["c"]
+
+
+def test_where_nobody_audits_no_finding_draws_one() -> None:
+    scene = scene_of(*NAMES, share=0.0)
+    commit_told(scene, lambda name, reducer: -1.0)
+    assert not scene.state.audits
+
+
 def test_auditors_of_the_reducers_own_invite_are_asked_only_where_there_is_no_other() -> None:
     for secret in range(12):
         scene = scene_of("a", "b", "c", secret=bytes([secret]))

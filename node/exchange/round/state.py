@@ -181,6 +181,7 @@ class PayloadCame:
     sender: NodeId
     payload: Payload
     admitted_in: int  # the attempt of the slice when it was offered
+    agreement: float | None = None  # of a result with our contribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +239,7 @@ class ResultFetched:
     """A result that was asked for is here, and decodes."""
 
     payload: Payload
+    agreement: float | None = None  # with our contribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,7 +198,7 @@ def _take_in(turn: _Turn, event: Event) -> None:
             _keep(turn, payload)
         case PayloadCame(payload=payload) if payload.header.kind == RESULT:
             if turn.state.slices[payload.header.slice_index].held is None:
-                _hold(turn, payload)
+                _hold(turn, payload, agreement=event.agreement)
         case ContributionBegan(sender=sender):
             _note_coming(turn, sender, 1)
         case ContributionEnded(sender=sender):
@@ -217,7 +217,7 @@ def _take_in(turn: _Turn, event: Event) -> None:
         case ResultFetched(payload=payload):
             known = turn.state.slices[payload.header.slice_index]
             if known.wanted and known.wanted.digest == payload.digest and _is_missing(known):
-                _hold(turn, payload)
+                _hold(turn, payload, agreement=event.agreement)
         case FetchEnded(is_committed=is_committed):
             turn.state = replace(turn.state, num_fetches=turn.state.num_fetches - is_committed)
         case ParticipantsDeparted() | ParticipantsIdle():
@@ -364,11 +364,18 @@ def _hand_out(turn: _Turn, event: MeanTaken) -> None:
 # Results
 
 
-def _hold(turn: _Turn, payload: Payload, *, made: SliceResult | None = None) -> None:
+def _hold(
+    turn: _Turn,
+    payload: Payload,
+    *,
+    made: SliceResult | None = None,
+    agreement: float | None = None,
+) -> None:
     index = payload.header.slice_index
     turn.put(index, held=payload)
     turn.actions.append(Hold(payload=payload, made=made))
-    turn.actions.append(Tell(report=Held(slice_index=index, digest=payload.digest)))
+    held = Held(slice_index=index, digest=payload.digest, agreement=agreement)
+    turn.actions.append(Tell(report=held))
 
 
 def _refuse(turn: _Turn, header: PayloadHeader) -> None:

@@ -9,11 +9,12 @@ from node.exchange.codecs.codec import Codec
 from node.outer_state import Vector
 
 
-class Backwards:
-    """A codec that reads everything with the other sign."""
+class Misreading:
+    """A codec that reads everything so many times as large: with the other sign, unless told otherwise."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, times: float = -1.0) -> None:
         self._codec = codec
+        self._times = np.float32(times)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._codec, name)
@@ -22,8 +23,8 @@ class Backwards:
         """See Codec.reader."""
         read = self._codec.reader(body, num_elements)
 
-        def turned(first: int, past: int, out: Vector) -> None:
+        def misread(first: int, past: int, out: Vector) -> None:
             read(first, past, out)
-            np.negative(out, out=out)
+            np.multiply(out, self._times, out=out)
 
-        return turned
+        return misread
