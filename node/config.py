@@ -32,7 +32,7 @@ from protocol.errors import (
 from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.run.models import Section, nearest_key
 from protocol.terminal.typed import bits_per_second_of, web_address_of
-from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, Credentials
+from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.pki import Role
 
 SETTINGS_FILE = "node.toml"
@@ -604,6 +604,12 @@ def require_node_folder(folder: Path) -> None:
     if (folder / IDENTITY_FILE).is_file():
         _refuse_viewers(folder)
         return
+    if (folder / LINK_FILE).is_file() and (folder / SETTINGS_FILE).is_file():
+        raise NoInputError(
+            f"{folder / IDENTITY_FILE} is not there, the key by which the swarm knows this node",
+            next_step="restore it from a backup; without it join again: "
+            "'atoll join INVITE --dir NEWDIR'",
+        )
     is_coordinators = (folder / COORDINATOR_FILE).is_file()
     what = "a coordinator's folder, not a node's" if is_coordinators else "not a node's folder"
     raise NoInputError(
@@ -631,7 +637,7 @@ def load_settings(folder: Path, **overrides: Any) -> NodeSettings:
     """
     path = folder / SETTINGS_FILE
     values: dict[str, Any] = {"name": folder.resolve().name or "node"}
-    if path.exists():
+    if os.path.lexists(path):
         values |= read_toml(path, when_missing="join a swarm with 'atoll join INVITE'")
     options = {key: value for key, value in overrides.items() if value is not None}
     try:

@@ -29,8 +29,23 @@ _NEXT_STEP_FOR_REFUSAL = {
     errno.EDQUOT: "free some space, or have the quota raised",
     errno.EMFILE: "raise the limit on open files: 'ulimit -n'",
     errno.ENFILE: "end other programs, or raise fs.file-max",
+    errno.EAGAIN: "end other programs of this user, or raise the limit on processes: 'ulimit -u'",
+    errno.ENOMEM: "end other programs, or raise the limit on memory: 'ulimit -v'",
+    errno.EROFS: "that disk can only be read: mount it for writing, or choose a folder on another",
+    errno.EIO: "that disk is damaged or gone: see what the kernel says with 'dmesg'",
+    errno.ESTALE: "that share of the network is gone: mount it again",
+    errno.ENOTCONN: "that share of the network is gone: mount it again",
+    errno.ENOLCK: "let the folder be on a disk of this machine, which locks files",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "links there lead in a circle: remove one",
+    errno.ENOTDIR: "a file is where a folder should be: choose another",
+    errno.EACCES: "run as the user whose it is, or choose another",
+    errno.EPERM: "run as the user whose it is, or choose another",
 }
 """What the machine refuses wherever it pleases; a bug of ours has other numbers."""
+
+_REFUSALS_OF_FILES = (errno.EACCES, errno.EPERM)
+"""What is a refusal only where a file is named: else a call of ours may be wrong."""
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
@@ -61,17 +76,8 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
     except SystemExit as end:  # click and rich end so when the reader of a pipe has gone
         return end.code if isinstance(end.code, int) else ExitCode.INTERNAL
-    except OSError as error:
-        if error.errno not in _NEXT_STEP_FOR_REFUSAL:
-            return _blame_a_bug(error)
-        _abandon_if_unwritable(sys.stdout)
-        where = f"{error.filename}: " if error.filename else ""
-        _complain(
-            f"the machine refuses: {where}{error.strerror}", _NEXT_STEP_FOR_REFUSAL[error.errno]
-        )
-        return ExitCode.SYSTEM
     except Exception as error:
-        return _blame_a_bug(error)
+        return _blame(error)
 
 
 def refuse(error: AtollError) -> int:
@@ -95,6 +101,25 @@ def _next_step_for_usage(error: click.ClickException) -> str:
     if "unexpected extra argument" in error.message and "--dir" in names:
         return f"name the folder with --dir: '{context.command_path} --dir DIR'"
     return f"'{context.command_path} --help' lists what it takes"
+
+
+def _blame(error: Exception) -> int:
+    """Says whether the machine has refused, or else that it is a bug; returns the exit code."""
+    match error:
+        case OSError() if error.filename or error.errno not in _REFUSALS_OF_FILES:
+            number, what = error.errno, error.strerror
+        case MemoryError():
+            number, what = errno.ENOMEM, os.strerror(errno.ENOMEM)
+        case RuntimeError() if str(error) == "can't start new thread":  # Python's words for EAGAIN
+            number, what = errno.EAGAIN, str(error)
+        case _:
+            return _blame_a_bug(error)
+    if number not in _NEXT_STEP_FOR_REFUSAL:
+        return _blame_a_bug(error)
+    _abandon_if_unwritable(sys.stdout)
+    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    _complain(f"the machine refuses: {where}{what}", _NEXT_STEP_FOR_REFUSAL[number])
+    return ExitCode.SYSTEM
 
 
 def _blame_a_bug(error: Exception) -> int:
