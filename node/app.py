@@ -28,6 +28,7 @@ from node.stopping import StopSignals
 from protocol.errors import AtollError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
+from protocol.files.leftovers import temporary_directory
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import ServiceManager
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
@@ -69,6 +70,7 @@ async def run_node(
     settings.require_interface()
     what = "the helper" if is_helper else "the node"
     require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of=what)
+    temporary_directory(has_sockets=True)
     lock = FolderLock.take(
         folder,
         holder="node",

@@ -317,13 +317,15 @@ def _pages_address(text: str) -> str:
     return text
 
 
+MOST_NAME_CHARACTERS = 64
+
 RankCount = Annotated[int, Field(ge=1, le=64)]
 
 
 class NodeSettings(Section):
     """node.toml."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=MOST_NAME_CHARACTERS)]
     device: str = "auto"
     ranks: RankCount = 1
     mesh: Literal["sizes", "auto"] = "sizes"
@@ -636,7 +638,7 @@ def load_settings(folder: Path, **overrides: Any) -> NodeSettings:
     Raises UsageError for a wrong option, ConfigError for the first thing that is wrong in the file.
     """
     path = folder / SETTINGS_FILE
-    values: dict[str, Any] = {"name": folder.resolve().name or "node"}
+    values: dict[str, Any] = {"name": folder.resolve().name[:MOST_NAME_CHARACTERS] or "node"}
     if os.path.lexists(path):
         values |= read_toml(path, when_missing="join a swarm with 'atoll join INVITE'")
     options = {key: value for key, value in overrides.items() if value is not None}

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.errors import CannotCreateError, ConfigError, SystemRefusedError
 from protocol.files.durable import clear_unfinished, is_taken, read_toml, whole_folder
-from protocol.files.leftovers import TemporaryFolder
+from protocol.files.leftovers import TemporaryFolder, temporary_directory
 
 
 def test_a_folder_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -142,3 +142,12 @@ def test_a_place_for_temporary_files_that_is_not_there_is_told(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(SystemRefusedError, match=r"nowhere.*TMPDIR"):
         TemporaryFolder("test")
+
+
+def test_a_machine_without_a_place_for_temporary_files_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    with pytest.raises(SystemRefusedError, match="neither TMPDIR nor /tmp"):
+        temporary_directory()

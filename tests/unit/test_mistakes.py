@@ -222,6 +222,10 @@ def test_what_a_node_may_do_does_not_fall_away_with_its_file(
         load_settings(tmp_path)
 
 
+def test_a_node_is_called_like_its_folder_as_far_as_names_go(tmp_path: Path) -> None:
+    assert load_settings(tmp_path / ("long" * 30)).name == "long" * 16
+
+
 def test_a_node_without_its_key_is_told_which_file_is_missing(tmp_path: Path) -> None:
     (tmp_path / "link.toml").touch()
     (tmp_path / "node.toml").touch()

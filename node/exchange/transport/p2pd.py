@@ -100,7 +100,6 @@ class P2pd:
         Whom it cannot dial itself, it dials through the `proxy`.
         """
         _load_hivemind()
-        # A short path: a Unix socket's name has at most 107 bytes.
         folder = TemporaryFolder("p2pd")
         try:
             process = await _launch(
