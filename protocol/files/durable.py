@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import (
+    NEXT_STEP_FOR_REFUSAL,
     AtollError,
     CannotCreateError,
     ConfigError,
@@ -22,24 +23,21 @@ from protocol.errors import (
 )
 from protocol.files.leftovers import Held, remove_left
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ENOTCONN}
+_OF_THE_DISK |= {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What another name or folder on the same disk would not mend."""
 
 
 def refusal_to_write(path: Path, error: OSError) -> AtollError:
     """The sentence for a file that could not be written."""
-    if error.errno in _DISK_FULL:
+    if error.errno in _OF_THE_DISK:
         return SystemRefusedError(
-            f"cannot write {path}: {error.strerror}", next_step="free some space on that disk"
+            f"cannot write {path}: {error.strerror}", next_step=NEXT_STEP_FOR_REFUSAL[error.errno]
         )
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return SystemRefusedError(
-            f"cannot write {path}: {error.strerror}",
-            next_step="raise the limit on open files: 'ulimit -n'",
-        )
-    return CannotCreateError(
-        f"cannot write {path}: {error.strerror or error}",
-        next_step=f"make {path.parent} a folder that you may write to, or choose another",
-    )
+    next_step = f"make {path.parent} a folder that you may write to, or choose another"
+    if error.errno in (errno.EROFS, errno.ENAMETOOLONG):
+        next_step = NEXT_STEP_FOR_REFUSAL[error.errno]
+    return CannotCreateError(f"cannot write {path}: {error.strerror or error}", next_step=next_step)
 
 
 @contextlib.contextmanager
@@ -220,7 +218,7 @@ def clear_unfinished(folder: Path) -> None:
 
 
 def _refusal_to_make(path: Path, error: OSError) -> AtollError:
-    if error.errno in _DISK_FULL:
+    if error.errno in _OF_THE_DISK:
         return refusal_to_write(path, error)
     return CannotCreateError(
         f"{path} cannot be made: {error.strerror}", next_step="choose another folder"

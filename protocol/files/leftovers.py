@@ -72,11 +72,11 @@ def temporary_directory(*, has_sockets: bool = False) -> Path:
 class TemporaryFolder:
     """A new folder in the temporary directory that only we can read; `remove` it in the end.
 
-    Raises SystemRefusedError when there is no room for it.
+    Raises SystemRefusedError when there is no room for it, or none for the name of a socket in it.
     """
 
-    def __init__(self, purpose: str) -> None:
-        temporary_directory(has_sockets=True)
+    def __init__(self, purpose: str, *, has_sockets: bool = False) -> None:
+        temporary_directory(has_sockets=has_sockets)
         try:
             while True:
                 self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))  # mode 0700

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from protocol.errors import AtollError, ExitCode
+from protocol.errors import NEXT_STEP_FOR_REFUSAL, AtollError, ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,26 +23,6 @@ if TYPE_CHECKING:
 
 DEBUG_VARIABLE = "ATOLL_DEBUG"
 """Set to 1, it adds the traceback to every error."""
-
-_NEXT_STEP_FOR_REFUSAL = {
-    errno.ENOSPC: "free some space on that disk",
-    errno.EDQUOT: "free some space, or have the quota raised",
-    errno.EMFILE: "raise the limit on open files: 'ulimit -n'",
-    errno.ENFILE: "end other programs, or raise fs.file-max",
-    errno.EAGAIN: "end other programs of this user, or raise the limit on processes: 'ulimit -u'",
-    errno.ENOMEM: "end other programs, or raise the limit on memory: 'ulimit -v'",
-    errno.EROFS: "that disk can only be read: mount it for writing, or choose a folder on another",
-    errno.EIO: "that disk is damaged or gone: see what the kernel says with 'dmesg'",
-    errno.ESTALE: "that share of the network is gone: mount it again",
-    errno.ENOTCONN: "that share of the network is gone: mount it again",
-    errno.ENOLCK: "let the folder be on a disk of this machine, which locks files",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "links there lead in a circle: remove one",
-    errno.ENOTDIR: "a file is where a folder should be: choose another",
-    errno.EACCES: "run as the user whose it is, or choose another",
-    errno.EPERM: "run as the user whose it is, or choose another",
-}
-"""What the machine refuses wherever it pleases; a bug of ours has other numbers."""
 
 _REFUSALS_OF_FILES = (errno.EACCES, errno.EPERM)
 """What is a refusal only where a file is named: else a call of ours may be wrong."""
@@ -114,11 +94,11 @@ def _blame(error: Exception) -> int:
             number, what = errno.EAGAIN, str(error)
         case _:
             return _blame_a_bug(error)
-    if number not in _NEXT_STEP_FOR_REFUSAL:
+    if number not in NEXT_STEP_FOR_REFUSAL:
         return _blame_a_bug(error)
     _abandon_if_unwritable(sys.stdout)
     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-    _complain(f"the machine refuses: {where}{what}", _NEXT_STEP_FOR_REFUSAL[number])
+    _complain(f"the machine refuses: {where}{what}", NEXT_STEP_FOR_REFUSAL[number])
     return ExitCode.SYSTEM
 
 

@@ -1,14 +1,21 @@
 """Folders that are whole or not there, and what is said of a full disk."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from protocol.errors import CannotCreateError, ConfigError, SystemRefusedError
-from protocol.files.durable import clear_unfinished, is_taken, read_toml, whole_folder
+from protocol.errors import AtollError, CannotCreateError, ConfigError, SystemRefusedError
+from protocol.files.durable import (
+    clear_unfinished,
+    is_taken,
+    read_toml,
+    refusal_to_write,
+    whole_folder,
+)
 from protocol.files.leftovers import TemporaryFolder, temporary_directory
 
 
@@ -78,6 +85,22 @@ def test_what_is_in_the_way_is_not_replaced(tmp_path: Path) -> None:
         pass
     assert list(full.iterdir()) == [file]
     assert sorted(tmp_path.iterdir()) == [empty, full]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "next_step"),
+    [
+        (errno.EFBIG, SystemRefusedError, "FAT ends at 4 GB"),
+        (errno.EIO, SystemRefusedError, "dmesg"),
+        (errno.EROFS, CannotCreateError, "mount it for writing"),
+        (errno.EACCES, CannotCreateError, "a folder that you may write to"),
+    ],
+)
+def test_why_a_file_is_not_written_leads_to_what_helps(
+    number: int, kind: type[AtollError], next_step: str
+) -> None:
+    refusal = refusal_to_write(Path("/disk/file"), OSError(number, os.strerror(number)))
+    assert type(refusal) is kind and next_step in refusal.next_step
 
 
 def test_a_file_from_windows_is_read_and_one_in_another_coding_is_told(tmp_path: Path) -> None:

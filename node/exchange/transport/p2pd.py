@@ -100,7 +100,7 @@ class P2pd:
         Whom it cannot dial itself, it dials through the `proxy`.
         """
         _load_hivemind()
-        folder = TemporaryFolder("p2pd")
+        folder = TemporaryFolder("p2pd", has_sockets=True)
         try:
             process = await _launch(
                 identity, folder.path, listen_multiaddrs, asks_router=asks_router
