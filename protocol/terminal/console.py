@@ -3,8 +3,10 @@
 rich is imported inside functions: commands that print plain lines start without it.
 """
 
+import codecs
 import contextlib
 import errno
+import io
 import json
 import os
 import sys
@@ -58,6 +60,20 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else ExitCode.INTERNAL
     except Exception as error:
         return _blame(error)
+
+
+def write_what_can_be_written() -> None:
+    """Lets standard output show "?" for a character that its coding has not, instead of failing.
+
+    That of a locale such as de_DE.ISO-8859-1 has no lines or bars. Names of files that are no UTF-8 go out
+    as they are.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape" if _is_utf_8(sys.stdout) else "replace")
+
+
+def _is_utf_8(stream: TextIO) -> bool:
+    return codecs.lookup(stream.encoding or "ascii").name == "utf-8"
 
 
 def refuse(error: AtollError) -> int:
@@ -267,4 +283,5 @@ def fitting(
 
 def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
     """Prints a value as indented JSON with its keys in the given order."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    is_ascii = not _is_utf_8(sys.stdout)  # escapes say what a "?" would hide
+    click.echo(json.dumps(value, indent=2, ensure_ascii=is_ascii, allow_nan=False))
