@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import click
+import structlog
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -629,6 +630,16 @@ def _refuse_viewers(folder: Path) -> None:
         raise NotPermittedError(
             f"{folder} is a viewer's folder: a viewer sees the status and takes no part",
             next_step="ask the run owner for an invite of a node, and join with it in another folder",
+        )
+
+
+def tell_missing_settings(folder: Path) -> None:
+    """Says that limits which a contributor may have set are gone with the file that 'atoll join' wrote."""
+    if not (folder / SETTINGS_FILE).is_file():
+        structlog.get_logger().warning(
+            "the file with this node's settings is not there: defaults hold, without limits",
+            path=str(folder / SETTINGS_FILE),
+            next_step="restore it; docs/reference.md has the keys",
         )
 
 

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator import config
 from coordinator.config import CONFIG_FILE
-from node.config import load_settings, require_node_folder
+from node.config import load_settings, require_node_folder, tell_missing_settings
 from node.island.data.corpus import _read as read_text
 from node.island.data.corpus import text_files
 from node.link.join import read_invite
@@ -220,6 +221,15 @@ def test_what_a_node_may_do_does_not_fall_away_with_its_file(
     (tmp_path / "node.toml").touch()
     with pytest.raises(ConfigError, match="is empty"):
         load_settings(tmp_path)
+
+
+def test_a_node_whose_settings_are_gone_says_that_no_limits_hold(tmp_path: Path) -> None:
+    with capture_logs() as told:
+        tell_missing_settings(tmp_path)
+        (tmp_path / "node.toml").write_text("name = 'a'")
+        tell_missing_settings(tmp_path)
+    (line,) = told
+    assert "without limits" in line["event"] and line["path"] == str(tmp_path / "node.toml")
 
 
 def test_a_node_is_called_like_its_folder_as_far_as_names_go(tmp_path: Path) -> None:
