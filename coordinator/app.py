@@ -40,7 +40,7 @@ from coordinator.services.certificates import Certificates
 from coordinator.services.enrolment import ControlEndpoint, EnrolmentDesk, EnrolmentServicer
 from coordinator.services.operator import Entrance, OperatorDesk, OperatorServicer
 from coordinator.services.outside import Lookout, listen
-from coordinator.services.ruling import Rulings, refuse_replaced_key
+from coordinator.services.ruling import Rulings, refuse_replaced_key, tell_of_clock
 from coordinator.services.session import SessionDesk, SessionServicer
 from coordinator.services.status import Past, StatusDesk, StatusServicer
 from coordinator.store import Store
@@ -170,6 +170,7 @@ class Coordinator:
             )
             opened.push_async_callback(driver.settled)
             rulings = Rulings(driver, home.run, signer, verifier=verifier)
+            tell_of_clock((signed.ruling for signed in kept), now=time.time())
             times = TimesFile(home.directory / TIMES_FILE)
             watched = Watched(
                 tally=RoundTally(driver.state, now=driver.clock.now()),

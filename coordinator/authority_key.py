@@ -94,7 +94,7 @@ def encrypted(key_pem: bytes, passphrase: bytes) -> bytes:
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
     except (ValueError, TypeError) as error:
-        raise BadDataError(f"not a private key: {error}") from error
+        raise BadDataError("not a private key, or cut off") from error
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

@@ -113,8 +113,8 @@ def _noted(directory: Path, target: Path) -> Iterator[None]:
         yield
         return
     try:
-        with os.fdopen(descriptor, "w") as note, suppress(OSError):
-            note.write(str(target.parent))
+        with os.fdopen(descriptor, "wb") as note, suppress(OSError):
+            note.write(os.fsencode(target.parent))
             note.flush()
         yield
     finally:
@@ -126,9 +126,14 @@ def clear_unfinished_backups(directory: Path) -> None:
     """Removes what backups of this folder that were killed have left: copies of the keys among it."""
     for note in sorted(directory.glob(f"{_NOTE_PREFIX}*")):
         with suppress(OSError):
-            parent = Path(note.read_text())
-            clear_unfinished(parent)
-            if not unfinished_in(parent):
+            try:
+                parent = Path(os.fsdecode(note.read_bytes()))
+                if parent.is_absolute():
+                    clear_unfinished(parent)
+                is_clear = not parent.is_absolute() or not unfinished_in(parent)
+            except ValueError:  # a power cut has left zeros, which are no path
+                is_clear = True
+            if is_clear:
                 note.unlink()
 
 

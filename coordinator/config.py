@@ -12,10 +12,11 @@ atoll.db, lock    coordinator.store
 """
 
 import json
+import os
 import socket
 import tomllib
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -28,8 +29,24 @@ from coordinator.presets.cost import CODEC_COSTS
 from coordinator.presets.settling import Settled, settled_run_file, wants_settling
 from coordinator.relay.line import THROUGH_FILE
 from coordinator.swarm.state import Rules
-from protocol.errors import AtollError, CannotCreateError, ConfigError, NoInputError, UsageError
-from protocol.files.durable import is_taken, read_secret, read_toml, whole_folder, write_atomically
+from protocol.errors import (
+    AtollError,
+    BadDataError,
+    CannotCreateError,
+    ConfigError,
+    NoInputError,
+    ProtocolMismatchError,
+    UsageError,
+)
+from protocol.files.durable import (
+    TOML_ENCODING,
+    is_taken,
+    read_secret,
+    read_toml,
+    refusing,
+    whole_folder,
+    write_atomically,
+)
 from protocol.run.amendments import in_force
 from protocol.run.layout import layout_of
 from protocol.run.models import Section, nearest_key
@@ -50,9 +67,9 @@ from protocol.trust.credentials import (
     Credentials,
     folders_here,
 )
-from protocol.trust.pki import Authority, Issuer, new_swarm_id
+from protocol.trust.pki import Authority, Issuer, has_issued, is_key_of, new_swarm_id
 from protocol.trust.rulings import Ruling, RulingVerifier
-from protocol.trust.vouching import first_of, number_of
+from protocol.trust.vouching import Bundle, first_of, number_of
 
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701
@@ -318,17 +335,18 @@ class Home:
         finish_rotation(directory)
         if (directory / AUTHORITY_KEY_FILE).is_file():
             _read_secret(directory / AUTHORITY_KEY_FILE)  # nobody else may read it, used or not
-        is_apart = (directory / ISSUER_FILE).is_file()
+        # A folder of before has neither: there the authority itself is the coordinator.
+        is_apart = any(os.path.lexists(directory / name) for name in (ISSUER_FILE, ISSUER_KEY_FILE))
         issuer_file, issuer_key_file = (
             (ISSUER_FILE, ISSUER_KEY_FILE) if is_apart else (AUTHORITY_FILE, AUTHORITY_KEY_FILE)
         )
-        return cls(
+        home = cls(
             directory=directory,
             config=_load_config(directory / CONFIG_FILE),
             run=load_run_folder(directory, RUN_FILE),
             authorities_pem=_read(directory / AUTHORITY_FILE),
             issuer=Issuer(
-                certificate_pem=first_of(_read(directory / issuer_file)),
+                certificate_pem=_first_of(directory / issuer_file),
                 key_pem=_read_secret(directory / issuer_key_file),
             ),
             coordinators_pem=_read(directory / ISSUER_FILE) if is_apart else b"",
@@ -337,6 +355,44 @@ class Home:
             operator_pem=_read(directory / CERTIFICATE_FILE),
             operator_key_pem=_read_secret(directory / KEY_FILE),
         )
+        home._check_keys()
+        return home
+
+    def _check_keys(self) -> None:
+        """Raises BadDataError for a key or certificate that is damaged, or another's than its pair.
+
+        gRPC would refuse to listen without a reason, and who joins would get what nobody believes.
+        """
+        issuer_file, issuer_key_file = (
+            (ISSUER_FILE, ISSUER_KEY_FILE)
+            if self.coordinators_pem
+            else (AUTHORITY_FILE, AUTHORITY_KEY_FILE)
+        )
+        with _damaged(self.directory / AUTHORITY_FILE):
+            Bundle.read(self.authorities_pem)
+        with _damaged(self.directory / issuer_file):
+            Bundle.read(self.coordinators_pem or self.authorities_pem)
+        for name, pem, key_name, key_pem in (
+            (issuer_file, self.issuer.certificate_pem, issuer_key_file, self.issuer.key_pem),
+            (SERVER_FILE, self.server_pem, SERVER_KEY_FILE, self.server_key_pem),
+            (CERTIFICATE_FILE, self.operator_pem, KEY_FILE, self.operator_key_pem),
+        ):
+            with _damaged(self.directory / name):
+                Bundle.read(pem)
+                leaf_pem = first_of(pem)
+            if not is_key_of(key_pem, leaf_pem):
+                raise BadDataError(
+                    f"{self.directory / key_name} is damaged, or not the key of {name}",
+                    next_step=_AFTER_LOSS,
+                )
+            by_name, by_pem = AUTHORITY_FILE, self.authority_pem
+            if name == CERTIFICATE_FILE:
+                by_name, by_pem = issuer_file, self.issuer.certificate_pem
+            if not has_issued(by_pem, leaf_pem):
+                raise BadDataError(
+                    f"{self.directory / name} is not of the same run as {by_name}",
+                    next_step=_AFTER_LOSS,
+                )
 
     @property
     def authority(self) -> Authority:
@@ -384,7 +440,8 @@ class Home:
             if Credentials.load(self.directory) == operator:
                 return
         except AtollError:
-            (self.directory / LINK_FILE).unlink(missing_ok=True)
+            with refusing(self.directory / LINK_FILE):
+                (self.directory / LINK_FILE).unlink(missing_ok=True)
         operator.save(self.directory)
 
 
@@ -454,7 +511,7 @@ def run_text(*, name: str | None, run_file: Path | None) -> str:
     """The text of a new run.toml, checked: the template with that name, or the file as it is."""
     if run_file is not None:
         load_run_file(run_file)  # a preset is settled before (coordinator.presets.settling)
-        return run_file.read_text(encoding="utf-8")
+        return run_file.read_text(encoding=TOML_ENCODING)
     if name is None:
         return RUN_TEMPLATE
     try:
@@ -591,5 +648,21 @@ def _read(path: Path, by: Callable[[Path], bytes] = Path.read_bytes) -> bytes:
     except OSError as error:
         raise NoInputError(
             f"{path} cannot be read: {error.strerror}",
-            next_step="restore it from a backup; without it nodes cannot know this coordinator",
+            next_step=_AFTER_LOSS,
         ) from error
+
+
+def _first_of(path: Path) -> bytes:
+    with _damaged(path):
+        return first_of(_read(path))
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ProtocolMismatchError as error:
+        raise BadDataError(f"{path} is damaged: {error.what}", next_step=_AFTER_LOSS) from error
+
+
+_AFTER_LOSS = "restore it from a backup; without it nodes cannot know this coordinator"

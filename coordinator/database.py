@@ -58,10 +58,13 @@ CREATE TABLE IF NOT EXISTS written (round INTEGER PRIMARY KEY, node_id, texts, w
 
 _REFUSALS = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN),
-    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM),
-    *(sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOLFS),
+    *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT),
+    *(sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOLFS),
 }
 """What SQLite says when the machine refuses. All else that it says is of a file that is not ours."""
+
+_HELD = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+"""What it says after five seconds in which another program writes, or keeps a transaction open."""
 
 AFTER_DAMAGE = (
     "go on from a backup: 'atoll coordinator start BACKUP'; nodes bring back what it lacks. "
@@ -108,6 +111,7 @@ class Database:
         )
         path = directory / DATABASE_NAME
         try:
+            _refuse_empty(path)
             with ExitStack() as opened:
                 connection, reader, aside = (
                     opened.enter_context(closing(_connected(path))) for _ in range(3)
@@ -196,6 +200,11 @@ class Database:
             *(zlib.error, DecodeError, ValidationError),
         ) as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+            if code & 0xFF in _HELD:
+                raise SystemRefusedError(
+                    f"{self.path} cannot be used: another program holds it ({error})",
+                    next_step=f"close that program, which 'fuser {self.path}' names, then start again",
+                ) from error
             if code & 0xFF in _REFUSALS and code != sqlite3.SQLITE_IOERR_SHORT_READ:
                 raise SystemRefusedError(
                     f"{self.path} cannot be used: {error}",
@@ -226,6 +235,19 @@ class Database:
                 f"{AFTER_DAMAGE}",
             )
         self._connection.executescript(ADDED_TABLES)
+
+
+def _refuse_empty(path: Path) -> None:
+    """Raises BadDataError for a file that lost its bytes: SQLite would begin a new database in it.
+
+    While SQLite makes one, its log of writes has bytes before the file has.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    if path.is_file() and not path.stat().st_size and not (log.is_file() and log.stat().st_size):
+        raise BadDataError(
+            f"{path} is empty: 0 bytes, and so all that the run has committed is missing",
+            next_step=f"{AFTER_DAMAGE}. If it was never started, remove {path}",
+        )
 
 
 def _connected(path: Path) -> sqlite3.Connection:

@@ -21,7 +21,7 @@ from node.island.ranks.output import rank_output
 from node.kept import refuse_what_nobody_gives
 from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
-from node.machine.hardware import Hardware, likely_devices, look_around
+from node.machine.hardware import Hardware, likely_devices, look_around, require_processes
 from node.machine.metadata import heeding_notices
 from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
 from node.outer_state import tell_leftovers
@@ -29,6 +29,7 @@ from node.stopping import StopSignals
 from protocol.errors import AtollError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
+from protocol.files.leftovers import temporary_directory
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import ServiceManager
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
@@ -70,6 +71,8 @@ async def run_node(
     settings.require_interface()
     what = "the helper" if is_helper else "the node"
     require_open_files(OWN_OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks, of=what)
+    require_processes(num_ranks, of=what)
+    temporary_directory(has_sockets=True)
     lock = FolderLock.take(
         folder,
         holder="node",

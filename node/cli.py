@@ -12,7 +12,13 @@ from pathlib import Path
 
 import click
 
-from node.config import OF_HELPERS, NodeSettings, load_settings, require_node_folder
+from node.config import (
+    OF_HELPERS,
+    NodeSettings,
+    load_settings,
+    require_node_folder,
+    tell_missing_settings,
+)
 from node.installed import HELPER, NODE, require_installed
 from protocol.errors import AtollError, NotPermittedError
 from protocol.files.folder_lock import FolderLock
@@ -247,6 +253,7 @@ def _run(
     from protocol.terminal.logging import keeping_the_end, start_logging
 
     start_logging(as_json=log_json, folder=home, process="node", node=chosen.name)
+    tell_missing_settings(home)
     with keeping_the_end(home, "node"):
         from node.app import run_node
 

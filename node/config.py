@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import click
+import structlog
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -33,7 +34,7 @@ from protocol.errors import (
 from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.run.models import Section, nearest_key
 from protocol.terminal.typed import bits_per_second_of, web_address_of
-from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, Credentials
+from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Role
 
@@ -319,13 +320,15 @@ def _pages_address(text: str) -> str:
     return text
 
 
+MOST_NAME_CHARACTERS = 64
+
 RankCount = Annotated[int, Field(ge=1, le=64)]
 
 
 class NodeSettings(Section):
     """node.toml."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, Field(min_length=1, max_length=MOST_NAME_CHARACTERS)]
     device: str = "auto"
     ranks: RankCount = 1
     mesh: Literal["sizes", "auto"] = "sizes"
@@ -627,6 +630,12 @@ def require_node_folder(folder: Path) -> None:
     if (folder / IDENTITY_FILE).is_file():
         _refuse_viewers(folder)
         return
+    if (folder / LINK_FILE).is_file() and (folder / SETTINGS_FILE).is_file():
+        raise NoInputError(
+            f"{folder / IDENTITY_FILE} is not there, the key by which the swarm knows this node",
+            next_step="restore it from a backup; without it join again: "
+            "'atoll join INVITE --dir NEWDIR'",
+        )
     is_coordinators = (folder / COORDINATOR_FILE).is_file()
     what = "a coordinator's folder, not a node's" if is_coordinators else "not a node's folder"
     raise NoInputError(
@@ -647,14 +656,24 @@ def _refuse_viewers(folder: Path) -> None:
         )
 
 
+def tell_missing_settings(folder: Path) -> None:
+    """Says that limits which a contributor may have set are gone with the file that 'atoll join' wrote."""
+    if not (folder / SETTINGS_FILE).is_file():
+        structlog.get_logger().warning(
+            "the file with this node's settings is not there: defaults hold, without limits",
+            path=str(folder / SETTINGS_FILE),
+            next_step="restore it; docs/reference.md has the keys",
+        )
+
+
 def load_settings(folder: Path, **overrides: Any) -> NodeSettings:
     """Reads node.toml; options of the command line that are not None come first.
 
     Raises UsageError for a wrong option, ConfigError for the first thing that is wrong in the file.
     """
     path = folder / SETTINGS_FILE
-    values: dict[str, Any] = {"name": folder.resolve().name or "node"}
-    if path.exists():
+    values: dict[str, Any] = {"name": folder.resolve().name[:MOST_NAME_CHARACTERS] or "node"}
+    if os.path.lexists(path):
         values |= read_toml(path, when_missing="join a swarm with 'atoll join INVITE'")
     options = {key: value for key, value in overrides.items() if value is not None}
     try:

@@ -10,7 +10,6 @@ memory.
 import errno
 import os
 import secrets
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import numpy.typing as npt
 import structlog
 
 from protocol.errors import SystemRefusedError
-from protocol.files.leftovers import PREFIX, Held, remove_leftovers
+from protocol.files.leftovers import PREFIX, Held, remove_leftovers, temporary_directory
 from protocol.wire.rounds import Digest
 
 log = structlog.get_logger()
@@ -160,7 +159,7 @@ def _marked_block(num_bytes: int) -> tuple[shared_memory.SharedMemory, Held]:
 
 def tell_leftovers() -> None:
     """Removes the shared memory and temporary folders of processes that were killed, and logs it."""
-    for path in remove_leftovers(Path(tempfile.gettempdir()), SHARED_MEMORY):
+    for path in remove_leftovers(temporary_directory(), SHARED_MEMORY):
         log.info("removed what a killed process has left", path=str(path))
 
 

@@ -3,6 +3,7 @@
 Exit codes are those of sysexits.h, so that scripts can tell what went wrong.
 """
 
+import errno
 from enum import IntEnum
 
 
@@ -81,6 +82,28 @@ class SystemRefusedError(AtollError):
     """The machine refuses: a port in use, a full disk, too little shared memory."""
 
     exit_code = ExitCode.SYSTEM
+
+
+NEXT_STEP_FOR_REFUSAL = {
+    errno.ENOSPC: "free some space on that disk",
+    errno.EDQUOT: "free some space, or have the quota raised",
+    errno.EMFILE: "raise the limit on open files: 'ulimit -n'",
+    errno.ENFILE: "end other programs, or raise fs.file-max",
+    errno.EAGAIN: "end other programs of this user, or raise the limit on processes: 'ulimit -u'",
+    errno.ENOMEM: "end other programs, or raise the limit on memory: 'ulimit -v'",
+    errno.EROFS: "that disk can only be read: mount it for writing, or choose a folder on another",
+    errno.EIO: "that disk is damaged or gone: see what the kernel says with 'dmesg'",
+    errno.ESTALE: "that share of the network is gone: mount it again",
+    errno.ENOTCONN: "that share of the network is gone: mount it again",
+    errno.ENOLCK: "let the folder be on a disk of this machine, which locks files",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EFBIG: "choose a folder on a disk that takes larger files (FAT ends at 4 GB), or raise 'ulimit -f'",
+    errno.ELOOP: "links there lead in a circle: remove one",
+    errno.ENOTDIR: "a file is where a folder should be: choose another",
+    errno.EACCES: "run as the user whose it is, or choose another",
+    errno.EPERM: "run as the user whose it is, or choose another",
+}
+"""What the machine refuses wherever it pleases; a bug of ours has other numbers."""
 
 
 class CannotCreateError(AtollError):

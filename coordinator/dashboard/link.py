@@ -1,5 +1,6 @@
 """Where a run's page is served, and the link that opens it; beyond this machine with a token in it."""
 
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,15 +26,27 @@ NEXT_PORTS = 10
 """So many are tried for pages that nobody has chosen an address for, before the system chooses one."""
 
 _TOKEN_BYTES = 16
+_WHOLE = re.compile(r"[!-~]{22,}")  # as long as one of ours, should somebody have chosen their own
 _EVERYWHERE = frozenset({"0.0.0.0", "::"})
 
 
 def page_token(folder: Path) -> str:
-    """The folder's token; makes one at the first start. Raises NotPermittedError, SystemRefusedError."""
+    """The folder's token; makes one at the first start, and where it is damaged: half of it can be guessed.
+
+    Raises NotPermittedError, SystemRefusedError.
+    """
     path = folder / TOKEN_FILE
-    if not path.exists():
-        write_atomically(path, f"{secrets.token_urlsafe(_TOKEN_BYTES)}\n".encode(), mode=0o600)
-    return read_secret(path).decode().strip()
+    if path.exists():
+        found = read_secret(path).decode(errors="replace").strip()
+        if _WHOLE.fullmatch(found):
+            return found
+        log.warning(
+            "the page's token was damaged, and there is another: links of before are useless",
+            path=str(path),
+        )
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    write_atomically(path, f"{token}\n".encode(), mode=0o600)
+    return token
 
 
 def page_link(folder: Path, config: CoordinatorConfig, port: int) -> str:

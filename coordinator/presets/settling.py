@@ -19,7 +19,7 @@ from coordinator.presets.link_shares import CUBIC, CongestionControl
 from coordinator.presets.reasons import counted
 from coordinator.presets.toml_edit import CannotEditError, Place, with_values
 from protocol.errors import ConfigError
-from protocol.files.durable import read_toml
+from protocol.files.durable import TOML_ENCODING, read_toml
 from protocol.run.models import Positive, Section
 from protocol.run.run_spec import RunSpec, validated, validated_file
 from protocol.terminal.typed import directions_of, seconds_of
@@ -242,6 +242,6 @@ def settled_run_file(path: Path) -> Settled | None:
     """
     tables = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
     if wants_settling(tables):
-        return settled(path.read_text(encoding="utf-8"), origin=str(path))
+        return settled(path.read_text(encoding=TOML_ENCODING), origin=str(path))
     validated_file(tables, origin=str(path))
     return None

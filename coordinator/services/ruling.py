@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import structlog
@@ -42,6 +42,7 @@ from protocol.run.amendments import (
     with_versions,
 )
 from protocol.run.run_spec import RunSpec
+from protocol.terminal.console import seconds_in_words
 from protocol.trust.evidence import Equivocation, Evidence
 from protocol.trust.rulings import (
     ABOUT_NODES,
@@ -87,6 +88,20 @@ FIRST_KEY = 1
 """The number of the coordinator's key that a run begins with, which needs no ruling."""
 
 LEAST_ID_LENGTH = 4
+
+
+CLOCK_OFF_SECONDS = 300.0
+
+
+def tell_of_clock(rulings: Iterable[Ruling], *, now: float) -> None:
+    """Tells the run owner of a clock that is behind what this run has seen: invites expire by it."""
+    behind = max((ruling.unix_seconds for ruling in rulings), default=now) - now
+    if behind > CLOCK_OFF_SECONDS:
+        _log.warning(
+            f"this machine's clock is {seconds_in_words(behind)} behind the run's latest ruling, so invites "
+            "that have expired may be good again",
+            next_step="set it, as with 'timedatectl set-ntp true'; training goes on meanwhile",
+        )
 
 
 class Rulings:

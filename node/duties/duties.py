@@ -417,7 +417,7 @@ class Duties:
             await self._ahead.resume()
         self._doing = "contributing"
         log.debug("phase", phase="contributing", round=plan.round)
-        await self._be_saved()
+        await self._be_saved(plan)
         self._trained = trained_of(trained)
         if not self._island.ability.trains:  # before this round can close, and the next count on it
             await self._session.tell_vitals()
@@ -619,14 +619,18 @@ class Duties:
         if self.utilisation is not None:
             log.info("utilisation", **self.utilisation.as_fields())
 
-    async def _be_saved(self) -> None:
+    async def _be_saved(self, plan: Plan) -> None:
         """Lets the disk have the state that this round builds on, before the round can be committed.
 
         So a crash loses one committed round at most, which can be taken back if nobody else has it.
-        A disk that refuses ends the node only after the round (`_adopted`).
+        A disk that refuses ends the node only after the round (`_adopted`), so that its work counts: others
+        hold the result. Alone it ends now. Else the run would have two rounds that nobody holds, and only one
+        can be taken back.
         """
         if self._saving is not None:
             await asyncio.wait((self._saving,))
+            if len(plan.participants) == 1 and not self._exchange.is_durable:
+                await self.saved()
 
     async def saved(self) -> None:
         """Waits for the disk; raises what it refused with."""

@@ -249,6 +249,11 @@ class Exchange:
             async with self._lock:
                 await self._heavy(partial(self._disk.forget_after, round))
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether what is on the disk leads to the state that is here now; not where there is no disk."""
+        return self._disk is not None and self._disk.is_durable(self.outer)
+
     async def save(self, *, is_last: bool = False) -> None:
         """Makes the outer state durable, if the node has a folder: see StateOnDisk.save.
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from node.island.ranks.devices import check_choice, free_bytes
+from node.island.ranks.devices import check_choice, free_bytes, processes_left
 from node.machine.gpus import Gpu, has_driver
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, SystemRefusedError
 
 _ASKING_SECONDS = 60.0  # a driver that has just been loaded takes some
 
@@ -116,3 +116,18 @@ def least_free_bytes(devices: tuple[str, ...], hardware: Hardware) -> int:
     """What the fullest of these GPUs has left."""
     assert hardware.gpus is not None
     return min(hardware.gpus[int(device.partition(":")[2])].free_bytes for device in devices)
+
+
+LEAST_PROCESSES = 20
+PROCESSES_PER_RANK = 4
+"""Processes and threads on two cores, gRPC's and p2pd's among them; more cores take more."""
+
+
+def require_processes(num_ranks: int, *, of: str, root: Path = Path("/")) -> None:
+    """Raises SystemRefusedError where there may not be enough: gRPC would abort this process, silently."""
+    needed, left = LEAST_PROCESSES + PROCESSES_PER_RANK * num_ranks, processes_left(root)
+    if left < needed:
+        raise SystemRefusedError(
+            f"{of} needs at least {needed} processes and threads, and {max(0, left)} more are allowed",
+            next_step="raise the limit: 'docker run --pids-limit 1024', or TasksMax=1024 in a systemd unit",
+        )

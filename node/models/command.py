@@ -4,7 +4,6 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
@@ -12,6 +11,7 @@ import click
 from node.cli import DIRECTORY
 from node.installed import require_installed
 from protocol.errors import NoInputError, SystemRefusedError, UsageError
+from protocol.files.leftovers import TemporaryFolder, remove_leftovers, temporary_directory
 from protocol.terminal.console import printable
 from protocol.trust.credentials import find_home
 
@@ -192,8 +192,10 @@ def evaluate(
             f"{' and '.join(missing)} is not installed, and needed to evaluate a model",
             next_step="pip install 'atoll[lm-eval]'",
         )
-    with TemporaryDirectory(prefix="atoll-evaluate-") as scratch:
-        out = Path(scratch) / "model"
+    remove_leftovers(temporary_directory())
+    scratch = TemporaryFolder("evaluate")
+    try:
+        out = scratch.path / "model"
         model, _, problem = _exported(
             find_home(folder), out, round=round, tokenizer=tokenizer, base=base, is_merged=None
         )
@@ -206,6 +208,8 @@ def evaluate(
         command = (sys.executable, "-m", "lm_eval", "run", "--model", "hf")
         arguments = ("--model_args", f"pretrained={out}", "--tasks", tasks, *options)
         code = subprocess.run((*command, *arguments), check=False).returncode
+    finally:
+        scratch.remove()
     if code:
         raise SystemRefusedError(
             f"lm-eval ended with {code}; its own words stand above",

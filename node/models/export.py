@@ -1,13 +1,13 @@
 """Writes a committed model as a folder that transformers loads, and reads it back.
 
-The folder is complete or absent: it is written beside its place and renamed. What config.json says of a
+The folder is complete or absent (protocol.files.durable). What config.json says of a
 model is node.models.families' business, the words for people are node.models.card's.
 """
 
 import json
 import os
+import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,8 @@ from node.models.reading import (
     read_weights,
 )
 from node.outer_state import Vector
-from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
+from protocol.errors import AtollError, BadDataError, CannotCreateError, NoInputError, UsageError
+from protocol.files.durable import is_taken, refusal_to_write, whole_folder
 from protocol.run.layout import Layout, TensorPlace, layout_of
 from protocol.run.models import DecoderModel, Description, TransformersModel
 from protocol.run.run_spec import RunSpec
@@ -66,50 +67,43 @@ def export_model(
     computed by those, and written with the weights. Without a `dtype` it is what `usual_dtype` says.
 
     Returns why transformers does not load the result; empty where it does. Raises CannotCreateError when
-    `out` exists and is not an empty folder, or cannot be written, and UsageError for values that `dtype`
-    cannot hold.
+    `out` exists and is not an empty folder, or cannot be written, SystemRefusedError when the disk is full,
+    and UsageError for values that `dtype` cannot hold.
     """
     dtype = dtype or usual_dtype(spec, is_merged=base is not None)
     layout = layout_of(spec)
     if len(parameters) != layout.num_elements:
         raise ValueError(f"{len(parameters)} values do not fill a layout of {layout.num_elements}")
     try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if is_taken(out):
             raise CannotCreateError(f"{out} exists already", next_step="name a new folder")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    except OSError as error:
-        raise _cannot_write(out, error) from error
-    try:
-        if isinstance(spec.model, TransformersModel):
-            # What it calls weights in memory and on disk may differ, and only it knows how.
-            from node.island.models.describing import export_state
+        with whole_folder(out) as beside:
+            if isinstance(spec.model, TransformersModel):
+                # What it calls weights in memory and on disk may differ, and only it knows how.
+                from node.island.models.describing import export_state
 
-            own = TORCH_NAMES[dtype]
-            export_state(spec, parameters, beside, base=base, base_name=base_name, dtype=own)
-        else:
-            _write_weights(
-                beside,
-                layout,
-                parameters,
-                dtype,
-                shard_bytes,
-                _statistics_of(spec, parameters, code),
+                own = TORCH_NAMES[dtype]
+                export_state(spec, parameters, beside, base=base, base_name=base_name, dtype=own)
+            else:
+                _write_weights(
+                    beside,
+                    layout,
+                    parameters,
+                    dtype,
+                    shard_bytes,
+                    _statistics_of(spec, parameters, code),
+                )
+            form = Form(
+                dtype=dtype,
+                is_merged=base is not None,
+                base_name=base_name,
+                has_statistics=code is not None,
             )
-        form = Form(
-            dtype=dtype,
-            is_merged=base is not None,
-            base_name=base_name,
-            has_statistics=code is not None,
-        )
-        problem = _write_settings(beside, spec, origin, tokenizer or {}, form)
-        _make_durable(beside)
-        beside.chmod(0o755)
-        beside.rename(out)
-    except (OSError, SafetensorError) as error:
+            problem = _write_settings(beside, spec, origin, tokenizer or {}, form)
+            _make_durable(beside)
+            beside.chmod(0o755)
+    except SafetensorError as error:
         raise _cannot_write(out, error) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)  # gone already when all went well
     return problem
 
 
@@ -267,8 +261,12 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _cannot_write(out: Path, error: Exception) -> CannotCreateError:
-    return CannotCreateError(
-        f"{out} cannot be written: {getattr(error, 'strerror', None) or error}",
-        next_step="name a folder that you can write",
-    )
+def _cannot_write(out: Path, error: SafetensorError) -> AtollError:
+    """What the library says, which is written in Rust and tells the system's number in its text alone."""
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    if told is None:
+        return CannotCreateError(
+            f"{out} cannot be written: {error}", next_step="name a folder that you can write"
+        )
+    number = int(told[1])
+    return refusal_to_write(out, OSError(number, os.strerror(number)))

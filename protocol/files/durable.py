@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import (
+    NEXT_STEP_FOR_REFUSAL,
     AtollError,
     CannotCreateError,
     ConfigError,
@@ -22,24 +23,21 @@ from protocol.errors import (
 )
 from protocol.files.leftovers import Held, remove_left
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE, errno.ENOTCONN}
+_OF_THE_DISK |= {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What another name or folder on the same disk would not mend."""
 
 
 def refusal_to_write(path: Path, error: OSError) -> AtollError:
     """The sentence for a file that could not be written."""
-    if error.errno in _DISK_FULL:
+    if error.errno in _OF_THE_DISK:
         return SystemRefusedError(
-            f"cannot write {path}: {error.strerror}", next_step="free some space on that disk"
+            f"cannot write {path}: {error.strerror}", next_step=NEXT_STEP_FOR_REFUSAL[error.errno]
         )
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return SystemRefusedError(
-            f"cannot write {path}: {error.strerror}",
-            next_step="raise the limit on open files: 'ulimit -n'",
-        )
-    return CannotCreateError(
-        f"cannot write {path}: {error.strerror or error}",
-        next_step=f"make {path.parent} a folder that you may write to, or choose another",
-    )
+    next_step = f"make {path.parent} a folder that you may write to, or choose another"
+    if error.errno in (errno.EROFS, errno.ENAMETOOLONG):
+        next_step = NEXT_STEP_FOR_REFUSAL[error.errno]
+    return CannotCreateError(f"cannot write {path}: {error.strerror or error}", next_step=next_step)
 
 
 @contextlib.contextmanager
@@ -80,18 +78,34 @@ def read_toml(path: Path, *, when_missing: str) -> dict[str, Any]:
     """Reads a file that people write.
 
     Raises NoInputError when it cannot be read, with `when_missing` as the next step when it is not
-    there, and ConfigError when it is not TOML.
+    there, and ConfigError when it is not TOML, or empty: an editor on a full disk leaves nothing, and all
+    that was set would fall back to defaults.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding=TOML_ENCODING)
     except FileNotFoundError as error:
         raise NoInputError(f"{path} is not there", next_step=when_missing) from error
     except OSError as error:
         raise NoInputError(
             f"{path} cannot be read: {error.strerror}", next_step="make it a file that you may read"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not TOML, which is UTF-8: {error}", next_step="save it again, as UTF-8"
+        ) from error
+    if not text.strip():
+        raise ConfigError(
+            f"{path} is empty: {path.stat().st_size} bytes",
+            next_step=f"restore it from a backup; for the defaults alone write '# defaults' into {path}",
+        )
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}", next_step="correct that line") from error
+
+
+TOML_ENCODING = "utf-8-sig"
+"""UTF-8, with or without the mark at its beginning that editors of Windows write."""
 
 
 def read_secret(path: Path) -> bytes:
@@ -100,7 +114,10 @@ def read_secret(path: Path) -> bytes:
     A key that others could read may be theirs too; who could write it chose it. A group may read, for so
     services get their keys.
     """
-    mode = stat.S_IMODE(path.stat().st_mode)
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    mode = stat.S_IMODE(mode)
     if mode & (stat.S_IRWXO | stat.S_IWGRP):
         raise NotPermittedError(
             f"others on this machine may read or change {path} (mode {mode:03o}), which is secret",
@@ -201,7 +218,7 @@ def clear_unfinished(folder: Path) -> None:
 
 
 def _refusal_to_make(path: Path, error: OSError) -> AtollError:
-    if error.errno in _DISK_FULL:
+    if error.errno in _OF_THE_DISK:
         return refusal_to_write(path, error)
     return CannotCreateError(
         f"{path} cannot be made: {error.strerror}", next_step="choose another folder"

@@ -44,6 +44,13 @@ class FolderLock:
                 raise SystemRefusedError(
                     f"another {holder} (process {owner}) runs in {folder}", next_step=next_step
                 ) from error
+            except OSError as error:  # a share of a network, or a program's own file system
+                os.close(descriptor)
+                raise SystemRefusedError(
+                    f"the disk of {path} locks no files ({error.strerror}), so a second {holder} there "
+                    "would not be noticed",
+                    next_step="let the folder be on a disk of this machine",
+                ) from error
             if _is_same_file(path, descriptor):
                 break
             os.close(descriptor)  # its holder removed the file before letting go

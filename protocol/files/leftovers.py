@@ -42,13 +42,41 @@ class Held:
             self._descriptor = -1
 
 
+LONGEST_SOCKET_BYTES = 107
+"""Of a Unix socket's name (unix(7): 108 with the zero behind it)."""
+
+_OWN_BYTES = 40
+"""What names of sockets have behind the temporary directory: ours, and multiprocessing's."""
+
+
+def temporary_directory(*, has_sockets: bool = False) -> Path:
+    """Where temporary files lie; raises SystemRefusedError without one, or where sockets do not fit in."""
+    try:
+        path = tempfile.gettempdir()
+    except OSError as error:
+        raise SystemRefusedError(
+            "there is no folder for temporary files that can be written to, neither TMPDIR nor /tmp nor "
+            "/var/tmp",
+            next_step="free some space on their disks, or set TMPDIR to a folder on another",
+        ) from error
+    length, most = len(os.fsencode(path)), LONGEST_SOCKET_BYTES - _OWN_BYTES
+    if has_sockets and length > most:
+        raise SystemRefusedError(
+            f"the folder for temporary files, {path}, has a name of {length} bytes, and sockets fit into "
+            f"one of at most {most}",
+            next_step="set TMPDIR to a folder with a shorter name: TMPDIR=/tmp",
+        )
+    return Path(path)
+
+
 class TemporaryFolder:
     """A new folder in the temporary directory that only we can read; `remove` it in the end.
 
-    Raises SystemRefusedError when there is no room for it.
+    Raises SystemRefusedError when there is no room for it, or none for the name of a socket in it.
     """
 
-    def __init__(self, purpose: str) -> None:
+    def __init__(self, purpose: str, *, has_sockets: bool = False) -> None:
+        temporary_directory(has_sockets=has_sockets)
         try:
             while True:
                 self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))  # mode 0700

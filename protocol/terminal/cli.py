@@ -220,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from protocol.files.descriptors import open_standard_files  # Windows has no such module
 
         open_standard_files()
+    console.write_what_can_be_written()
     # gRPC's own log repeats what we report, and tells of every stranger's failed handshake.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(console.run(root, arguments))

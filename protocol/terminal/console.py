@@ -3,8 +3,10 @@
 rich is imported inside functions: commands that print plain lines start without it.
 """
 
+import codecs
 import contextlib
 import errno
+import io
 import json
 import os
 import sys
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from protocol.errors import AtollError, ExitCode
+from protocol.errors import NEXT_STEP_FOR_REFUSAL, AtollError, ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,13 +26,8 @@ if TYPE_CHECKING:
 DEBUG_VARIABLE = "ATOLL_DEBUG"
 """Set to 1, it adds the traceback to every error."""
 
-_NEXT_STEP_FOR_REFUSAL = {
-    errno.ENOSPC: "free some space on that disk",
-    errno.EDQUOT: "free some space, or have the quota raised",
-    errno.EMFILE: "raise the limit on open files: 'ulimit -n'",
-    errno.ENFILE: "end other programs, or raise fs.file-max",
-}
-"""What the machine refuses wherever it pleases; a bug of ours has other numbers."""
+_REFUSALS_OF_FILES = (errno.EACCES, errno.EPERM)
+"""What is a refusal only where a file is named: else a call of ours may be wrong."""
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
@@ -61,17 +58,22 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
     except SystemExit as end:  # click and rich end so when the reader of a pipe has gone
         return end.code if isinstance(end.code, int) else ExitCode.INTERNAL
-    except OSError as error:
-        if error.errno not in _NEXT_STEP_FOR_REFUSAL:
-            return _blame_a_bug(error)
-        _abandon_if_unwritable(sys.stdout)
-        where = f"{error.filename}: " if error.filename else ""
-        _complain(
-            f"the machine refuses: {where}{error.strerror}", _NEXT_STEP_FOR_REFUSAL[error.errno]
-        )
-        return ExitCode.SYSTEM
     except Exception as error:
-        return _blame_a_bug(error)
+        return _blame(error)
+
+
+def write_what_can_be_written() -> None:
+    """Lets standard output show "?" for a character that its coding has not, instead of failing.
+
+    That of a locale such as de_DE.ISO-8859-1 has no lines or bars. Names of files that are no UTF-8 go out
+    as they are.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape" if _is_utf_8(sys.stdout) else "replace")
+
+
+def _is_utf_8(stream: TextIO) -> bool:
+    return codecs.lookup(stream.encoding or "ascii").name == "utf-8"
 
 
 def refuse(error: AtollError) -> int:
@@ -95,6 +97,25 @@ def _next_step_for_usage(error: click.ClickException) -> str:
     if "unexpected extra argument" in error.message and "--dir" in names:
         return f"name the folder with --dir: '{context.command_path} --dir DIR'"
     return f"'{context.command_path} --help' lists what it takes"
+
+
+def _blame(error: Exception) -> int:
+    """Says whether the machine has refused, or else that it is a bug; returns the exit code."""
+    match error:
+        case OSError() if error.filename or error.errno not in _REFUSALS_OF_FILES:
+            number, what = error.errno, error.strerror
+        case MemoryError():
+            number, what = errno.ENOMEM, os.strerror(errno.ENOMEM)
+        case RuntimeError() if str(error) == "can't start new thread":  # Python's words for EAGAIN
+            number, what = errno.EAGAIN, str(error)
+        case _:
+            return _blame_a_bug(error)
+    if number not in NEXT_STEP_FOR_REFUSAL:
+        return _blame_a_bug(error)
+    _abandon_if_unwritable(sys.stdout)
+    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    _complain(f"the machine refuses: {where}{what}", NEXT_STEP_FOR_REFUSAL[number])
+    return ExitCode.SYSTEM
 
 
 def _blame_a_bug(error: Exception) -> int:
@@ -262,4 +283,5 @@ def fitting(
 
 def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
     """Prints a value as indented JSON with its keys in the given order."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+    is_ascii = not _is_utf_8(sys.stdout)  # escapes say what a "?" would hide
+    click.echo(json.dumps(value, indent=2, ensure_ascii=is_ascii, allow_nan=False))

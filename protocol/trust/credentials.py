@@ -23,6 +23,7 @@ from protocol.errors import (
     ProtocolMismatchError,
 )
 from protocol.files.durable import (
+    TOML_ENCODING,
     expanded,
     make_folder,
     read_secret,
@@ -247,7 +248,7 @@ class Credentials:
                 + (f", or name a folder that is here: {near}" if near else ""),
             )
         try:
-            link = tomllib.loads(link_path.read_text(encoding="utf-8"))
+            link = tomllib.loads(link_path.read_text(encoding=TOML_ENCODING))
             credentials = cls(
                 swarm_id=_text(link, "swarm_id"),
                 run_name=_text(link, "run_name"),
@@ -271,8 +272,11 @@ class Credentials:
                 next_step="run as the user who joined the swarm",
             ) from error
         except (OSError, ValueError, AtollError) as error:
+            why = str(error)
+            if isinstance(error, OSError) and error.filename:
+                why = f"{error.filename}: {error.strerror}"
             raise BadDataError(
-                f"the credentials in {directory} are damaged: {error}",
+                f"the credentials in {directory} are damaged: {why}",
                 next_step="join again with 'atoll join INVITE'",
             ) from error
         return credentials

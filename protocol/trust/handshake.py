@@ -19,6 +19,7 @@ from protocol.errors import (
     ProtocolMismatchError,
     UnavailableError,
 )
+from protocol.files.leftovers import temporary_directory
 from protocol.trust.credentials import Credentials
 from protocol.trust.invite import Invite, endpoint_of
 from protocol.trust.pki import is_coordinators, pin_of, server_name
@@ -233,7 +234,7 @@ class Diagnosis:
                 )
                 context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC
                 context.set_alpn_protocols(_PROTOCOLS)
-                with tempfile.TemporaryDirectory() as folder:
+                with tempfile.TemporaryDirectory(dir=temporary_directory()) as folder:
                     certificate, key = Path(folder) / "client.pem", Path(folder) / "client.key"
                     certificate.write_bytes(self._credentials.leaf_pem)
                     key.write_bytes(self._credentials.key_pem)

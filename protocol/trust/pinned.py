@@ -17,6 +17,7 @@ from typing import Self
 
 from protocol.errors import BadDataError
 from protocol.files.durable import read_secret, write_atomically
+from protocol.files.leftovers import temporary_directory
 from protocol.trust.invite import SECRET_BYTES
 from protocol.trust.pki import Authority, new_swarm_id, pin_of
 
@@ -62,9 +63,8 @@ class PinnedKey:
         """Its side of TLS 1.3."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        with NamedTemporaryFile(
-            prefix="atoll-pinned-"
-        ) as file:  # Python takes keys from files only
+        # Python takes keys from files only.
+        with NamedTemporaryFile(prefix="atoll-pinned-", dir=temporary_directory()) as file:
             Path(file.name).write_bytes(self.certificate_pem + self.key_pem)
             context.load_cert_chain(file.name)
         return context

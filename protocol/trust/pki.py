@@ -424,7 +424,7 @@ def signing_key_of(key_pem: bytes) -> Ed25519PrivateKey:
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
     except (ValueError, TypeError) as error:
-        raise BadDataError(f"not a private key: {error}") from error
+        raise BadDataError("not a private key, or cut off") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise BadDataError("the key that is to sign is not Ed25519")
     return key
@@ -447,7 +447,7 @@ def _certificate(certificate_pem: bytes) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(certificate_pem)
     except ValueError as error:
-        raise ProtocolMismatchError(f"not a certificate: {error}") from error
+        raise ProtocolMismatchError("not a certificate, or cut off") from error
 
 
 def _alternative_names(certificate_pem: bytes) -> x509.SubjectAlternativeName:

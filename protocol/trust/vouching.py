@@ -37,10 +37,12 @@ class Bundle:
         """Raises ProtocolMismatchError for what holds no certificates, or two for the same."""
         try:
             if len(pem) > MOST_BUNDLE_BYTES:
-                raise ValueError(f"{len(pem):,} bytes are too many")
+                raise ProtocolMismatchError(f"{len(pem):,} bytes are too many for certificates")
             certificates = x509.load_pem_x509_certificates(pem)
         except ValueError as error:
-            raise ProtocolMismatchError(f"not certificates: {error}") from error
+            raise ProtocolMismatchError("not certificates, or cut off") from error
+        if pem.count(b"-----BEGIN ") != len(certificates):  # x509 leaves a torn one out, silently
+            raise ProtocolMismatchError(f"cut off behind {len(certificates)} certificates")
         if len(certificates) > MOST_CERTIFICATES:
             raise ProtocolMismatchError(f"{len(certificates)} certificates are too many")
         leaves: list[bytes] = []
@@ -78,7 +80,7 @@ def first_of(pem: bytes) -> bytes:
     try:
         return x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
     except ValueError as error:
-        raise ProtocolMismatchError(f"not a certificate: {error}") from error
+        raise ProtocolMismatchError("not a certificate, or cut off") from error
 
 
 def number_of(coordinator_pem: bytes) -> int:
@@ -155,7 +157,10 @@ def _is_by(key: Ed25519PublicKey, statement: bytes, signature: bytes) -> bool:
 
 
 def _key_of(certificate_pem: bytes) -> Ed25519PublicKey:
-    key = x509.load_pem_x509_certificate(certificate_pem).public_key()
+    try:
+        key = x509.load_pem_x509_certificate(certificate_pem).public_key()
+    except ValueError as error:
+        raise ProtocolMismatchError("not a certificate, or cut off") from error
     if not isinstance(key, Ed25519PublicKey):
         raise ProtocolMismatchError("the key of an authority or a coordinator is not Ed25519")
     return key

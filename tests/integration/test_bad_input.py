@@ -240,6 +240,16 @@ def test_a_wrong_setting_of_a_node_is_refused(
         file.write_text(before)
 
 
+def test_a_place_for_temporary_files_that_no_socket_fits_into_is_refused(
+    swarm: Swarm, member: Path, tmp_path: Path
+) -> None:
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    typed = atoll("node", "start", "--dir", member, TMPDIR=str(long))
+    refused(typed, 71, f"{long}, has a name of ", "of at most 67", "TMPDIR=/tmp")
+    done(atoll("status", "--dir", member, TMPDIR=str(long)))  # which needs no socket there
+
+
 def test_a_wrong_option_of_a_node_is_refused(member: Path, tmp_path: Path) -> None:
     start = ("node", "start", "--dir", member)
     refused(atoll(*start, "--ranks", "0"), 64, "--ranks 0")

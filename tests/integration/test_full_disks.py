@@ -11,13 +11,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_machine import SmallDisk, small_disk
-from typed_commands import ROOT, Swarm, atoll, rests, until
+from typed_commands import ROOT, WITHOUT_PRIVILEGES, Swarm, atoll, rests, until
 
 from node.kept import kept_model
+from node.models.card import Origin
+from node.models.export import export_model
+from protocol.errors import SystemRefusedError
+from protocol.run.layout import layout_of
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
+from protocol.wire.rounds import Digest
+from tests.tiny_runs import tiny
 
 RUN = """
 [run]
@@ -115,6 +122,48 @@ def test_a_node_whose_disk_becomes_full_ends_with_the_reason_and_its_older_snaps
     assert 1 <= newest.round <= max(commits)
     assert newest.outer_digest == commits[newest.round]
     assert not list((home / "snapshots").glob(".round-*"))  # nothing half written takes up room
+
+
+def test_a_disk_that_an_export_fills_is_told_as_full_and_keeps_nothing(disk: SmallDisk) -> None:
+    spec = tiny(model={"hidden_size": 512, "ffn_size": 2048})
+    with pytest.raises(SystemRefusedError, match="No space left") as refusal:
+        export_model(
+            spec=spec,
+            parameters=np.zeros(layout_of(spec).num_elements, dtype=np.float32),
+            origin=Origin(
+                run="small", run_digest=Digest(bytes(32)), round=1, outer_digest=Digest(bytes(32))
+            ),
+            out=disk.path / "model",
+        )
+    assert refusal.value.next_step == "free some space on that disk"
+    assert not list(disk.path.iterdir())
+
+
+@pytest.mark.nightly
+def test_a_node_alone_whose_folder_becomes_read_only_ends_and_the_run_goes_on_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    run = RUN.format(rounds=1000).replace("lease = 12", "lease = 12\napply = 10")
+    swarm = Swarm(tmp_path / "swarm", run)
+    try:
+        home = rests(swarm.join("locked", swarm.invite()))
+        start = ("node", "start", "--dir", home)
+        node = swarm.start(*start, through=(sys.executable, "-c", WITHOUT_PRIVILEGES))
+        swarm.coordinator.says("round committed", times=3)
+        folders = [home, *(path for path in home.rglob("*") if path.is_dir())]
+        for folder in folders:
+            folder.chmod(0o555)
+        node.ends_with(
+            73, "not saved", f"atoll: cannot write {home}", "Permission denied", "next: "
+        )
+        for folder in folders:
+            folder.chmod(0o755)
+        num_said = swarm.coordinator.log.count("reason='all slices are committed'")
+        swarm.start(*start)
+        swarm.coordinator.says("reason='all slices are committed'", times=num_said + 2)
+        assert swarm.status().run.digests_agree
+    finally:
+        swarm.end()
 
 
 def closed_rounds(swarm: Swarm) -> list[status_pb2.RoundSummary]:

@@ -38,7 +38,7 @@ the processors from all other tests."""
 
 _READY = re.compile(r"coordinator ready: control \S+:(\d+), enrolment \S+:(\d+)")
 
-_WITHOUT_PRIVILEGES = """
+WITHOUT_PRIVILEGES = """
 import ctypes, os, sys
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
@@ -68,7 +68,7 @@ class Typed:
 def atoll(*arguments: str | Path, stdin: str = "", **environment: str) -> Typed:
     """Runs a command to its end; one that shows a traceback or blames a bug fails the test."""
     ran = subprocess.run(
-        [sys.executable, "-c", _WITHOUT_PRIVILEGES, *atoll_command(*arguments)],
+        [sys.executable, "-c", WITHOUT_PRIVILEGES, *atoll_command(*arguments)],
         input=stdin,
         capture_output=True,
         text=True,

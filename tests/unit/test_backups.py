@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.backup import Backup
+from coordinator.backup import Backup, clear_unfinished_backups
 from coordinator.backups import (
     CopyName,
     Failed,
@@ -31,6 +31,15 @@ BACKUP = Backup(run_name="my-run", committed_round=7, total_rounds=9, num_bytes=
 
 def name_at(minutes: float, *, swarm: str = OURS.swarm) -> str:
     return str(CopyName(run=OURS.run, swarm=swarm, at=NOON + timedelta(minutes=minutes)))
+
+
+@pytest.mark.parametrize("content", [b"", bytes(20), b"\xff\xfe", b"/nowhere/\xfc"])
+def test_the_note_of_a_backup_that_a_power_cut_has_damaged_stops_no_start(
+    content: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / ".backup-1").write_bytes(content)
+    clear_unfinished_backups(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_name_is_read_as_it_was_written_and_other_folders_are_none() -> None:

@@ -546,3 +546,39 @@ async def test_a_heartbeat_right_after_a_leap_tells_of_the_incarnation_there(
     await catch_up.to_round(2)
     assert told == [2]
     await scene.stop()
+
+
+@in_virtual_time
+async def test_what_a_round_that_was_taken_back_was_followed_by_accuses_nobody(
+    tmp_path: Path,
+) -> None:
+    """The list that a node waits by is older than the one by which it goes on."""
+    scene = await Scene.of(A, B, C, folder=tmp_path)
+    node = scene.nodes[C]
+    await node.exchange.save()
+    for number in (1, 2):
+        await committed_round(scene, number, A, B)
+    for each in (A, B):
+        await scene.nodes[each].transport.stop()
+    first = node.outer.digest
+    with capture_logs() as told:
+        catching_up = asyncio.create_task(node.exchange.catch_up(2))
+        await asyncio.sleep(20)
+        assert node.outer.round == 0
+        scene.commits = [
+            replace(
+                commit,
+                incarnation=1,
+                base_digest=first,
+                outer_digest=first,
+                slices=tuple(
+                    replace(outcome, digest=None, contributors=(), contributions=(), holder_ids=())
+                    for outcome in commit.slices
+                ),
+            )
+            for commit in scene.commits
+        ]
+        await asyncio.wait_for(catching_up, 600)
+    assert node.outer.position == (2, first)
+    assert "a made-up state is refused" not in [line["event"] for line in told]
+    await scene.stop()

@@ -288,3 +288,24 @@ def test_rounds_come_as_csv_with_the_losses_of_exactly_their_states(monkeypatch,
     assert "--csv and --json are both given" in capsys.readouterr().err
     assert console.run(cli.root, ["rounds"]) == ExitCode.OK
     assert "4.750" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("coding", ["ascii", "latin-1"])
+def test_a_terminal_that_is_not_utf_8_gets_what_it_can_show_and_programs_all_of_it(
+    coding: str,
+) -> None:
+    program = (
+        "from protocol.terminal import cli, console\n"
+        "def told(*_):\n"
+        "    console.terminal().print('\u2500 \u017e')\n"
+        "    console.print_json({'a': '\u017e'})\n"
+        "    return 0\n"
+        "console.run = told\n"
+        "cli.main(['status'])"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": f"{coding}:strict", "PYTHONUTF8": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, env=environment
+    )
+    assert (ran.returncode, ran.stderr) == (0, b"")
+    assert ran.stdout.decode(coding) == '? ?\n{\n  "a": "\\u017e"\n}\n'

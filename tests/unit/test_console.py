@@ -1,5 +1,6 @@
 """Every way a command can end: its words on stderr and its exit code."""
 
+import errno
 import json
 
 import click
@@ -138,3 +139,26 @@ def test_json_is_printed_with_its_keys_in_order(capsys):
     out = capsys.readouterr().out
     assert list(json.loads(out)) == ["b", "a"]
     assert "→" in out
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EROFS, "Read-only file system", "/mnt/a"), "/mnt/a: Read-only"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "/" + "d" * 300), "shorter name"),
+        (PermissionError(errno.EACCES, "Permission denied", "/root/a"), "/root/a: Permission"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "'ulimit -u'"),
+        (RuntimeError("can't start new thread"), "'ulimit -u'"),
+        (MemoryError(), "Cannot allocate memory\n  next: end other programs"),
+    ],
+)
+def test_what_the_machine_refuses_is_no_bug_of_ours(error, words, capsys):
+    assert console.run(fails_with(error), []) == ExitCode.SYSTEM
+    said = capsys.readouterr().err
+    assert said.startswith("atoll: the machine refuses: ") and words in said
+    assert said.count("\n") == 2
+
+
+def test_a_refusal_that_names_no_file_may_be_a_wrong_call_of_ours(capsys):
+    assert console.run(fails_with(PermissionError(errno.EPERM, "no")), []) == ExitCode.INTERNAL
+    assert "a bug in Atoll" in capsys.readouterr().err

@@ -19,13 +19,22 @@ from protocol.errors import IncompleteError, SystemRefusedError
 from protocol.trust.rulings import NO_DIGEST, ROUNDS, Ruling, RulingKind
 from protocol.wire.messages import (
     Applied,
+    Reduced,
     RosterTold,
     RoundCommitted,
     RoundOpened,
     RulingsTold,
     RunFinished,
+    Trained,
 )
-from protocol.wire.rounds import Commit, Digest, PeerAddress, RosterEntry
+from protocol.wire.rounds import (
+    Commit,
+    Digest,
+    PeerAddress,
+    RosterEntry,
+    Slice,
+    SliceOutcome,
+)
 from tests.unit.daemon_scene import Life
 from tests.unit.exchange_scene import A, B, in_virtual_time, plan_for
 
@@ -237,22 +246,56 @@ class FullDisk(SnapshotFolder):
         raise SystemRefusedError("cannot write it: No space left on device")
 
 
-@in_virtual_time
-async def test_a_node_that_cannot_save_says_so_at_once_and_ends_before_it_is_planned_again(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_node_that_cannot_save_says_so_at_once_and_ends_with_the_round_or_alone_before_it(
+    tmp_path: Path, is_alone: bool
 ) -> None:
-    disk = StateOnDisk(tmp_path, history=History(None))
-    disk.snapshots = FullDisk(tmp_path)
-    async with Life(disk=disk) as life:
-        assert life.running is not None
-        for round_number in (1, 2):
-            plan = await life.opened(round_number, seconds=60)
+    """Alone it would leave two rounds that nobody holds, and only one can be taken back."""
+
+    @in_virtual_time
+    async def run() -> None:
+        disk = StateOnDisk(tmp_path, history=History(None))
+        disk.snapshots = FullDisk(tmp_path)
+        async with Life(disk=disk) as life:
+            assert life.running is not None
+            plan = await life.opened(1, seconds=60)
             with capture_logs() as told:
                 life.link.say(RoundCommitted(commit=life.commit(plan)))
                 await asyncio.sleep(10)
-            assert ("not saved" in [line["event"] for line in told]) == (round_number == 1)
-            assert life.running.done() == (round_number == 2)
-        assert [number for number, _ in life.link.reported(Applied)] == [1]
-        with pytest.raises(SystemRefusedError, match="No space left"):
-            await life.running
-        assert life.link.goodbyes == ["stopped by an error, which its log tells"]
+            assert "not saved" in [line["event"] for line in told]
+            assert not life.running.done()
+            others = () if is_alone else (B,)
+            plan = plan_for(A, *others, round=2, base_digest=life.outer.digest)
+            life.link.say(RoundOpened(plan=plan))
+            await asyncio.sleep(60)
+            trained = [number for number, _ in life.link.reported(Trained)]
+            assert trained == ([1] if is_alone else [1, 2])
+            if not is_alone:
+                assert not life.running.done()
+                ((_, reduced),) = [each for each in life.link.reported(Reduced) if each[0] == 2]
+                void = [outcome_of(each, None) for each in plan.slices]
+                void[reduced.slice_index] = outcome_of(plan.slices[reduced.slice_index], reduced)
+                commit = Commit(
+                    round=2, fragment=0, base_digest=plan.base_digest, slices=tuple(void)
+                )
+                life.link.say(RoundCommitted(commit=commit))
+                await asyncio.sleep(60)
+            assert [number for number, _ in life.link.reported(Applied)] == [1]
+            assert life.running.done()
+            with pytest.raises(SystemRefusedError, match="No space left"):
+                await life.running
+            assert life.link.goodbyes == ["stopped by an error, which its log tells"]
+
+    run()
+
+
+def outcome_of(part: Slice, reduced: Reduced | None) -> SliceOutcome:
+    return SliceOutcome(
+        index=part.index,
+        start=part.start,
+        num_elements=part.num_elements,
+        digest=None if reduced is None else reduced.digest,
+        contributors=() if reduced is None else reduced.contributors,
+        contributions=() if reduced is None else reduced.contributions,
+        holder_ids=() if reduced is None else (A,),
+    )

@@ -1,6 +1,10 @@
 """An exported model is whole or absent, and reads back to the bit."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +19,13 @@ from node.island.models.first_weights import initial_parameters
 from node.models.card import DType, Origin, contributions_of
 from node.models.export import export_model, load_exported
 from node.models.reading import tensors_in
-from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
+from protocol.errors import (
+    BadDataError,
+    CannotCreateError,
+    NoInputError,
+    SystemRefusedError,
+    UsageError,
+)
 from protocol.run.layout import layout_of
 from protocol.run.models import DecoderModel, Description
 from protocol.wire.rounds import (
@@ -94,9 +104,30 @@ def test_a_failed_export_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full_disk)
-    with pytest.raises(CannotCreateError, match="No space left on device"):
+    with pytest.raises(SystemRefusedError, match="No space left on device"):
         export(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import test_export
+from node.models import export
+export._make_durable = lambda folder: os.kill(os.getpid(), signal.SIGTERM)
+test_export.export(Path(sys.argv[1]))
+"""
+
+
+def test_what_a_killed_export_leaves_is_cleared_by_the_next(tmp_path: Path) -> None:
+    here = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", KILLED, tmp_path / "model"]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": here}, check=False)
+    assert killed.returncode == -signal.SIGTERM
+    (left,) = tmp_path.iterdir()
+    assert (left / "model.safetensors").stat().st_size
+    export(tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_what_is_no_export_is_refused(tmp_path: Path) -> None:

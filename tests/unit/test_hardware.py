@@ -18,8 +18,9 @@ from node.machine.hardware import (
     _of_answer,
     likely_devices,
     look_around,
+    require_processes,
 )
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, SystemRefusedError
 
 GIB = 1 << 30
 TWO_GPUS = Hardware(
@@ -241,3 +242,23 @@ def test_limits_of_the_first_version_of_control_groups_count_too(
     }
     text = "9:name=systemd:/\n4:memory:/docker/1a2b\n0::/\n"
     assert free_bytes(machine(tmp_path, available_kib=1024, group=text, **files)) == left
+
+
+@pytest.mark.parametrize(
+    ("group", "folder"),
+    [("0::/pod/one\n", "sys/fs/cgroup/pod"), ("3:pids:/pod/one\n0::/\n", "sys/fs/cgroup/pids/pod")],
+)
+def test_a_container_of_too_few_processes_is_told_before_grpc_aborts_in_it(
+    tmp_path: Path, group: str, folder: str
+) -> None:
+    files = {f"{folder}/pids.max": "40", f"{folder}/pids.current": "17"}
+    files |= {f"{folder}/one/pids.max": "max", f"{folder}/one/pids.current": "3"}
+    root = machine(tmp_path, available_kib=1024, group=group, **files)
+    require_processes(0, of="the helper", root=root)
+    with pytest.raises(SystemRefusedError, match="at least 24 processes and threads, and 23 more"):
+        require_processes(1, of="the node", root=root)
+
+
+def test_a_machine_that_limits_no_processes_has_enough(tmp_path: Path) -> None:
+    require_processes(64, of="the node", root=machine(tmp_path, available_kib=1, group="0::/\n"))
+    require_processes(64, of="the node", root=tmp_path / "without")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from structlog.testing import capture_logs
 
+from coordinator.services.ruling import tell_of_clock
 from node.history import KeptRulings
 from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
 from protocol.run.amendments import in_force
@@ -225,3 +227,18 @@ def test_the_rules_of_a_round_are_those_of_its_amendments() -> None:
     assert kept.spec_in(4) == SPEC, "what was asked before the amendment is not remembered after it"
     kept.take([signed(ruling)])
     assert kept.spec_in(3) == SPEC and kept.spec_in(4).inner.learning_rate == 0.5
+
+
+@pytest.mark.parametrize(
+    ("hours", "is_told"), [(2, False), (0.05, False), (-0.05, False), (-1, True)]
+)
+def test_a_run_owner_hears_of_a_clock_that_is_behind_what_the_run_has_seen(
+    hours: float, is_told: bool
+) -> None:
+    rulings = [one.ruling for one in chain("first", "second")]
+    with capture_logs() as told:
+        tell_of_clock(rulings, now=1.5 + hours * 3600)
+        tell_of_clock([], now=0.0)
+    assert len(told) == is_told
+    if is_told:
+        assert "clock is 1 h 0 min behind the run's latest ruling" in told[0]["event"]

@@ -1,19 +1,21 @@
 """What a person types wrong is told in a sentence, with what to type instead."""
 
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator import config
 from coordinator.config import CONFIG_FILE
-from node.config import require_node_folder
+from node.config import load_settings, require_node_folder, tell_missing_settings
 from node.island.data.corpus import _read as read_text
 from node.island.data.corpus import text_files
 from node.link.join import read_invite
-from protocol.errors import ExitCode, NoInputError
+from protocol.errors import ConfigError, ExitCode, NoInputError
 from protocol.terminal import cli, console
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
@@ -174,3 +176,68 @@ def test_a_viewer_s_folder_has_nothing_that_a_node_has(
     for words in (["node", "start"], ["node", "pause"], ["node", "snapshots"]):
         code, said = typed([*words, "--dir", str(tmp_path)], capsys)
         assert code == ExitCode.NO_PERMISSION and "is a viewer's folder" in said
+
+
+KEYS = ("ca.pem", "coordinator.pem", "server.pem", "client.pem")
+KEYS += ("coordinator.key", "server.key", "client.key")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of two runs, which were never started."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("run", "other"):
+        made = ["init", str(folder / name), "--port", "0", "--enrolment-port", "0"]
+        assert console.run(cli.root, made) == ExitCode.OK
+    return folder
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("how", ["half", "empty", "gone", "another run's"])
+def test_a_key_or_certificate_that_is_damaged_is_told_before_anything_listens(
+    name: str, how: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs / "run", folder)
+    whole = (folder / name).read_bytes()
+    if how == "gone":
+        (folder / name).unlink()
+    elif how == "another run's":
+        shutil.copy(runs / "other" / name, folder / name)
+    else:
+        (folder / name).write_bytes(whole[: len(whole) // 2] if how == "half" else b"")
+    code, said = typed(["coordinator", "start", str(folder)], capsys)
+    assert code == (ExitCode.NO_INPUT if how == "gone" else ExitCode.BAD_DATA)
+    assert name in said and str(folder) in said and "restore it from a backup" in said
+
+
+def test_what_a_node_may_do_does_not_fall_away_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "node.toml").symlink_to("node.toml")
+    with pytest.raises(NoInputError, match="symbolic links"):
+        load_settings(tmp_path)
+    (tmp_path / "node.toml").unlink()
+    (tmp_path / "node.toml").touch()
+    with pytest.raises(ConfigError, match="is empty"):
+        load_settings(tmp_path)
+
+
+def test_a_node_whose_settings_are_gone_says_that_no_limits_hold(tmp_path: Path) -> None:
+    with capture_logs() as told:
+        tell_missing_settings(tmp_path)
+        (tmp_path / "node.toml").write_text("name = 'a'")
+        tell_missing_settings(tmp_path)
+    (line,) = told
+    assert "without limits" in line["event"] and line["path"] == str(tmp_path / "node.toml")
+
+
+def test_a_node_is_called_like_its_folder_as_far_as_names_go(tmp_path: Path) -> None:
+    assert load_settings(tmp_path / ("long" * 30)).name == "long" * 16
+
+
+def test_a_node_without_its_key_is_told_which_file_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "link.toml").touch()
+    (tmp_path / "node.toml").touch()
+    with pytest.raises(NoInputError, match=r"identity\.key is not there"):
+        require_node_folder(tmp_path)

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.disk.logs import SentLog
+from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import Owed, SnapshotWriting, snapshot_bytes
 from node.exchange import giving
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
@@ -271,6 +272,30 @@ async def test_a_snapshot_behind_that_fails_is_raised_by_the_next_save_and_tried
     await node.exchange.save(is_last=True)
     assert files(tmp_path)[-1] == "round-00000001.safetensors"
     np.testing.assert_array_equal((await scene.add(A)).residual, owed)
+    await scene.stop()
+
+
+@in_virtual_time
+async def test_results_are_on_the_disk_where_a_snapshot_alone_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = await swarm_on(tmp_path)
+    node = scene.nodes[A]
+
+    def full(*_: object, **__: object) -> SnapshotWriting:
+        raise SystemRefusedError("cannot write it: No space left on device")
+
+    plan = await scene.open_round(1, A)
+    await node.contribute(np.ones(NUM_ELEMENTS, dtype=np.float32))
+    await asyncio.sleep(1)
+    await node.exchange.apply(scene.close_round(plan))
+    with monkeypatch.context() as patched:
+        patched.setattr(SnapshotFolder, "begin", full)
+        with pytest.raises(SystemRefusedError, match="No space left"):
+            await node.exchange.save()
+    assert files(tmp_path) == ["round-00000000.safetensors", "round-00000001.results"]
+    assert node.exchange.is_durable
+    assert (await scene.add(A)).outer.position == node.outer.position
     await scene.stop()
 
 

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.config import Home
+from coordinator.dashboard.link import TOKEN_FILE, page_token
 from node.hosts.wire import LeaderKey
 from protocol.errors import NotPermittedError
 from protocol.files.durable import read_secret
@@ -70,3 +72,23 @@ def test_each_key_of_a_folder_is_looked_at_before_it_is_used(
     (tmp_path / name).chmod(0o644)
     with pytest.raises(NotPermittedError, match=name):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", bytes(23), b"\xff\xfe" * 12, b"Wzj8aQ0pTnq\n"])
+def test_a_damaged_token_of_the_page_lets_nobody_in(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / TOKEN_FILE
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with capture_logs() as told:
+        token = page_token(tmp_path)
+    assert len(token) == 22 and page_token(tmp_path) == token
+    (line,) = told
+    assert "links of before are useless" in line["event"]
+
+
+def test_a_token_of_the_page_stays_and_one_may_be_chosen(tmp_path: Path) -> None:
+    assert page_token(tmp_path) == page_token(tmp_path)
+    path = tmp_path / TOKEN_FILE
+    path.write_text("correct-horse-battery-staple\n")
+    assert page_token(tmp_path) == "correct-horse-battery-staple"
+    assert path.stat().st_mode & 0o777 == 0o600

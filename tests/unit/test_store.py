@@ -1,6 +1,7 @@
 """The store: what was saved is there after a crash, and an invite is worth what it says."""
 
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +230,30 @@ def test_a_database_that_cannot_be_read_is_refused_and_left_alone(tmp_path: Path
     connection.close()
     with pytest.raises(ConfigError, match="version 999"):
         Store.open(tmp_path)
+
+
+def test_a_database_that_lost_all_its_bytes_is_no_new_run(tmp_path: Path) -> None:
+    path = tmp_path / DATABASE_NAME
+    path.touch()
+    with pytest.raises(BadDataError, match="is empty: 0 bytes") as refusal:
+        Store.open(tmp_path)
+    assert f"If it was never started, remove {path}" in refusal.value.next_step
+    assert path.stat().st_size == 0
+    path.unlink()
+    Store.open(tmp_path).close()
+
+
+def test_a_database_that_another_program_writes_in_names_that_as_the_reason(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    other = sqlite3.connect(tmp_path / DATABASE_NAME, isolation_level=None)
+    with closing(other):
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(SystemRefusedError, match="another program holds it") as refusal:
+            store.add_invite(
+                invite_id="i", secret_hash=b"s", max_uses=1, expires_utc_seconds=1e9, host="h"
+            )
+        assert "fuser" in refusal.value.next_step
+    store.close()
 
 
 def test_commits_come_oldest_first_and_rounds_newest_first() -> None:

@@ -237,7 +237,9 @@ class CatchUp:
         """
         asked = 0
         while self._outer.round < commit.round:
-            if asked:  # it may have been taken back meanwhile, if nobody is left who holds a result
+            if asked or not self._outer.is_base_of(commit):
+                # It, or what it follows, may have been taken back meanwhile, if nobody is left who holds a
+                # result.
                 listed = await self._listed.commit_of(commit.round)
                 is_other = listed is None or not is_same(listed, commit)
                 if listed is None or (is_other and not self._outer.is_base_of(listed)):

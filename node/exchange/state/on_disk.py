@@ -76,6 +76,9 @@ class Saving:
     results: tuple[tuple[int, tuple[Payload, ...]], ...]  # by round
     snapshot: SnapshotWriting | None
     is_awaited: bool  # the snapshot: nothing else leads to this state, or nothing comes after it
+    refusal: AtollError | None = (
+        None  # of a snapshot that the disk has no room for, without need of it
+    )
 
 
 class StateOnDisk:
@@ -183,7 +186,8 @@ class StateOnDisk:
         snapshot that is due is written behind all else, and a failure of that is raised by the next
         save. The last save in a process is a snapshot, so that all that the node owes stays owed. Raises
         SystemRefusedError when the disk is full and CannotCreateError when the folder cannot be written
-        to; what was durable still is.
+        to; what was durable still is. Results are written even so where a snapshot alone is refused: they
+        take a thirtieth of its room.
         """
         if is_last:
             with suppress(AtollError):  # it is tried once more
@@ -208,6 +212,12 @@ class StateOnDisk:
             self._behind = asyncio.ensure_future(self._aside(write))
             self._behind.add_done_callback(_tell_unwritten)
         self._durable = saving.position
+        if saving.refusal is not None:
+            raise saving.refusal
+
+    def is_durable(self, outer: Outer) -> bool:
+        """Whether what is on the disk leads to the state."""
+        return self._durable == outer.position
 
     async def settled(self) -> None:
         """Waits for the snapshot that is being written behind all else. Raises as `save`."""
@@ -234,12 +244,20 @@ class StateOnDisk:
         else:
             is_due = has_moved and not is_busy and (outer.owing.holds_work or self._is_due(outer))
             is_due = is_due and not self._is_postponed(outer)
-        snapshot = self._begun(outer) if is_due or not leads_here else None
+        snapshot = refusal = None
+        if is_due or not leads_here:
+            try:
+                snapshot = self._begun(outer)
+            except AtollError as error:
+                if has_moved and not leads_here:
+                    raise
+                refusal = error
         return Saving(
             position=position,
             results=results,
             snapshot=snapshot,
             is_awaited=is_last or not leads_here,
+            refusal=refusal,
         )
 
     def write_results(self, saving: Saving) -> None:

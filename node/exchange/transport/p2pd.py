@@ -100,8 +100,7 @@ class P2pd:
         Whom it cannot dial itself, it dials through the `proxy`.
         """
         _load_hivemind()
-        # A short path: a Unix socket's name has at most 107 bytes.
-        folder = TemporaryFolder("p2pd")
+        folder = TemporaryFolder("p2pd", has_sockets=True)
         try:
             process = await _launch(
                 identity, folder.path, listen_multiaddrs, asks_router=asks_router

@@ -15,13 +15,11 @@ import structlog
 from node.island.loops.messages import GREETING, MAX_LINE_BYTES, Word, word_of
 from node.outer_state import SHARED_MEMORY, SharedNames
 from protocol.errors import SystemRefusedError
+from protocol.files.leftovers import LONGEST_SOCKET_BYTES
 
 log = structlog.get_logger()
 
 SOCKET_FILE = "loop.socket"
-
-MAX_SOCKET_PATH_BYTES = 107
-"""The kernel's limit on a Unix socket's name (unix(7): 108 with the zero behind it)."""
 
 _BACKLOG = 64
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user and group
@@ -151,7 +149,7 @@ class Door:
 
 def _bind(listener: socket.socket, path: Path) -> None:
     """Binds to a path of any length: a long one by way of its folder's descriptor."""
-    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+    if len(os.fsencode(path)) <= LONGEST_SOCKET_BYTES:
         listener.bind(os.fspath(path))
         return
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

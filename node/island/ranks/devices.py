@@ -9,6 +9,7 @@ process that takes more is killed without a word.
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -172,7 +173,8 @@ def _available_bytes(meminfo: str) -> int:
 
 def _left_by_limits(root: Path) -> Iterator[int]:
     """Of our own group and of all around it. Cached files count as used, and are given up at need."""
-    for folder, limit_name, usage_name, cache_name in _groups(root):
+    for folder, version in _groups(root, "memory"):
+        limit_name, usage_name, cache_name = _MEMORY_FILES[version]
         try:
             limit = (folder / limit_name).read_text().strip()
             if not limit.isdecimal() or int(limit) >= _UNLIMITED:
@@ -185,8 +187,25 @@ def _left_by_limits(root: Path) -> Iterator[int]:
         yield int(limit) - used + (int(cached[1]) if cached else 0)
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Folders of groups, each with the names of its limit, its usage, and its cache in memory.stat."""
+def processes_left(root: Path = Path("/")) -> int:
+    """How many more processes and threads control groups allow; `_UNLIMITED` where none says."""
+    left = [_UNLIMITED]
+    for folder, _ in _groups(root, "pids"):
+        with suppress(OSError, ValueError):  # the root group has no limit, and others say "max"
+            limit = int((folder / "pids.max").read_text())
+            left.append(limit - int((folder / "pids.current").read_text()))
+    return min(left)
+
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+"""By the version of control groups: limit, usage, and the cache in memory.stat."""
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Folders of our groups and of all around them, each with its version of control groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -194,14 +213,12 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
-            top = root / "sys/fs/cgroup"
-            names = ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top, version = root / "sys/fs/cgroup", 2
+        elif controller in controllers.split(","):
+            top, version = root / "sys/fs/cgroup" / controller, 1
         else:
             continue
         folder = top / path.lstrip("/")
         while folder != top.parent:
-            yield (folder, *names)
+            yield folder, version
             folder = folder.parent

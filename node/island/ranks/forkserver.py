@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from node.island.ranks.commands import Halt, Order, RankSetup, Reply
+from protocol.files.leftovers import temporary_directory
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -28,10 +29,12 @@ _standard_error = 2
 def prepare_forkserver(*, standard_error: int | None = None) -> None:
     """Starts it; it imports torch while the daemon goes on.
 
-    Returns at once. It is a fresh Python, so it holds nothing of the daemon's threads and gRPC. From the
-    first call that gives one on, `standard_error` is a descriptor that ranks write to instead of ours.
+    Returns at once; raises SystemRefusedError where its socket has no place. It is a fresh Python, so it
+    holds nothing of the daemon's threads and gRPC. From the first call that gives one on, `standard_error`
+    is a descriptor that ranks write to instead of ours.
     """
     global _standard_error  # as long as the process, like the forkserver itself
+    temporary_directory(has_sockets=True)  # where the forkserver's socket will be
     if standard_error is not None:
         _standard_error = standard_error
     # Ranks of two nodes on one machine have more threads than it has cores. OpenMP's threads spin
