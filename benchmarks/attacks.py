@@ -120,7 +120,7 @@ class Attack:
     seconds_a_step: float = SECONDS_A_STEP
     lies: Callable[[SimulatedNode], None] | None = None
     keys: int = 1
-    """That each liar has; several are all of one invite."""
+    """That each liar has; several are all of one invite. With none it is not there at all."""
 
 
 def times(factor: float) -> Callable[[np.random.Generator], Lie]:
@@ -351,6 +351,7 @@ def makes_nonsense_of_its_slices(node: SimulatedNode) -> None:
 
 
 ATTACKS: Mapping[str, Attack] = {
+    "away": Attack(keys=0),
     "sign flip × 1": Attack(lie=times(-1)),
     "sign flip × 10": Attack(lie=times(-10)),
     "scale × 100": Attack(lie=times(100)),
