@@ -161,6 +161,10 @@ def net_with_waves(kind: str = "drawn") -> Any:
     return Waves(kind), squares
 
 
+def net_with_type(dtype: str) -> Any:
+    return nn.Linear(4, 1).to(getattr(torch, dtype)), squares
+
+
 def net_with_unused() -> Any:
     module = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
     return module, lambda module, batch: module["used"](batch).square().mean()

@@ -350,6 +350,19 @@ def test_a_buffer_that_is_not_the_same_everywhere_is_refused_by_name(kind: str, 
     assert described("frozen").num_parameters == described("seeded").num_parameters == 5
 
 
+@pytest.mark.parametrize(
+    ("dtype", "next_step"), [("bfloat16", "module.float"), ("complex64", "view_as_complex")]
+)
+def test_a_parameter_of_another_type_is_refused_with_what_to_make_of_it(
+    dtype: str, next_step: str
+) -> None:
+    spec = undescribed("tests.run_functions:net_with_type", "tests.run_functions:rows")
+    model = spec.model.model_copy(update={"arguments": {"dtype": dtype}})
+    with pytest.raises(ConfigError, match=f"the parameter weight is torch.{dtype}") as caught:
+        describe(spec.model_copy(update={"model": model}), None)
+    assert next_step in caught.value.next_step
+
+
 def test_what_a_function_draws_besides_parameters_is_the_same_on_all_nodes() -> None:
     spec = undescribed("tests.run_functions:net_with_waves", "tests.run_functions:rows")
     tensors = tensors_of(random_module(spec))

@@ -285,6 +285,18 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
         ("a.jsonl", b"[1]\n", BadDataError, "a list, no object"),
         (
             "a.jsonl",
+            b"[" * 9999 + b"]" * 9999,
+            BadDataError,
+            "at byte 0 is no JSON record: maximum",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "größer"}\n'.encode("latin-1"),
+            BadDataError,
+            "at byte 0 is not UTF-8: its byte 12 is 0xf6; convert",
+        ),
+        (
+            "a.jsonl",
             b'{"messages": [{"role": "user", "content": "x"}]}\n',
             ConfigError,
             "no chat template",

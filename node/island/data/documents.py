@@ -283,7 +283,13 @@ def _record_of(line: bytes, path: Path, place: int) -> dict[str, Any]:
         if isinstance(record, dict):
             return record
         why = f"a {type(record).__name__}, no object"
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        raise BadDataError(
+            f"{path}: the line at byte {place} is not UTF-8: its byte {error.start} is "
+            f"{error.object[error.start]:#x}",
+            next_step="convert the file, as 'iconv -f ISO-8859-1 -t UTF-8', or remove that line",
+        ) from error
+    except (ValueError, RecursionError) as error:
         why = str(error)
     raise BadDataError(
         f"{path}: the line at byte {place} is no JSON record: {why}",

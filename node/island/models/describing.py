@@ -288,7 +288,9 @@ def _refuse_other_types(model: nn.Module) -> None:
             raise ConfigError(
                 f"the parameter {name} is {parameter.dtype}: what is trained is fp32 here, and computed "
                 "in what each node's precision says",
-                next_step="make it float32",
+                next_step="keep its real and imaginary parts as float32, and use torch.view_as_complex"
+                if parameter.is_complex()
+                else "make it float32, as module.float() does",
             )
 
 
