@@ -255,6 +255,10 @@ class Ending(Rows):
         return super().__getitem__(index)
 
 
+def ending() -> Any:
+    return Ending(), Rows()
+
+
 class Draws:
     """Rows drawn from a seed, with a mean and a variance."""
 

@@ -377,6 +377,8 @@ def test_a_sample_that_is_not_there_is_told_by_its_number() -> None:
     data.batch("training", np.arange(8))
     with pytest.raises(BadDataError, match=r"gives no training sample 41: ValueError: row 41 is"):
         data.batch("training", np.array([3, 41]))
+    with pytest.raises(BadDataError, match=r"ending gives no training sample 4\d: ValueError"):
+        spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:ending")
 
 
 def test_evaluators_of_a_model_with_batch_norm_agree_whatever_they_have_trained() -> None:

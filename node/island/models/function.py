@@ -326,7 +326,9 @@ def described_function(
         styles_of(found.module, found.plan)  # refuses what does not fit
     batch: Tree = (torch.zeros(2, model.context, dtype=torch.int64),) * 2
     if spec.data.source == "function":
-        batch = FunctionData(spec).batch("training", np.arange(2) % spec.inner.batch)
+        data = FunctionData(spec)
+        data.summary()  # what nodes read at their start: one that is not there is told here and now
+        batch = data.batch("training", np.arange(2) % spec.inner.batch)
 
     def loss(one: Tree) -> Tensor:
         result = _checked(found.loss(found.module, one), model.function)
