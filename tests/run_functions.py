@@ -135,6 +135,36 @@ def net_with_own_mean() -> Any:
     return nn.Sequential(Centred(4), nn.Linear(4, 1)), squares
 
 
+class Waves(nn.Module):
+    """Random Fourier features, or a copy of what a table begins with, in a buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 1)
+        if kind == "seeded":
+            waves = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+        elif kind == "frozen":
+            self.waves = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+            return
+        elif kind == "of weights":
+            waves = self.out.weight.detach().clone().expand(4, 4)
+        else:
+            waves = torch.from_numpy(np.random.randn(4, 4).astype(np.float32))
+        self.register_buffer("waves", waves)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(torch.sin(x @ self.waves))
+        return out
+
+
+def net_with_waves(kind: str = "drawn") -> Any:
+    return Waves(kind), squares
+
+
+def net_with_type(dtype: str) -> Any:
+    return nn.Linear(4, 1).to(getattr(torch, dtype)), squares
+
+
 def net_with_unused() -> Any:
     module = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
     return module, lambda module, batch: module["used"](batch).square().mean()
@@ -214,6 +244,19 @@ class Rows:
 
 def rows() -> Any:
     return Rows(), Rows()
+
+
+class Ending(Rows):
+    """Has no sample from the 40th on, whatever its length says."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index >= 40:
+            raise ValueError(f"row {index} is damaged")
+        return super().__getitem__(index)
+
+
+def ending() -> Any:
+    return Ending(), Rows()
 
 
 class Draws:

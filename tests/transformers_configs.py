@@ -66,6 +66,27 @@ CONFIGS = {
     ),
 }
 
+ODD = {
+    "gemma4": lambda: AutoConfig.for_model(
+        "gemma4_text",
+        **SIZES | {"vocab_size": 256},
+        vocab_size_per_layer_input=256,
+        hidden_size_per_layer_input=8,
+    ),
+    "bert": lambda: small("bert"),
+    "bart": lambda: small("bart"),
+    "mamba2": lambda: AutoConfig.for_model(
+        "mamba2",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        state_size=8,
+        num_heads=8,
+        head_dim=8,
+        n_groups=2,
+    ),
+}
+"""Kinds with something that others do not have: a buffer in their checkpoints, no order of time, infinity."""
 
 SIZES = {
     "hidden_size": 24,

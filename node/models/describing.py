@@ -47,9 +47,6 @@ from protocol.terminal.console import count_in_words
 
 RUN_FILE = "run.toml"
 TOKENIZER = "tokenizer.json"
-LONGEST_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""How configurations of transformers call the most positions of a sample."""
-
 MOST_SAMPLES = 1 << 12
 """Of one step of one device: nobody wants more, however small the model is."""
 
@@ -155,15 +152,16 @@ def _model_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | 
     if asked.by == "decoder":
         decoder = read_config(source, context=asked.context)
         return decoder.model_dump(mode="json", exclude_none=True), decoder.vocab_size
-    config = read_json(source / CONFIG)
-    longest = [config[key] for key in LONGEST_CONTEXT if isinstance(config.get(key), int)]
-    if asked.context is None and not longest:
+    from node.island.models.transformers import sizes_of
+
+    read_json(source / CONFIG)  # what is no folder of a model is told without loading transformers
+    longest, vocab_size = sizes_of(source)
+    if asked.context is None and longest is None:
         raise UsageError(
             f"{source / CONFIG} does not say how long its samples may be",
             next_step="say it with --context",
         )
-    model = {"source": "transformers", "context": asked.context or longest[0]}
-    return model, int(config.get("vocab_size", 0))
+    return {"source": "transformers", "context": asked.context or longest}, vocab_size
 
 
 def _data_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | None, int | None]:

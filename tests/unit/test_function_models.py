@@ -12,7 +12,7 @@ from torch import nn
 from node.island.data.functions import FunctionData, traits_of
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.models.architecture import BufferWatch
+from node.island.models.architecture import BufferWatch, tensors_of
 from node.island.models.code import (
     check_functions,
     code_digest,
@@ -43,7 +43,7 @@ from protocol.errors import (
     ProtocolMismatchError,
     UsageError,
 )
-from protocol.run.models import FunctionModel
+from protocol.run.models import Description, FunctionModel
 from protocol.run.run_spec import (
     DataSection,
     EvaluationSection,
@@ -54,7 +54,7 @@ from protocol.run.run_spec import (
 )
 from protocol.wire.rounds import Digest
 from tests import run_functions
-from tests.run_functions import Centred, Net
+from tests.run_functions import Centred, Ending, Net
 from tests.unit.test_transformers_models import with_text, work_of
 
 HERE = Path.cwd()
@@ -331,6 +331,54 @@ def test_a_buffer_that_training_changes_is_refused_by_name_but_for_running_stati
     module.train()(torch.ones(2, 4))
     with pytest.raises(ConfigError, match=r"changes the buffer 1\.mean"):
         watch.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("drawn", "is another at each call"), ("of weights", "is made of parameters")],
+)
+def test_a_buffer_that_is_not_the_same_everywhere_is_refused_by_name(kind: str, words: str) -> None:
+    def described(of: str) -> RunSpec:
+        spec = undescribed("tests.run_functions:net_with_waves", "tests.run_functions:rows")
+        model = spec.model.model_copy(update={"arguments": {"kind": of}})
+        spec = spec.model_copy(update={"model": model})
+        return spec.model_copy(update={"description": describe(spec, None)})
+
+    with pytest.raises(ConfigError, match=f"the buffer waves of a Waves {words}") as caught:
+        described(kind)
+    assert "requires_grad=False" in caught.value.next_step
+    assert described("frozen").num_parameters == described("seeded").num_parameters == 5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "next_step"), [("bfloat16", "module.float"), ("complex64", "view_as_complex")]
+)
+def test_a_parameter_of_another_type_is_refused_with_what_to_make_of_it(
+    dtype: str, next_step: str
+) -> None:
+    spec = undescribed("tests.run_functions:net_with_type", "tests.run_functions:rows")
+    model = spec.model.model_copy(update={"arguments": {"dtype": dtype}})
+    with pytest.raises(ConfigError, match=f"the parameter weight is torch.{dtype}") as caught:
+        describe(spec.model_copy(update={"model": model}), None)
+    assert next_step in caught.value.next_step
+
+
+def test_what_a_function_draws_besides_parameters_is_the_same_on_all_nodes() -> None:
+    spec = undescribed("tests.run_functions:net_with_waves", "tests.run_functions:rows")
+    tensors = tensors_of(random_module(spec))
+    spec = spec.model_copy(update={"description": Description(tensors=tuple(tensors))})
+    one, other = (FunctionArchitecture(spec).part(Mesh(), 0).get_buffer("waves") for _ in range(2))
+    assert torch.equal(one, other)
+
+
+def test_a_sample_that_is_not_there_is_told_by_its_number() -> None:
+    data = FunctionData(undescribed("tests.run_functions:net", "tests.run_functions:rows"))
+    data._splits["training"] = Ending()
+    data.batch("training", np.arange(8))
+    with pytest.raises(BadDataError, match=r"gives no training sample 41: ValueError: row 41 is"):
+        data.batch("training", np.array([3, 41]))
+    with pytest.raises(BadDataError, match=r"ending gives no training sample 4\d: ValueError"):
+        spec_of("tests.run_functions:net_with_batch_norm", "tests.run_functions:ending")
 
 
 def test_evaluators_of_a_model_with_batch_norm_agree_whatever_they_have_trained() -> None:

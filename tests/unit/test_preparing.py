@@ -285,6 +285,18 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
         ("a.jsonl", b"[1]\n", BadDataError, "a list, no object"),
         (
             "a.jsonl",
+            b"[" * 9999 + b"]" * 9999,
+            BadDataError,
+            "at byte 0 is no JSON record: maximum",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "größer"}\n'.encode("latin-1"),
+            BadDataError,
+            "at byte 0 is not UTF-8: its byte 12 is 0xf6; convert",
+        ),
+        (
+            "a.jsonl",
             b'{"messages": [{"role": "user", "content": "x"}]}\n',
             ConfigError,
             "no chat template",
@@ -306,7 +318,8 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
             BadDataError,
             "of 9 documents none is left to train on",
         ),
-        ("a.jsonl", b'{"text": ""}\n' * 9, BadDataError, "of 0 documents none is left"),
+        ("a.jsonl", b'{"text": ""}\n' * 9, BadDataError, "has no text: 9 documents, all of them"),
+        ("a.jsonl", b'{"text": 5}\n', BadDataError, r"has a int in 'text'"),
     ],
 )
 def test_input_that_cannot_be_used_is_refused_and_leaves_no_result(
@@ -316,6 +329,45 @@ def test_input_that_cannot_be_used_is_refused_and_leaves_no_result(
     with pytest.raises(error, match=message):
         prepared(tmp_path / name, out=tmp_path / "out", held_out=0.01)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_record_with_nothing_in_its_place_is_left_out_and_counted(
+    kind: str, tmp_path: Path
+) -> None:
+    texts = [f"text {i}" for i in range(20)]
+    for column, nothing in (("text", ["", None]), ("messages", [[], None])):
+        rows = [*({"text": text, "messages": None} for text in texts)]
+        rows += [{"text": None, "messages": None, column: each} for each in nothing]
+        path = tmp_path / f"{column}.{kind}"
+        if kind == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        made = prepared(path, out=tmp_path / column)
+        assert made.num_empty == 2
+        assert sorted(every_document(tmp_path / column)) == sorted(t.encode() for t in texts)
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "a.jsonl", 30)
+    (tmp_path / "in" / "README.md").write_text("a card")
+    said: list[str] = []
+
+    def prepare_into(name: str) -> None:
+        wanted = preparing.Wanted(inputs=(str(tmp_path / "in"),), out=tmp_path / name, held_out=0.2)
+        preparing.prepare(wanted, on_state=lambda state: None, say=said.append)
+
+    prepare_into("alone")
+    assert not said
+    (tmp_path / "in" / "book.txt").write_text("a book")
+    prepare_into("beside")
+    assert said == [
+        f"{tmp_path / 'in'}: 1 of 2 files are read, as .jsonl; to read others, such as book.txt, name them "
+        "apart"
+    ]
+    assert len(every_document(tmp_path / "beside")) == 30
 
 
 def test_text_that_is_not_utf_8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:

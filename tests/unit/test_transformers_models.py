@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from node.island.data.corpus import read_corpus
 from node.island.data.dataset import SampleOrder
@@ -21,7 +21,10 @@ from node.island.models.transformers import (
     KEEPS_DOCUMENTS_APART,
     NextToken,
     built,
+    check_looks_back,
     config_of,
+    saved_model,
+    sizes_of,
 )
 from node.island.models.transformers_plans import CUT_INTO_STAGES, run_alone, stages_of
 from node.island.parallel.mesh import Mesh
@@ -34,7 +37,7 @@ from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoI
 from protocol.run.layout import layout_of
 from protocol.run.models import TransformersModel
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
-from tests.transformers_configs import CONFIGS, small
+from tests.transformers_configs import CONFIGS, ODD, small
 
 
 def run_of(config: Any, folder: Path, **inner: Any) -> RunSpec:
@@ -362,6 +365,75 @@ def test_an_unknown_kind_of_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "none-such"}')
     with pytest.raises(BadDataError, match="is not a config that transformers knows"):
         config_of(tmp_path)
+
+
+def test_other_kinds_than_causal_language_models_are_refused_with_what_trains_them(
+    tmp_path: Path,
+) -> None:
+    for kind, words in (
+        ("t5", "of type 't5'"),
+        ("vit", "of type 'vit'"),
+        ("bart", "is an encoder and"),
+    ):
+        AutoConfig.for_model(kind).save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=words) as caught:
+            sizes_of(tmp_path)
+        assert "--function MODULE:NAME" in caught.value.next_step
+        with pytest.raises(ConfigError, match=words):
+            built(config_of(tmp_path))
+
+
+def test_a_model_that_sees_what_it_should_predict_is_refused(tmp_path: Path) -> None:
+    spec = run_of(ODD["bert"](), tmp_path)
+    with pytest.raises(
+        ConfigError, match="BertLMHeadModel sees the tokens that it should"
+    ) as caught:
+        first_vector(spec)
+    assert "is_decoder = true" in caught.value.next_step
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
+    spec = spec.model_copy(update={"description": None})
+    first_vector(spec.model_copy(update={"description": describe(spec, tmp_path)}))
+
+
+@pytest.mark.parametrize("kind", ["gemma", "mixtral", "mamba2"])
+def test_a_model_that_looks_back_alone_is_as_it_was_after_it_was_looked_at(kind: str) -> None:
+    config = CONFIGS[kind] if kind in CONFIGS else ODD[kind]()
+    model: Any = with_values(config)
+    model.train()
+    check_looks_back(model, 16)
+    assert model.training and all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_a_config_with_numbers_that_json_does_not_have_is_built(tmp_path: Path) -> None:
+    spec = run_of(ODD["mamba2"](), tmp_path)
+    assert spec.description is not None
+    assert built(spec.description.config).config.time_step_limit[1] == float("inf")
+    assert sizes_of(tmp_path) == (None, 64)
+
+
+def test_buffers_that_only_the_folder_has_are_refused_where_no_node_would_get_them(
+    tmp_path: Path,
+) -> None:
+    config = ODD["gemma4"]()
+    spec = run_of(config, tmp_path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    first_vector(spec, tmp_path)
+    model.model.layers[1].layer_scalar.fill_(0.5)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"the buffer model\.layers\.1\.layer_scalar") as caught:
+        first_vector(spec, tmp_path)
+    assert "--lora" in caught.value.next_step
+
+
+def test_weights_of_another_kind_of_model_are_called_so(tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    LlamaForSequenceClassification(CONFIGS["llama"]).save_pretrained(tmp_path)
+    with pytest.raises(BadDataError, match="of a LlamaForSequenceClassification, not of a Llama"):
+        saved_model(tmp_path)
 
 
 CPU = torch.device("cpu")

@@ -158,8 +158,8 @@ def prepare(
 
 def _files_of_tokens(inputs: tuple[str, ...]) -> tuple[Path, ...]:
     """The inputs, where they are tokens already; none where they are text. Raises UsageError for both."""
-    from node.island.data.documents import input_files
-    from node.island.data.foreign import BESIDE_TOKENS, TOKEN_SUFFIXES
+    from node.island.data.documents import BESIDE_TOKENS, input_files
+    from node.island.data.foreign import TOKEN_SUFFIXES
 
     files = [path for path in input_files(inputs) if path.suffix not in BESIDE_TOKENS]
     tokens = tuple(path for path in files if path.suffix in TOKEN_SUFFIXES)

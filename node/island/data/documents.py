@@ -38,6 +38,9 @@ _KINDS: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+BESIDE_TOKENS = (".idx", ".index", ".metadata", ".loss")
+"""What lies beside files of tokens and is read with them."""
+
 _AS_RECORDS = "write a record a row, as pandas' to_json(…, orient='records', lines=True) does"
 _REFUSED = {
     ".json": (
@@ -86,7 +89,7 @@ def input_files(patterns: Iterable[str]) -> list[Path]:
         if path.is_file():
             matches = [path]
         elif path.is_dir():
-            matches = _data_within(path)
+            matches, _ = _data_within(path)
         else:
             matches = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 - Path.glob takes no absolute patterns
         files = [each for each in matches if each.is_file()]
@@ -100,8 +103,20 @@ def input_files(patterns: Iterable[str]) -> list[Path]:
     return list(found.values())
 
 
-def _data_within(folder: Path) -> list[Path]:
-    """All files below a folder; where some are of a kind made for data, those alone."""
+def passed_over(patterns: Iterable[str]) -> Iterator[str]:
+    """For each folder of which not all files are read a sentence with how many, and one of the others."""
+    for folder in filter(Path.is_dir, map(expanded, patterns)):
+        taken, others = _data_within(folder)
+        if others:
+            kinds = " and ".join(sorted({_suffix_of(each) for each in taken}))
+            yield (
+                f"{folder}: {len(taken):,} of {len(taken) + len(others):,} files are read, as {kinds}; to "
+                f"read others, such as {others[0].relative_to(folder)}, name them apart"
+            )
+
+
+def _data_within(folder: Path) -> tuple[list[Path], list[Path]]:
+    """All files below a folder, and the others where some are of a kind made for data: then those alone."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(each.parent.name for each in folder.glob("*/state.json"))
         raise NoInputError(
@@ -110,10 +125,15 @@ def _data_within(folder: Path) -> list[Path]:
         )
     if (folder / "state.json").is_file():  # datasets' save_to_disk
         named = json.loads((folder / "state.json").read_bytes())["_data_files"]
-        return [folder / each["filename"] for each in named]
+        return [folder / each["filename"] for each in named], []
     found = sorted(each for each in folder.rglob("*") if not _is_hidden(each, folder))
-    of_kinds = [each for each in found if _suffix_of(each) in {*_KINDS, ".bin", ".ds"}]
-    return of_kinds or found
+    files = [each for each in found if each.is_file()]
+    of_kinds = [each for each in files if _suffix_of(each) in _MADE_FOR_DATA]
+    others = [each for each in files if each.suffix not in {*_MADE_FOR_DATA, *BESIDE_TOKENS, ".md"}]
+    return (of_kinds, others) if of_kinds else (files, [])
+
+
+_MADE_FOR_DATA = frozenset({*_KINDS, ".bin", ".ds"})
 
 
 def _suffix_of(path: Path) -> str:
@@ -263,7 +283,13 @@ def _record_of(line: bytes, path: Path, place: int) -> dict[str, Any]:
         if isinstance(record, dict):
             return record
         why = f"a {type(record).__name__}, no object"
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        raise BadDataError(
+            f"{path}: the line at byte {place} is not UTF-8: its byte {error.start} is "
+            f"{error.object[error.start]:#x}",
+            next_step="convert the file, as 'iconv -f ISO-8859-1 -t UTF-8', or remove that line",
+        ) from error
+    except (ValueError, RecursionError) as error:
         why = str(error)
     raise BadDataError(
         f"{path}: the line at byte {place} is no JSON record: {why}",
@@ -272,16 +298,23 @@ def _record_of(line: bytes, path: Path, place: int) -> dict[str, Any]:
 
 
 def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
-    """A record's text, or its conversation. Raises BadDataError for one that has neither."""
+    """A record's text, or its conversation. Raises BadDataError for one that has neither.
+
+    One with nothing in its place has an empty text.
+    """
     if isinstance(text := record.get(field), str):
         return Document(text=text.encode(errors="surrogatepass"), where=place)
     messages = record.get("messages")
+    own = text if messages is None else messages
+    if (own is None and record.keys() & {field, "messages"}) or messages == []:
+        return Document(text=b"", where=place)
     if isinstance(messages, list) and all(_is_turn(each) for each in messages):
         canonical = json.dumps(messages, sort_keys=True, ensure_ascii=False)
         written = canonical.encode(errors="surrogatepass")
         return Document(text=written, messages=tuple(messages), where=place)
+    kind = f"a {type(text).__name__}" if text is not None else "no text"
     raise BadDataError(
-        f"{place}: the record has no text in {field!r}, and no conversation in 'messages'; its keys "
+        f"{place}: the record has {kind} in {field!r}, and no conversation in 'messages'; its keys "
         f"are {', '.join(map(repr, record)) or 'none'}",
         next_step="name the key that has the text with --field KEY; questions and answers are written as "
         "'messages', a list of {'role': …, 'content': …}",
@@ -334,8 +367,7 @@ def _arrow_rows(part: Part, field: str) -> Iterator[Document]:
         column = _column_of(set(batch.schema.names), field, part.path)
         for start in range(0, batch.num_rows, 256):
             for record in batch.slice(start, 256).select([column]).to_pylist():
-                if record[column] is not None:
-                    yield _document_of(record, field, str(part.path))
+                yield _document_of(record, field, str(part.path))
 
 
 def _column_of(names: set[str], field: str, path: Path) -> str:
@@ -363,8 +395,7 @@ def _rows(part: Part, field: str) -> Iterator[Document]:
                 256, row_groups=groups, columns=columns, use_threads=False
             ):
                 for record in batch.to_pylist():
-                    if record[columns[0]] is not None:
-                        yield _document_of(record, field, str(part.path))
+                    yield _document_of(record, field, str(part.path))
     except (OSError, ValueError) as error:
         raise _not_whole(part.path, error) from error
 

@@ -35,9 +35,6 @@ from protocol.errors import BadDataError, CannotCreateError, UsageError
 from protocol.files.durable import is_taken, refusing, whole_folder
 
 TOKEN_SUFFIXES = (".bin", ".ds")
-BESIDE_TOKENS = (".idx", ".index", ".metadata", ".loss")
-"""What lies beside such files and is read with them."""
-
 Offsets = npt.NDArray[np.int64]
 
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"

@@ -103,9 +103,12 @@ class FunctionData:
         return traits_of(self._read(split, number), has_values=False)
 
     def _read(self, split: Split, number: int) -> Tree:
+        with drawing(self._seed + number):  # what augments samples draws as well
+            return self._item(split, number)
+
+    def _item(self, split: Split, number: int) -> Tree:
         try:
-            with drawing(self._seed + number):  # what augments samples draws as well
-                return self._splits[split][number]
+            return self._splits[split][number]
         except Exception as error:
             raise BadDataError(
                 f"the run's function {self._function} gives no {split} sample {number}: {said(error)}",
@@ -115,10 +118,10 @@ class FunctionData:
     def batch(self, split: Split, indices: Indices) -> Tree:
         """See Dataset. Of no indices the first sample: ranks without samples go through the model too."""
         numbers = cast("list[int]", np.atleast_1d(indices).tolist()) or [0]
-        dataset = self._splits[split]
-        collate = getattr(dataset, "collate_fn", default_collate)
+        collate = getattr(self._splits[split], "collate_fn", default_collate)
+        items = [self._item(split, number) for number in numbers]
         try:
-            return collate([dataset[number] for number in numbers])
+            return collate(items)
         except Exception as error:
             raise BadDataError(
                 f"the run's function {self._function} returns samples of which no batch can be made: "

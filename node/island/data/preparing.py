@@ -29,6 +29,7 @@ from node.island.data.documents import (
     Part,
     input_files,
     parts_of,
+    passed_over,
 )
 from node.island.data.manifest import (
     MANIFEST_FILE,
@@ -106,6 +107,8 @@ def prepare(
             next_step="choose another folder with --out, or remove it",
         )
     copied = {} if wanted.tokenizer is None else tokenizer_files(wanted.tokenizer)
+    for line in passed_over((*wanted.inputs, *wanted.held_out_inputs)):
+        say(line)
     jobs = plan_jobs(wanted)
     work = wanted.out.resolve().parent / f".{wanted.out.resolve().name}.preparing"
     make_folder(work)
@@ -134,6 +137,12 @@ def prepare(
         if not (manifest.training and manifest.held_out):
             which = "held out" if manifest.training else "left to train on"
             documents = sum(s.num_documents for s in (*manifest.training, *manifest.held_out))
+            if not documents:
+                empty = sum(receipt.num_empty for receipt in receipts)
+                raise BadDataError(
+                    f"{' '.join(wanted.inputs)} has no text: {empty} documents, all of them empty",
+                    next_step="name other files, or the key or column that has the text with --field KEY",
+                )
             raise BadDataError(
                 f"of {documents} documents none is {which}",
                 next_step="hold out another share, as --held-out 0.1, or files of their own, as "

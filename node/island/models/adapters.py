@@ -19,7 +19,7 @@ from protocol.errors import ConfigError
 from protocol.run.run_spec import LoraSection, RunSpec
 
 _ADAPTER = "default"  # what peft calls the only one, within names
-_BASE_LAYER = ".base_layer."
+_BASE_LAYER = "base_layer"  # one within the other, where a module has several adapted matrices
 
 
 def adapt(model: nn.Module, lora: LoraSection) -> nn.Module:
@@ -31,6 +31,11 @@ def adapt(model: nn.Module, lora: LoraSection) -> nn.Module:
         )
     from peft import LoraConfig, inject_adapter_in_model
 
+    linear = {
+        name.rpartition(".")[2]
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear)
+    }
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -42,9 +47,13 @@ def adapt(model: nn.Module, lora: LoraSection) -> nn.Module:
             warnings.simplefilter("ignore")  # of settings that follow from the kind of module
             adapted: nn.Module = inject_adapter_in_model(config, model)
     except ValueError as error:
+        told = (
+            f"[lora] targets = {list(lora.targets)}" if lora.targets else "adapters of all layers"
+        )
         raise ConfigError(
-            f"[lora] targets = {list(lora.targets)}: {error}",
-            next_step="name modules of the model, as 'q_proj', or leave targets out for all its layers",
+            f"{told}: {error}",
+            next_step=f"name some modules of the model in a run file's [lora] targets: {sorted(linear)}"
+            + (", or leave targets out for all its layers" if lora.targets else ""),
         ) from error
     return adapted
 
@@ -68,7 +77,7 @@ def first_values(model: nn.Module, spec: RunSpec) -> Iterator[tuple[str, Tensor]
 
 def base_name(name: str) -> str:
     """What a frozen parameter is called in the model that was not adapted."""
-    return name.replace(_BASE_LAYER, ".")
+    return ".".join(part for part in name.split(".") if part != _BASE_LAYER)
 
 
 def export_adapter(

@@ -116,7 +116,11 @@ class Architecture(Protocol):
         """A mean over the inputs that people asked for beside the loss."""
 
     def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
-        """Values of the parameters that are not trained, whole and on the CPU; raises AtollError."""
+        """Values of what is not trained, whole and on the CPU; raises AtollError.
+
+        `names` are of parameters, and of buffers that checkpoints have. The latter may be left out where
+        each node makes them alike.
+        """
 
     def roles(self, part: nn.Module) -> Roles:
         """What the inner optimizers do with its parameters."""
@@ -265,6 +269,16 @@ def roles_of(part: nn.Module) -> Roles:
     return Roles(
         matrices=frozenset(matrices if layers else matrices[:-1]), tables=frozenset(tables)
     )
+
+
+def kept_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are part of a module's checkpoints, by their names."""
+    return {
+        f"{name}.{own}" if name else own: buffer
+        for name, each in module.named_modules()
+        for own, buffer in each.named_buffers(recurse=False)
+        if own not in each._non_persistent_buffers_set
+    }
 
 
 def digest_of_values(values: Mapping[str, Tensor]) -> str:

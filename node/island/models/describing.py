@@ -78,7 +78,13 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
     Raises AtollError where they do not fit the run's description.
     """
     from node.island.models.architecture import check_tensors
-    from node.island.models.transformers import built, random_model, saved_model
+    from node.island.models.transformers import (
+        built,
+        check_buffers,
+        check_looks_back,
+        random_model,
+        saved_model,
+    )
 
     model: nn.Module
     if spec.adapters is not None:
@@ -93,7 +99,11 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
 
         model = random_module(spec)
     else:
-        model = random_model(spec) if folder is None else saved_model(folder)
+        assert spec.description is not None
+        model = of_transformers = random_model(spec) if folder is None else saved_model(folder)
+        check_looks_back(of_transformers, spec.model.context)
+        if folder is not None:
+            check_buffers(of_transformers, spec.description.config)
     check_tensors(model, spec)
     return vector_of(model, spec)
 
@@ -278,7 +288,9 @@ def _refuse_other_types(model: nn.Module) -> None:
             raise ConfigError(
                 f"the parameter {name} is {parameter.dtype}: what is trained is fp32 here, and computed "
                 "in what each node's precision says",
-                next_step="make it float32",
+                next_step="keep its real and imaginary parts as float32, and use torch.view_as_complex"
+                if parameter.is_complex()
+                else "make it float32, as module.float() does",
             )
 
 

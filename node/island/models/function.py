@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from node.island.data.dataset import SampleOrder
-from node.island.data.functions import FunctionData
+from node.island.data.functions import FunctionData, drawing
 from node.island.models.architecture import (
     Counted,
     Tree,
@@ -67,7 +67,7 @@ class FunctionArchitecture(GenericArchitecture):
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
-        with without_memory():
+        with without_memory(), drawing(spec.run.seed):  # what is no parameter may be drawn as well
             self._brought = brought(spec)
         self.has_metric = self._brought.metric is not None
         self._is_built = False
@@ -76,7 +76,7 @@ class FunctionArchitecture(GenericArchitecture):
         """See GenericArchitecture: for a second stage on a rank the function is called once more."""
         module = self._brought.module
         if self._is_built:
-            with without_memory():
+            with without_memory(), drawing(self.spec.run.seed):
                 module = brought(self.spec).module
         self._is_built = True
         check_tensors(module, self.spec)
@@ -319,13 +319,16 @@ def described_function(
     assert isinstance(model, FunctionModel)
     sources = sources_of(spec, folder)
     find_code(folder)
-    with without_memory():
+    with without_memory(), drawing(spec.run.seed):
         found = brought(spec)
+    _refuse_drawn_buffers(spec, found.module)
     if found.plan:
         styles_of(found.module, found.plan)  # refuses what does not fit
     batch: Tree = (torch.zeros(2, model.context, dtype=torch.int64),) * 2
     if spec.data.source == "function":
-        batch = FunctionData(spec).batch("training", np.arange(2) % spec.inner.batch)
+        data = FunctionData(spec)
+        data.summary()  # what nodes read at their start: one that is not there is told here and now
+        batch = data.batch("training", np.arange(2) % spec.inner.batch)
 
     def loss(one: Tree) -> Tensor:
         result = _checked(found.loss(found.module, one), model.function)
@@ -349,6 +352,40 @@ def described_function(
         else f"pp needs stages, and the function of {kind} names none in its plan",
     )
     return found.module, description, loss, batch
+
+
+def _refuse_drawn_buffers(spec: RunSpec, module: nn.Module) -> None:
+    """Raises ConfigError for a buffer with other values at each call: neither nodes nor exports have it.
+
+    One that is made of parameters has none at all where the module is built.
+    """
+    buffers = dict(module.named_buffers())
+    if buffers.keys() == statistics_of([module]).keys():
+        return
+    with without_memory(), drawing(spec.run.seed + 1):
+        again = dict(brought(spec).module.named_buffers())
+    for name, buffer in buffers.items():
+        if not _is_constant(buffer, again.get(name)):
+            kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            how = "is made of parameters" if buffer.is_meta else "is another at each call"
+            raise ConfigError(
+                f"the buffer {name} of a {kind} {how}, and buffers are not exchanged: each node would have "
+                "its own",
+                next_step="make it a parameter with requires_grad=False"
+                + (
+                    ""
+                    if buffer.is_meta
+                    else ", or draw it from torch.Generator().manual_seed(0), which is the same everywhere"
+                ),
+            )
+
+
+def _is_constant(buffer: Tensor, again: Tensor | None) -> bool:
+    if again is None or buffer.is_meta or again.is_meta or buffer.shape != again.shape:
+        return False
+    return torch.equal(buffer, again) or (
+        buffer.is_floating_point() and torch.allclose(buffer, again, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 def _stages_of(spec: RunSpec, batch: Tree) -> tuple[StageUnit, ...]:

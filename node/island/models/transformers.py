@@ -22,6 +22,7 @@ from node.island.models.architecture import (
     check_frozen,
     check_tensors,
     digest_of_values,
+    kept_buffers,
     without_memory,
 )
 from node.island.models.decoder_modules import TokenInputs, mean_nats
@@ -199,20 +200,82 @@ def built(config: Mapping[str, Any], lora: LoraSection | None = None) -> "PreTra
 
 
 def frozen_values(names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
-    """Values of frozen parameters, from the folder of the model that is adapted. It is read whole."""
+    """Values of what is not trained, from the folder of the model that is adapted. It is read whole."""
     if base is None:
         raise _no_base()
-    own = dict(saved_model(base).named_parameters())
+    return _values_in(saved_model(base), names)
+
+
+def _values_in(saved: "PreTrainedModel", names: Iterable[str]) -> dict[str, Tensor]:
+    own = dict(saved.named_parameters()) | kept_buffers(saved)
     return {name: own[base_name(name)].detach() for name in names}
+
+
+def _left_alone(adapted: nn.Module) -> dict[str, Tensor]:
+    """What adapters leave as it is: frozen parameters, and buffers that checkpoints have."""
+    frozen = {name: p.detach() for name, p in adapted.named_parameters() if not p.requires_grad}
+    return frozen | kept_buffers(adapted)
+
+
+def sizes_of(folder: Path) -> tuple[int | None, int]:
+    """The most positions of a sample, where the folder's config says it, and its number of tokens.
+
+    Raises ConfigError for a config of no causal language model.
+    """
+    from transformers import AutoConfig
+
+    values = config_of(folder)
+    _require_causal_kind(values)
+    _refuse_foreign_code(values)
+    text: Any = AutoConfig.for_model(**_decoded(values)).get_text_config()
+    found = [getattr(text, key, None) for key in LONGEST_CONTEXT]
+    longest = next((each for each in found if isinstance(each, int)), None)
+    return longest, int(getattr(text, "vocab_size", 0))
+
+
+LONGEST_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""How configs call the most positions of a sample."""
+
+
+def _require_causal_kind(config: Mapping[str, Any]) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = config.get("model_type", "")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"transformers makes no causal language model of type {kind!r}",
+            next_step=f"name the folder of one, {_BY_FUNCTION}",
+        )
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"a model of type {kind!r} is an encoder and a decoder, and of those a causal language model has "
+            "the decoder alone",
+            next_step=f"name the folder of a causal language model, {_BY_FUNCTION}",
+        )
+
+
+def _decoded(value: Any) -> Any:
+    """A config with the numbers that JSON does not have, which transformers writes as {"__float__": …}."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(each) for key, each in value.items()}
+    return [_decoded(each) for each in value] if isinstance(value, list) else value
+
+
+_BY_FUNCTION = (
+    "or train any other model with a loss of yours: --function MODULE:NAME "
+    "(docs/models-and-data.md, 'A model from a function')"
+)
 
 
 def _from_config(config: Mapping[str, Any]) -> "PreTrainedModel":
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = dict(config)
-    _refuse_foreign_code(values)
+    _refuse_foreign_code(config)
+    _require_causal_kind(config)
     try:
-        parsed = AutoConfig.for_model(values.pop("model_type"), **values)
+        parsed = AutoConfig.for_model(**_decoded(config))
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             parsed, dtype=torch.float32, trust_remote_code=False
         )
@@ -262,8 +325,9 @@ def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Descripti
     if spec.adapters is not None:
         model, plan, why_not = built(config, spec.adapters), {}, "adapters are not cut"
         stages, no_stages = (), why_not
-        names = [name for name, p in model.named_parameters() if not p.requires_grad]
-        frozen = digest_of_values(frozen_values(names, folder))
+        saved = saved_model(folder)
+        check_looks_back(saved, spec.model.context)
+        frozen = digest_of_values(_values_in(saved, _left_alone(model)))
     return model, Description(
         config={**config, "architectures": [type(model).__name__]},
         generation_config=_generation_config_of(folder),
@@ -304,6 +368,86 @@ def random_model(spec: RunSpec) -> "PreTrainedModel":
     return _from_config(spec.description.config)
 
 
+_LOOKED_AT = 16
+"""Tokens that a model is tried with; one that wants more at once is tried with a sample of the run."""
+
+_NO_INFLUENCE = 1e-6
+"""Of the largest influence on an answer, what rounding alone may leave."""
+
+
+def check_looks_back(model: "PreTrainedModel", context: int) -> None:
+    """Raises ConfigError for a model whose answers depend on later tokens, or that fails to give any.
+
+    Such a model would learn to copy the token that it should predict: BERT's kinds are built as causal
+    language models too. What an answer depends on shows in the gradients of the embedded tokens.
+    """
+    tokens = min(context, _LOOKED_AT)
+    try:
+        before, after = _influences(model, tokens)
+    except Exception:
+        try:
+            before, after = _influences(model, context)
+        except Exception as error:  # whatever a model does with what it does not take
+            raise ConfigError(
+                f"{type(model).__name__} fails with a sample of {context} tokens: {_first_line(error)}",
+                next_step=f"try it in transformers itself as model(input_ids=…), {_BY_FUNCTION}",
+            ) from error
+    if after > _NO_INFLUENCE * before:
+        is_encoder = not getattr(model.config, "is_decoder", True)
+        raise ConfigError(
+            f"{type(model).__name__} sees the tokens that it should predict: its answers depend on later "
+            "ones, and it would learn to copy them",
+            next_step=f"name the folder of a causal language model, {_BY_FUNCTION}"
+            + ("; to make a decoder of it write is_decoder = true into config.json" * is_encoder),
+        )
+
+
+def _influences(model: "PreTrainedModel", num_tokens: int) -> tuple[float, float]:
+    """How much answers of the first half depend on tokens of that half, and of the other one."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    was_training = model.training
+    embedded: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    handle = model.get_input_embeddings().register_forward_hook(keep)
+    half = num_tokens // 2
+    draws = torch.Generator().manual_seed(0)
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        tokens = torch.randint(vocabulary, (1, num_tokens), generator=draws)
+        logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
+        answers = logits[
+            :, :half
+        ]  # some sum of them: a plain one is the same for all inputs, often
+        (answers * torch.randn(answers.shape, generator=draws)).sum().backward()  # type: ignore[no-untyped-call]
+    finally:
+        handle.remove()
+        model.train(was_training)
+        for parameter in trained:
+            parameter.requires_grad_()
+    size = sum(each.grad.abs() for each in embedded if each.grad is not None)
+    assert isinstance(size, Tensor)
+    return float(size[:, :half].max()), float(size[:, half:].max())
+
+
+def check_buffers(saved: "PreTrainedModel", config: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a folder has buffers that its config does not give: nodes build by that."""
+    given = kept_buffers(built(config))
+    for name, buffer in kept_buffers(saved).items():
+        own = given[name]
+        if own.is_meta or not torch.equal(buffer, own.to(buffer.dtype)):
+            raise ConfigError(
+                f"the folder has values of its own for the buffer {name}, and those are no parameters: no "
+                "node would get them",
+                next_step="train adapters with --lora RANK, where each node reads the folder",
+            )
+
+
 def saved_model(folder: Path) -> "PreTrainedModel":
     """The model of a folder with its weights, in fp32, by transformers itself.
 
@@ -316,8 +460,11 @@ def saved_model(folder: Path) -> "PreTrainedModel":
             next_step="name a folder that save_pretrained wrote with safetensors",
         )
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     _quietly()
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it warns of is refused below
     try:
         model, told = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -332,14 +479,21 @@ def saved_model(folder: Path) -> "PreTrainedModel":
             f"the weights in {folder} cannot be read: {_first_line(error)}",
             next_step="copy the folder again",
         ) from error
-    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+    finally:
+        logging.set_verbosity(before)
+    saved: PreTrainedModel = model
+    kinds = getattr(saved.config, "architectures", None) or [type(saved).__name__]
+    is_other = type(saved).__name__ not in kinds
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
         if names := told.get(what):
             raise BadDataError(
                 f"the weights in {folder} do not fit its config: {what.replace('_', ' ')} "
-                f"{sorted(map(str, names))[0]}",
-                next_step="copy the folder again",
+                f"{sorted(map(str, names))[0]}"
+                + (f"; they are of a {kinds[0]}, not of a {type(saved).__name__}" * is_other),
+                next_step=f"name the folder of a causal language model, {_BY_FUNCTION}"
+                if is_other
+                else "copy the folder again",
             )
-    saved: PreTrainedModel = model
     return saved
 
 
@@ -356,15 +510,18 @@ def merged_model(
     if base is None:
         raise _no_base()
     model = adapt(saved_model(base), spec.adapters)
-    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
-    check_frozen(frozen, spec.description.frozen_digest, where=str(base))
+    check_frozen(_left_alone(model), spec.description.frozen_digest, where=str(base))
     with torch.no_grad():
         for name, value in values.items():
             model.get_parameter(name).copy_(value)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLayer):
-            module.merge()
-            owner, _, own = name.rpartition(".")
+    adapted = {name: each for name, each in model.named_modules() if isinstance(each, LoraLayer)}
+    for module in adapted.values():
+        module.merge()
+    for name, module in adapted.items():
+        owner, _, own = name.rpartition(".")
+        if (
+            owner not in adapted
+        ):  # else within another of the same module: of several matrices each has one
             setattr(model.get_submodule(owner), own, module.get_base_layer())
     return model
 

@@ -27,6 +27,7 @@ from node.island.models.architecture import (
     Tree,
     architecture_of,
     check_frozen,
+    kept_buffers,
 )
 from node.island.models.running_statistics import averaging, norms_of
 from node.island.parallel.boxes import fill
@@ -232,12 +233,16 @@ class Engine:
         }
         if not frozen:
             return
-        values = self._architecture.frozen_values(frozen, base)
+        buffers = {n: b for part in self.parts for n, b in kept_buffers(part).items()}
+        values = self._architecture.frozen_values([*frozen, *buffers], base)
         theirs = None if self._description is None else self._description.frozen_digest
         check_frozen(values, theirs, where=str(base or "what its function makes"))
         reshard(self.parts)
         for name, parameter in frozen.items():
             fill(parameter, values[name])
+        for name, buffer in buffers.items():
+            if name in values:
+                buffer.copy_(values[name])
 
     def optimizers(self, inner: InnerSection) -> list[Optimizer]:
         """The inner optimizers over the rank's parameters; with ZeRO 1 their state is spread."""

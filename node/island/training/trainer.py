@@ -188,6 +188,7 @@ class Trainer:
     def take_base(self, base: Path | None) -> None:
         """Reads what the run does not train, where it leaves something as it is; raises AtollError."""
         self._engine.take_base(base)
+        self._buffers = BufferWatch(self._engine.parts)  # some have been read as well
 
     def know_peak(self) -> None:
         """Measures what the device can do, unless a table tells."""
