@@ -81,6 +81,8 @@ def test_copies_of_a_run_in_full_flight_are_consistent_and_one_can_be_started(
         "times.jsonl",  # what its timeline has
         "logs",
         "given.json",
+        "backups.json",  # what became of the copies themselves
+        "page.token",  # who has it looks at this machine's page
     }
     for name in files:
         mode = (copy / name).stat().st_mode & 0o777

@@ -275,7 +275,7 @@ class Swarm:
     def _begin(self) -> None:
         self._ports: tuple[str, str] | None = None
         self._running: list[Running] = []
-        self._link = StatusLink(self.home)  # one for all: a handshake costs eight times an answer
+        self._links: dict[Path, StatusLink] = {}  # kept: a handshake costs eight times an answer
         self.coordinator: Running
         self.start_coordinator()
 
@@ -324,7 +324,7 @@ class Swarm:
         return self.start("node", "start", "--dir", self.folder / name, *options, stderr=stderr)
 
     def status(self) -> status_pb2.GetStatusResponse:
-        return self._link.status()
+        return self._links.setdefault(self.home, StatusLink(self.home)).status()
 
     def nodes(self) -> dict[str, status_pb2.NodeStatus]:
         return {node.node_name: node for node in self.status().nodes}
@@ -344,6 +344,7 @@ class Swarm:
         until(all_do, f"{names} {activity}; {[running.log for running in self._running]}")
 
     def end(self) -> None:
-        self._link.close()
+        for link in self._links.values():
+            link.close()
         for running in self._running:
             running.clean_up()
