@@ -5,6 +5,7 @@ ranks come from: a coordinator that is another's, a device that no machine has, 
 """
 
 import asyncio
+import gc
 import os
 import random
 from collections.abc import Sequence
@@ -23,7 +24,12 @@ from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.freed_memory import keep_freed_memory
 from node.machine.hardware import Hardware, likely_devices, look_around, require_processes
 from node.machine.metadata import heeding_notices
-from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
+from node.machine.placement import (
+    may_need_compiler,
+    num_ranks_of,
+    refuse_small_helper,
+    what_a_start_checks,
+)
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import AtollError
@@ -143,10 +149,16 @@ async def _run(
             log.info("loading torch: it takes some seconds")
             output = at_last.enter_context(closing(rank_output(folder, settings.name)))
             # It imports torch while we import the rest, and do without.
-            prepare_forkserver(standard_error=output.descriptor)
+            prepare_forkserver(
+                standard_error=output.descriptor,
+                with_compiler=may_need_compiler(settings, hardware),
+            )
         keep_freed_memory()
+        gc.disable()  # what imports make is not garbage, and looking for some takes a sixth of them
         with signals.blocking():
             from node.assembly import NodeStart, run_daemon
+        gc.freeze()  # it stays, so nobody need look through it later either
+        gc.enable()
         start = NodeStart(
             folder=folder,
             settings=settings,

@@ -150,3 +150,14 @@ def num_ranks_of(settings: NodeSettings) -> int | None:
     """How many devices to take of this machine; None for all that there are."""
     is_given = settings.mesh == "sizes" or settings.mesh_shape.num_ranks > 1
     return settings.ranks_here if is_given else None
+
+
+def may_need_compiler(settings: NodeSettings, hardware: Hardware) -> bool:
+    """Whether ranks may load torch's compiler: those that compile, compute again or share a model do."""
+    devices = likely_devices(settings.device, num_ranks_of(settings), hardware)
+    if devices is None or len(devices) > 1 or settings.hosts > 1:
+        return True
+    may_compile = settings.compile is True or (
+        settings.compile == "auto" and kind_of(devices) == "cuda"
+    )
+    return may_compile or settings.activation_checkpointing != "none"

@@ -111,33 +111,48 @@ def test_a_folder_is_trained_by_two_nodes_and_loads_again_as_the_same_kind_of_mo
     assert f"| tokens trained | {about['tokens']:,} |" in card
 
 
-def test_a_folder_that_cannot_be_taken_makes_no_run(qwen: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(qwen, folder)
+@pytest.fixture
+def folder(qwen: Path, tmp_path: Path) -> Path:
+    """A copy of the model's, to be spoilt."""
+    return Path(shutil.copytree(qwen, tmp_path / "model"))
+
+
+def refuses_to_begin(folder: Path, qwen: Path, code: int, words: str) -> None:
+    new = folder.parent / "new"
+    refused(atoll("init", new, "--from", folder, "--data", qwen.parent / "tokens"), code, words)
+    assert not new.exists()
+
+
+def spoil_config(folder: Path, key: str, value: object) -> None:
     config = json.loads((folder / "config.json").read_text())
-    new = tmp_path / "new"
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
 
-    def refuses(code: int, *words: str) -> None:
-        refused(
-            atoll("init", new, "--from", folder, "--data", qwen.parent / "tokens"), code, *words
-        )
-        assert not new.exists()
 
+def test_a_folder_that_cannot_be_taken_makes_no_run(folder: Path, qwen: Path) -> None:
+    """All that cannot be taken: tests/unit/test_families.py and test_model_folder.py."""
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-7])
+    refuses_to_begin(folder, qwen, 65, "is damaged or cut off")
+    spoil_config(folder, "model_type", "gpt2")
+    refuses_to_begin(folder, qwen, 65, "says model_type = 'gpt2'")
+
+
+@pytest.mark.nightly
+def test_a_folder_of_another_kind_or_with_parts_missing_makes_no_run(
+    folder: Path, qwen: Path
+) -> None:
+    config = (folder / "config.json").read_text()
     for key, value, words in (
-        ("model_type", "gpt2", "says model_type = 'gpt2'"),
         ("rope_parameters", {"rope_type": "yarn"}, "says rope_type = 'yarn'"),
         ("hidden_size", "wide", "hidden_size = 'wide'"),
     ):
-        (folder / "config.json").write_text(json.dumps(config | {key: value}))
-        refuses(65, words)
-    (folder / "config.json").write_text(json.dumps(config))
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[:-7])
-    refuses(65, "is damaged or cut off")
+        spoil_config(folder, key, value)
+        refuses_to_begin(folder, qwen, 65, words)
+        (folder / "config.json").write_text(config)
     (folder / "model.safetensors").unlink()
-    refuses(66, "has no weights")
+    refuses_to_begin(folder, qwen, 66, "has no weights")
     (folder / "config.json").unlink()
-    refuses(66, "config.json is not there")
+    refuses_to_begin(folder, qwen, 66, "config.json is not there")
 
 
 def test_what_a_model_was_not_made_for_is_refused_before_there_is_a_run(

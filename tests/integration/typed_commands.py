@@ -275,6 +275,7 @@ class Swarm:
     def _begin(self) -> None:
         self._ports: tuple[str, str] | None = None
         self._running: list[Running] = []
+        self._links: dict[Path, StatusLink] = {}  # kept: a handshake costs eight times an answer
         self.coordinator: Running
         self.start_coordinator()
 
@@ -323,8 +324,7 @@ class Swarm:
         return self.start("node", "start", "--dir", self.folder / name, *options, stderr=stderr)
 
     def status(self) -> status_pb2.GetStatusResponse:
-        with StatusLink(self.home) as link:
-            return link.status()
+        return self._links.setdefault(self.home, StatusLink(self.home)).status()
 
     def nodes(self) -> dict[str, status_pb2.NodeStatus]:
         return {node.node_name: node for node in self.status().nodes}
@@ -344,5 +344,7 @@ class Swarm:
         until(all_do, f"{names} {activity}; {[running.log for running in self._running]}")
 
     def end(self) -> None:
+        for link in self._links.values():
+            link.close()
         for running in self._running:
             running.clean_up()

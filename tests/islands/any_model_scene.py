@@ -1,5 +1,6 @@
 """Any run trained on any mesh, in real processes, against one process."""
 
+import multiprocessing.forkserver
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -16,6 +17,8 @@ from node.island.island import Evaluation, InnerReport
 from node.island.models.describing import describe, first_vector
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks import forkserver
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.island.training import engine
 from node.island.training.compiling import compile_layers
 from node.island.training.local_training import PLAIN, LocalTraining
@@ -37,6 +40,25 @@ Outcome = tuple[Evaluation, Evaluation, InnerReport, Vector, Vector]
 """Held-out loss before and after, the report, and what the ranks published before and after."""
 
 Data = Callable[[RunSpec, Path], Any]
+
+
+def prepare_with_transformers() -> None:
+    """A forkserver that has loaded transformers too, as else each rank does, which takes a second.
+
+    Nodes have none such: what transformers looks for at import may touch GPUs, and ranks are forked after.
+    """
+    wanted = "transformers.modeling_utils"
+    running: Any = multiprocessing.forkserver._forkserver
+    if running._forkserver_pid is None or wanted not in running._preload_modules:
+        end_forkserver()
+        preload = running.set_forkserver_preload
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                forkserver._context,
+                "set_forkserver_preload",
+                lambda names: preload([*names, wanted]),
+            )
+            prepare_forkserver()
 
 
 def text_run(config: Any, folder: Path, **inner: Any) -> RunSpec:

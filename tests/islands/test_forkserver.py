@@ -1,21 +1,41 @@
 """The process that ranks are forked from may be killed: a service manager signals all there are."""
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from rank_scene import initial_vectors, small_spec, with_texts
+from rank_scene import initial_vectors, small_spec, with_texts, work_of
 
+from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.places import DataPlaces
+from node.island.parallel.mesh_shape import MeshShape
+from node.island.ranks.commands import (
+    Adopt,
+    Done,
+    Evaluate,
+    Failed,
+    Keep,
+    Order,
+    Publish,
+    RankSetup,
+    Train,
+)
 from node.island.ranks.faults import RankDiedError
-from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
+from node.island.ranks.forkserver import _live, end_forkserver, prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
+from node.island.training.local_training import PLAIN
+from protocol.run.layout import layout_of
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 
 @pytest.fixture
@@ -60,6 +80,69 @@ def test_what_ranks_print_goes_where_it_was_told_to_and_ours_stays_where_it_is(
     end_forkserver()
     os.close(descriptor)
     assert (tmp_path / "said").read_text() == "said\nsaid\n"
+
+
+def _live_and_tell(
+    orders: "Connection[Any, Any]", telling: "Connection[Any, Any]", setup: Any
+) -> None:
+    before = set(sys.modules)
+    _live(orders, setup)
+    telling.send((gc.isenabled(), "torch" in before, sorted(set(sys.modules) - before)))
+
+
+def test_a_rank_alone_needs_no_compiler_of_torch_and_no_other_import_of_weight(
+    tmp_path: Path,
+) -> None:
+    """Such imports took a second of each start. The collector, off while torch was loaded, is on again."""
+    end_forkserver()
+    prepare_forkserver(with_compiler=False)
+    base = small_spec()
+    spec = base.model_copy(
+        update={"inner": base.inner.model_copy(update={"optimizer": "muon", "sparse": True})}
+    )
+    checkpoints = CheckpointFolder(
+        path=tmp_path / "inner",
+        run_digest=spec.digest(),
+        layout_digest=layout_of(spec).summary().digest,
+        every_rounds=1,
+    )
+    context = multiprocessing.get_context("forkserver")
+    (ours, theirs), (told, telling) = context.Pipe(), context.Pipe()
+    with initial_vectors(spec.model) as vectors:
+        setup = RankSetup(
+            spec=spec,
+            names=vectors.names,
+            rank=0,
+            shape=MeshShape(),
+            device="cpu",
+            num_threads=1,
+            local=PLAIN,
+            data=DataPlaces(folder=with_texts(tmp_path)),
+            meeting=tmp_path / "store",
+        )
+        process = context.Process(target=_live_and_tell, args=(theirs, telling, setup), daemon=True)
+        process.start()
+        theirs.close()
+        commands = (
+            Adopt(None, True),
+            Train(work_of(spec, inner_steps=2)),
+            Publish(0),
+            Evaluate(),
+            Keep(checkpoints, 1, is_waited=True),
+        )
+        for number, command in enumerate(commands, 1):
+            ours.send(Order(number, command))
+        answered = -1
+        while answered < len(commands):
+            reply = ours.recv()
+            assert not isinstance(reply, Failed), reply
+            answered = reply.number if isinstance(reply, Done) else answered
+        ours.close()
+        is_collecting, has_torch, imported = told.recv()
+        process.join()
+    end_forkserver()
+    assert is_collecting and has_torch
+    assert len(imported) < 40 and "torch._dynamo" not in imported, imported
 
 
 @pytest.fixture

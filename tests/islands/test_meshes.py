@@ -108,6 +108,7 @@ IN_PARTS = LocalTraining(micro_batch=3)
 IN_WHOLE_PARTS = LocalTraining(micro_batch=1, accumulate="whole")
 RECOMPUTED = LocalTraining(activation_checkpointing="full")
 DETERMINISTIC = LocalTraining(deterministic=True)
+AT_ONCE = LocalTraining(micro_batch=3, activation_checkpointing="full", deterministic=True)
 WHOLE_COPIES = [MeshShape(replicate=2), MeshShape(shard=2, zero=1)]
 SPREAD = [
     MeshShape(shard=2, zero=2),
@@ -175,15 +176,21 @@ def words_of(local: LocalTraining) -> str:
         f"recomputed {local.activation_checkpointing}",
         f"parts of {local.micro_batch}",
         local.accumulate,
+        *(["deterministic"] if local.deterministic else []),
     ]
-    return ", ".join(["deterministic"] if local.deterministic else words)
+    return ", ".join(words)
 
 
 @pytest.mark.parametrize(
     ("shape", "local"),
     [
-        *((shape, local) for shape in WHOLE_COPIES + SPREAD for local in (IN_PARTS, RECOMPUTED)),
-        *((shape, DETERMINISTIC) for shape in [*WHOLE_COPIES, *SPREAD, MeshShape(pipeline=2)]),
+        *((shape, AT_ONCE) for shape in WHOLE_COPIES + SPREAD),
+        *(
+            pytest.param(shape, local, marks=NIGHTLY)
+            for shape in WHOLE_COPIES + SPREAD
+            for local in (IN_PARTS, RECOMPUTED, DETERMINISTIC)
+        ),
+        (MeshShape(pipeline=2), DETERMINISTIC),
         *(
             (shape, LocalTraining(activation_checkpointing="selective", micro_batch=1))
             for shape in WHOLE_COPIES
@@ -202,7 +209,11 @@ def words_of(local: LocalTraining) -> str:
             (shape, IN_WHOLE_PARTS)
             for shape in (MeshShape(shard=2), MeshShape(replicate=2, shard=2))
         ),
-        *((MeshShape(shard=2, has_offload=True), local) for local in (IN_PARTS, RECOMPUTED)),
+        (MeshShape(shard=2, has_offload=True), AT_ONCE),
+        *(
+            pytest.param(MeshShape(shard=2, has_offload=True), local, marks=NIGHTLY)
+            for local in (IN_PARTS, RECOMPUTED)
+        ),
         (MeshShape(has_offload=True), DETERMINISTIC),
     ],
     ids=lambda value: str(value) if isinstance(value, MeshShape) else words_of(value),
@@ -213,6 +224,7 @@ def test_what_a_machine_chooses_changes_nothing_on_meshes_that_allow_it(
     alone: dict[bool, tuple[Figures, np.ndarray]],
     tmp_path: Path,
 ) -> None:
+    """All at once by day; nightly says which of them does."""
     check_alike(shape, alone, tmp_path, local=local)
 
 
@@ -252,10 +264,10 @@ def alone_with_muon(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 @pytest.mark.parametrize(
     "shape",
     [
-        MeshShape(replicate=2),
+        pytest.param(MeshShape(replicate=2), marks=pytest.mark.nightly),  # copies, as with context
         MeshShape(context=2),
         MeshShape(shard=2, zero=1),
-        MeshShape(shard=2, zero=2),
+        pytest.param(MeshShape(shard=2, zero=2), marks=pytest.mark.nightly),  # as with offload
         MeshShape(tensor=2),
         MeshShape(pipeline=2, schedule="zbv"),
         pytest.param(MeshShape(shard=2, tensor=2), marks=pytest.mark.nightly),
@@ -289,7 +301,10 @@ def alone_in_lower(tmp_path_factory: pytest.TempPathFactory) -> dict[Precision, 
 @pytest.mark.parametrize(
     ("shape", "local"),
     [
-        *((shape, local) for shape in WHOLE_COPIES for local in (BF16, FP16)),
+        (MeshShape(replicate=2), BF16),
+        (MeshShape(shard=2, zero=1), FP16),
+        pytest.param(MeshShape(replicate=2), FP16, marks=pytest.mark.nightly),
+        pytest.param(MeshShape(shard=2, zero=1), BF16, marks=pytest.mark.nightly),
         (MeshShape(shard=2, zero=2), BF16),
         (MeshShape(shard=2), FP16),
         (

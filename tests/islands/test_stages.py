@@ -4,7 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from any_model_scene import Outcome, RefusedError, check_alike, text_run, trained
+from any_model_scene import (
+    Outcome,
+    RefusedError,
+    check_alike,
+    prepare_with_transformers,
+    text_run,
+    trained,
+)
 
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.data.dataset import Dataset
@@ -132,7 +139,7 @@ def transformers_alone(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, tuple[RunSpec, Outcome]]:
     """What one process comes to, for each kind of model."""
-    prepare_forkserver()
+    prepare_with_transformers()
     found = {}
     for kind in ("qwen3", "llama", "mixtral"):
         folder = tmp_path_factory.mktemp(kind)

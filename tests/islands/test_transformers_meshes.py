@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from any_model_scene import Outcome, check_alike, text_run, trained
+from any_model_scene import (
+    Outcome,
+    check_alike,
+    prepare_with_transformers,
+    text_run,
+    trained,
+)
 from transformers import AutoModelForCausalLM
 
 from node.island.data.corpus import Corpus, read_corpus
@@ -17,7 +23,6 @@ from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.models.describing import describe
 from node.island.parallel.mesh_shape import MeshShape
-from node.island.ranks.forkserver import prepare_forkserver
 from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.run.run_spec import DataSection, LoraSection, RunSpec
 from tests.transformers_configs import CONFIGS
@@ -31,7 +36,7 @@ def texts(spec: RunSpec, place: Path) -> Corpus:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RunSpec, Outcome]]:
     """What one process comes to, for each kind of model."""
-    prepare_forkserver()
+    prepare_with_transformers()
     found = {}
     for kind in ("gpt2", "mixtral", "gemma", "qwen3"):
         folder = tmp_path_factory.mktemp(kind)
@@ -83,7 +88,7 @@ def test_a_mesh_trains_as_one_process_and_publishes_the_same_bytes(
 def test_adapters_train_on_copies_and_shards_of_a_frozen_model_as_in_one_process(
     shape: MeshShape, tmp_path: Path
 ) -> None:
-    prepare_forkserver()
+    prepare_with_transformers()
     base = tmp_path / "base"
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS["gpt2"], dtype=torch.float32).save_pretrained(base)
@@ -99,7 +104,7 @@ def test_adapters_train_on_copies_and_shards_of_a_frozen_model_as_in_one_process
 
 
 def test_muon_takes_the_matrices_of_layers_on_shards_as_in_one_process(tmp_path: Path) -> None:
-    prepare_forkserver()
+    prepare_with_transformers()
     config: Any = CONFIGS["gpt2"]
     spec = text_run(config, tmp_path, optimizer="muon")
     *_, one_last = trained(spec, MeshShape(), tmp_path, texts)
@@ -127,7 +132,7 @@ def tokens(spec: RunSpec, place: Path) -> Dataset:
 
 
 def test_a_mesh_keeps_documents_apart_as_one_process_does(apart: RunSpec, tmp_path: Path) -> None:
-    prepare_forkserver()
+    prepare_with_transformers()
     across = apart.data.model_copy(update={"across_documents": True})
     one = trained(apart, MeshShape(), tmp_path, tokens)
     other = trained(apart.model_copy(update={"data": across}), MeshShape(), tmp_path, tokens)

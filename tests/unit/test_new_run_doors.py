@@ -1,14 +1,19 @@
 """Models, code, adapters and private data of one's own: each door is one `atoll init`."""
 
 import json
+import subprocess
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from coordinator import new_run as command
 from coordinator.presets import composing
+from coordinator.presets import wanted as asking
 from coordinator.presets.wanted import Facts, Machine, Wanted
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
@@ -41,6 +46,25 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_jsonl(folder.parent / "text.jsonl", 300)
     prepared(folder.parent / "text.jsonl", out=folder.parent / "tokens", tokenizer=folder)
     return folder
+
+
+@pytest.fixture
+def described_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that describes a run runs in this process, which has loaded torch and transformers.
+
+    Other tests start it, as 'atoll init' does, which takes four seconds. Their log wants `capfd`.
+    """
+
+    def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        words = command[command.index(cli.__name__) + 1 :]
+        with TemporaryFile("w+") as answer:
+            with redirect_stdout(answer):
+                code = console.run(cli.root, words)
+            answer.seek(0)
+            return subprocess.CompletedProcess(command, code, stdout=answer.read())
+
+    here = SimpleNamespace(run=run, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(asking, "subprocess", here)
 
 
 def made(folder: Path, *arguments: object) -> RunSpec:
@@ -104,6 +128,7 @@ def test_what_a_runs_code_prints_is_not_taken_for_what_was_found_out(
     assert "building" not in told.out
 
 
+@pytest.mark.usefixtures("described_here")
 def test_a_mixture_of_experts_is_one_command(llama: Path, tmp_path: Path) -> None:
     import transformers  # takes seconds
 
@@ -124,14 +149,15 @@ def test_a_mixture_of_experts_is_one_command(llama: Path, tmp_path: Path) -> Non
     assert spec.description is not None and spec.description.activation_bytes is None
 
 
+@pytest.mark.usefixtures("described_here")
 def test_private_data_are_one_command_with_the_tokenizer_of_the_model_or_one_that_is_named(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     manifest = read_manifest(llama.parent / "tokens")
     spec = made(tmp_path / "given", "--from", llama, "--private")
     assert (spec.data.private, spec.data.source) == (True, "tokens")
     assert spec.data.tokenizer == manifest.tokenizer_digest
-    told = capsys.readouterr().out
+    told = capfd.readouterr().out
     assert f"atoll node start --data TOKENS --weights {llama}\n" in told
     assert f"  atoll data prepare FILES --tokenizer {llama} --out TOKENS\n" in told
     new = made(tmp_path / "new", "--model", "0.2m", "--private", "--tokenizer", llama)
@@ -139,9 +165,10 @@ def test_private_data_are_one_command_with_the_tokenizer_of_the_model_or_one_tha
     assert new.decoder.vocab_size == manifest.vocab_size
     spec = made(tmp_path / "bytes", "--private")
     assert (spec.data.private, spec.data.source, spec.data.tokenizer) == (True, "text", None)
-    assert "atoll node start --data FILES\n" in capsys.readouterr().out
+    assert "atoll node start --data FILES\n" in capfd.readouterr().out
 
 
+@pytest.mark.usefixtures("described_here")
 def test_what_a_transformers_folder_cannot_be_leaves_no_folder(
     llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +193,7 @@ def test_what_a_transformers_folder_cannot_be_leaves_no_folder(
         assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 
 
+@pytest.mark.usefixtures("described_here")
 def test_tokens_of_bytes_are_refused_for_a_model_that_has_a_tokenizer(
     llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +205,7 @@ def test_tokens_of_bytes_are_refused_for_a_model_that_has_a_tokenizer(
     assert f"atoll data prepare … --tokenizer {llama}" in told
 
 
+@pytest.mark.usefixtures("described_here")
 def test_a_folder_without_weights_begins_with_random_ones_at_a_new_models_rate_and_says_so(
     llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,15 +225,16 @@ def test_a_folder_without_weights_begins_with_random_ones_at_a_new_models_rate_a
     assert "pytorch_model.bin only, and pickles are not read" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("described_here")
 def test_a_new_run_says_how_often_it_goes_through_its_data(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tokens = llama.parent / "tokens"
     asked = ("--from", llama, "--data", tokens, "--batch", 4, "--context", 32, "--nodes", 3)
     spec = made(tmp_path / "run", *asked)
     trained = spec.run.rounds * spec.inner.steps * 4 * 32 * 3
     times = trained / read_manifest(tokens).num_tokens("training")
-    told = capsys.readouterr().out
+    told = capfd.readouterr().out
     assert f"100 rounds of 3 nodes train 576.0k tokens, {times:.2g} times what the data" in told
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from node.island.models.decoder_modules import Decoder
-from node.island.training.optimizers import Muon, inner_optimizers, orthogonalised
+from node.island.training.optimizers import AdamW, Muon, inner_optimizers, orthogonalised
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import InnerSection, validated
@@ -46,6 +46,19 @@ def test_only_matrices_and_the_head_decay() -> None:
         "model.norm.weight",
     ]
     assert len(decayed["params"]) + len(others["params"]) == len(names)
+
+
+def test_adamws_steps_are_torchs_to_the_bit() -> None:
+    first, gradients = random_matrices((5, 7)), random_matrices((5, 7), (5, 7), (5, 7))
+    moved = []
+    for kind in (AdamW, torch.optim.AdamW):
+        weight = torch.nn.Parameter(first[0].clone())
+        optimizer = kind([{"params": [weight]}], lr=0.1, weight_decay=0.2, fused=True)
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step()
+        moved.append((weight.detach(), *optimizer.state[weight].values()))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*moved, strict=True))
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])

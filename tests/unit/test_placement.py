@@ -16,6 +16,7 @@ from node.machine.hardware import Hardware
 from node.machine.placement import (
     COMPILES_FROM,
     local_training_of,
+    may_need_compiler,
     mesh_for,
     refuse_small_helper,
     refuse_what_cannot_work,
@@ -178,3 +179,28 @@ def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert not hardware.has_compilers({"CC": "gcc"}), "torch takes what CC names"
     monkeypatch.setattr(hardware, "find_spec", lambda name: None)
     assert not hardware.has_compilers({})
+
+
+@pytest.mark.parametrize(
+    ("changes", "hardware", "may"),
+    [
+        ({"device": "cpu"}, hardware_of(), False),
+        ({}, hardware_of(), False),
+        ({"device": "cpu", "replicate": 2}, hardware_of(), True),
+        ({"device": "cpu", "compile": True}, hardware_of(), True),
+        ({"device": "cpu", "activation_checkpointing": "full"}, hardware_of(), True),
+        (
+            {"device": "cpu", "shard": 2, "hosts": 2, "island_listen": "10.0.0.1:7720"},
+            hardware_of(),
+            True,
+        ),
+        ({"device": "cuda"}, hardware_of(80), True),  # "auto" may compile there
+        ({"device": "cuda", "compile": False}, hardware_of(80), False),
+        ({"device": "xpu"}, hardware_of(), True),
+    ],
+)
+def test_torchs_compiler_is_left_out_where_no_rank_needs_it(
+    changes: dict[str, object], hardware: Hardware, may: bool
+) -> None:
+    """It takes a third of a second of a start; ranks that need it all the same import it themselves."""
+    assert may_need_compiler(settings_of(**changes), hardware) is may

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.overrides import TorchFunctionMode
 
 from node.island.models.architecture import Roles, Tree
 from node.island.models.decoder_modules import (
@@ -29,9 +30,22 @@ from node.island.models.decoder_modules import (
 )
 from node.island.parallel.context import ContextAttention, positions_of
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.pipeline import Pipeline
 from node.island.training.precision import LossScale
 from protocol.run.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from node.island.parallel.pipeline import Pipeline
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves an embedding as it is made: to draw what has no memory only loads torch's compiler."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is nn.init.normal_:
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 class DecoderArchitecture(TokenInputs):
@@ -49,8 +63,9 @@ class DecoderArchitecture(TokenInputs):
     def part(self, mesh: Mesh, stage: int) -> nn.Module:
         """See Architecture."""
         shape = mesh.shape
-        with torch.device("meta"):
-            part = Decoder(self._sizes)
+        with torch.device("meta"), _NothingDrawn():
+            empty = torch.empty(self._sizes.context, self._sizes.values_of_head)
+            part = Decoder(self._sizes, tables=(empty, empty.clone()))
         if shape.pipeline > 1:
             part.cut(
                 shape.layers_of(stage, self._sizes.num_layers),
@@ -116,8 +131,10 @@ class DecoderArchitecture(TokenInputs):
         *,
         dtype: torch.dtype,
         loss_scale: LossScale,
-    ) -> Pipeline:
+    ) -> "Pipeline":
         """See Architecture."""
+        from node.island.parallel.pipeline import Pipeline  # with torch's compiler
+
         shape, sizes = mesh.shape, self._sizes
         length = self._spec.model.context // shape.context
         hidden = (length // shape.tensor, sizes.hidden_size)

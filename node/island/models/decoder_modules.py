@@ -238,24 +238,27 @@ class Stack(nn.Module):
     cosines: Tensor  # [context, head size]; with context parallel the rank's own positions
     sines: Tensor  # likewise
 
-    def __init__(self, spec: DecoderModel) -> None:
+    def __init__(self, spec: DecoderModel, tables: tuple[Tensor, Tensor] | None) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         # A dictionary, not a list: names stay canonical when a pipeline rank holds layers 4 to 7.
         self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, i) for i in range(spec.num_layers)})
         self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_epsilon)
-        cosines, sines = rotary_tables(spec)
+        cosines, sines = rotary_tables(spec) if tables is None else tables
         self.register_buffer("cosines", cosines, persistent=False)
         self.register_buffer("sines", sines, persistent=False)
 
 
 class Decoder(nn.Module):
-    """The whole model, or the part of it that `cut` leaves. Its weights are torch's own at first."""
+    """The whole model, or the part of it that `cut` leaves. Its weights are torch's own at first.
 
-    def __init__(self, spec: DecoderModel) -> None:
+    `tables` are those of rotary_tables(), for who has them already, or is to fill them.
+    """
+
+    def __init__(self, spec: DecoderModel, tables: tuple[Tensor, Tensor] | None = None) -> None:
         super().__init__()
         self.context = spec.context
-        self.model = Stack(spec)
+        self.model = Stack(spec, tables)
         if not spec.tie_embeddings:
             self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self.is_tied = spec.tie_embeddings

@@ -6,7 +6,7 @@ start (node.island.parallel.mesh_shape).
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from node.island.models.architecture import Roles, Tree, layers_of, roles_of, sh
 from node.island.models.stages import Cut
 from node.island.models.tensor_plan import cut_by_plan
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.pipeline import Pipeline
 from node.island.training.precision import LossScale
 from protocol.run.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from node.island.parallel.pipeline import Pipeline
 
 
 class GenericArchitecture(ABC):
@@ -97,8 +99,10 @@ class GenericArchitecture(ABC):
         *,
         dtype: torch.dtype,
         loss_scale: LossScale,
-    ) -> Pipeline:
+    ) -> "Pipeline":
         """See Architecture."""
+        from node.island.parallel.pipeline import Pipeline  # with torch's compiler
+
         self.stages = parts
         ends: Any = self  # a room that has stages is Ends as well
         return Pipeline(

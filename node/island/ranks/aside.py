@@ -80,6 +80,9 @@ class Aside:
 
 
 def _live(connection: "Connection[Any, Any]", work: Work, arguments: tuple[object, ...]) -> None:
+    from node.island.ranks.preload import begin_collecting  # not in the daemon: it loads torch
+
+    begin_collecting()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the daemon's, which then ends us
     try:
         work(connection, *arguments)

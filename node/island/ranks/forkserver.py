@@ -25,18 +25,26 @@ _context = multiprocessing.get_context("forkserver")
 _standard_error = 2
 """What its standard error is, and that of ranks; it may have to be started again much later."""
 
+_with_compiler = True
 
-def prepare_forkserver(*, standard_error: int | None = None) -> None:
+
+def prepare_forkserver(
+    *, standard_error: int | None = None, with_compiler: bool | None = None
+) -> None:
     """Starts it; it imports torch while the daemon goes on.
 
     Returns at once; raises SystemRefusedError where its socket has no place. It is a fresh Python, so it
-    holds nothing of the daemon's threads and gRPC. From the first call that gives one on, `standard_error`
-    is a descriptor that ranks write to instead of ours.
+    holds nothing of the daemon's threads and gRPC. What a call gives holds for later ones too, as it may
+    have to be started again: `standard_error` is a descriptor that ranks write to instead of ours;
+    `with_compiler`, at first True, says whether it imports torch's compiler, which takes a second, and
+    which several ranks that need it would else import each.
     """
-    global _standard_error  # as long as the process, like the forkserver itself
+    global _standard_error, _with_compiler  # as long as the process, like the forkserver itself
     temporary_directory(has_sockets=True)  # where the forkserver's socket will be
     if standard_error is not None:
         _standard_error = standard_error
+    if with_compiler is not None:
+        _with_compiler = with_compiler
     # Ranks of two nodes on one machine have more threads than it has cores. OpenMP's threads spin
     # while they wait, which made them about twenty times slower; ranks inherit this from the forkserver.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -51,7 +59,8 @@ def prepare_forkserver(*, standard_error: int | None = None) -> None:
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # Sizes of what is gathered and recomputed differ: fixed segments fall to pieces. Not measured.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    _context.set_forkserver_preload(["node.island.ranks.rank"])
+    compiler = ["torch._dynamo"] if _with_compiler else []
+    _context.set_forkserver_preload(["node.island.ranks.preload", *compiler])
     resource_tracker.ensure_running()  # the forkserver would, and unblock the signal in between
     # A Ctrl-C at the terminal is the daemon's alone. The forkserver says so itself, but only once
     # it has imported torch; until then it would end with a traceback.
@@ -91,12 +100,15 @@ def end_forkserver() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
     server._stop()
-    global _standard_error
+    global _standard_error, _with_compiler
     _standard_error = 2
+    _with_compiler = True
 
 
 def _live(connection: "Connection[Reply, Order | Halt]", setup: RankSetup) -> None:
     """What a rank's process runs; a name here, so that the daemon need not import torch for it."""
+    from node.island.ranks.preload import begin_collecting
     from node.island.ranks.rank import run_rank
 
+    begin_collecting()
     run_rank(connection, setup)

@@ -1,7 +1,7 @@
 """A rank's process: takes orders from the daemon over a pipe until the pipe closes.
 
-The forkserver imports this module once, so that a new rank need not import torch. Nothing here may
-touch a GPU or start a thread at import: ranks are forked from that process.
+The forkserver imports this module once, by node.island.ranks.preload, so that a new rank need not import
+torch. Nothing here may touch a GPU or start a thread at import: ranks are forked from that process.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
 import torch
-import torch._dynamo  # else every rank spends a second on it, at its first optimizer
 
 from node.island.checkpoints.writer import CheckpointWriter
 from node.island.data.opening import open_dataset

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import nn
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import (
@@ -49,6 +48,8 @@ def compile_layers(
             f"compile = true needs Triton for {device}, and it is not there or too old a GPU for it",
             next_step="install triton, or set compile = false in node.toml",
         )
+    import torch._inductor.config  # with torch's compiler: a second of every start
+
     torch._inductor.config.compile_threads = 1  # else a pool of processes that a killed rank leaves
     for layer in layers:
         layer.forward = torch.compile(layer.forward, backend=backend)

@@ -11,6 +11,7 @@ Each group carries the `peak_rate` that the schedule scales. What lives elsewher
 (node.island.training.schedule), clipping and the step itself (node.island.training.trainer).
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby
@@ -106,6 +107,21 @@ Gather = Callable[[list[Tensor]], WholeMatrices]
 """Finds the way to whole matrices from those that ranks have parts of."""
 
 
+class _Uncompiled(Optimizer):
+    """An optimizer without what torch wraps around its methods for those who compile them.
+
+    Nobody here does, and the first call of such a method imports torch's compiler: a second of each start.
+    """
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+
+
+class AdamW(_Uncompiled, torch.optim.AdamW):
+    """torch's own (Loshchilov and Hutter, 2019)."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 def inner_optimizers(
     model: nn.Module,
     inner: InnerSection,
@@ -149,15 +165,15 @@ def iteration_dtype_of(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_bf16 else torch.float32
 
 
-def _adamw(parameters: list[nn.Parameter], roles: Roles, inner: InnerSection) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019); only matrices of layers and head decay."""
+def _adamw(parameters: list[nn.Parameter], roles: Roles, inner: InnerSection) -> AdamW:
+    """AdamW; only matrices of layers and head decay."""
     decayed = [p for p in parameters if p.ndim > 1 and p not in roles.tables]
     others = [p for p in parameters if p.ndim <= 1 or p in roles.tables]
     groups = [
         {"params": decayed, "weight_decay": inner.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    return AdamW(
         [group | {"peak_rate": inner.learning_rate} for group in groups if group["params"]],
         lr=inner.learning_rate,
         betas=(inner.beta1, inner.beta2),
@@ -166,7 +182,7 @@ def _adamw(parameters: list[nn.Parameter], roles: Roles, inner: InnerSection) ->
     )
 
 
-class RowwiseAdamW(Optimizer):
+class RowwiseAdamW(_Uncompiled):
     """AdamW on tables of which a batch looks up few rows: rows without a gradient are left alone.
 
     Plain AdamW moves every row in every step, by the momentum of gradients long past. Here a row's
@@ -232,7 +248,7 @@ class RowwiseAdamW(Optimizer):
         }
 
 
-class Muon(Optimizer):
+class Muon(_Uncompiled):
     """Steps by the orthogonalised momentum of each matrix.
 
     Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks". The update is
