@@ -206,15 +206,11 @@ def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) 
     }
     news = {index: report.digest for index, report in reports.items()}
     if news and is_present(turn.state, node_id):
-        agreements = {
-            **{i: a for i, a in current.agreements.get(node_id, {}).items() if i not in news},
-            **{i: r.agreement for i, r in reports.items() if r.agreement is not None},
-        }
         turn.put_round(
             replace(
                 current,
                 held=_with_held(current.held, node_id, news),
-                agreements={**current.agreements, node_id: agreements},
+                agreements=_with_agreements(current.agreements, node_id, reports),
             )
         )
         if current.phase is not RoundPhase.APPLYING:
@@ -247,6 +243,18 @@ def _with_held(
     held: Mapping[NodeId, Mapping[int, Digest]], node_id: NodeId, news: Mapping[int, Digest]
 ) -> Mapping[NodeId, Mapping[int, Digest]]:
     return {**held, node_id: {**held.get(node_id, {}), **news}}
+
+
+def _with_agreements(
+    before: Mapping[NodeId, Mapping[int, float]], node_id: NodeId, reports: Mapping[int, Held]
+) -> Mapping[NodeId, Mapping[int, float]]:
+    """What was told of other results of these slices holds no more."""
+    own = before.get(node_id, {})
+    told = {i: r.agreement for i, r in reports.items() if r.agreement is not None}
+    if not told and own.keys().isdisjoint(reports):
+        return before
+    kept = {index: agreement for index, agreement in own.items() if index not in reports}
+    return {**before, node_id: kept | told}
 
 
 def holders_of(state: SwarmState, current: Round, progress: SliceProgress) -> tuple[NodeId, ...]:
