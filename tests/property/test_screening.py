@@ -224,9 +224,11 @@ def test_who_pulls_against_what_the_others_share_counts_for_nothing_and_nobody_e
 def test_where_all_contradict_each_other_all_count_for_nobody_says_who_is_right() -> None:
     one, other = honest(2, 3)
     assert reduced([one, -one], "agreeing").factors == ()
-    third = -(one / norm_of(one) + other / norm_of(other)) * norm_of(one)
-    away = (one - other, other - third, third - one)  # 120 degrees apart
-    assert reduced(away, "agreeing", own=1).factors == ()
+    across = other - one * np.float32((other @ one) / (one @ one))
+    across *= np.float32(norm_of(one) / norm_of(across))
+    turns = np.radians([0, 120, 240])
+    apart = [(np.cos(t) * one + np.sin(t) * across).astype(np.float32) for t in turns]
+    assert reduced(apart, "agreeing", own=1).factors == ()
 
 
 def test_centred_clipping_stays_within_the_median_distance_of_the_momentum() -> None:
