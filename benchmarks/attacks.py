@@ -1,6 +1,6 @@
 """What members that lie do to a swarm: its loss, rounds and time beside those of the same swarm without them.
 
-    python -m benchmarks.attacks [--quick] [--attacks NAME ...] [--liars 2] [--merges mean ...] [--seeds 0 1]
+    python -m benchmarks.attacks [--quick] [--attacks NAME ...] [--liars 2] [--merges agreeing ...] [--seeds 0 1]
         [--uneven] [--audit 0.05]
 
 Eight nodes in virtual time (lab.simulation.swarm): the coordinator's core, store and desks, and the nodes'
@@ -385,7 +385,7 @@ UNSCREENED = "unscreened"
 """Beside the merges: the mean of all that comes."""
 
 WORST = ("sign flip × 10", "ALIE", "inner product", "label poison")
-QUICK = ("sign flip × 10", "inner product")
+QUICK = ("beside the momentum", "lying reducer")
 
 
 def part_of(corpus: Corpus, place: int) -> Corpus:
@@ -565,12 +565,12 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def _put_out_in_words(runs: Sequence[Row]) -> str:
-    after = [run["put_out_after"] for run in runs if run["put_out_after"] is not None]
-    if not after:
-        return "–"
     num = sum(run["put_out"] for run in runs)
+    if not num:
+        return "–"
     of = sum(run["keys"] if "keys" in run else run["liars"] for run in runs)
-    return f"{num} of {of} after {max(after)}"
+    after = max((run["put_out_after"] or 0 for run in runs), default=0)
+    return f"{num} of {of} after {after}" if after else f"{num} of {of}, all they did is undone"
 
 
 def main() -> None:
@@ -578,7 +578,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--liars", type=int, nargs="+", default=[2])
-    parser.add_argument("--merges", nargs="+", default=["mean"])
+    parser.add_argument("--merges", nargs="+", default=["agreeing"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--rounds", type=int, default=TABLES["run"]["rounds"])
     parser.add_argument("--uneven", action="store_true", help="each node has text of its own")

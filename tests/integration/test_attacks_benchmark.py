@@ -8,9 +8,8 @@ from pathlib import Path
 from benchmarks.attacks import QUICK
 
 ROOT = Path(__file__).parents[2]
-MOST_LOSS = 1.15
-"""Times the clean run's: after six rounds 1.06 is the worst that screening lets through; without it a
-sign flip ends at a multiple."""
+MOST_LOSS = 1.03
+"""Times the clean run's: both end at 1.00 after six rounds, and at 1.06 and more with nothing against them."""
 
 
 def test_two_liars_of_eight_bend_no_run_and_every_honest_node_holds_the_same_state(
@@ -31,5 +30,6 @@ def test_two_liars_of_eight_bend_no_run_and_every_honest_node_holds_the_same_sta
         assert row["same"], f"honest nodes differ under {name}"
         assert row["loss"] < MOST_LOSS * clean["loss"], row
         assert row["honest_refused"] == 0, row
-        assert f"| {name} | 2 | mean |" in done.stdout
-    assert rows["sign flip × 10"]["noticed"] is not None
+        assert f"| {name} | 2 | agreeing |" in done.stdout
+    assert rows["beside the momentum"]["noticed"] is not None
+    assert rows["lying reducer"]["put_out"] == 2
