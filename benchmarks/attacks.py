@@ -1,7 +1,7 @@
 """What members that lie do to a swarm: its loss, rounds and time beside those of the same swarm without them.
 
-    python -m benchmarks.attacks [--quick] [--attacks NAME ...] [--liars 2] [--merges agreeing ...] [--seeds 0 1]
-        [--uneven] [--audit 0.05]
+    python -m benchmarks.attacks [--quick] [--attacks NAME ...] [--liars 2] [--merges agreeing ...]
+        [--seeds 0 1] [--uneven] [--audit 0.05]
 
 Eight nodes in virtual time (lab.simulation.swarm): the coordinator's core, store and desks, and the nodes'
 daemons, exchange and codecs are those of production. Each node joins by an invite of its own. Liars are

@@ -9,7 +9,7 @@ from benchmarks.attacks import QUICK
 
 ROOT = Path(__file__).parents[2]
 MOST_LOSS = 1.03
-"""Times the clean run's: both end at 1.00 after six rounds, and at 1.06 and more with nothing against them."""
+"""Times the clean run's: both end at 1.00 after six rounds, and above 1.05 with nothing against them."""
 
 
 def test_two_liars_of_eight_bend_no_run_and_every_honest_node_holds_the_same_state(
