@@ -123,8 +123,9 @@ Span = Annotated[str, AfterValidator(_checked_span)]
 
 RUN_TEMPLATE = """\
 # The run: what is trained, on what, how, and by which rules. What is left out has the value that it
-# has here, but for name, min_nodes, qk_norm, and the inner optimizer with its rates. Every node works by this
-# file and every round carries its digest: change it before the first 'atoll coordinator start', never after.
+# has here, but for name, min_nodes, qk_norm, merge, and the inner optimizer with its rates. Every node
+# works by this file and every round carries its digest: change it before the first 'atoll coordinator start',
+# never after.
 
 [run]
 name = "my-run"             # lower-case letters, digits and hyphens
@@ -194,8 +195,8 @@ scaling = "none"            # of the rates, by participants / min_nodes: or "lin
 optimizer = "nesterov"      # or "sgd"; applies what a round commits
 learning_rate = 0.7         # with momentum 0.9 about 0.4, 0.6, 0.6, 0.8 for 1, 2, 4, 8 nodes
 momentum = 0.6              # 0.3 below 32 exchanges, 0.9 from a thousand; sgd has none: remove it there
-merge = "agreeing"          # the mean of what most of the others do not point against; or the plain "mean",
-                            # or others: docs/coordinators.md
+merge = "agreeing"          # the mean without what most of the others point against; or the plain "mean",
+                            # as left out, or others: docs/coordinators.md
 screening = true            # contributions and results much longer than others are cut, or left out
 audit = 0.05                # so many of the committed slices another member makes again; after a lie
                             # the run goes back. So many contributions are spot-checked: whether their

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -36,6 +37,13 @@ asyncio.run(live())
 """
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """With a short name, unlike tmp_path, for sockets lie in it."""
+    with TemporaryDirectory() as name:
+        yield Path(name)
+
+
 @contextmanager
 def node(temporary: Path) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
     """A process with p2pd and shared memory, and the words that it says."""
@@ -54,14 +62,14 @@ def node(temporary: Path) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]
 
 
 def test_a_killed_nodes_shared_memory_and_folders_go_and_a_living_ones_stay(
-    tmp_path: Path,
+    temporary: Path,
 ) -> None:
-    with node(tmp_path) as (killed, left), node(tmp_path) as (_, kept):
+    with node(temporary) as (killed, left), node(temporary) as (_, kept):
         *blocks, folder, tracker, _ = left
         os.kill(int(tracker), signal.SIGKILL)
         killed.kill()
         killed.wait()
-        removed = remove_leftovers(tmp_path, SHARED_MEMORY)
+        removed = remove_leftovers(temporary, SHARED_MEMORY)
         assert {*blocks, Path(folder).name} <= {path.name for path in removed}
         assert not any((SHARED_MEMORY / block).exists() for block in blocks)
         assert not Path(folder).exists()
@@ -72,8 +80,8 @@ def test_a_killed_nodes_shared_memory_and_folders_go_and_a_living_ones_stay(
         (SHARED_MEMORY / block).unlink(missing_ok=True)
 
 
-def test_p2pd_gets_its_key_without_a_file(tmp_path: Path) -> None:
-    with node(tmp_path) as (_, words):
+def test_p2pd_gets_its_key_without_a_file(temporary: Path) -> None:
+    with node(temporary) as (_, words):
         files = [path.name for path in Path(words[2]).iterdir()]
         assert sorted(files) == ["control", "streams"]
 

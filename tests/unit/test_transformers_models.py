@@ -232,7 +232,8 @@ def test_what_is_exported_loads_with_the_same_weights(tmp_path: Path) -> None:
     assert written.pop("architectures") == ["MixtralForCausalLM"]
     assert written["dtype"] == "float32"
     # A configuration that transformers has built a model of says so too.
-    assert written == {**config_of(tmp_path), "dtype": "float32"}
+    given = {key: value for key, value in config_of(tmp_path).items() if key != "architectures"}
+    assert written == {**given, "dtype": "float32"}
 
 
 @pytest.mark.parametrize(
