@@ -52,6 +52,10 @@ fork now and then ("epoll_wait error: Bad file descriptor").
 """
 
 
+_TEMPORARY = tempfile.TemporaryDirectory()
+"""Of commands: in a shared one they would tell of what other tests' killed processes have left."""
+
+
 def _environment(changes: Mapping[str, str]) -> dict[str, str]:
     return atoll_environment({"PYTHONUNBUFFERED": "1"} | dict(changes))
 
@@ -73,7 +77,7 @@ def atoll(*arguments: str | Path, stdin: str = "", **environment: str) -> Typed:
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,  # it kills the command
-        env=_environment(environment),
+        env=_environment({"TMPDIR": _TEMPORARY.name} | environment),
     )
     assert "Traceback" not in ran.stderr and "a bug in Atoll" not in ran.stderr, ran.stderr
     return Typed(code=ran.returncode, out=ran.stdout, err=ran.stderr)
