@@ -20,8 +20,7 @@ import structlog
 from node.config import HISTORY_FILE, RULINGS_FILE, NodeSettings
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts, Tokens
 from node.duties.times import ExchangeTime, Meters
-from node.exchange.codecs.codec import Tiles, threads_beside
-from node.exchange.codecs.compiled import remove_unused_kernels
+from node.exchange.codecs.codec import Tiles, remove_unused_kernels, threads_beside
 from node.exchange.codecs.registry import measured_speed
 from node.exchange.outer import Outer, codecs_in_force, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of

@@ -17,14 +17,13 @@ import numpy as np
 import structlog
 
 from node.exchange.codecs.registry import codec_named
+from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
 from node.exchange.limits import Limits, Patience, Waits
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
-from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Sender
-from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
 from node.exchange.signing import PayloadSigner
 from node.exchange.state.catch_up import CoordinatorCalls

@@ -22,8 +22,9 @@ from node.exchange.codecs.codec import (
     Opened,
     Tiles,
 )
-from node.exchange.codecs.floats import round_to_bf16
+from node.exchange.codecs.dense import round_to_bf16
 from node.exchange.codecs.registry import codec_named, compile_kernels
+from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.mean import (
     BlockSums,
     Encoded,
@@ -40,9 +41,7 @@ from node.exchange.outer_optimizer import (
     refuse_flushed_subnormals,
 )
 from node.exchange.owing import Owing
-from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, digest_of_error
-from node.exchange.residual import Residual
 from node.exchange.round import awaiting
 from node.exchange.screening import missed_in_a_row
 from node.exchange.signing import PayloadSigner

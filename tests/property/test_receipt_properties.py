@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.codecs.registry import codec_named
+from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
 from node.exchange.limits import Patience
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
-from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Merging, Sender
-from node.exchange.residual import Residual
 from node.exchange.signing import PayloadSigner
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.sources import StateHere

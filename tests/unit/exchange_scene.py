@@ -15,15 +15,14 @@ from lab.simulation.virtual_time import run_in_virtual_time
 from node.disk.logs import SentLog
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.codecs.registry import codec_named
+from node.exchange.error_feedback import MOST_OWED, ReducerError, Residual
 from node.exchange.exchange import Exchange
 from node.exchange.limits import Patience
 from node.exchange.mean import norm_of
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
-from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Merging, Sender
-from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk

@@ -10,8 +10,8 @@ from node.disk.logs import SentLog
 from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import Codecs
 from node.exchange.codecs.registry import codec_named
+from node.exchange.error_feedback import MOST_OWED
 from node.exchange.outer import NotApplicableError, Outer
-from node.exchange.residual import MOST_OWED
 from node.outer_state import Vector
 from protocol.run.layout import Layout
 from protocol.wire.payload import Payload
