@@ -26,8 +26,8 @@ from protocol.v1 import round_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.wire import convert
 from protocol.wire.messages import Trained
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import Commit, Digest, NodeId
-from protocol.wire.wire_count import WireTotals
 
 JSON = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="constants")
 

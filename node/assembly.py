@@ -19,6 +19,7 @@ import structlog
 
 from node.config import HISTORY_FILE, RULINGS_FILE, NodeSettings
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts, Tokens
+from node.disk.history import History, KeptRulings
 from node.duties.times import ExchangeTime, Meters
 from node.exchange.codecs.codec import Tiles, remove_unused_kernels, threads_beside
 from node.exchange.codecs.registry import measured_speed
@@ -29,7 +30,6 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.whereabouts import told_by
 from node.heavy import in_thread
-from node.history import History, KeptRulings
 from node.hosts.desk import HostDesk
 from node.hosts.leading import HostsIsland
 from node.hosts.wire import LeaderKey, interface_of
@@ -70,8 +70,8 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
 from protocol.trust.rulings import Ruling, RulingVerifier
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import OWN_LOOP
-from protocol.wire.wire_count import WireCounts
 
 log = structlog.get_logger()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from node.disk.history import History, KeptRulings
 from node.duties.duties import Duties
 from node.duties.lasting_island import LastingIsland, Writer
 from node.duties.times import Meters
@@ -26,7 +27,6 @@ from node.exchange.state.sources import FirstState, StateHere
 from node.exchange.tokens import HeldTokens, PeerTokens
 from node.exchange.transport.transport import Transport
 from node.heavy import Heavy
-from node.history import History, KeptRulings
 from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.island.ranks.faults import TrainingDivergedError

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from node.config import NodeSettings, load_settings
-from node.history import History
+from node.disk.history import History
 from node.island.data.places import reads_in_words
 from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import CoordinatorLink

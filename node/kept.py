@@ -116,8 +116,8 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
 
 def refuse_what_nobody_gives(folder: Path, over: "RunOver") -> None:
     """Raises IncompleteError where a run is over, and its final state neither in the folder nor here."""
+    from node.disk.history import History
     from node.disk.snapshot_folder import SnapshotFolder
-    from node.history import History
 
     rounds = SnapshotFolder(folder / SNAPSHOTS_FOLDER).rounds()
     newest = rounds[0] if rounds else 0

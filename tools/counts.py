@@ -33,9 +33,13 @@ from node.exchange.transport.transport import Admission, Want  # noqa: E402
 from protocol.run.run_spec import validated  # noqa: E402
 from protocol.trust.identity import Identity  # noqa: E402
 from protocol.wire import messages  # noqa: E402
-from protocol.wire.payload import RESULT, Payload, PayloadHeader  # noqa: E402
+from protocol.wire.payload import (  # noqa: E402
+    RESULT,
+    Payload,
+    PayloadHeader,
+    WireCounts,
+)
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry  # noqa: E402
-from protocol.wire.wire_count import WireCounts  # noqa: E402
 
 PRODUCT = ("atoll", "protocol", "coordinator", "node")
 ROOMS = (*PRODUCT, "node/exchange", "node/island", "lab", "benchmarks", "tests")

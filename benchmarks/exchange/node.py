@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import structlog
 
+from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
@@ -25,20 +26,19 @@ from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
 from node.exchange.reduction import Sender
 from node.exchange.round.state import Rules
-from node.exchange.signing import PayloadSigner
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.sources import StateHere
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
-from node.history import History
 from node.machine.freed_memory import keep_freed_memory
 from protocol.run.layout import Layout
 from protocol.trust.identity import Identity
+from protocol.trust.receipts import PayloadSigner
 from protocol.v1 import round_pb2, session_pb2
 from protocol.wire import convert
 from protocol.wire.messages import Held, Reduced, Report
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import Commit, Digest
-from protocol.wire.wire_count import WireCounts
 
 RUN = Digest(bytes(32))
 

@@ -28,6 +28,7 @@ from protocol.trust.identity import node_id_of
 from protocol.v1 import session_pb2
 from protocol.wire import convert
 from protocol.wire.messages import Applied, Held, Reduced, RoundCommitted, RoundOpened, Trained
+from protocol.wire.payload import WireTotals, grown
 from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
@@ -39,7 +40,6 @@ from protocol.wire.rounds import (
     Plan,
     RosterEntry,
 )
-from protocol.wire.wire_count import WireTotals, grown
 
 RUN = Digest(bytes(32))
 TOKENS = 8

@@ -31,9 +31,8 @@ from node.exchange.transport.transport import (
 )
 from node.heavy import in_thread
 from protocol.trust.identity import Identity, node_id_of
-from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.payload import Payload, PayloadHeader, WireCounts, grown
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts, grown
 
 RUN = LAYOUT = Digest(bytes(32))
 ROUND = 8

@@ -28,9 +28,8 @@ from lab.processes.ending import nothing_left
 from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.channel import channel_options
-from protocol.wire.payload import CONTRIBUTION
+from protocol.wire.payload import CONTRIBUTION, WireCounts
 from protocol.wire.rounds import PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 UPLINK_MBIT = 10
 BUFFER_BYTES = 500_000

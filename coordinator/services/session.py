@@ -64,10 +64,9 @@ from protocol.wire.messages import (
     RoundCommitted,
     RulingsTold,
 )
-from protocol.wire.payload import PayloadError, PayloadHeader
+from protocol.wire.payload import PayloadError, PayloadHeader, WireTotals
 from protocol.wire.rounds import Commit, Digest, NodeId
 from protocol.wire.versions import WIRE, refuse_foreign_wire
-from protocol.wire.wire_count import WireTotals
 
 MAX_COMMITS = 64
 MAX_COMMITS_BYTES = 1 << 20

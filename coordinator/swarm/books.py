@@ -19,8 +19,8 @@ from coordinator.swarm.members import Member, Screening, Work
 from coordinator.swarm.state import SwarmState
 from coordinator.swarm.turn import Turn
 from coordinator.swarm.weighing import credited, earned, taken_back
+from protocol.wire.payload import WireTotals, grown
 from protocol.wire.rounds import WHOLE, Commit, NodeId
-from protocol.wire.wire_count import WireTotals, grown
 
 SCREENED_ROUNDS = 20
 """What screening did is remembered for so many rounds: as many as 'atoll rounds' shows."""

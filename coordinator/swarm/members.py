@@ -9,6 +9,7 @@ from operator import attrgetter
 
 from coordinator.swarm.shares import UNKNOWN, Rates
 from protocol.wire.messages import SpotChecked
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     CorpusSummary,
     Digest,
@@ -16,7 +17,6 @@ from protocol.wire.rounds import (
     PeerAddress,
     RoundSpan,
 )
-from protocol.wire.wire_count import WireTotals
 
 
 class MemberState(StrEnum):

@@ -39,8 +39,8 @@ from protocol.errors import (
 )
 from protocol.trust.rulings import refuse_barred
 from protocol.wire.messages import Applied, ParticipantsDeparted
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import NodeId, RosterEntry
-from protocol.wire.wire_count import WireTotals
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""

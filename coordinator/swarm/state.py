@@ -13,6 +13,7 @@ from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import Member, Members
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Audited, Reduced, ResultRefused, Trained
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     Assignment,
     Commit,
@@ -25,7 +26,6 @@ from protocol.wire.rounds import (
     Slice,
     Way,
 )
-from protocol.wire.wire_count import WireTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

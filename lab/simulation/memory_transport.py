@@ -28,10 +28,9 @@ from node.exchange.transport.transport import (
     turn_of,
 )
 from protocol.trust.rulings import Address
-from protocol.wire.payload import Payload, PayloadError
+from protocol.wire.payload import Payload, PayloadError, WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry, Way
 from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
-from protocol.wire.wire_count import WireCounts
 
 T = TypeVar("T")
 

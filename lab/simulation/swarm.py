@@ -27,6 +27,7 @@ from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from lab.simulation.meshed_island import MeshedIsland
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
+from node.disk.history import History, KeptRulings
 from node.disk.round_folder import Retention
 from node.disk.snapshots import SnapshotWriting
 from node.duties.times import Meters
@@ -36,7 +37,6 @@ from node.exchange.outer import Outer, codecs_in_force, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.heavy import in_place
-from node.history import History, KeptRulings
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
@@ -52,8 +52,8 @@ from protocol.run.layout import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
+from protocol.wire.payload import WIRE_KINDS, WireCounts
 from protocol.wire.rounds import PASSES_OF_TRAINING, Commit, Digest, NodeId
-from protocol.wire.wire_count import WIRE_KINDS, WireCounts
 
 Wire = TypeVar("Wire", bound=Message)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from node.disk.history import KeptRulings
 from node.duties.lasting_island import LastingIsland
 from node.duties.measuring import Measuring
 from node.duties.times import Meters, RoundTimes
@@ -30,7 +31,6 @@ from node.duties.work import (
 from node.exchange.exchange import Exchange
 from node.exchange.limits import Patience
 from node.exchange.spot_checks import SpotCheckReady
-from node.history import KeptRulings
 from node.island.island import InnerWork, Progress
 from node.link.session import Session
 from protocol.errors import IncompleteError
@@ -46,8 +46,8 @@ from protocol.wire.messages import (
     RunFinished,
     Trained,
 )
+from protocol.wire.payload import WireTotals, grown
 from protocol.wire.rounds import Assignment, Commit, Digest, NodeId, Plan
-from protocol.wire.wire_count import WireTotals, grown
 
 if TYPE_CHECKING:
     from protocol.wire.vitals import Utilisation

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from node.heavy import Heavy
 from node.island.island import InnerReport
+from protocol.wire.payload import WireCounts
 from protocol.wire.vitals import Utilisation
-from protocol.wire.wire_count import WireCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from enum import Enum, auto
 import numpy as np
 import structlog
 
-from node.disk.logs import SentLog, SentSlice
+from node.disk.history import SentLog, SentSlice
 from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.error_feedback import ReducerError, Residual

@@ -40,9 +40,9 @@ from node.exchange.screening import (
     tokens_of_late,
     trust_factors,
 )
-from node.exchange.signing import PayloadSigner
 from node.outer_state import Vector
 from protocol.run.run_spec import Merge
+from protocol.trust.receipts import PayloadSigner
 from protocol.wire.messages import Reduced
 from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import (

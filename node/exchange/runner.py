@@ -50,7 +50,6 @@ from node.exchange.round.transition import (
     is_wanted,
     step,
 )
-from node.exchange.signing import AlreadySignedError
 from node.exchange.state.sources import StateHere
 from node.exchange.transport.transport import (
     Admission,
@@ -60,7 +59,7 @@ from node.exchange.transport.transport import (
 )
 from protocol.errors import BadDataError
 from protocol.run.amendments import LOWER_RATES
-from protocol.trust.receipts import Receipt
+from protocol.trust.receipts import AlreadySignedError, Receipt
 from protocol.wire.messages import EquivocationSeen, Finding, Report, SliceTakenOver
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
 from protocol.wire.rounds import Commit, NodeId, Plan

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import structlog
 
+from node.disk.history import History
 from node.exchange.auditing import Audits
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
@@ -27,7 +28,6 @@ from node.exchange.transport.transport import (
     WantResult,
 )
 from node.heavy import Heavy
-from node.history import History
 from node.outer_state import Vector
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.payload import Payload, PayloadError

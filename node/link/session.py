@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from node.history import KeptRulings
+from node.disk.history import KeptRulings
 from node.link.calls import Announcement, AskMembers, Attachment, CoordinatorLink
 from protocol.errors import (
     AtollError,

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from protocol.v1 import session_pb2 as pb
 from protocol.wire import convert
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import Digest, NodeId, RoundSpan
-from protocol.wire.wire_count import WireTotals
 
 SHORT_WORDS, LONG_WORDS = 64, 256
 """Characters of a text for people that a coordinator takes: of an activity, a mesh; of a wait, a goodbye."""

@@ -22,9 +22,8 @@ from node.exchange.transport.streams import (
 )
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload
+from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import NodeId
-from protocol.wire.wire_count import WireCounts
 
 PART = LEAST_PART_BYTES
 BODY = os.urandom(10 * PART + 17)

@@ -21,9 +21,8 @@ from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import Want, WantChunk, WantManifest
 from node.heavy import in_thread
 from protocol.trust.identity import Identity
-from protocol.wire.payload import Payload
+from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import Digest, NodeId
-from protocol.wire.wire_count import WireCounts
 
 RUN, LAYOUT = Digest(bytes(32)), Digest(bytes(31) + b"l")
 NUM_ELEMENTS = 4_000_000

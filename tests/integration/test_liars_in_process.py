@@ -25,11 +25,10 @@ from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.round import transition
 from node.exchange.round.awaiting import FULL_TIMES_OTHERS, TIMES_OTHERS
 from node.exchange.round.state import Tell
-from node.exchange.signing import PayloadSigner
 from node.island.data.corpus import Corpus
 from node.outer_state import Vector
 from protocol.trust.evidence import proven_by
-from protocol.trust.receipts import Receipt
+from protocol.trust.receipts import PayloadSigner, Receipt
 from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
 from protocol.wire.messages import LeftOutSeen

@@ -15,9 +15,8 @@ from node.exchange.transport.receiver import EarlyParts, Receiver
 from node.exchange.transport.serving import complete, take_parts
 from node.exchange.transport.streams import FrameError, TransferStream
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import CONTRIBUTION
+from protocol.wire.payload import CONTRIBUTION, WireCounts
 from protocol.wire.rounds import Digest, NodeId
-from protocol.wire.wire_count import WireCounts
 
 
 class _Answers:

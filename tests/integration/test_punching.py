@@ -23,8 +23,8 @@ from node.exchange.transport import punching
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import PeerUnreachableError
 from protocol.trust.identity import Identity
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import NodeId
-from protocol.wire.wire_count import WireCounts
 
 ONE, OTHER, OUTSIDE = "one", "other", "outside"
 PORTS = (7700, 7701)

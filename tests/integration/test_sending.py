@@ -30,9 +30,8 @@ from node.exchange.transport.sending import Sending
 from node.exchange.transport.streams import TransferStream
 from node.exchange.transport.transport import TransferRefusedError
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload
+from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import Digest, NodeId
-from protocol.wire.wire_count import WireCounts
 
 
 async def test_a_large_body_comes_over_several_streams_and_whole() -> None:

@@ -29,8 +29,8 @@ from protocol.wire.payload import (
     PIECE_MAP,
     TOKENS_MANIFEST,
     Payload,
+    WireCounts,
 )
-from protocol.wire.wire_count import WireCounts
 
 SECONDS = 20.0
 

@@ -26,9 +26,8 @@ from node.exchange.transport.transport import (
 )
 from protocol.trust.identity import Identity
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import CHUNK, MANIFEST, Payload, PayloadHeader
+from protocol.wire.payload import CHUNK, MANIFEST, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 SECONDS = 20.0
 ANSWER_SECONDS = 5.0

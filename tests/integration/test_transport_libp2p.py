@@ -24,7 +24,7 @@ from node.exchange.transport.transport import (
 from node.machine.addresses import OwnAddress, announced
 from protocol.errors import SystemRefusedError
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 SECONDS = 20.0
 
@@ -222,7 +222,7 @@ def test_p2pd_does_not_outlive_a_killed_node_which_has_loaded_neither_torch_nor_
 import asyncio, sys
 from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 async def main():
     transport = Libp2pTransport(identity=Identity.generate(), counts=WireCounts())

@@ -16,8 +16,8 @@ from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.tunnels import Tunnels, host_and_port
 from protocol.trust.identity import Identity
 from protocol.trust.proxy import Proxy, ProxyRefusedError
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 from tests.ports import free_port
 
 HOST = "127.0.0.1"

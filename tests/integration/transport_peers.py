@@ -14,9 +14,8 @@ from node.exchange.transport.transport import (
     WantResult,
 )
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from protocol.wire.payload import RESULT, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 BIG = 3_000_000  # bytes: many chunks, and more than any buffer on the way holds
 

@@ -25,9 +25,8 @@ from node.exchange.transport.transport import (
     do_nothing,
 )
 from node.heavy import in_place
-from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 RUN, LAYOUT = Digest(bytes(range(32))), Digest(bytes(range(32, 64)))
 NUM_ELEMENTS = 1000

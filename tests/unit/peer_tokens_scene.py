@@ -19,9 +19,8 @@ from node.island.data.manifest import Piece, read_manifest
 from node.island.data.places import DataPlaces
 from node.island.data.supply import TokenSupply
 from protocol.run.run_spec import RunSpec
-from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 PIECE = 512
 NOWHERE = "on-the-owners-machine"

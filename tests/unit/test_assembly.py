@@ -27,8 +27,8 @@ from protocol.run.layout import Layout, layout_of
 from protocol.service.notify import ServiceManager
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Authority, Principal, Role, new_swarm_id
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import NodeId
-from protocol.wire.wire_count import WireCounts
 from tests.tiny_runs import run_of, tiny
 
 SPEC = tiny()

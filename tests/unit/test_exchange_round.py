@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.history import History
 from node.disk.snapshot_folder import SnapshotFolder
 from node.exchange.giving import KEPT_ROUNDS, HeldResults
 from node.exchange.state.chunks import Manifest
@@ -20,7 +21,6 @@ from node.exchange.transport.transport import (
     WantManifest,
     WantResult,
 )
-from node.history import History
 from protocol.wire.messages import (
     EquivocationSeen,
     Held,

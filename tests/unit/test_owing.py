@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.disk.logs import SentLog
+from node.disk.history import SentLog
 from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import Codecs
 from node.exchange.codecs.registry import codec_named

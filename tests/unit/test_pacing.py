@@ -16,8 +16,8 @@ from node.exchange.transport.rates.uplink import (
     LEAST_MEASUREMENTS,
     LinkMeter,
 )
+from protocol.wire.payload import WireCounts
 from protocol.wire.vitals import FREE, NO_UPLOAD, UploadPace, upload_in_words
-from protocol.wire.wire_count import WireCounts
 
 RATE = 1_000_000.0  # wire bytes a second
 FLOOR = 2048.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from node.history import KeptRulings
+from node.disk.history import KeptRulings
 from node.link.calls import Attachment
 from node.link.session import LEAVE_SECONDS, LOOK_ELSEWHERE_SECONDS, MOST_REPORTS, Session
 from protocol.errors import (

@@ -10,7 +10,7 @@ from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from lab.simulation.coordinator import DeskStub, SimulatedCoordinator
 from lab.simulation.swarm import identity_of
-from node.history import KeptRulings
+from node.disk.history import KeptRulings
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import Session
 from protocol.errors import UnavailableError

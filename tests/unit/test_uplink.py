@@ -14,7 +14,7 @@ from node.exchange.transport.rates.uplink import (
     UnderWay,
     Uplink,
 )
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 LIMITS = Limits(floor_bytes_per_second=1.0)
 EPOCH_SECONDS, QUEUE_SECONDS = LIMITS.epoch_seconds, LIMITS.queue_seconds

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import structlog
 
-from node.disk.logs import ResultLog
+from node.disk.history import History, ResultLog
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import KEPT_ROUNDS, HeldResults
@@ -23,7 +23,6 @@ from node.exchange.outer import Outer
 from node.exchange.state.on_disk import MOST_SPANS, StateOnDisk
 from node.exchange.transport.transport import WantResult
 from node.heavy import Heavy
-from node.history import History
 from node.outer_state import Vector
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Commit, Digest, RoundSpan, SliceOutcome

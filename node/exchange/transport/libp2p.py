@@ -43,10 +43,9 @@ from protocol.trust.identity import Identity, peer_id_of
 from protocol.trust.proxy import Proxy
 from protocol.trust.rulings import Address
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry, Way
 from protocol.wire.vitals import LinkRates, UploadPace
-from protocol.wire.wire_count import WireCounts
 
 PROTOCOL = "atoll/6/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""

@@ -36,9 +36,9 @@ from protocol.wire.payload import (
     REDUCER_ERROR,
     RESULT,
     TOKENS_MANIFEST,
+    WireKind,
 )
 from protocol.wire.rounds import Digest, NodeId
-from protocol.wire.wire_count import WireKind
 
 MAX_FRAME_BYTES = 8192
 """No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""

@@ -28,7 +28,7 @@ from protocol.trust.pki import pin_of
 from protocol.trust.proxy import Proxy
 from protocol.trust.rulings import Address
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 WHEREABOUTS = "atoll/1/whereabouts"
 
