@@ -20,7 +20,6 @@ import structlog
 from node.config import HISTORY_FILE, RULINGS_FILE, NodeSettings
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts, Tokens
 from node.disk.history import History, KeptRulings
-from node.duties.times import ExchangeTime, Meters
 from node.exchange.codecs.codec import Tiles, remove_unused_kernels, threads_beside
 from node.exchange.codecs.registry import measured_speed
 from node.exchange.outer import Outer, codecs_in_force, merging_of
@@ -29,7 +28,7 @@ from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.whereabouts import told_by
-from node.heavy import in_thread
+from node.heavy import ExchangeTime, Meters, in_thread
 from node.hosts.desk import HostDesk
 from node.hosts.leading import HostsIsland
 from node.hosts.wire import LeaderKey, interface_of
@@ -43,11 +42,10 @@ from node.island.island import Island
 from node.island.loops.island import LoopIsland
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.auto_mesh import DeviceKind
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.rankless import RanklessIsland
 from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
 from node.machine.addresses import ROUTER_LOOKS, address_changes, has_ipv6

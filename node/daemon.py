@@ -15,7 +15,6 @@ import structlog
 from node.disk.history import History, KeptRulings
 from node.duties.duties import Duties
 from node.duties.lasting_island import LastingIsland, Writer
-from node.duties.times import Meters
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
 from node.exchange.limits import Patience
@@ -26,7 +25,7 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.sources import FirstState, StateHere
 from node.exchange.tokens import HeldTokens, PeerTokens
 from node.exchange.transport.transport import Transport
-from node.heavy import Heavy
+from node.heavy import Heavy, Meters
 from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.island.ranks.faults import TrainingDivergedError

@@ -12,14 +12,14 @@ import structlog
 
 from node.disk.history import KeptRulings
 from node.duties.lasting_island import LastingIsland
-from node.duties.measuring import Measuring
-from node.duties.times import Meters, RoundTimes
 from node.duties.work import (
     Ahead,
     AheadFailed,
     CatchUpNeeded,
+    Measuring,
     PlanReceived,
     PlansOver,
+    RoundTimes,
     Work,
     counted,
     counted_anew,
@@ -31,6 +31,7 @@ from node.duties.work import (
 from node.exchange.exchange import Exchange
 from node.exchange.limits import Patience
 from node.exchange.spot_checks import SpotCheckReady
+from node.heavy import Meters
 from node.island.island import InnerWork, Progress
 from node.link.session import Session
 from protocol.errors import IncompleteError

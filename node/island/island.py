@@ -57,7 +57,7 @@ class InnerReport:
     tokens: int  # of their targets those that count: what the work weighs; 0: there is none
     loss: float  # nats per token, mean over the round
     seconds: float
-    flops: float = 0.0  # of all places in the samples, by node.island.measuring.utilisation
+    flops: float = 0.0  # of all places in the samples, by node.island.measuring
     peak_flops_per_second: float | None = None  # of the island's devices; None: not known
     is_peak_measured: bool = False  # by matrix products, for no table names the devices
     peak_memory_bytes: int = 0  # of the rank that took most

@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from node.island.data.corpus import refuse_other_than_text, text_files
 from node.island.models.code import DIGITS, code_digest, functions_of
 from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.machine.hardware import Hardware, look_around
 from node.models.reading import (
     CONFIG,

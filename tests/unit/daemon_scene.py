@@ -9,10 +9,9 @@ from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
 from node.disk.history import History
 from node.duties.lasting_island import Writer
-from node.duties.times import Meters
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
-from node.heavy import Heavy, in_place
+from node.heavy import Heavy, Meters, in_place
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.ranks.faults import LoopGoneError, RankDiedError
 from node.link.calls import Attachment

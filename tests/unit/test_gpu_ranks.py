@@ -16,15 +16,13 @@ from torch.distributed.tensor import Replicate, distribute_tensor, init_device_m
 
 from node.island.models.decoder_modules import for_each_head
 from node.island.parallel import mesh
-from node.island.parallel.boxes import Box, Held, blend_boxes, rebase_boxes
-from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh import Box, Held, Mesh, blend_boxes, rebase_boxes
 from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.modules import GradientClipping
 from node.island.ranks import accelerator, forkserver, rank
-from node.island.ranks.accelerator import Pair, bind_to_near_cores, cores_of
+from node.island.ranks.accelerator import Pair, bind_to_near_cores, cores_of, dtype_of
 from node.island.ranks.commands import MeetingPoint
 from node.island.ranks.faults import OutOfMemoryError, RankFailedError
-from node.island.training.gradients import GradientClipping
-from node.island.training.precision import dtype_of
 from node.island.training.trainer import LOOK_SECONDS, steps_until_next_look
 from protocol.errors import ConfigError, ExitCode
 from protocol.run.layout import TensorPlace

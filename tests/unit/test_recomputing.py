@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from node.island.models.architecture import layers_of
 from node.island.models.decoder_modules import Decoder, Objective
+from node.island.parallel.mesh_shape import LocalTraining, Recomputing
+from node.island.parallel.modules import accumulate_gradients
 from node.island.training.compiling import be_deterministic, compile_layers, recompute_layers
-from node.island.training.gradients import accumulate_gradients
-from node.island.training.local_training import LocalTraining, Recomputing
 from protocol.errors import ConfigError, ExitCode
 from protocol.run.models import DecoderModel
 

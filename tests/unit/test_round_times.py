@@ -2,7 +2,8 @@
 
 import pytest
 
-from node.duties.times import ExchangeTime, RoundTimes
+from node.duties.work import RoundTimes
+from node.heavy import ExchangeTime
 from node.island.island import InnerReport
 
 

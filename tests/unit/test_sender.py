@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.exchange.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW, Limits
-from node.exchange.transport.rates.evenness import Evenness
-from node.exchange.transport.rates.uplink import Uplink
+from node.exchange.transport.rates.uplink import Evenness, Uplink
 from node.exchange.transport.sender import (
     MOST_BODIES,
     MOST_BREAKS,

@@ -25,7 +25,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from node.exchange.limits import Limits
-from node.exchange.transport.rates.evenness import LEAD_OF_SENDERS_BYTES, Evenness
+from node.exchange.transport.rates.uplink import LEAD_OF_SENDERS_BYTES, Evenness
 from node.exchange.transport.streams import (
     PartError,
     num_parts_of,

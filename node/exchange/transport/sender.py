@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from node.exchange.limits import PARTS_IN_WINDOW, WINDOW_BYTES, Limits
-from node.exchange.transport.rates.evenness import LEAD_OF_RECEIVERS_BYTES, Evenness
-from node.exchange.transport.rates.uplink import UnderWay, Uplink
+from node.exchange.transport.rates.uplink import LEAD_OF_RECEIVERS_BYTES, Evenness, UnderWay, Uplink
 from node.exchange.transport.streams import (
     WHOLE_BYTES,
     held_in,

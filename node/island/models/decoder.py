@@ -30,7 +30,7 @@ from node.island.models.decoder_modules import (
 )
 from node.island.parallel.context import ContextAttention, positions_of
 from node.island.parallel.mesh import Mesh
-from node.island.training.precision import LossScale
+from node.island.ranks.accelerator import LossScale
 from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:

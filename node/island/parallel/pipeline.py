@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from node.island.models.architecture import Counted, Tree
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import ScheduleName
-from node.island.training.gradients import plain
-from node.island.training.precision import LossScale, autocast
+from node.island.parallel.modules import plain
+from node.island.ranks.accelerator import LossScale, autocast
 from protocol.errors import ConfigError
 from protocol.run.run_spec import RunSpec
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from node.island.training.local_training import Recomputing
+from node.island.parallel.mesh_shape import Recomputing
 from protocol.errors import ConfigError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

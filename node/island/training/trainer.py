@@ -21,8 +21,8 @@ from node.island.checkpoints.inner_state import Blank, Named, Staging, Tensors, 
 from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder, held_out_choice
 from node.island.data.manifest import Split
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
-from node.island.measuring.local_communication import LocalCommunication
-from node.island.measuring.utilisation import (
+from node.island.measuring import (
+    LocalCommunication,
     flops_per_token,
     measure_peak_if_unknown,
     measured,
@@ -31,8 +31,9 @@ from node.island.measuring.utilisation import (
 from node.island.models.architecture import BufferWatch, Tree
 from node.island.models.decoder_modules import NO_TARGET
 from node.island.models.running_statistics import batches_for
-from node.island.parallel.boxes import (
+from node.island.parallel.mesh import (
     Held,
+    Mesh,
     adopt_boxes,
     blend_boxes,
     held_by,
@@ -40,9 +41,18 @@ from node.island.parallel.boxes import (
     published_by,
     rebase_boxes,
 )
-from node.island.parallel.combinations import check_combination, check_local, may_be_traced
-from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import MeshShape, check_batch, check_shape, goes_by_a_plan
+from node.island.parallel.mesh_shape import (
+    PLAIN,
+    LocalTraining,
+    MeshShape,
+    Rests,
+    check_batch,
+    check_combination,
+    check_local,
+    check_shape,
+    goes_by_a_plan,
+    may_be_traced,
+)
 from node.island.parallel.modules import reshard
 from node.island.ranks.accelerator import (
     begin_measuring_memory,
@@ -52,7 +62,6 @@ from node.island.ranks.accelerator import (
 )
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training.engine import Engine
-from node.island.training.local_training import PLAIN, LocalTraining, Rests
 from node.island.training.optimizers import Muon
 from node.island.training.schedule import (
     Position,

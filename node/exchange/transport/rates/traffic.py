@@ -25,8 +25,12 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from typing import NamedTuple, Protocol
 
 from node.exchange.limits import Limits
-from node.exchange.transport.rates.evenness import LEAD_OF_RECEIVERS_BYTES, Evenness
-from node.exchange.transport.rates.uplink import LinkMeter, Uplink
+from node.exchange.transport.rates.uplink import (
+    LEAD_OF_RECEIVERS_BYTES,
+    Evenness,
+    LinkMeter,
+    Uplink,
+)
 from protocol.wire.payload import WireCounts, WireKind
 from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
 
