@@ -17,7 +17,7 @@ from typing import TypeVar
 from blake3 import blake3
 from pydantic import ConfigDict, TypeAdapter
 
-from coordinator.rows import packed, put, row_of, rows_of, unpacked
+from coordinator.database import packed, put, row_of, rows_of, unpacked
 from coordinator.swarm.books import all_reduce_bytes, screenings_of
 from coordinator.swarm.members import Screening
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Round, SliceProgress, SwarmState

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from benchmarks.exchange.case import Case
 from coordinator.swarm.events import Attached, Event, HeartbeatSeen, Reported, Tell
-from coordinator.swarm.shares import UNKNOWN, Rates
+from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from lab.network.lab import NetworkLab

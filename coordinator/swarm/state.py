@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import Member, Members
+from coordinator.swarm.slices import SeenNorms
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Audited, Reduced, ResultRefused, Trained
 from protocol.wire.payload import WireTotals
@@ -381,7 +381,7 @@ class Rules:
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
     has_private_data: bool = False  # whether each node trains samples of its own
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
-    watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.canary
+    watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.evaluation
     bounds_results: bool = True  # whether no result moves the model by much more than others did
     audited_share: float = 0.0  # of slices and contributors, drawn when they are committed
     tokens_before: int = 0  # on the token clock where the run begins, as a fork's does

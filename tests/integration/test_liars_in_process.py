@@ -11,10 +11,10 @@ import pytest
 from blake3 import blake3
 from structlog.testing import capture_logs
 
-from coordinator.swarm.bounds import MOST_TIMES_USUAL
 from coordinator.swarm.members import MemberState
-from coordinator.swarm.standing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
+from coordinator.swarm.slices import MOST_TIMES_USUAL
 from coordinator.swarm.takeover import STUCK_LEAST_SECONDS
+from coordinator.swarm.weighing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention
 from node.exchange.codecs.codec import CodecError

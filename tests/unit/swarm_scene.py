@@ -16,7 +16,7 @@ from coordinator.swarm.events import (
     Ticked,
 )
 from coordinator.swarm.members import Member
-from coordinator.swarm.shares import UNKNOWN, Rates
+from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
