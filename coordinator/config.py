@@ -48,8 +48,7 @@ from protocol.files.durable import (
     write_atomically,
 )
 from protocol.run.amendments import in_force
-from protocol.run.layout import layout_of
-from protocol.run.models import Section, nearest_key
+from protocol.run.models import Section, layout_of, nearest_key
 from protocol.run.run_spec import (
     RunSection,
     RunSpec,

@@ -48,7 +48,7 @@ from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
-from node.machine.addresses import ROUTER_LOOKS, address_changes, has_ipv6
+from node.machine.addresses import ROUTER_LOOKS, Reachability, address_changes, has_ipv6
 from node.machine.hardware import Hardware, has_compilers, likely_devices
 from node.machine.kernel import congestion_control
 from node.machine.placement import local_training_of, mesh_for, num_ranks_of
@@ -62,7 +62,7 @@ from node.records import Records
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
 from protocol.run.amendments import changes_codecs
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
@@ -183,16 +183,18 @@ async def _run_in(
     transport = Libp2pTransport(
         identity=identity,
         counts=start.counts,
-        listen_multiaddrs=_listen_multiaddrs(settings, start.credentials.host),
-        announce_host=settings.announce or None,
-        interface=settings.interface,
-        coordinator_host=lambda: start.current_credentials().host,
-        asks_router=asks_router,
-        punching_token=secrets.token_bytes(16) if punches else b"",
+        reachability=Reachability(
+            listen_multiaddrs=_listen_multiaddrs(settings, start.credentials.host),
+            announce_host=settings.announce or None,
+            interface=settings.interface,
+            coordinator_host=lambda: start.current_credentials().host,
+            asks_router=asks_router,
+            punching_token=secrets.token_bytes(16) if punches else b"",
+            proxy=proxy,
+        ),
         carry_share=settings.carry,
         whereabouts=told_by(start.current_credentials),
         max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
-        proxy=proxy,
         while_moving=meters.exchange_time.exchanging,
     )
     usage = Usage(settings.limits)

@@ -30,7 +30,7 @@ from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.island.ranks.faults import TrainingDivergedError
 from node.link.calls import Announcement, Attachment, CoordinatorLink
-from node.link.session import Session
+from node.link.session import NodeSide, Session
 from node.machine.addresses import address_changes, most_useful
 from node.owner import LOOK_SECONDS
 from protocol.errors import AtollError, SystemRefusedError
@@ -212,13 +212,15 @@ class Daemon:
         )
         self._session = Session(
             link=self._link,
-            announce=self._announcement,
-            vitals=self.vitals,
-            on_attached=self._on_attached,
-            on_message=self._on_message,
+            node=NodeSide(
+                announce=self._announcement,
+                vitals=self.vitals,
+                on_attached=self._on_attached,
+                on_message=self._on_message,
+                ask_members=self._ask_members,
+            ),
             rng=rng,
             rulings=self._rulings,
-            ask_members=self._ask_members,
         )
         self._corpus = holdings.corpus
         self._keep_corpus = holdings.keep_corpus

@@ -11,7 +11,7 @@ from node.disk.snapshots import snapshot_bytes
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.heavy import in_thread
 from node.island.checkpoints.folder import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
 
 

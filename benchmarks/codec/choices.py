@@ -22,7 +22,7 @@ from benchmarks.measurement import parser_of
 from node.exchange.codecs.deflate import deflated
 from node.exchange.codecs.dense import nibble_bytes, pack_nibbles
 from node.outer_state import Vector
-from protocol.run.layout import Layout, layout_of
+from protocol.run.models import Layout, layout_of
 from protocol.run.run_spec import RunSpec, validated
 
 CHUNK = 4096

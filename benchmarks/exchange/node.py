@@ -30,8 +30,9 @@ from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.sources import StateHere
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
+from node.machine.addresses import Reachability
 from node.machine.freed_memory import keep_freed_memory
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.trust.identity import Identity
 from protocol.trust.receipts import PayloadSigner
 from protocol.v1 import round_pb2, session_pb2
@@ -82,7 +83,7 @@ class BenchmarkNode:
         self.transport = Libp2pTransport(
             identity=identity,
             counts=self._counts,
-            listen_multiaddrs=(f"/ip4/{order['host']}/tcp/0",),
+            reachability=Reachability(listen_multiaddrs=(f"/ip4/{order['host']}/tcp/0",)),
             limits=Limits(max_streams_per_body=order["stripes"]).stretched(order["slow_motion"]),
         )
         self.exchange = Exchange(

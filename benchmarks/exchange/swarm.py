@@ -22,7 +22,7 @@ from coordinator.swarm.transition import initial_state, step
 from lab.network.lab import NetworkLab
 from lab.processes.processor_time import ProcessorTime, processor_time
 from protocol.errors import SystemRefusedError
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import ExchangeSection
 from protocol.trust.identity import node_id_of
 from protocol.v1 import session_pb2

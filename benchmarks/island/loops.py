@@ -25,7 +25,7 @@ from node.island.models.decoder_modules import Decoder, Objective, copy_paramete
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import LocalTraining
 from node.island.training.optimizers import inner_optimizers
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 
 Kind = Literal["plain", "ddp", "fsdp2"]

@@ -23,7 +23,7 @@ from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
 from protocol.files.leftovers import TemporaryFolder
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 
 LOSSES_AGREE = {"fp32": 2e-3, "bf16": 2e-2}

@@ -30,6 +30,7 @@ from node.exchange.transport.transport import (
     WantManifest,
 )
 from node.heavy import in_thread
+from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity, node_id_of
 from protocol.wire.payload import Payload, PayloadHeader, WireCounts, grown
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
@@ -162,7 +163,7 @@ class FetchNode:
         transport = Libp2pTransport(
             identity=self._identity,
             counts=counts,
-            listen_multiaddrs=(f"/ip4/{self._address}/tcp/0",),
+            reachability=Reachability(listen_multiaddrs=(f"/ip4/{self._address}/tcp/0",)),
         )
         await transport.start(self._giving)
         try:

@@ -26,6 +26,7 @@ from lab.network.lab import LabUnavailableError, NetworkLab
 from lab.network.links import Link
 from lab.processes.ending import nothing_left
 from node.exchange.transport.libp2p import Libp2pTransport
+from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.channel import channel_options
 from protocol.wire.payload import CONTRIBUTION, WireCounts
@@ -63,7 +64,7 @@ class Uplink:
             Libp2pTransport(
                 identity=identity,
                 counts=WireCounts(),
-                listen_multiaddrs=(f"/ip4/{lab.address(host)}/tcp/0",),
+                reachability=Reachability(listen_multiaddrs=(f"/ip4/{lab.address(host)}/tcp/0",)),
                 max_upload_bytes_per_second=max_upload_bytes_per_second,
             )
             for identity, host in zip(self._identities, (NEAR, FAR), strict=True)

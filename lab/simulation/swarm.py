@@ -46,7 +46,7 @@ from node.island.rankless import RanklessIsland
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
 from protocol.errors import AtollError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role

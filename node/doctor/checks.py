@@ -29,7 +29,7 @@ from node.machine.placement import num_ranks_of
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.descriptors import require_open_files
 from protocol.files.folder_lock import FolderLock
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.terminal import console
 from protocol.terminal.console import printable

@@ -45,7 +45,7 @@ from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, dig
 from node.exchange.round import awaiting
 from node.exchange.screening import missed_in_a_row
 from node.outer_state import OuterDigest, Vector
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import WANTS_FEEDBACK, RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.receipts import PayloadSigner

@@ -27,7 +27,7 @@ from node.exchange.codecs.codec import Codec, Opened
 from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.reduction import Sender, SliceResult
 from node.outer_state import Vector
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.wire.payload import CONTRIBUTION, Payload
 from protocol.wire.rounds import Commit, NodeId, Slice, SliceOutcome, contribution_digest
 

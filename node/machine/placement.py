@@ -30,8 +30,7 @@ from node.island.parallel.mesh_shape import (
 from node.island.ranks.devices import check_offload, kind_of
 from node.machine.hardware import Hardware, least_free_bytes, likely_devices
 from protocol.errors import ConfigError, NoInputError
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.node_memory import helper_bytes
 from protocol.run.run_spec import RunSpec
 

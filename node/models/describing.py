@@ -33,13 +33,13 @@ from node.models.reading import (
 from node.outer_state import Vector
 from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.files.durable import refusal_to_write, write_atomically
-from protocol.run.layout import layout_of
 from protocol.run.models import (
     BYTES_VOCABULARY,
     FIRST_WEIGHTS,
     DecoderModel,
     Description,
     TransformersModel,
+    layout_of,
 )
 from protocol.run.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file, validated
 from protocol.terminal.console import count_in_words

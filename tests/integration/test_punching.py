@@ -22,6 +22,7 @@ from node.exchange.limits import Limits
 from node.exchange.transport import punching
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.transport import PeerUnreachableError
+from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import NodeId
@@ -114,7 +115,7 @@ async def _member(lab: NetworkLab, host: str, has_ipv6: bool) -> AsyncIterator[P
         identity=identity,
         counts=counts,
         limits=QUICK,
-        punching_token=identity.public_key[:16],
+        reachability=Reachability(punching_token=identity.public_key[:16]),
     )
     peer = Peer(identity.node_id, identity.public_key, transport, counts)
     with lab.inside(host):  # what a thread starts there stays there

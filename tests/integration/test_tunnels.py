@@ -14,6 +14,7 @@ from transport_peers import Desk
 from node.exchange.limits import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.tunnels import Tunnels, host_and_port
+from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity
 from protocol.trust.proxy import Proxy, ProxyRefusedError
 from protocol.wire.payload import WireCounts
@@ -161,7 +162,10 @@ async def test_a_member_to_whom_the_proxy_does_not_lead_is_said_once() -> None:
     limits = Limits(first_redial_seconds=0.05, last_redial_seconds=0.05, yield_seconds=0.0)
     with proxy_to(443) as proxy, structlog.testing.capture_logs() as logged:
         transport = Libp2pTransport(
-            identity=Identity.generate(), counts=WireCounts(), limits=limits, proxy=proxy
+            identity=Identity.generate(),
+            counts=WireCounts(),
+            limits=limits,
+            reachability=Reachability(proxy=proxy),
         )
         await transport.start(Desk())
         try:

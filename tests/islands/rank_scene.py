@@ -18,8 +18,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 ONE_RANK = MeshShape()

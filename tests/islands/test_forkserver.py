@@ -31,7 +31,7 @@ from node.island.ranks.commands import (
 from node.island.ranks.faults import RankDiedError
 from node.island.ranks.forkserver import _live, end_forkserver, prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

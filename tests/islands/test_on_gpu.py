@@ -25,8 +25,7 @@ from node.island.ranks.devices import usable_devices
 from node.island.ranks.faults import OutOfMemoryError, RankDiedError
 from node.machine.gpus import LIBRARY, gpus_of
 from node.outer_state import SharedVectors, Vector
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests.transformers_configs import CONFIGS
 

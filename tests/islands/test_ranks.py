@@ -27,7 +27,7 @@ from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDiv
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
 
 ENDLESS = 1_000_000

@@ -16,7 +16,7 @@ from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork,
 from node.island.ranks.faults import LoopGoneError, RankDiedError
 from node.link.calls import Attachment
 from protocol.errors import UnavailableError
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Address
 from protocol.wire.messages import Message, Reduced, Report, RoundOpened

@@ -29,7 +29,7 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.sources import StateHere
 from node.heavy import in_place
 from node.outer_state import Vector, outer_digest
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import WANTS_FEEDBACK, ReducerErrorRule
 from protocol.wire.messages import Held, Reduced, Report
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, WireCounts

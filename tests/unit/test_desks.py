@@ -23,7 +23,7 @@ from protocol.errors import (
     SessionEndedError,
     TemporaryError,
 )
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.identity import Identity
 from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind

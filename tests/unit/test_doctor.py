@@ -22,7 +22,7 @@ from node.records import Records
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
 from protocol.files.folder_lock import FolderLock
 from protocol.run.amendments import amended
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind, SignedRuling
 from protocol.v1.status_pb2 import NODE_STATE_READY, NodeStatus

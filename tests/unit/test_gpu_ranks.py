@@ -25,7 +25,7 @@ from node.island.ranks.commands import MeetingPoint
 from node.island.ranks.faults import OutOfMemoryError, RankFailedError
 from node.island.training.trainer import LOOK_SECONDS, steps_until_next_look
 from protocol.errors import ConfigError, ExitCode
-from protocol.run.layout import TensorPlace
+from protocol.run.models import TensorPlace
 from protocol.run.run_spec import RunSpec
 from tests.run_functions import failing
 

@@ -20,8 +20,7 @@ from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.schedule import rewarming_steps
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 SPEC = RunSpec(

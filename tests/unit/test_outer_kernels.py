@@ -18,7 +18,7 @@ from node.exchange.outer_optimizer import Nesterov, Sgd
 from node.exchange.reduction import Reduction, Sender
 from node.outer_state import Vector
 from protocol.errors import SystemRefusedError
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.wire.rounds import BLOCK, WHOLE, Contributor, NodeId
 from tests.unit.exchange_scene import (
     RUN,

@@ -13,7 +13,7 @@ from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import MOST_OWED
 from node.exchange.outer import NotApplicableError, Outer
 from node.outer_state import Vector
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import (
     BLOCK,

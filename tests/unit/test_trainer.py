@@ -28,8 +28,7 @@ from node.island.training.engine import Engine
 from node.island.training.schedule import Position, rewarming_steps, share_of_peak
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSection, RunSpec
 from tests.tiny_runs import run_of
 

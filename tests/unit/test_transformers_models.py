@@ -33,8 +33,7 @@ from node.island.training import engine
 from node.island.training.compiling import compile_layers
 from node.island.training.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
-from protocol.run.layout import layout_of
-from protocol.run.models import TransformersModel
+from protocol.run.models import TransformersModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests.transformers_configs import CONFIGS, ODD, small
 

@@ -30,7 +30,7 @@ from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.screening import COUNTED_ROUNDS
 from node.heavy import Heavy, in_place
 from protocol.errors import AtollError
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Commit, RoundSpan

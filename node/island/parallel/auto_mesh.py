@@ -18,8 +18,7 @@ from node.island.parallel.mesh_shape import (
     check_shape,
 )
 from protocol.errors import ConfigError
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.node_memory import daemon_bytes
 from protocol.run.run_spec import RunSpec
 

@@ -26,7 +26,7 @@ from node.island.parallel.mesh_shape import AXES, Axis, MeshShape, Place
 from node.island.ranks.accelerator import Copies, collectives_of, copy_in_turn
 from node.island.ranks.commands import MeetingPoint
 from node.outer_state import Vector
-from protocol.run.layout import Layout, TensorPlace
+from protocol.run.models import Layout, TensorPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

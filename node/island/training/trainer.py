@@ -72,7 +72,7 @@ from node.island.training.schedule import (
 )
 from node.outer_state import Vector
 from protocol.run.amendments import LOWER_RATES
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Digest
 
