@@ -23,6 +23,7 @@ from node.duties.work import (
     Work,
     counted,
     counted_anew,
+    log_fields_of,
     progress_of,
     trained_of,
     work_ahead_of,
@@ -618,7 +619,7 @@ class Duties:
             exchange_seconds=self._exchange_time.seconds,
         )
         if self.utilisation is not None:
-            log.info("utilisation", **self.utilisation.as_fields())
+            log.info("utilisation", **log_fields_of(self.utilisation))
 
     async def _be_saved(self, plan: Plan) -> None:
         """Lets the disk have the state that this round builds on, before the round can be committed.

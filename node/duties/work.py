@@ -298,6 +298,36 @@ class RoundTimes:
         )
 
 
+def log_fields_of(made: Utilisation) -> dict[str, int | str]:
+    """What a node made of a round, for its log."""
+    return {
+        "round": made.round,
+        "tokens_per_second": round(made.tokens_per_second),
+        "gflops": f"{made.flops_per_second / 1e9:.2f}",
+        "mfu": "unknown" if made.mfu is None else f"{made.mfu:.1%}",
+        "peak": _peak_in_words(made),
+        "compute": f"{made.compute_share:.1%}",
+        "local_communication": _communication_in_words(made),
+        "publish": f"{made.publish_share:.1%}",
+        "adopt": f"{made.adopt_share:.1%}",
+        "exchange": f"{made.exchange_share:.1%}",
+        "waiting": f"{made.waiting_share:.1%}",
+        "peak_memory_mb": made.peak_memory_bytes // 1_000_000,
+    }
+
+
+def _communication_in_words(made: Utilisation) -> str:
+    share = made.local_communication_share
+    return "not measured" if share is None else f"{share:.1%}"
+
+
+def _peak_in_words(made: Utilisation) -> str:
+    if made.peak_flops_per_second is None:
+        return "unknown"
+    origin = "measured here" if made.is_peak_measured else "by the vendor"
+    return f"{made.peak_flops_per_second / 1e9:.1f} GFLOP/s, {origin}"
+
+
 def _communication_of(report: InnerReport, inner_steps: float) -> float | None:
     """Part of the share of inner steps that waited for the island's own ranks; as in the report."""
     if report.communication_seconds is None:

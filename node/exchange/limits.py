@@ -125,10 +125,6 @@ class Limits:
     tcp_quiet_seconds: float = 0.5
     """After so long without anything to send nobody looks any more."""
 
-    def whole_seconds(self, num_bytes: int) -> float:
-        """How long a body may take altogether, so that a trickle cannot hold a stream forever."""
-        return 2 * self.idle_seconds + num_bytes / self.floor_bytes_per_second
-
     def stretched(self, factor: float) -> "Limits":
         """For links on which everything takes so many times as long."""
         return stretched(self, factor)

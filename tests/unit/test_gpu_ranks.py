@@ -218,12 +218,11 @@ def test_blending_and_rebasing_on_a_gpu_go_through_its_pinned_buffers() -> None:
 
 
 def test_ranks_agree_on_whether_to_go_on_a_few_times_a_second_and_in_time() -> None:
-    two = MeshShape(replicate=2)
-    assert steps_until_next_look(60.0, per_step=LOOK_SECONDS / 20, mesh=two) == 20
-    assert steps_until_next_look(60.0, per_step=5.0, mesh=two) == 1
-    assert steps_until_next_look(LOOK_SECONDS / 4, per_step=LOOK_SECONDS / 20, mesh=two) == 5
-    assert steps_until_next_look(60.0, per_step=0.0, mesh=two) == 1
-    assert steps_until_next_look(60.0, per_step=1e-6, mesh=MeshShape()) == 1
+    assert steps_until_next_look(60.0, per_step=LOOK_SECONDS / 20, num_ranks=2) == 20
+    assert steps_until_next_look(60.0, per_step=5.0, num_ranks=2) == 1
+    assert steps_until_next_look(LOOK_SECONDS / 4, per_step=LOOK_SECONDS / 20, num_ranks=2) == 5
+    assert steps_until_next_look(60.0, per_step=0.0, num_ranks=2) == 1
+    assert steps_until_next_look(60.0, per_step=1e-6, num_ranks=1) == 1
 
 
 def test_clipping_puts_no_new_tensor_onto_the_device_in_each_step(

@@ -41,6 +41,8 @@ class Mesh:
     context_group: dist.ProcessGroup | None = None
     ends_group: dist.ProcessGroup | None = None  # of the pipeline's ends, where weights are tied
     num_ranks: int = field(init=False)  # of the island
+    num_data: int = field(init=False)  # parts of a batch
+    is_fully_sharded: bool = field(init=False)
     place: Place = field(init=False)  # the rank's coordinates
     stages: tuple[int, ...] = field(init=False)  # the parts of the pipeline that this rank holds
     has_loss: bool = field(init=False)  # whether this rank holds the end of the model
@@ -49,6 +51,8 @@ class Mesh:
         place = self.shape.place_of(self.rank)
         stages = self.shape.stages_of(place.pipeline)
         object.__setattr__(self, "num_ranks", self.shape.num_ranks)
+        object.__setattr__(self, "num_data", self.shape.num_data)
+        object.__setattr__(self, "is_fully_sharded", self.shape.is_fully_sharded)
         object.__setattr__(self, "place", place)
         object.__setattr__(self, "stages", stages)
         object.__setattr__(self, "has_loss", self.shape.num_stages - 1 in stages)
@@ -130,7 +134,7 @@ class Mesh:
         """The rank's part of `count` samples. Ranks of one replica and shard have the same."""
         place = self.place
         part = place.replicate * self.shape.shard + place.shard
-        num_parts = self.shape.num_data
+        num_parts = self.num_data
         return slice(part * count // num_parts, (part + 1) * count // num_parts)
 
     def decided_by_first(self, decision: bool) -> bool:
@@ -284,7 +288,7 @@ def published_by(mesh: Mesh, layout: Layout) -> frozenset[str]:
     Ranks that hold the same publish in turn: those of the replicate axis, or all ranks where every
     one has the whole model.
     """
-    if mesh.shape.is_fully_sharded:
+    if mesh.is_fully_sharded:
         turns = places_of_ranks(layout.places, mesh.shape.replicate)[mesh.place.replicate]
     else:
         turns = places_of_ranks(layout.places, mesh.num_ranks)[mesh.rank]

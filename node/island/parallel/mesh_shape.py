@@ -12,7 +12,7 @@ refused here is compared with one process in the tests, on every kind of mesh.
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -409,28 +409,6 @@ class LocalTraining:
 
 PLAIN = LocalTraining()
 """Everything at once, in fp32: what tests and simulations train with."""
-
-
-class Rests:
-    """The rests of a rank between inner steps: of all its time since a moment, `load` is training."""
-
-    def __init__(
-        self, load: float, *, clock: Callable[[], float], rest: Callable[[float], None]
-    ) -> None:
-        self.seconds = 0.0  # until now
-        self._load = load
-        self._clock = clock
-        self._rest = rest
-
-    def take(self, *, since: float, most_seconds: float) -> float:
-        """Rests for as long as is due, not beyond so many seconds since then; returns the time."""
-        began_at = self._clock()
-        elapsed = began_at - since
-        due = (elapsed - self.seconds) / self._load - elapsed
-        self._rest(max(0.0, min(due, most_seconds - elapsed)))
-        now = self._clock()
-        self.seconds += now - began_at
-        return now
 
 
 Setting = Literal[

@@ -170,7 +170,7 @@ class GradientClipping:
     def __call__(self, max_norm: float) -> Tensor:
         """Scales gradients down to a norm of at most `max_norm`; returns the norm before, a scalar."""
         held = [p for p in self._parameters if p.grad is not None]
-        if not self._mesh.shape.is_fully_sharded:
+        if not self._mesh.is_fully_sharded:
             return nn.utils.clip_grad_norm_(held, max_norm, foreach=True)
         gradients = [_local(p.grad) for p in held]
         squares = torch.stack(torch._foreach_norm(gradients)).square()

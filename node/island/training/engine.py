@@ -103,7 +103,7 @@ class Whole:
         self._loss_scale = loss_scale
         self._measured = architecture.objective(part)
         self._trained: nn.Module = self._measured
-        if mesh.num_ranks > 1 and not mesh.shape.is_fully_sharded:
+        if mesh.num_ranks > 1 and not mesh.is_fully_sharded:
             with warnings.catch_warnings():
                 # torch wants another argument that does not yet leave buffers alone at the start:
                 # ours are constants, and with context parallel each rank's own.

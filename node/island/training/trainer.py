@@ -44,8 +44,6 @@ from node.island.parallel.mesh import (
 from node.island.parallel.mesh_shape import (
     PLAIN,
     LocalTraining,
-    MeshShape,
-    Rests,
     check_batch,
     check_combination,
     check_local,
@@ -138,15 +136,37 @@ LOOK_SECONDS = 0.1
 """How long ranks train at most before the first tells the others again whether to go on."""
 
 
-def steps_until_next_look(seconds_left: float, *, per_step: float, mesh: MeshShape) -> int:
+def steps_until_next_look(seconds_left: float, *, per_step: float, num_ranks: int) -> int:
     """Inner steps until the ranks agree again, at least one; a lone rank looks after each.
 
     All wait for what the first one says: after each of many short steps that would cost more than
     they do.
     """
-    if mesh.num_ranks == 1 or per_step <= 0:
+    if num_ranks == 1 or per_step <= 0:
         return 1
     return max(1, int(min(LOOK_SECONDS, seconds_left) / per_step))
+
+
+class Rests:
+    """The rests of a rank between inner steps: of all its time since a moment, `load` is training."""
+
+    def __init__(
+        self, load: float, *, clock: Callable[[], float], rest: Callable[[float], None]
+    ) -> None:
+        self.seconds = 0.0  # until now
+        self._load = load
+        self._clock = clock
+        self._rest = rest
+
+    def take(self, *, since: float, most_seconds: float) -> float:
+        """Rests for as long as is due, not beyond so many seconds since then; returns the time."""
+        began_at = self._clock()
+        elapsed = began_at - since
+        due = (elapsed - self.seconds) / self._load - elapsed
+        self._rest(max(0.0, min(due, most_seconds - elapsed)))
+        now = self._clock()
+        self.seconds += now - began_at
+        return now
 
 
 class Trainer:
@@ -312,7 +332,9 @@ class Trainer:
             more_steps = 0
             if seconds_left > 0 and not is_halted():
                 more_steps = steps_until_next_look(
-                    seconds_left, per_step=(now - started) / tally.steps, mesh=self._mesh.shape
+                    seconds_left,
+                    per_step=(now - started) / tally.steps,
+                    num_ranks=self._mesh.num_ranks,
                 )
             more_steps = self._mesh.said_by_first(more_steps)
             if more_steps == 0:
@@ -321,7 +343,7 @@ class Trainer:
         if tally.steps > told_steps:
             tally.read(work.round)
         loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
-        num_losses = tally.num_losses * self._mesh.shape.num_data * self._mesh.shape.context
+        num_losses = tally.num_losses * self._mesh.num_data * self._mesh.shape.context
         seconds = self._clock() - started
         rested = (
             self._mesh.said_by_first(round(1000 * rests.seconds)) / 1000 if self._load < 1 else 0
@@ -378,7 +400,7 @@ class Trainer:
         sums = torch.zeros((len(indices), 2), dtype=torch.float64)
         with self._away_to(parameters):
             self._compute_statistics(on_sample)
-            for turn in range(-(-len(indices) // self._mesh.shape.num_data)):
+            for turn in range(-(-len(indices) // self._mesh.num_data)):
                 # Of those that have no sample left too: parameters are gathered by all at once.
                 place = own[turn] if turn < len(own) else None
                 batch = self._on_device("training", indices[[0 if place is None else place]])
@@ -398,7 +420,7 @@ class Trainer:
         count = len(chosen)
         own = chosen[self._mesh.share(count)]
         rows = self._engine.rows
-        most = -(-count // self._mesh.shape.num_data)  # of any rank: all must go on together
+        most = -(-count // self._mesh.num_data)  # of any rank: all must go on together
         sums = torch.zeros(4, dtype=torch.float64)
         for start in range(0, most, rows):
             own_chosen = own[start : start + rows]
@@ -421,7 +443,7 @@ class Trainer:
             return
         chosen = batches_for(self._spec, self._order, self._corpus.num_samples)
         self._corpus.expect("training", np.concatenate(chosen))
-        num_data = self._mesh.shape.num_data
+        num_data = self._mesh.num_data
         part = self._mesh.share(num_data).start  # of this rank's data, counted from 0
 
         def batches() -> Iterator[Tree]:
