@@ -18,7 +18,7 @@ from blake3 import blake3
 from pydantic import ConfigDict, TypeAdapter
 
 from coordinator.database import packed, put, row_of, rows_of, unpacked
-from coordinator.swarm.books import all_reduce_bytes, screenings_of
+from coordinator.swarm.committed import all_reduce_bytes, screenings_of
 from coordinator.swarm.members import Screening
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Round, SliceProgress, SwarmState
 from protocol.trust.signing import statement_of
@@ -73,7 +73,7 @@ def save_round(connection: sqlite3.Connection, held: Round | None, current: Roun
     connection.executemany(
         "DELETE FROM round_parts WHERE kind = ? AND slice_index = ? AND node_id = ?", gone
     )
-    changed = ((*key, packed(part)) for key, part in _changed(held, current))
+    changed = [(*key, packed(part)) for key, part in _changed(held, current)]
     put(connection, "round_parts", changed)
 
 

@@ -235,7 +235,7 @@ class Store:
     def _write(self, connection: sqlite3.Connection, change: Change, held: Round | None) -> None:
         """Writes all that has tables of its own; `held` is the round that they hold."""
         after = change.after
-        put(connection, "members", ((m.node_id, _text(_MEMBER, m)) for m in change.members))
+        put(connection, "members", [(m.node_id, _text(_MEMBER, m)) for m in change.members])
         connection.executemany(
             "DELETE FROM members WHERE node_id = ?", [(node_id,) for node_id in change.gone]
         )

@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from coordinator.swarm.agreement import may_bring_commits
 from coordinator.swarm.audit import lacking, order_of, pending_audits
+from coordinator.swarm.committed import may_bring_commits
 from coordinator.swarm.explain import explain
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.rounds import holders_of, plan_of

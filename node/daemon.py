@@ -17,14 +17,13 @@ from node.duties.duties import Duties
 from node.duties.lasting_island import LastingIsland, Writer
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Patience
 from node.exchange.outer import Outer
+from node.exchange.peers import Patience, Transport
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.sources import FirstState, StateHere
 from node.exchange.tokens import HeldTokens, PeerTokens
-from node.exchange.transport.transport import Transport
 from node.heavy import Heavy, Meters
 from node.island.data.island import SuppliedIsland
 from node.island.island import Island

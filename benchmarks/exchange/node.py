@@ -20,10 +20,10 @@ from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Limits, Patience, Waits
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
+from node.exchange.peers import Limits, Patience, Waits
 from node.exchange.reduction import Sender
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls

@@ -19,16 +19,16 @@ import structlog
 from node.disk.snapshots import Snapshot
 from node.exchange import fetching
 from node.exchange.giving import Donor
-from node.exchange.limits import Waits
-from node.exchange.state.download import Download
-from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     Admission,
     TransferRefusedError,
+    Waits,
     Want,
     WantChunk,
     WantManifest,
 )
+from node.exchange.state.download import Download
+from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity, node_id_of

@@ -14,8 +14,7 @@ from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.streams import Telemetry
-from coordinator.swarm.agreement import awaits_first_weights
-from coordinator.swarm.books import recent_screening
+from coordinator.swarm.committed import awaits_first_weights, recent_screening
 from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
 from coordinator.swarm.going_back import books_after
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, used_up

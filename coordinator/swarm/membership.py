@@ -1,11 +1,10 @@
-"""Who is in the swarm: sessions and leases. Which state members hold stands in agreement.py."""
+"""Who is in the swarm: sessions and leases. Which state members hold stands in committed.py."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
-from coordinator.swarm.agreement import judge, note_outer_state
-from coordinator.swarm.books import note_wire
+from coordinator.swarm.committed import judge, note_outer_state, note_wire
 from coordinator.swarm.events import (
     Attached,
     Detached,

@@ -17,9 +17,8 @@ changes none of this.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from coordinator.swarm.agreement import judge_all
 from coordinator.swarm.audit import pending_audits
-from coordinator.swarm.books import book_learned, unbook
+from coordinator.swarm.committed import book_learned, judge_all, unbook
 from coordinator.swarm.conviction import forget_errors
 from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.evaluation import (

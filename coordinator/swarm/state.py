@@ -423,7 +423,7 @@ class SwarmState:
     has_untold: bool = False  # whether nodes that are behind were not told of commits learned
     wire: WireTotals = field(default_factory=dict)  # what all rounds have cost, on all nodes
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has
-    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.books
+    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.committed
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     own_invites: tuple[str, ...] = ()  # by which the run owner's own machines join

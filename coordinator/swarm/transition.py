@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from coordinator.swarm.agreement import agree_on_initial_state, history_told
 from coordinator.swarm.audit import audited, decide_audits, next_audit_end
+from coordinator.swarm.committed import agree_on_initial_state, history_told
 from coordinator.swarm.conviction import decide_alarm, left_out, sound_convictions
 from coordinator.swarm.evaluation import (
     ask_if_due,

@@ -30,7 +30,7 @@ from node.duties.work import (
     work_of,
 )
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Patience
+from node.exchange.peers import Patience
 from node.exchange.spot_checks import SpotCheckReady
 from node.heavy import Meters
 from node.island.island import InnerWork, Progress

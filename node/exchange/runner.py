@@ -15,6 +15,12 @@ import structlog
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import Pushes, Turns
+from node.exchange.peers import (
+    Admission,
+    TransferRefusedError,
+    Transport,
+    WantResult,
+)
 from node.exchange.round.admission import contradicted, misfit_of_result, refusal
 from node.exchange.round.state import (
     Action,
@@ -51,12 +57,6 @@ from node.exchange.round.transition import (
     step,
 )
 from node.exchange.state.sources import StateHere
-from node.exchange.transport.transport import (
-    Admission,
-    TransferRefusedError,
-    Transport,
-    WantResult,
-)
 from protocol.errors import BadDataError
 from protocol.run.amendments import LOWER_RATES
 from protocol.trust.receipts import AlreadySignedError, Receipt

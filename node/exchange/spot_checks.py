@@ -19,14 +19,14 @@ from node.exchange.auditing import Audits
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
 from node.exchange.outer import Outer
-from node.exchange.round.admission import misfit
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     NotHeldError,
     PeerUnreachableError,
     TransferRefusedError,
     WantInput,
     WantResult,
 )
+from node.exchange.round.admission import misfit
 from node.heavy import Heavy
 from node.outer_state import Vector
 from protocol.wire.messages import SpotCheckAsked, SpotChecked

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import pytest
 from transport_peers import BIG, Peer, make_payload, want
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits, PeerUnreachableError, TransferRefusedError
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.streams import TransferStream
-from node.exchange.transport.transport import PeerUnreachableError, TransferRefusedError
 from protocol.trust.identity import Identity
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, WireCounts

@@ -14,11 +14,10 @@ from node.disk.snapshot_folder import OpenSnapshot, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import Donor
-from node.exchange.limits import Waits
+from node.exchange.peers import Waits, Want, WantChunk, WantManifest
 from node.exchange.state.chunks import CHUNK_BYTES, Manifest
 from node.exchange.state.download import Download
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import Want, WantChunk, WantManifest
 from node.heavy import in_thread
 from protocol.trust.identity import Identity
 from protocol.wire.payload import Payload, WireCounts

@@ -9,7 +9,7 @@ from sending_scene import BODY, PART, SENDER, Wire, offered, part_of
 from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import EarlyParts, Receiver
 from node.exchange.transport.serving import complete, take_parts

@@ -18,10 +18,9 @@ from coordinator.services.outside import Lookout, listen
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from lab.network.router import NatKind
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits, PeerUnreachableError
 from node.exchange.transport import punching
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import PeerUnreachableError
 from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity
 from protocol.wire.payload import WireCounts

@@ -15,7 +15,7 @@ from sending_scene import BODY, PART, SENDER, Wire, offered
 from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits, TransferRefusedError
 from node.exchange.transport import sender as sender_room
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.rates.uplink import UnderWay, Uplink
@@ -28,7 +28,6 @@ from node.exchange.transport.sender import (
 )
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.streams import TransferStream
-from node.exchange.transport.transport import TransferRefusedError
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import Digest, NodeId

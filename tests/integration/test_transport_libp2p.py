@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from transport_peers import Desk, Peer, introduce, make_payload, start_transport
 
-from node.exchange.limits import Limits
+from node.exchange.peers import (
+    Limits,
+    PeerUnreachableError,
+)
 from node.exchange.transport import libp2p
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.p2pd import DaemonError, P2pd
-from node.exchange.transport.transport import (
-    PeerUnreachableError,
-)
 from node.machine.addresses import OwnAddress, Reachability, announced
 from protocol.errors import SystemRefusedError
 from protocol.trust.identity import Identity, peer_id_of

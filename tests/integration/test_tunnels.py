@@ -11,7 +11,7 @@ import pytest
 import structlog
 from transport_peers import Desk
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.tunnels import Tunnels, host_and_port
 from node.machine.addresses import Reachability

@@ -4,15 +4,15 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
-from node.exchange.limits import Limits
-from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     Admission,
+    Limits,
     TransferRefusedError,
     Transport,
     Want,
     WantResult,
 )
+from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.payload import RESULT, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry

@@ -16,14 +16,13 @@ from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Patience
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
+from node.exchange.peers import Patience, TransferRefusedError
 from node.exchange.reduction import Merging, Sender
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.sources import StateHere
-from node.exchange.transport.transport import TransferRefusedError
 from node.heavy import in_place
 from protocol.errors import BadDataError
 from protocol.trust.identity import Identity

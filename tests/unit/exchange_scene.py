@@ -17,11 +17,11 @@ from node.disk.snapshots import Owed, Snapshot
 from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import MOST_OWED, ReducerError, Residual
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Patience
 from node.exchange.mean import norm_of
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
+from node.exchange.peers import Patience
 from node.exchange.reduction import Merging, Sender
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls

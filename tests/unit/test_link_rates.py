@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.rates.uplink import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
 from protocol.wire.payload import WireCounts

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.traffic import CHUNK_BYTES, TokenBucket, Traffic, wire_bytes
 from node.exchange.transport.rates.uplink import (
     HEADROOM,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
-from node.exchange.transport.transport import Admission, PeerUnreachableError, Want
+from node.exchange.peers import Admission, PeerUnreachableError, Want
 from protocol.wire.payload import RESULT, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
 

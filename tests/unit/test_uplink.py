@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.traffic import HEADER_SHARE, Traffic
 from node.exchange.transport.rates.uplink import (
     LEAST_ANSWERS,

@@ -24,11 +24,10 @@ from node.disk.history import ResultLog
 from node.disk.snapshots import Snapshot
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
-from node.exchange.limits import Patience
 from node.exchange.outer import NotApplicableError, Position
+from node.exchange.peers import Patience, WantResult
 from node.exchange.state.download import Download
 from node.exchange.state.sources import Listed, OwnStates, StateHere, is_same
-from node.exchange.transport.transport import WantResult
 from protocol.wire.messages import Report
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Commit, Digest, RoundSpan, SliceOutcome

@@ -16,8 +16,8 @@ import structlog
 from node.disk.history import History
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.giving import KEPT_ROUNDS, HeldResults
-from node.exchange.limits import Waits
 from node.exchange.outer import Outer
+from node.exchange.peers import Waits
 from node.exchange.state.on_disk import MOST_SPANS, StateOnDisk
 from node.heavy import Heavy
 from node.outer_state import Vector

@@ -12,7 +12,14 @@ from functools import partial
 
 import structlog
 
-from node.exchange.limits import Limits
+from node.exchange.peers import (
+    Limits,
+    PeerUnreachableError,
+    TransferHandler,
+    TransferRefusedError,
+    Want,
+    do_nothing,
+)
 from node.exchange.transport.carrying import Carrying
 from node.exchange.transport.p2pd import Connections, DaemonError, P2pd, StreamCallback
 from node.exchange.transport.punching import Observer, Punching, punching_daemon
@@ -22,13 +29,6 @@ from node.exchange.transport.sender import first_streams
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.serving import Server, fetch_over, verify_inline
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, drop, refuse
-from node.exchange.transport.transport import (
-    PeerUnreachableError,
-    TransferHandler,
-    TransferRefusedError,
-    Want,
-    do_nothing,
-)
 from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer, asked_of
 from node.machine.addresses import (
     ON_LOOPBACK,

@@ -11,7 +11,19 @@ from collections.abc import Awaitable, Callable
 
 import blake3
 
-from node.exchange.limits import Limits
+from node.exchange.peers import (
+    PIECES_AT_ONCE,
+    FalseAnswerError,
+    Limits,
+    TransferHandler,
+    TransferRefusedError,
+    Want,
+    check_answer,
+    do_nothing,
+    kind_of,
+    refusing_on_fault,
+    turn_of,
+)
 from node.exchange.transport.receiver import IncomingBody, Receiver, StreamAdmission
 from node.exchange.transport.streams import (
     FrameError,
@@ -21,18 +33,6 @@ from node.exchange.transport.streams import (
     encode_want,
     expect,
     refuse,
-)
-from node.exchange.transport.transport import (
-    PIECES_AT_ONCE,
-    FalseAnswerError,
-    TransferHandler,
-    TransferRefusedError,
-    Want,
-    check_answer,
-    do_nothing,
-    kind_of,
-    refusing_on_fault,
-    turn_of,
 )
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CONTRIBUTION, Payload, PayloadError, PayloadHeader

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from node.exchange.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW
-from node.exchange.transport.rates.traffic import CHUNK_BYTES, Traffic
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
+    LEAST_PART_BYTES,
+    PARTS_IN_WINDOW,
     NotHeldError,
     TransferRefusedError,
     Want,
@@ -26,6 +26,7 @@ from node.exchange.transport.transport import (
     WantTokens,
     do_nothing,
 )
+from node.exchange.transport.rates.traffic import CHUNK_BYTES, Traffic
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import (
     CHUNK,

@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 import structlog
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream

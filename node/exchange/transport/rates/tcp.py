@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import structlog
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.uplink import NarrowPaths, Progress
 
 LEAST_GAIN = 1.25

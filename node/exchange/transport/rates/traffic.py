@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.uplink import (
     LEAD_OF_RECEIVERS_BYTES,
     Evenness,

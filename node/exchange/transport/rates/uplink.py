@@ -35,7 +35,7 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
-from node.exchange.limits import LEAST_PART_BYTES, Limits
+from node.exchange.peers import LEAST_PART_BYTES, Limits
 
 LEAST_BYTES = 4 << 20
 """A busy time with less, shorter than `Limits.measured_seconds`, says more of round trips than of a link."""
