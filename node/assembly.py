@@ -38,19 +38,17 @@ from node.island.data.held import TokensHere
 from node.island.data.island import SuppliedIsland
 from node.island.data.places import DataPlaces
 from node.island.data.supply import TokenSupply
-from node.island.island import Island
+from node.island.island import Island, RanklessIsland
 from node.island.loops.island import LoopIsland
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.auto_mesh import DeviceKind
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
-from node.island.rankless import RanklessIsland
 from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
 from node.machine.addresses import ROUTER_LOOKS, Reachability, address_changes, has_ipv6
-from node.machine.hardware import Hardware, has_compilers, likely_devices
-from node.machine.kernel import congestion_control
+from node.machine.hardware import Hardware, congestion_control, has_compilers, likely_devices
 from node.machine.placement import local_training_of, mesh_for, num_ranks_of
 from node.machine.usage import Usage
 from node.models.reading import read_first

@@ -39,10 +39,9 @@ from node.heavy import Meters, in_place
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.island import InnerReport, InnerWork, Progress
+from node.island.island import InnerReport, InnerWork, Progress, RanklessIsland
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
-from node.island.rankless import RanklessIsland
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
 from protocol.errors import AtollError

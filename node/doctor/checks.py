@@ -22,8 +22,7 @@ from node.doctor.findings import Finding, wrong
 from node.doctor.network import ABOUT_ADDRESSES, Network, address_finding
 from node.kept import RUN_FILE
 from node.machine.addresses import has_ipv6, interface_addresses, own_addresses, sources_to
-from node.machine.hardware import Hardware, likely_devices, look_around
-from node.machine.kernel import congestion_control
+from node.machine.hardware import Hardware, congestion_control, likely_devices, look_around
 from node.machine.metadata import NoAnswerError, cloud_here, service_of
 from node.machine.placement import num_ranks_of
 from protocol.errors import AtollError, SystemRefusedError

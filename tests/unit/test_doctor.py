@@ -16,8 +16,7 @@ from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
 from node.doctor.network import Network, what_to_use
 from node.kept import keep_run
 from node.machine.gpus import Gpu
-from node.machine.hardware import Hardware
-from node.machine.kernel import congestion_control
+from node.machine.hardware import Hardware, congestion_control
 from node.records import Records
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
 from protocol.files.folder_lock import FolderLock

@@ -31,8 +31,8 @@ from node.island.parallel.mesh_shape import (
     check_local,
     check_shape,
 )
+from node.island.parallel.modules import compile_layers
 from node.island.training import engine
-from node.island.training.compiling import compile_layers
 from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.training.trainer import Trainer
 from node.models.card import Origin

@@ -21,9 +21,9 @@ from node.island.models.decoder_modules import Objective
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh, places_of_ranks
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, Precision, Recomputing
+from node.island.parallel.modules import compile_layers
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training import engine
-from node.island.training.compiling import compile_layers
 from node.island.training.engine import Engine
 from node.island.training.schedule import Position, rewarming_steps, share_of_peak
 from node.island.training.trainer import Trainer

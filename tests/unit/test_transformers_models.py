@@ -29,8 +29,8 @@ from node.island.models.transformers import (
 from node.island.models.transformers_plans import CUT_INTO_STAGES, run_alone, stages_of
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, check_shape
+from node.island.parallel.modules import compile_layers
 from node.island.training import engine
-from node.island.training.compiling import compile_layers
 from node.island.training.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
 from protocol.run.models import TransformersModel, layout_of

@@ -30,19 +30,20 @@ from node.island.models.architecture import (
     kept_buffers,
 )
 from node.island.models.running_statistics import averaging, norms_of
-from node.island.parallel.context import positions_of
 from node.island.parallel.mesh import Mesh, fill
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.parallel.modules import (
     GradientClipping,
     accumulate_gradients,
+    compile_layers,
     gathered_as_they_are,
     parts_of,
     plain,
+    recompute_layers,
     reshard,
 )
+from node.island.parallel.pipeline import positions_of
 from node.island.ranks.accelerator import LossScale, dtype_of
-from node.island.training.compiling import compile_layers, recompute_layers
 from node.island.training.optimizers import (
     Muon,
     WholeMatrices,
