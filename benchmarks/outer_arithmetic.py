@@ -29,7 +29,7 @@ from node.exchange.mean import norm_of
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
 from node.outer_state import Vector
-from protocol.run.layout import Layout, NamedShape
+from protocol.run.models import Layout, NamedShape
 from protocol.run.run_spec import ExchangeSection, OuterSection, RunSpec
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
 from protocol.wire.rounds import (

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from benchmarks.measurement import Rows, add_results, machine, parser_of
 from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
+from node.disk.history import History
 from node.exchange.codecs.codec import Tiles
 from node.exchange.giving import HeldResults
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.heavy import in_thread
-from node.history import History
 
 
 @dataclass

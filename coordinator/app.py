@@ -14,7 +14,6 @@ import click
 import grpc.aio
 
 from coordinator.backup_record import BackupRecords, add_to, has_any
-from coordinator.clock import LoopClock, seconds_since_boot
 from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, rules_in_force
 from coordinator.connections import Connections, Limits, most_connections
 from coordinator.dashboard.given import GivenFile
@@ -22,7 +21,7 @@ from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.timeline import RoundTally, Timeline
 from coordinator.dashboard.times_file import TimesFile
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock, seconds_since_boot
 from coordinator.journal import (
     log_backup,
     log_refusal,
@@ -44,9 +43,9 @@ from coordinator.services.ruling import Rulings, refuse_replaced_key, tell_of_cl
 from coordinator.services.session import SessionDesk, SessionServicer
 from coordinator.services.status import Past, StatusDesk, StatusServicer
 from coordinator.store import Store
+from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
-from coordinator.telemetry import Telemetry
 from protocol.errors import ConfigError, UnavailableError
 from protocol.files.descriptors import allow_open_files, require_open_files
 from protocol.service.beside import beside

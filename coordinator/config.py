@@ -48,8 +48,7 @@ from protocol.files.durable import (
     write_atomically,
 )
 from protocol.run.amendments import in_force
-from protocol.run.layout import layout_of
-from protocol.run.models import Section, nearest_key
+from protocol.run.models import Section, layout_of, nearest_key
 from protocol.run.run_spec import (
     RunSection,
     RunSpec,
@@ -69,7 +68,7 @@ from protocol.trust.credentials import (
 )
 from protocol.trust.pki import Authority, Issuer, has_issued, is_key_of, new_swarm_id
 from protocol.trust.rulings import Ruling, RulingVerifier
-from protocol.trust.vouching import Bundle, first_of, number_of
+from protocol.trust.signing import Bundle, first_of, number_of
 
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701
@@ -409,7 +408,7 @@ class Home:
 
     @property
     def tail_pem(self) -> bytes:
-        """What stands behind members' certificates (protocol.trust.vouching)."""
+        """What stands behind members' certificates (protocol.trust.signing)."""
         return b"".join((self.server_pem, self.coordinators_pem, self.authorities_pem))
 
     @property

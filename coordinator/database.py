@@ -1,21 +1,37 @@
-"""The coordinator's database file: its tables, its transactions, and the lock on its folder.
+"""The coordinator's database file: tables, transactions, rows with a digest, and what is still to be saved.
 
 What the tables mean is coordinator.store's; here they are made and kept whole.
+
+What a disk changed by itself is noticed where it is read. SQLite notices a broken tree, and takes a flipped
+byte in a value for another value. So the last column of every table is a digest of the table's name and the
+values before it.
+
+What the database does not hold yet is the difference of two states. Most steps change a member or a round,
+and rows are written for these alone.
 """
 
 import sqlite3
+import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from blake3 import blake3
 from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
+from coordinator.swarm.ledger import Ledger
+from coordinator.swarm.members import Member
+from coordinator.swarm.state import ClosedRound, HeldOut, SwarmState, Written
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
 from protocol.files.folder_lock import FolderLock
+from protocol.trust.rulings import Ruling
+from protocol.wire.rounds import NodeId
 from protocol.wire.versions import DATABASE
 
 DATABASE_NAME = "atoll.db"
@@ -252,3 +268,205 @@ def _refuse_empty(path: Path) -> None:
 
 def _connected(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+
+
+Value = int | float | str | bytes | None
+"""What a column holds. A column of type REAL gives a float back, so it must be given one."""
+
+DIGEST_BYTES = 16
+PACKED_FROM = 512
+"""Bytes; what is shorter would hardly be smaller."""
+
+
+class DamagedError(sqlite3.DatabaseError):
+    """A row is not what was written."""
+
+
+def put(connection: sqlite3.Connection, table: str, rows: Iterable[Sequence[Value]]) -> None:
+    """Adds rows, or replaces those of the same key."""
+    sealed = [(*row, _digest(table, row)) for row in rows]
+    if sealed:
+        places = ", ".join("?" * len(sealed[0]))
+        connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({places})", sealed)
+
+
+def rows_of(
+    connection: sqlite3.Connection, table: str, rest: str = "", parameters: Sequence[Value] = ()
+) -> Iterator[tuple[Any, ...]]:
+    """The rows of a table without their digests; raises DamagedError at one that was changed.
+
+    `rest` is what follows the table's name in the SELECT.
+    """
+    for *values, digest in connection.execute(f"SELECT * FROM {table} {rest}", parameters):
+        if digest != _digest(table, values):
+            key = values[0] if values and isinstance(values[0], int | str) else "?"
+            raise DamagedError(f"row {key} of table {table} is not what was written")
+        yield tuple(values)
+
+
+def row_of(
+    connection: sqlite3.Connection, table: str, rest: str = "", parameters: Sequence[Value] = ()
+) -> tuple[Any, ...] | None:
+    """The first of those rows; None when there is none."""
+    return next(rows_of(connection, table, rest, parameters), None)
+
+
+def packed(message: bytes) -> bytes:
+    """What to write for a message: long ones name the same nodes again and again."""
+    return message if len(message) < PACKED_FROM else b"\0" + zlib.compress(message, level=1)
+
+
+def unpacked(written: bytes) -> bytes:
+    """The message that was packed. Messages begin with no zero byte, so one tells what is packed."""
+    return zlib.decompress(written[1:]) if written[:1] == b"\0" else written
+
+
+def _digest(table: str, values: Sequence[object]) -> bytes:
+    hasher = blake3(table.encode())
+    for value in values:
+        kind, raw = _raw(value)
+        hasher.update(kind + len(raw).to_bytes(8, "little"))
+        hasher.update(raw)
+    return hasher.digest(length=DIGEST_BYTES)
+
+
+def _raw(value: object) -> tuple[bytes, bytes]:
+    """The value's type and its bytes; what nobody writes is of a type of its own."""
+    match value:
+        case bytes():
+            return b"b", value
+        case str():
+            return b"s", value.encode()
+        case int():
+            return b"i", b"%d" % value
+        case float():
+            return b"f", struct.pack("<d", value)
+        case None:
+            return b"n", b""
+    return b"?", b""
+
+
+def to_save(before: SwarmState, after: Sequence[SwarmState]) -> list[SwarmState]:
+    """The states between which all differences show.
+
+    A state keeps only the latest rounds, so none may be left out that brought one of them or took
+    one back. Of the others the last one of a row tells all.
+    """
+    brought = (
+        state
+        for state, earlier in zip(after, (before, *after), strict=False)
+        if state.recent is not earlier.recent or state is after[-1]
+    )
+    return [before, *brought]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What of a state has to be written that the database holds as it was before."""
+
+    after: SwarmState
+    are_scalars_new: bool
+    members: tuple[Member, ...]
+    gone: frozenset[NodeId]
+    is_round_new: bool
+    is_ledger_new: bool
+    num_losses_kept: int | None  # of the held-out losses, from the first on; None: no other ones
+    written: tuple[Written, ...]
+    forgotten: frozenset[int]  # rounds whose texts are not kept any more
+    is_taken_back: bool
+    closed: tuple[ClosedRound, ...]
+    rulings: tuple[Ruling, ...]
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to write."""
+        are_rows_new = bool(
+            self.members
+            or self.gone
+            or self.closed
+            or self.rulings
+            or self.written
+            or self.forgotten
+        )
+        is_one_new = self.is_round_new or self.is_ledger_new or self.num_losses_kept is not None
+        return self.are_scalars_new or are_rows_new or is_one_new
+
+    @classmethod
+    def between(cls, before: SwarmState, after: SwarmState) -> Self:
+        """What is new in `after`."""
+        members: tuple[Member, ...] = ()
+        gone: frozenset[NodeId] = frozenset()
+        if after.members is not before.members:
+            was = before.members
+            members = tuple(
+                member
+                for node_id, member in after.members.items()
+                if was.get(node_id) is not member and not _is_saved_as(was.get(node_id), member)
+            )
+            gone = frozenset(was.keys() - after.members.keys())
+        return cls(
+            after=after,
+            are_scalars_new=without_rows(after) != without_rows(before),
+            members=members,
+            gone=gone,
+            is_round_new=_is_new(before.open_round, after.open_round),
+            is_ledger_new=_is_new(before.ledger, after.ledger),
+            num_losses_kept=_num_kept(before.held_out, after.held_out),
+            written=tuple(one for one in after.written if one not in before.written)
+            if after.written is not before.written
+            else (),
+            forgotten=frozenset(one.round for one in before.written)
+            - frozenset(one.round for one in after.written)
+            if after.written is not before.written
+            else frozenset(),
+            is_taken_back=after.committed_round < before.committed_round,
+            closed=_new_rounds(before.recent, after.recent),
+            rulings=after.rulings[len(before.rulings) :],
+        )
+
+
+def _num_kept(before: Sequence[HeldOut], after: Sequence[HeldOut]) -> int | None:
+    """How many losses are the same ones, in the same places; None when all are."""
+    if after is before or after == before:
+        return None
+    pairs = zip(before, after, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _new_rounds(
+    before: tuple[ClosedRound, ...], after: tuple[ClosedRound, ...]
+) -> tuple[ClosedRound, ...]:
+    """Most are the very same ones, and there may be many void rounds in a row."""
+    same = {id(closed) for closed in before}
+    return tuple(closed for closed in after if id(closed) not in same and closed not in before)
+
+
+def _is_new(before: object, after: object) -> bool:
+    return after is not before and after != before
+
+
+def without_rows(state: SwarmState) -> SwarmState:
+    """The state without what has tables of its own, or follows from those."""
+    return replace(
+        state,
+        members={},
+        open_round=None,
+        recent=(),
+        norms=(),
+        audit_secret=b"",  # of the key, which lies elsewhere
+        ledger=Ledger(),
+        held_out=(),
+        written=(),
+        rulings=(),
+        latest_rulings={},
+        rolled_back=(),
+        paused=None,
+        stopped=None,
+    )
+
+
+def _is_saved_as(before: Member | None, after: Member) -> bool:
+    """Whether the database needs no new row; a lease alone is not worth a write."""
+    if before is None or before is after:
+        return before is after
+    return replace(before, lease_until=0.0) == replace(after, lease_until=0.0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
 
-from coordinator.rows import put, rows_of
+from coordinator.database import put, rows_of
 from protocol.errors import NotPermittedError
 from protocol.trust.pki import Role
 from protocol.wire.rounds import NodeId

@@ -9,8 +9,7 @@ from typing import Literal
 import structlog
 
 from coordinator.presets.choosing import Plan
-from coordinator.swarm.agreement import awaits_first_weights
-from coordinator.swarm.books import screenings_of
+from coordinator.swarm.committed import awaits_first_weights, screenings_of
 from coordinator.swarm.events import EndSession, Tell
 from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.reach import helper_between, newly_cut_pairs

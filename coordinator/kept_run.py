@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.database import Database
-from coordinator.rows import put, row_of
+from coordinator.database import Database, put, row_of
 from protocol.errors import ConfigError
 from protocol.run.amendments import AMENDABLE
 from protocol.run.run_spec import RunSpec

@@ -31,7 +31,7 @@ from protocol.files.durable import read_secret, write_atomically
 from protocol.files.folder_lock import FolderLock
 from protocol.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 from protocol.trust.pki import Authority, is_key_of
-from protocol.trust.vouching import Bundle
+from protocol.trust.signing import Bundle
 
 _STOP_IT = "stop the coordinator first: nodes wait for it, and go on when it is back"
 

@@ -17,8 +17,8 @@ from typing import TypeVar
 from blake3 import blake3
 from pydantic import ConfigDict, TypeAdapter
 
-from coordinator.rows import packed, put, row_of, rows_of, unpacked
-from coordinator.swarm.books import all_reduce_bytes, screenings_of
+from coordinator.database import packed, put, row_of, rows_of, unpacked
+from coordinator.swarm.committed import all_reduce_bytes, screenings_of
 from coordinator.swarm.members import Screening
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Round, SliceProgress, SwarmState
 from protocol.trust.signing import statement_of
@@ -26,8 +26,8 @@ from protocol.v1 import round_pb2
 from protocol.v1 import status_pb2 as pb
 from protocol.wire import convert
 from protocol.wire.messages import Trained
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import Commit, Digest, NodeId
-from protocol.wire.wire_count import WireTotals
 
 JSON = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="constants")
 
@@ -73,7 +73,7 @@ def save_round(connection: sqlite3.Connection, held: Round | None, current: Roun
     connection.executemany(
         "DELETE FROM round_parts WHERE kind = ? AND slice_index = ? AND node_id = ?", gone
     )
-    changed = ((*key, packed(part)) for key, part in _changed(held, current))
+    changed = [(*key, packed(part)) for key, part in _changed(held, current)]
     put(connection, "round_parts", changed)
 
 

@@ -14,15 +14,23 @@ from typing import Self, TypeVar
 from pydantic import TypeAdapter
 
 from coordinator import invite_rows, round_rows
-from coordinator.database import Database
+from coordinator.database import (
+    Change,
+    DamagedError,
+    Database,
+    put,
+    row_of,
+    rows_of,
+    to_save,
+    without_rows,
+)
 from coordinator.invite_rows import EnrolledMember, Invite, InviteRecord
 from coordinator.kept_run import keep_or_compare
 from coordinator.round_rows import JSON, KeptCommit, Sign, load_round, save_round
-from coordinator.rows import DamagedError, put, row_of, rows_of
-from coordinator.swarm.bounds import KEPT_COMMITS, SeenNorms, norms_of
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.members import PRESENT, Member
+from coordinator.swarm.slices import KEPT_COMMITS, SeenNorms, norms_of
 from coordinator.swarm.state import (
     ClosedRound,
     HeldOut,
@@ -35,7 +43,6 @@ from coordinator.swarm.state import (
 )
 from coordinator.swarm.steering import with_rulings
 from coordinator.swarm.transition import initial_state
-from coordinator.unsaved import Change, to_save, without_rows
 from protocol.errors import ConfigError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.pki import Role
@@ -228,7 +235,7 @@ class Store:
     def _write(self, connection: sqlite3.Connection, change: Change, held: Round | None) -> None:
         """Writes all that has tables of its own; `held` is the round that they hold."""
         after = change.after
-        put(connection, "members", ((m.node_id, _text(_MEMBER, m)) for m in change.members))
+        put(connection, "members", [(m.node_id, _text(_MEMBER, m)) for m in change.members])
         connection.executemany(
             "DELETE FROM members WHERE node_id = ?", [(node_id,) for node_id in change.gone]
         )

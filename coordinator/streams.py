@@ -1,12 +1,14 @@
-"""What sessions are told: what holds when one begins to listen, and then each thing that happens.
+"""What sessions are told, from what holds when one begins to listen; and how nodes were when last heard.
 
 Who is told what of a step is the driver's; how it looks on the wire is protocol.wire.messages'.
 """
 
 import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from coordinator.swarm.agreement import may_bring_commits
 from coordinator.swarm.audit import lacking, order_of, pending_audits
+from coordinator.swarm.committed import may_bring_commits
 from coordinator.swarm.explain import explain
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.rounds import holders_of, plan_of
@@ -16,6 +18,8 @@ from coordinator.swarm.state import Round, RoundPhase, SwarmState, Writing, last
 from coordinator.swarm.takeover import takeover_of
 from coordinator.swarm.turn import is_present
 from protocol.errors import AtollError
+from protocol.v1.session_pb2 import HeartbeatRequest
+from protocol.wire.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
 from protocol.wire.messages import (
     CommitsWanted,
     EvaluationAsked,
@@ -29,6 +33,58 @@ from protocol.wire.messages import (
     RunFinished,
 )
 from protocol.wire.rounds import NodeId
+
+COPY_SECONDS = DEADLINE_SECONDS + RETRY_CAP_SECONDS
+"""A process that waits to attach asks at least this often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """When a node was last heard, in coordinator time, and its latest heartbeat."""
+
+    at: float
+    heartbeat: HeartbeatRequest | None
+
+
+class Telemetry:
+    """The latest heartbeat of each node."""
+
+    def __init__(self) -> None:
+        self._heard: dict[NodeId, Heard] = {}
+        self._copies: dict[NodeId, float] = {}  # when another process of a node was refused last
+
+    def attached(self, node_id: NodeId, *, now: float) -> None:
+        """The node attached: what it said before may be of another process."""
+        self._copies.pop(node_id, None)
+        self._heard[node_id] = Heard(at=now, heartbeat=None)
+
+    def copy_refused(self, node_id: NodeId, *, now: float) -> bool:
+        """Another process of the node asked to attach; returns whether that is news."""
+        is_news = not self.has_waiting_copy(node_id, now=now)
+        self._copies[node_id] = now
+        return is_news
+
+    def has_waiting_copy(self, node_id: NodeId, *, now: float) -> bool:
+        """Whether one has asked so lately that it still waits, for all that is known."""
+        return node_id in self._copies and now - self._copies[node_id] < COPY_SECONDS
+
+    def heard(self, node_id: NodeId, *, now: float) -> None:
+        """The node called, with something else than a heartbeat."""
+        before = self._heard.get(node_id)
+        self._heard[node_id] = Heard(at=now, heartbeat=None if before is None else before.heartbeat)
+
+    def heartbeat(self, node_id: NodeId, heartbeat: HeartbeatRequest, *, now: float) -> None:
+        """The node sent a heartbeat."""
+        self._heard[node_id] = Heard(at=now, heartbeat=heartbeat)
+
+    def keep_only(self, node_ids: Collection[NodeId]) -> None:
+        """Forgets nodes that are no members any more."""
+        if len(self._heard) > len(node_ids):
+            self._heard = {n: heard for n, heard in self._heard.items() if n in node_ids}
+
+    def of(self, node_id: NodeId) -> Heard | None:
+        """What is known of a node; None when it has not called since this coordinator started."""
+        return self._heard.get(node_id)
 
 
 class Stream:

@@ -42,7 +42,7 @@ from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
 from protocol.trust.rulings import Address
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 log = structlog.get_logger()
 

@@ -18,9 +18,8 @@ import structlog
 
 from node.config import HISTORY_FILE, RULINGS_FILE, NodeSettings
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts, Tokens
-from node.duties.times import ExchangeTime, Meters
-from node.exchange.codecs.codec import Tiles, threads_beside
-from node.exchange.codecs.compiled import remove_unused_kernels
+from node.disk.history import History, KeptRulings
+from node.exchange.codecs.codec import Tiles, remove_unused_kernels, threads_beside
 from node.exchange.codecs.registry import measured_speed
 from node.exchange.outer import Outer, codecs_in_force, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
@@ -28,8 +27,7 @@ from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.whereabouts import told_by
-from node.heavy import in_thread
-from node.history import History, KeptRulings
+from node.heavy import ExchangeTime, Meters, in_thread
 from node.hosts.desk import HostDesk
 from node.hosts.leading import HostsIsland
 from node.hosts.wire import LeaderKey, interface_of
@@ -39,20 +37,17 @@ from node.island.data.held import TokensHere
 from node.island.data.island import SuppliedIsland
 from node.island.data.places import DataPlaces
 from node.island.data.supply import TokenSupply
-from node.island.island import Island
+from node.island.island import Island, RanklessIsland
 from node.island.loops.island import LoopIsland
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.auto_mesh import DeviceKind
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.rankless import RanklessIsland
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.devices import UsableDevices, kind_of, usable_devices
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
-from node.machine.addresses import ROUTER_LOOKS, address_changes, has_ipv6
-from node.machine.hardware import Hardware, has_compilers, likely_devices
-from node.machine.kernel import congestion_control
+from node.machine.addresses import ROUTER_LOOKS, Reachability, address_changes, has_ipv6
+from node.machine.hardware import Hardware, congestion_control, has_compilers, likely_devices
 from node.machine.placement import local_training_of, mesh_for, num_ranks_of
 from node.machine.usage import Usage
 from node.models.reading import read_first
@@ -64,15 +59,15 @@ from node.records import Records
 from node.stopping import StopSignals
 from protocol.files.durable import expanded
 from protocol.run.amendments import changes_codecs
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
 from protocol.trust.rulings import Ruling, RulingVerifier
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import OWN_LOOP
 from protocol.wire.versions import release
-from protocol.wire.wire_count import WireCounts
 
 log = structlog.get_logger()
 
@@ -186,16 +181,18 @@ async def _run_in(
     transport = Libp2pTransport(
         identity=identity,
         counts=start.counts,
-        listen_multiaddrs=_listen_multiaddrs(settings, start.credentials.host),
-        announce_host=settings.announce or None,
-        interface=settings.interface,
-        coordinator_host=lambda: start.current_credentials().host,
-        asks_router=asks_router,
-        punching_token=secrets.token_bytes(16) if punches else b"",
+        reachability=Reachability(
+            listen_multiaddrs=_listen_multiaddrs(settings, start.credentials.host),
+            announce_host=settings.announce or None,
+            interface=settings.interface,
+            coordinator_host=lambda: start.current_credentials().host,
+            asks_router=asks_router,
+            punching_token=secrets.token_bytes(16) if punches else b"",
+            proxy=proxy,
+        ),
         carry_share=settings.carry,
         whereabouts=told_by(start.current_credentials),
         max_upload_bytes_per_second=settings.max_upload_bytes_per_second,
-        proxy=proxy,
         while_moving=meters.exchange_time.exchanging,
     )
     usage = Usage(settings.limits)

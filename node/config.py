@@ -19,8 +19,14 @@ from pydantic_core import PydanticCustomError
 from node.disk.budget import DiskBudget
 from node.disk.round_folder import Retention
 from node.island.data.places import DataPlaces
-from node.island.parallel.mesh_shape import MeshShape, ScheduleName
-from node.island.training.local_training import Accumulating, LocalTraining, Precision, Recomputing
+from node.island.parallel.mesh_shape import (
+    Accumulating,
+    LocalTraining,
+    MeshShape,
+    Precision,
+    Recomputing,
+    ScheduleName,
+)
 from node.machine.limits import Limits, hours_of
 from node.machine.notices import CloudChoice
 from protocol.errors import (

@@ -12,26 +12,24 @@ from typing import Any
 
 import structlog
 
+from node.disk.history import History, KeptRulings
 from node.duties.duties import Duties
 from node.duties.lasting_island import LastingIsland, Writer
-from node.duties.times import Meters
 from node.duties.work import CatchUpNeeded, PlanReceived
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Patience
 from node.exchange.outer import Outer
+from node.exchange.peers import Patience, Transport
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.sources import FirstState, StateHere
 from node.exchange.tokens import HeldTokens, PeerTokens
-from node.exchange.transport.transport import Transport
-from node.heavy import Heavy
-from node.history import History, KeptRulings
+from node.heavy import Heavy, Meters
 from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.island.ranks.faults import TrainingDivergedError
 from node.link.calls import Announcement, Attachment, CoordinatorLink
-from node.link.session import Session
+from node.link.session import NodeSide, Session
 from node.machine.addresses import address_changes, most_useful
 from node.owner import LOOK_SECONDS
 from protocol.errors import AtollError, SystemRefusedError
@@ -213,13 +211,15 @@ class Daemon:
         )
         self._session = Session(
             link=self._link,
-            announce=self._announcement,
-            vitals=self.vitals,
-            on_attached=self._on_attached,
-            on_message=self._on_message,
+            node=NodeSide(
+                announce=self._announcement,
+                vitals=self.vitals,
+                on_attached=self._on_attached,
+                on_message=self._on_message,
+                ask_members=self._ask_members,
+            ),
             rng=rng,
             rulings=self._rulings,
-            ask_members=self._ask_members,
         )
         self._corpus = holdings.corpus
         self._keep_corpus = holdings.keep_corpus

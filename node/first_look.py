@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from node.config import NodeSettings, load_settings
-from node.history import History
+from node.disk.history import History
 from node.island.data.places import reads_in_words
 from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import CoordinatorLink
@@ -21,7 +21,7 @@ from node.machine.limits import Limits
 from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
 from node.records import Records
 from protocol.errors import AtollError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import console
 from protocol.terminal.node_words import is_present

@@ -17,7 +17,7 @@ from protocol.wire.rounds import CorpusSummary, Digest
 if TYPE_CHECKING:
     from node.link.calls import RunOver
     from node.outer_state import Vector
-    from protocol.run.layout import Layout
+    from protocol.run.models import Layout
 
 RUN_FILE = "run.json"
 PLACES_FILE = "places.json"
@@ -98,7 +98,7 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
     spec = run_from_json(path.read_text(encoding="utf-8"))
     # Only now, for torch comes with it.
     from node.disk.snapshot_folder import SnapshotFolder
-    from protocol.run.layout import layout_of
+    from protocol.run.models import layout_of
 
     layout = layout_of(spec)
     snapshots = SnapshotFolder(folder / SNAPSHOTS_FOLDER)
@@ -116,8 +116,8 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
 
 def refuse_what_nobody_gives(folder: Path, over: "RunOver") -> None:
     """Raises IncompleteError where a run is over, and its final state neither in the folder nor here."""
+    from node.disk.history import History
     from node.disk.snapshot_folder import SnapshotFolder
-    from node.history import History
 
     rounds = SnapshotFolder(folder / SNAPSHOTS_FOLDER).rounds()
     newest = rounds[0] if rounds else 0

@@ -83,7 +83,7 @@ def _of_this_folder(
 ) -> tuple[dict[str, object], dict[str, str]] | None:
     """Facts and words of what it holds; None of a node that has followed no round, and of nobody's."""
     from node.config import HISTORY_FILE, load_settings
-    from node.history import History
+    from node.disk.history import History
     from protocol.terminal.logging import start_logging
 
     node_id = credentials.principal.node_id

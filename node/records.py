@@ -5,14 +5,13 @@ from pathlib import Path
 
 from node.config import SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
 from node.disk.budget import DiskBudget, Need
-from node.disk.logs import SentLog
+from node.disk.history import History, SentLog
 from node.disk.round_folder import Retention
 from node.disk.snapshots import snapshot_bytes
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.heavy import in_thread
-from node.history import History
 from node.island.checkpoints.folder import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
 
 

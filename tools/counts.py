@@ -27,15 +27,22 @@ sys.path.insert(0, str(ROOT))
 import structlog  # noqa: E402  # after the path to our own packages
 
 from lab.simulation.swarm import Life, simulate  # noqa: E402
-from node.exchange.limits import Limits  # noqa: E402
+from node.exchange.peers import (  # noqa: E402
+    Admission,
+    Limits,
+    Want,
+)
 from node.exchange.transport.libp2p import Libp2pTransport  # noqa: E402
-from node.exchange.transport.transport import Admission, Want  # noqa: E402
 from protocol.run.run_spec import validated  # noqa: E402
 from protocol.trust.identity import Identity  # noqa: E402
 from protocol.wire import messages  # noqa: E402
-from protocol.wire.payload import RESULT, Payload, PayloadHeader  # noqa: E402
+from protocol.wire.payload import (  # noqa: E402
+    RESULT,
+    Payload,
+    PayloadHeader,
+    WireCounts,
+)
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry  # noqa: E402
-from protocol.wire.wire_count import WireCounts  # noqa: E402
 
 PRODUCT = ("atoll", "protocol", "coordinator", "node")
 ROOMS = (*PRODUCT, "node/exchange", "node/island", "lab", "benchmarks", "tests")

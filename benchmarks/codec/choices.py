@@ -19,10 +19,10 @@ import numpy.typing as npt
 from benchmarks.codec.pseudo_gradients import demo_pseudo_gradients, pseudo_gradients_of
 from benchmarks.learning.data_parallel import demo_spec
 from benchmarks.measurement import parser_of
-from node.exchange.codecs.blockwise import nibble_bytes, pack_nibbles
 from node.exchange.codecs.deflate import deflated
+from node.exchange.codecs.dense import nibble_bytes, pack_nibbles
 from node.outer_state import Vector
-from protocol.run.layout import Layout, layout_of
+from protocol.run.models import Layout, layout_of
 from protocol.run.run_spec import RunSpec, validated
 
 CHUNK = 4096

@@ -18,10 +18,9 @@ from coordinator.config import Home, rules_of
 from coordinator.dashboard.news_file import KEPT, NewsFile
 from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages
 from coordinator.dashboard.times_file import TimesFile
-from coordinator.database import Database
+from coordinator.database import Database, put
 from coordinator.journal import News
 from coordinator.round_rows import wire_ledger
-from coordinator.rows import put
 from coordinator.store import Store
 from coordinator.swarm.state import HeldOut, SwarmState, Written
 from coordinator.swarm.transition import initial_state, step

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from coordinator.config import SLICE_BYTES
 from coordinator.presets.cost import CODEC_COSTS
 from lab.network.links import DEFAULT_BUFFER_BYTES, Link
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from protocol.errors import UsageError
 from protocol.run.run_spec import CodecName
 

@@ -43,7 +43,7 @@ from benchmarks.exchange.report import COLUMNS, WORDS, as_markdown, cells_of, dr
 from benchmarks.exchange.swarm import Swarm
 from benchmarks.measurement import Row, Rows, add_results, machine, parser_of, read_rows
 from lab.network.lab import LabUnavailableError, NetworkLab
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from protocol.errors import AtollError
 from protocol.terminal import console
 

@@ -16,30 +16,30 @@ from typing import Any
 import numpy as np
 import structlog
 
+from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
+from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Limits, Patience, Waits
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
-from node.exchange.reducer_error import ReducerError
+from node.exchange.peers import Limits, Patience, Waits
 from node.exchange.reduction import Sender
-from node.exchange.residual import Residual
 from node.exchange.round.state import Rules
-from node.exchange.signing import PayloadSigner
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.sources import StateHere
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
-from node.history import History
+from node.machine.addresses import Reachability
 from node.machine.freed_memory import keep_freed_memory
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.trust.identity import Identity
+from protocol.trust.receipts import PayloadSigner
 from protocol.v1 import round_pb2, session_pb2
 from protocol.wire import convert
 from protocol.wire.messages import Held, Reduced, Report
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import Commit, Digest
-from protocol.wire.wire_count import WireCounts
 
 RUN = Digest(bytes(32))
 
@@ -83,7 +83,7 @@ class BenchmarkNode:
         self.transport = Libp2pTransport(
             identity=identity,
             counts=self._counts,
-            listen_multiaddrs=(f"/ip4/{order['host']}/tcp/0",),
+            reachability=Reachability(listen_multiaddrs=(f"/ip4/{order['host']}/tcp/0",)),
             limits=Limits(max_streams_per_body=order["stripes"]).stretched(order["slow_motion"]),
         )
         self.exchange = Exchange(

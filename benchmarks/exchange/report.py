@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.figures import Point, scattered
 from benchmarks.measurement import Row, markdown
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 
 # Of lines from before these stood in them.
 _DEFAULTS: Row = {

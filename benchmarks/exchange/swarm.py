@@ -16,18 +16,19 @@ from google.protobuf.message import Message
 
 from benchmarks.exchange.case import Case
 from coordinator.swarm.events import Attached, Event, HeartbeatSeen, Reported, Tell
-from coordinator.swarm.shares import UNKNOWN, Rates
+from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from lab.network.lab import NetworkLab
 from lab.processes.processor_time import ProcessorTime, processor_time
 from protocol.errors import SystemRefusedError
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import ExchangeSection
 from protocol.trust.identity import node_id_of
 from protocol.v1 import session_pb2
 from protocol.wire import convert
 from protocol.wire.messages import Applied, Held, Reduced, RoundCommitted, RoundOpened, Trained
+from protocol.wire.payload import WireTotals, grown
 from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
@@ -39,7 +40,6 @@ from protocol.wire.rounds import (
     Plan,
     RosterEntry,
 )
-from protocol.wire.wire_count import WireTotals, grown
 
 RUN = Digest(bytes(32))
 TOKENS = 8

@@ -23,10 +23,9 @@ from benchmarks.island.loops import Kind
 from benchmarks.island.memory import drawn, memory_of
 from benchmarks.island.speed import Spread, compare, copy_speeds
 from benchmarks.measurement import Row, Rows, add_results, machine, parser_of
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.island.ranks.devices import devices_of
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
-from node.island.training.local_training import LocalTraining
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import InnerSection, RunSpec
 

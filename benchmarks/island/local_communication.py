@@ -20,8 +20,8 @@ from benchmarks.measurement import parser_of
 from lab.processes.ending import nothing_left
 from lab.processes.family import SOURCES
 from lab.simulation.lone_work import lone_work, unseen
+from node.island import measuring
 from node.island.data.corpus import read_corpus
-from node.island.measuring import local_communication
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape
@@ -81,7 +81,7 @@ def run_rank(
     trainer.adopt(initial_parameters(spec))
 
     def block(least_steps_between: float) -> float:
-        local_communication.LEAST_STEPS_BETWEEN = least_steps_between  # of this process
+        measuring.LEAST_STEPS_BETWEEN = least_steps_between  # of this process
         report = trainer.train(lone_work(spec, steps), unseen)
         share[0] = report.communication_seconds
         share[0] = None if share[0] is None else share[0] / report.seconds
@@ -129,7 +129,7 @@ def line_of(name: str, times: Timed, steps: int) -> str:
     step = statistics.median(without) / steps
     cost = statistics.median(t - w for w, t in zip(without, traced, strict=True)) / step
     # An island traces once in so many of the times that the traced step took, with all around it.
-    often = 1 / (local_communication.LEAST_STEPS_BETWEEN * max(1.0, 1.0 + cost))
+    often = 1 / (measuring.LEAST_STEPS_BETWEEN * max(1.0, 1.0 + cost))
     return (
         f"{name:9} {step * 1e3:8.1f} ms a step   a trace costs {cost:6.2f} steps   "
         f"in an island {cost * often:7.3%}   local communication "

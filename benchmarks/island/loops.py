@@ -23,9 +23,9 @@ from node.island.data.corpus import read_corpus
 from node.island.data.dataset import SampleOrder
 from node.island.models.decoder_modules import Decoder, Objective, copy_parameters
 from node.island.models.first_weights import initial_parameters
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining
 from node.island.training.optimizers import inner_optimizers
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 
 Kind = Literal["plain", "ddp", "fsdp2"]

@@ -28,8 +28,7 @@ from node.island.data.corpus import read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.auto_mesh import need_of
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.island.training.trainer import Trainer
 from protocol.files.leftovers import TemporaryFolder
 from protocol.run.run_spec import RunSpec

@@ -36,11 +36,10 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from benchmarks.measurement import Rows, add_results, parser_of, read_rows
 from lab.simulation.lone_work import lone_work, unseen
 from node.island.data.corpus import read_corpus
-from node.island.measuring.local_communication import LocalCommunication
+from node.island.measuring import LocalCommunication
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.island.training.trainer import Trainer
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import DataSection, InnerSection, RunSpec

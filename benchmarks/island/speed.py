@@ -19,12 +19,11 @@ from benchmarks.island.loops import Chunk, Kind, Loop
 from node.island.data.places import DataPlaces
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from node.island.training.local_training import LocalTraining
 from node.outer_state import SharedVectors
 from protocol.files.leftovers import TemporaryFolder
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 
 LOSSES_AGREE = {"fp32": 2e-3, "bf16": 2e-2}

@@ -33,7 +33,7 @@ from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from protocol.run.run_spec import RunSpec, validated
 

@@ -28,7 +28,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 
 AGES = (0, 1, 5, 10, 20)

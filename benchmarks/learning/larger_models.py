@@ -30,7 +30,7 @@ from coordinator.presets.loss import above
 from lab.processes.ending import nothing_left
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
 from node.island.data.corpus import read_corpus
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import RunSpec
 

@@ -4,8 +4,8 @@
 
 Three nodes of lab.simulation.plain_calls, of which the first is late from round 11 on for so many rounds.
 After that its contributions are in time again, with what it owes. Settings differ in how many rounds' pseudo-
-gradients it may owe (node.exchange.residual; 0 drops all late work, inf keeps all of it) and in the outer
-momentum. "before" is the loss after its last late round, "landed" the highest of the four rounds after it.
+gradients it may owe (node.exchange.error_feedback; 0 drops all late work, inf keeps all of it) and in the
+outer momentum. "before" is the loss after its last late round, "landed" the highest of the next four rounds.
 """
 
 import logging
@@ -22,7 +22,7 @@ import torch
 from benchmarks.convergence.settings import BASE, outer
 from benchmarks.measurement import Rows, add_results, parser_of
 from lab.simulation.plain_calls import LocalNode, spec_of, swarm_at_end
-from node.exchange.residual import MOST_OWED
+from node.exchange.error_feedback import MOST_OWED
 from node.island.data.corpus import read_corpus
 
 FIRST_LATE_ROUND = 11

@@ -39,7 +39,7 @@ from node.island.data.corpus import Corpus, read_corpus
 from node.island.data.dataset import SampleOrder
 from node.island.models.decoder_modules import Decoder, copy_parameters
 from node.outer_state import Vector
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Assignment, Plan
 

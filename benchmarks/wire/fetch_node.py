@@ -19,21 +19,21 @@ import structlog
 from node.disk.snapshots import Snapshot
 from node.exchange import fetching
 from node.exchange.giving import Donor
-from node.exchange.limits import Waits
-from node.exchange.state.download import Download
-from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     Admission,
     TransferRefusedError,
+    Waits,
     Want,
     WantChunk,
     WantManifest,
 )
+from node.exchange.state.download import Download
+from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
+from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity, node_id_of
-from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.payload import Payload, PayloadHeader, WireCounts, grown
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts, grown
 
 RUN = LAYOUT = Digest(bytes(32))
 ROUND = 8
@@ -163,7 +163,7 @@ class FetchNode:
         transport = Libp2pTransport(
             identity=self._identity,
             counts=counts,
-            listen_multiaddrs=(f"/ip4/{self._address}/tcp/0",),
+            reachability=Reachability(listen_multiaddrs=(f"/ip4/{self._address}/tcp/0",)),
         )
         await transport.start(self._giving)
         try:

@@ -26,11 +26,11 @@ from lab.network.lab import LabUnavailableError, NetworkLab
 from lab.network.links import Link
 from lab.processes.ending import nothing_left
 from node.exchange.transport.libp2p import Libp2pTransport
+from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.channel import channel_options
-from protocol.wire.payload import CONTRIBUTION
+from protocol.wire.payload import CONTRIBUTION, WireCounts
 from protocol.wire.rounds import PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 UPLINK_MBIT = 10
 BUFFER_BYTES = 500_000
@@ -64,7 +64,7 @@ class Uplink:
             Libp2pTransport(
                 identity=identity,
                 counts=WireCounts(),
-                listen_multiaddrs=(f"/ip4/{lab.address(host)}/tcp/0",),
+                reachability=Reachability(listen_multiaddrs=(f"/ip4/{lab.address(host)}/tcp/0",)),
                 max_upload_bytes_per_second=max_upload_bytes_per_second,
             )
             for identity, host in zip(self._identities, (NEAR, FAR), strict=True)

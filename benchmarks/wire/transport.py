@@ -19,12 +19,11 @@ import structlog
 from benchmarks.measurement import machine, parser_of
 from lab.network.namespace import enter, loopback_counters
 from lab.processes.ending import nothing_left
+from node.exchange.peers import Admission, Want, WantResult
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import Admission, Want, WantResult
 from protocol.trust.identity import Identity
-from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 SIZES_BYTES = (20_000, 200_000, 2_000_000, 20_000_000)
 TIMED_BYTES = 100_000_000

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from coordinator.swarm.members import PRESENT, Member
 from coordinator.swarm.state import ClosedRound, SwarmState
 from coordinator.swarm.transition import Transition
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import NodeId
-from protocol.wire.wire_count import WireTotals
 
 LOOK_SECONDS = 5.0
 """Who is present is looked at so often, and when a round closes: of thousands of nodes, not at each call."""

@@ -24,7 +24,7 @@ from protocol.wire.messages import (
     Trained,
     Wrote,
 )
-from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
+from protocol.wire.payload import RESULT, WIRE_KINDS, PayloadError, PayloadHeader, WireTotals
 from protocol.wire.rounds import (
     MOST_MULTIADDRS,
     Digest,
@@ -34,7 +34,6 @@ from protocol.wire.rounds import (
     RoundSpan,
 )
 from protocol.wire.vitals import LONG_WORDS, SHORT_WORDS
-from protocol.wire.wire_count import WIRE_KINDS, WireTotals
 
 MAX_NAME_LENGTH = SHORT_WORDS
 MAX_WORDS_LENGTH = LONG_WORDS

@@ -12,7 +12,7 @@ from coordinator.config import Home, rules_in_force, rules_of
 from coordinator.driver import Driver, Session
 from coordinator.services import checks
 from coordinator.store import Store
-from coordinator.swarm.canary import COORDINATOR
+from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import (
     GoBack,
     QuarantineAsked,

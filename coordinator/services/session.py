@@ -22,7 +22,7 @@ from coordinator.services.answering import Context, Gate, answered, answered_whe
 from coordinator.services.certificates import Certificates
 from coordinator.services.outside import Lookout
 from coordinator.services.ruling import Rulings
-from coordinator.swarm.ending import finished_reason
+from coordinator.streams import Telemetry
 from coordinator.swarm.events import (
     Attached,
     BaseLearned,
@@ -36,11 +36,11 @@ from coordinator.swarm.events import (
     ReportedTogether,
 )
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
-from coordinator.swarm.shares import Rates
+from coordinator.swarm.slices import Rates
+from coordinator.swarm.start import finished_reason
 from coordinator.swarm.state import Round
 from coordinator.swarm.turn import name_of, present_members
 from coordinator.swarm.weighing import names_with_other_data
-from coordinator.telemetry import Telemetry
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
@@ -64,10 +64,9 @@ from protocol.wire.messages import (
     RoundCommitted,
     RulingsTold,
 )
-from protocol.wire.payload import PayloadError, PayloadHeader
+from protocol.wire.payload import PayloadError, PayloadHeader, WireTotals
 from protocol.wire.rounds import Commit, Digest, NodeId
 from protocol.wire.versions import WIRE, refuse_foreign_wire
-from protocol.wire.wire_count import WireTotals
 
 MAX_COMMITS = 64
 MAX_COMMITS_BYTES = 1 << 20

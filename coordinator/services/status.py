@@ -13,19 +13,18 @@ from coordinator.round_rows import screening_to_wire, wire_ledger
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, answered, answered_when_durable
 from coordinator.services.one_round import closed_round, open_round
-from coordinator.swarm.agreement import awaits_first_weights
-from coordinator.swarm.books import recent_screening
+from coordinator.streams import Telemetry
+from coordinator.swarm.committed import awaits_first_weights, recent_screening
 from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
 from coordinator.swarm.going_back import books_after
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, used_up
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.punching import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
-from coordinator.swarm.shares import UNKNOWN, Rates
+from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import common_corpus, say_of, weight_of
-from coordinator.telemetry import Telemetry
 from protocol.errors import NoInputError
 from protocol.run.amendments import still_in_force
 from protocol.run.run_spec import RunSpec

@@ -7,9 +7,8 @@ follows from it.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Places
-from coordinator.swarm.shares import UNKNOWN, Rates
+from coordinator.swarm.slices import UNKNOWN, Rates, SeenNorms
 from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar

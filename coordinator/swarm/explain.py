@@ -8,14 +8,19 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import median
 
-from coordinator.swarm.deadlines import ROUNDS_NEEDED
-from coordinator.swarm.ending import finished_reason, is_at_end, is_evaluated, members_behind
+from coordinator.swarm.deadlines import ROUNDS_NEEDED, budgets_in_words, schedule_in_words
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.retraction import goes_on_from, takes_back_at
 from coordinator.swarm.rounds import awaited_appliers, held_in_words, is_undecided
-from coordinator.swarm.speeds import budgets_in_words, schedule_in_words
-from coordinator.swarm.start import bringing, missing
+from coordinator.swarm.start import (
+    bringing,
+    finished_reason,
+    is_at_end,
+    is_evaluated,
+    members_behind,
+    missing,
+)
 from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
 from coordinator.swarm.withdrawal import unfollowed_in_words

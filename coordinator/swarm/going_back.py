@@ -9,8 +9,7 @@ counts no more, and nodes that hold their states are sent back to the state that
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.swarm.agreement import judge
-from coordinator.swarm.books import unbook
+from coordinator.swarm.committed import judge, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Ruled, Undone
 from coordinator.swarm.ledger import Ledger, end_ahead, settle

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 
-from coordinator.swarm.shares import UNKNOWN, Rates
+from coordinator.swarm.slices import UNKNOWN, Rates
 from protocol.wire.messages import SpotChecked
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     CorpusSummary,
     Digest,
@@ -16,7 +17,6 @@ from protocol.wire.rounds import (
     PeerAddress,
     RoundSpan,
 )
-from protocol.wire.wire_count import WireTotals
 
 
 class MemberState(StrEnum):
@@ -61,7 +61,7 @@ class Screening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Whether others wait for a member: coordinator.swarm.standing has the rules."""
+    """Whether others wait for a member: coordinator.swarm.weighing has the rules."""
 
     num_faults: int = 0  # of which some are forgotten again
     back_at_round: int = 0  # no plan of an earlier round counts on it

@@ -1,11 +1,10 @@
-"""Who is in the swarm: sessions and leases. Which state members hold stands in agreement.py."""
+"""Who is in the swarm: sessions and leases. Which state members hold stands in committed.py."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
-from coordinator.swarm.agreement import judge, note_outer_state
-from coordinator.swarm.books import note_wire
+from coordinator.swarm.committed import judge, note_outer_state, note_wire
 from coordinator.swarm.events import (
     Attached,
     Detached,
@@ -28,7 +27,7 @@ from coordinator.swarm.members import (
 )
 from coordinator.swarm.punching import punch
 from coordinator.swarm.reach import steadied_carriage
-from coordinator.swarm.shares import UNKNOWN, steadied
+from coordinator.swarm.slices import UNKNOWN, steadied
 from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
 from protocol.errors import (
@@ -39,8 +38,8 @@ from protocol.errors import (
 )
 from protocol.trust.rulings import refuse_barred
 from protocol.wire.messages import Applied, ParticipantsDeparted
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import NodeId, RosterEntry
-from protocol.wire.wire_count import WireTotals
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import nsmallest
 
 from coordinator.swarm.members import PRESENT, Member
-from coordinator.swarm.shares import FASTEST, SLOWEST, Rates, steadied
+from coordinator.swarm.slices import FASTEST, SLOWEST, Rates, steadied
 from coordinator.swarm.state import Say, SwarmState
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import weight_of

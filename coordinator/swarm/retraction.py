@@ -11,8 +11,7 @@ wrong. Then the others agree anew, and nothing is lost.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.swarm.agreement import agree_on
-from coordinator.swarm.books import book, unbook
+from coordinator.swarm.committed import agree_on, book, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import Member, MemberState

@@ -4,23 +4,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm import spot_checks
-from coordinator.swarm.agreement import agree_on
 from coordinator.swarm.audit import (
     audits_in_words,
     draw,
     draw_what_leads_elsewhere,
     pending_audits,
 )
-from coordinator.swarm.books import book
-from coordinator.swarm.bounds import bounded, norms_after
-from coordinator.swarm.conviction import contradict, rest_of_void
-from coordinator.swarm.deadlines import times_at_commit, times_when_applied
+from coordinator.swarm.committed import agree_on, book
+from coordinator.swarm.conviction import (
+    contradict,
+    errors_after,
+    forget_errors,
+    refuse_untraced,
+    rest_of_void,
+)
+from coordinator.swarm.deadlines import device_of, measured, times_at_commit, times_when_applied
 from coordinator.swarm.events import Tell
-from coordinator.swarm.kept_errors import errors_after, forget_errors, refuse_untraced
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.retraction import retract_lost
-from coordinator.swarm.speeds import device_of, measured
-from coordinator.swarm.standing import await_returning, note_appliers, note_parts
+from coordinator.swarm.slices import bounded, norms_after
 from coordinator.swarm.state import (
     ClosedRound,
     Round,
@@ -45,7 +47,16 @@ from coordinator.swarm.turn import (
     present_participants,
     ready_members,
 )
-from coordinator.swarm.weighing import heaviest, is_enough, say_in, say_of, weight_of
+from coordinator.swarm.weighing import (
+    await_returning,
+    heaviest,
+    is_enough,
+    note_appliers,
+    note_parts,
+    say_in,
+    say_of,
+    weight_of,
+)
 from protocol.wire.messages import (
     Held,
     ParticipantsIdle,

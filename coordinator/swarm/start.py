@@ -1,24 +1,61 @@
-"""A coordinator has just started: whom it waits for before it closes or opens a round. Pure.
+"""How a coordinator starts, what it learns from nodes if it was restored, and how the run ends. Pure.
 
-Its database may be older than what nodes know, and it cannot tell. So it first hears the nodes of the
-newest round that it knows of, and takes over the commits that they bring back. Nothing is decided
-meanwhile: no round is closed, opened, settled or taken back, and its deadlines wait.
+A coordinator has just started. Its database may be older than what nodes know, and it cannot tell. So it
+first hears the nodes of the newest round that it knows of, and takes over the commits that they bring back.
+Nothing is decided meanwhile: no round is closed, opened, settled or taken back, and its deadlines wait.
+
+A coordinator that was restored from an older copy of its database learns what it lacks. Nodes keep the
+commits that led to their state, signed by the coordinator, and bring back those that are missing. The edge
+has checked the signatures; here they must continue the history. Of two commits of a round on the same state
+the one of the later incarnation holds. Of one incarnation, one with results holds over a void one: both are
+real, a coordinator that knew less has made the void one, and nothing that nodes did for it is lost by
+leaving it out, for it is in their residuals. For the same reason a round that was taken back holds again
+when a node returns with the state after it, as long as nothing was committed since. The end of the run
+changes none of this.
 """
 
 from collections.abc import Iterable
 from dataclasses import replace
 
+from coordinator.swarm.audit import pending_audits
+from coordinator.swarm.committed import book_learned, judge_all, unbook
+from coordinator.swarm.conviction import forget_errors
+from coordinator.swarm.deadlines import next_apply_seconds
+from coordinator.swarm.evaluation import (
+    ask_somebody,
+    awaited_writers,
+    may_be_evaluated,
+    without_evaluations_since,
+)
+from coordinator.swarm.events import BaseLearned, CommitLearned, Tell
+from coordinator.swarm.ledger import end_ahead, settle
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.membership import give_up
-from coordinator.swarm.state import Awaited, Round, RoundPhase, SwarmState
+from coordinator.swarm.rounds import end_round
+from coordinator.swarm.slices import norms_after
+from coordinator.swarm.state import (
+    KEPT_LEFT,
+    Awaited,
+    ClosedRound,
+    Left,
+    Round,
+    RoundPhase,
+    SliceProgress,
+    SwarmState,
+    is_void,
+    trimmed,
+)
 from coordinator.swarm.turn import (
     Turn,
     holds_undone,
+    name_of,
     present_members,
     present_participants,
     training_among,
 )
-from protocol.wire.rounds import Assignment, NodeId
+from protocol.trust.rulings import undoes
+from protocol.wire.messages import RoundCommitted, RunFinished
+from protocol.wire.rounds import Assignment, Commit, NodeId, Plan, Slice
 
 GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
 """Nobody waits for these: they have said goodbye, or the run owner bars them."""
@@ -185,3 +222,307 @@ def _later(current: Round, seconds: float) -> Round:
             for progress in current.slices
         ),
     )
+
+
+def learn_base(turn: Turn, event: BaseLearned) -> None:
+    """Takes over what nodes had agreed on after the newest commit here; heard once, it is settled.
+
+    Not when they agreed on it after another commit of that round: a later version of it, or what
+    this coordinator had committed in its place.
+    """
+    state = turn.state
+    current = state.open_round
+    if (
+        state.outer_digest is None
+        and current is not None
+        and current.commit is not None
+        and _bare(current.commit) == _bare(event.after)
+    ):
+        end_round(turn, event.digest)
+
+
+def _bare(commit: Commit) -> Commit:
+    """Without what is added to a commit after it was made."""
+    return replace(commit, outer_digest=None, signature=b"")
+
+
+def learn_commit(turn: Turn, event: CommitLearned) -> None:
+    """Goes on from the commit as if it had just been made; nodes that hold its state will say so.
+
+    A round that was in flight in the older copy gives way: it is this one. So do the version of a
+    round that was taken back since, and void rounds that were closed while nobody who knew of this
+    commit was here; a run whose last rounds they were goes on. A commit that does not continue the
+    history here is ignored, and so is one that is undone.
+    """
+    commit = event.commit
+    if undoes(turn.state.rolled_back, commit.round, commit.incarnation):
+        return
+    state = _before_what_gives_way(turn.state, event)
+    is_next = commit.round == state.committed_round + 1
+    if not is_next or commit.base_digest != state.outer_digest or state.is_finished:
+        return
+    state = _without_open_round(state)
+    source = name_of(state, event.node_id)
+    outer_digest = commit.base_digest if is_void(commit) else None
+    commit = replace(commit, outer_digest=outer_digest, signature=b"")
+    state = forget_errors(state)
+    rules, now = state.rules, time_of_round(state, turn.now)
+    current = Round(
+        number=commit.round,
+        fragment=commit.fragment,
+        base_digest=commit.base_digest,
+        phase=RoundPhase.APPLYING,
+        opened_at=turn.now,
+        train_deadline=turn.now,
+        contribute_deadline=turn.now,
+        commit_deadline=turn.now,
+        assignments=commit.assignments,
+        slices=tuple(
+            SliceProgress(
+                slice=Slice(
+                    index=outcome.index,
+                    start=outcome.start,
+                    num_elements=outcome.num_elements,
+                    reducer_id=event.node_id,  # who it was is not known any more
+                ),
+                digest=outcome.digest,
+                contributors=outcome.contributors,
+                contributions=outcome.contributions,
+                factors=outcome.factors,
+                norm=outcome.norm,
+            )
+            for outcome in commit.slices
+        ),
+        token_clock=state.token_clock,
+        reason=f"brought back by {source}",
+        commit=commit,
+        committed_at=now,
+        apply_deadline=now + rules.apply_seconds,
+    )
+    plan = Plan(
+        round=commit.round,
+        fragment=commit.fragment,
+        base_digest=commit.base_digest,
+        assignments=commit.assignments,
+        slices=tuple(progress.slice for progress in current.slices),
+        token_clock=state.token_clock,
+        train_seconds=0,
+        contribute_seconds=0,
+        commit_seconds=0,
+        reason=current.reason,
+    )
+    closed = ClosedRound(
+        plan=plan,
+        commit=commit,
+        trained={},
+        tokens=sum(commit.tokens.values()),
+        seconds=0.0,
+        reason=f"learned from {source}: this coordinator's database was older",
+    )
+    state = await_participants(state, commit.assignments)
+    turn.state = replace(
+        book_learned(state, commit),
+        committed_round=commit.round,
+        outer_digest=None,
+        open_round=current,
+        evaluating=None,
+        has_untold=True,
+        incarnation=max(state.incarnation, commit.incarnation),
+        recent=trimmed((*state.recent, closed)),
+        norms=norms_after(state.norms, commit),
+    )
+    for member in present_members(turn.state):
+        if member.state is MemberState.READY and member.outer_round < commit.round:
+            turn.put_member(replace(member, state=MemberState.JOINING))
+    if is_void(commit):
+        end_round(turn, commit.base_digest)
+    else:
+        judge_all(turn)
+
+
+def _gives_way(
+    state: SwarmState, here: Commit, event: CommitLearned, *, newest_incarnation: int
+) -> bool:
+    """Whether a commit of a round yields to another one, which is made on the same state.
+
+    What has given way once does not come back, or two nodes could bring both for ever. A later commit of
+    the same incarnation on the one that is here shows that it has, also to an older copy of this
+    coordinator: what takes a round back is of a newer incarnation than all that there was.
+    """
+    brought = event.commit
+    if is_void(here) and not is_void(brought):
+        return here.incarnation <= brought.incarnation or _holds_state_after(state, event)
+    has_given_way = any(
+        left.first_round == brought.round
+        and left.digest == brought.base_digest
+        and left.incarnation >= brought.incarnation
+        for left in state.left
+    )
+    return newest_incarnation < brought.incarnation and not (is_void(brought) and has_given_way)
+
+
+def _holds_state_after(state: SwarmState, event: CommitLearned) -> bool:
+    """Whether the node is here and says to hold the state that the commit led to, or a later one."""
+    member = state.members.get(event.node_id)
+    commit = event.commit
+    return (
+        member is not None
+        and member.state in PRESENT
+        and member.outer_round >= commit.round
+        and member.outer_digest != commit.base_digest
+    )
+
+
+def _without_open_round(state: SwarmState) -> SwarmState:
+    """Ends what was leased in the older copy: to rounds that went otherwise."""
+    ledger = end_ahead(state.ledger, {a.node_id for a in state.ledger.ahead})
+    if state.open_round is not None:
+        ledger = settle(ledger, state.open_round.assignments, {})
+    return replace(state, ledger=ledger, open_round=None)
+
+
+def tell_when_all_is_learned(turn: Turn) -> None:
+    """See tell_learned; not while somebody is here who may have more commits to bring."""
+    if turn.state.has_untold and not bringing(turn.state):
+        tell_learned(turn)
+
+
+def tell_learned(turn: Turn) -> None:
+    """Tells who is behind of the newest commit that was learned."""
+    state = turn.state
+    if not state.has_untold or not state.recent:
+        return
+    turn.state = replace(state, has_untold=False)
+    turn.act(Tell(message=RoundCommitted(commit=state.recent[-1].commit), is_learned=True))
+
+
+def _before_what_gives_way(state: SwarmState, event: CommitLearned) -> SwarmState:
+    """Goes back before a round whose commit here gives way to this one; else changes nothing."""
+    commit = event.commit
+    gone = [closed for closed in state.recent if closed.commit.round >= commit.round]
+    if not gone:
+        return state
+    first = gone[0].commit
+    is_same_place = (first.round, first.base_digest) == (commit.round, commit.base_digest)
+    newest = max(closed.commit.incarnation for closed in gone)
+    if not is_same_place or not _gives_way(state, first, event, newest_incarnation=newest):
+        return state
+    state = _without_open_round(state)
+    for closed in reversed(gone):
+        state = unbook(state, closed.commit)
+        state = replace(state, ledger=settle(state.ledger, closed.commit.assignments, {}))
+    left = Left(first_round=first.round, digest=first.base_digest, incarnation=first.incarnation)
+    return replace(
+        without_evaluations_since(state, commit.round),
+        left=(*state.left, left)[-KEPT_LEFT:] if is_void(first) else state.left,
+        committed_round=commit.round - 1,
+        outer_digest=commit.base_digest,
+        recent=state.recent[: -len(gone)],
+        unsupplied_since=None,
+        is_finished=False,
+    )
+
+
+def end_run(turn: Turn) -> None:
+    """Ends the run once its final state is evaluated and taken over by all who are here, or time is up.
+
+    Where nobody who is here can evaluate, it ends without that. A node that evaluates has as long as
+    the run file gives for applying, and so has the final model to write. Members that are behind have
+    what is left of it, and no more than commits take to be applied: they are waited for because those
+    who could supply them leave when the run is finished. While nobody here holds the final state, and
+    it may be taken back, the run does not end; after that it waits anew.
+    """
+    state = turn.state
+    if state.is_finished or not is_at_end(state) or state.alarm is not None:
+        return
+    if state.unsupplied_since is not None:
+        turn.state = replace(state, evaluating=None, end_waits_until=None)
+        return
+    until = state.end_waits_until
+    if until is None:
+        until = turn.now + state.rules.apply_seconds
+        state = turn.state = replace(state, evaluating=None, end_waits_until=until)
+    if not is_evaluated(state) and may_be_evaluated(state):
+        _wait_for_evaluation(turn)
+    elif members_behind(state):
+        _wait_for_members_behind(turn)
+    elif not awaited_writers(state) or turn.now >= until:
+        _finish(turn)
+
+
+def is_at_end(state: SwarmState) -> bool:
+    """Whether the last round is over: its state is agreed on."""
+    return state.committed_round == state.rules.total_rounds and state.outer_digest is not None
+
+
+def is_evaluated(state: SwarmState) -> bool:
+    """Whether the loss of the final state is known."""
+    return bool(state.held_out) and state.held_out[-1].round == state.rules.total_rounds
+
+
+def members_behind(state: SwarmState) -> list[Member]:
+    """Who is here and has yet to take over the committed state, in the order of their ids."""
+    return [
+        member
+        for member in present_members(state)
+        if member.state is not MemberState.READY and not member.is_draining
+    ]
+
+
+def finished_reason(state: SwarmState) -> str:
+    """How the run ended, in words."""
+    total = state.rules.total_rounds
+    if state.stopped is not None:
+        why = f": {state.stopped.reason}" if state.stopped.reason else ""
+        reason = f"{state.stopped.by} has stopped the run after round {total}{why}"
+    else:
+        reason = (
+            "the only round is committed" if total == 1 else f"all {total} rounds are committed"
+        )
+    if is_evaluated(state):
+        return f"{reason}; the held-out loss is {state.held_out[-1].loss:.3f} nats per token"
+    return f"{reason}; nobody could evaluate the final state in time"
+
+
+def _wait_for_evaluation(turn: Turn) -> None:
+    state = turn.state
+    assert state.end_waits_until is not None
+    if turn.now >= state.end_waits_until:
+        _finish(turn)
+    elif state.evaluating is None:
+        ask_somebody(turn)
+        if turn.state.evaluating is not None:
+            turn.state = replace(turn.state, end_waits_until=turn.state.evaluating.until)
+
+
+def _wait_for_members_behind(turn: Turn) -> None:
+    state = turn.state
+    assert state.end_waits_until is not None
+    until = min(state.end_waits_until, turn.now + next_apply_seconds(state))
+    if turn.now >= until:
+        _finish(turn)
+    else:
+        turn.state = replace(state, end_waits_until=until)
+
+
+def _finish(turn: Turn) -> None:
+    """Ends the run, or waits for audits of the last rounds: what they undo is trained again."""
+    if audits := pending_audits(turn.state):
+        until = max(audit.until for audit in audits)
+        turn.state = replace(turn.state, end_waits_until=until)
+        return
+    state = replace(
+        turn.state,
+        is_finished=True,
+        finished_at=turn.now,
+        evaluating=None,
+        end_waits_until=None,
+    )
+    assert state.outer_digest is not None
+    turn.state = state
+    finished = RunFinished(
+        round=state.committed_round,
+        outer_digest=state.outer_digest,
+        reason=finished_reason(state),
+    )
+    turn.act(Tell(message=finished))

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from coordinator.swarm.bounds import SeenNorms
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import Member, Members
+from coordinator.swarm.slices import SeenNorms
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Audited, Reduced, ResultRefused, Trained
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     Assignment,
     Commit,
@@ -25,7 +26,6 @@ from protocol.wire.rounds import (
     Slice,
     Way,
 )
-from protocol.wire.wire_count import WireTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,7 +381,7 @@ class Rules:
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
     has_private_data: bool = False  # whether each node trains samples of its own
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
-    watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.canary
+    watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.evaluation
     bounds_results: bool = True  # whether no result moves the model by much more than others did
     audited_share: float = 0.0  # of slices and contributors, drawn when they are committed
     tokens_before: int = 0  # on the token clock where the run begins, as a fork's does
@@ -423,7 +423,7 @@ class SwarmState:
     has_untold: bool = False  # whether nodes that are behind were not told of commits learned
     wire: WireTotals = field(default_factory=dict)  # what all rounds have cost, on all nodes
     round_wire: WireTotals = field(default_factory=dict)  # the part of it that the open round has
-    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.books
+    all_reduce_bytes: int = 0  # what averaging gradients would have: coordinator.swarm.committed
     rulings: tuple[Ruling, ...] = ()  # all of them; what follows is what they come to
     latest_rulings: Mapping[NodeId, Ruling] = field(default_factory=dict)  # the latest on each node
     own_invites: tuple[str, ...] = ()  # by which the run owner's own machines join

@@ -29,7 +29,6 @@ from coordinator.swarm.rounds import (
     offer_to_deceived,
     refusers_of,
 )
-from coordinator.swarm.standing import late_helper
 from coordinator.swarm.state import Refusal, Round, RoundPhase, SliceProgress, SwarmState
 from coordinator.swarm.turn import (
     Same,
@@ -41,7 +40,7 @@ from coordinator.swarm.turn import (
     participants_of,
     present_participants,
 )
-from coordinator.swarm.weighing import is_enough, say_in
+from coordinator.swarm.weighing import is_enough, late_helper, say_in
 from protocol.trust.evidence import of_refusals
 from protocol.wire.messages import ResultOffered, SliceTakenOver
 from protocol.wire.rounds import NodeId

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from coordinator.swarm.agreement import agree_on_initial_state, history_told
 from coordinator.swarm.audit import audited, decide_audits, next_audit_end
+from coordinator.swarm.committed import agree_on_initial_state, history_told
 from coordinator.swarm.conviction import decide_alarm, left_out, sound_convictions
-from coordinator.swarm.ending import end_run
 from coordinator.swarm.evaluation import (
     ask_if_due,
     evaluated,
@@ -38,12 +37,6 @@ from coordinator.swarm.events import (
     Woke,
 )
 from coordinator.swarm.explain import explain
-from coordinator.swarm.learning import (
-    learn_base,
-    learn_commit,
-    tell_learned,
-    tell_when_all_is_learned,
-)
 from coordinator.swarm.ledger import skip, trained_already
 from coordinator.swarm.membership import (
     applied,
@@ -66,12 +59,21 @@ from coordinator.swarm.rounds import (
     training_done,
 )
 from coordinator.swarm.spot_checks import spot_checked
-from coordinator.swarm.standing import excuse, excuses_at
-from coordinator.swarm.start import end_waiting, start, wait_longer
+from coordinator.swarm.start import (
+    end_run,
+    end_waiting,
+    learn_base,
+    learn_commit,
+    start,
+    tell_learned,
+    tell_when_all_is_learned,
+    wait_longer,
+)
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import next_overdue, refusal_seen, take_over
 from coordinator.swarm.turn import Turn, members_of
+from coordinator.swarm.weighing import excuse, excuses_at
 from coordinator.swarm.withdrawal import watch_going_back, withdraws_at
 from protocol.wire.messages import (
     Applied,

@@ -10,7 +10,7 @@ It ends: each time there is one going back less, and the run makes none by itsel
 
 from dataclasses import replace
 
-from coordinator.swarm.agreement import judge
+from coordinator.swarm.committed import judge
 from coordinator.swarm.events import Tell, WithdrawalAsked
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.reach_back import are_believed, possible_in_words

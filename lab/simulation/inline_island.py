@@ -14,7 +14,7 @@ from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.parallel.mesh import Mesh
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.trainer import Clock, Trainer
 from node.outer_state import Vector
 from protocol.run.run_spec import RunSpec

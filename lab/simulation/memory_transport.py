@@ -11,12 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from node.exchange.limits import Limits
-from node.exchange.transport.rates.uplink import LinkMeter
-from node.exchange.transport.streams import WIRE_KINDS_BY_PAYLOAD
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     PIECES_AT_ONCE,
     FalseAnswerError,
+    Limits,
     NotHeldError,
     PeerUnreachableError,
     TransferHandler,
@@ -27,11 +25,12 @@ from node.exchange.transport.transport import (
     refusing_on_fault,
     turn_of,
 )
+from node.exchange.transport.rates.uplink import LinkMeter
+from node.exchange.transport.streams import WIRE_KINDS_BY_PAYLOAD
 from protocol.trust.rulings import Address
-from protocol.wire.payload import Payload, PayloadError
+from protocol.wire.payload import Payload, PayloadError, WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry, Way
 from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
-from protocol.wire.wire_count import WireCounts
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork,
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary
 

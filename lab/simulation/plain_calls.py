@@ -20,9 +20,9 @@ from node.island.data.corpus import Corpus
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec, validated
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Assignment, Commit, NodeId, Plan, SliceOutcome, cut_into_slices

@@ -27,33 +27,30 @@ from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from lab.simulation.meshed_island import MeshedIsland
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
+from node.disk.history import History, KeptRulings
 from node.disk.round_folder import Retention
 from node.disk.snapshots import SnapshotWriting
-from node.duties.times import Meters
 from node.exchange.codecs.codec import ONE_THREAD
 from node.exchange.giving import HeldResults
 from node.exchange.outer import Outer, codecs_in_force, merging_of
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
-from node.heavy import in_place
-from node.history import History, KeptRulings
+from node.heavy import Meters, in_place
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.island import InnerReport, InnerWork, Progress
+from node.island.island import InnerReport, InnerWork, Progress, RanklessIsland
 from node.island.models.first_weights import initial_parameters
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.rankless import RanklessIsland
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
 from protocol.errors import AtollError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
+from protocol.wire.payload import WIRE_KINDS, WireCounts
 from protocol.wire.rounds import PASSES_OF_TRAINING, Commit, Digest, NodeId
-from protocol.wire.wire_count import WIRE_KINDS, WireCounts
 
 Wire = TypeVar("Wire", bound=Message)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from node.doctor.findings import Finding
-from node.machine.kernel import SETTINGS, congestion_control, setting
+from node.machine.hardware import SETTINGS, congestion_control, setting
 
 ABOUT = "kernel"
 

@@ -10,27 +10,29 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from node.disk.history import KeptRulings
 from node.duties.lasting_island import LastingIsland
-from node.duties.measuring import Measuring
-from node.duties.times import Meters, RoundTimes
 from node.duties.work import (
     Ahead,
     AheadFailed,
     CatchUpNeeded,
+    Measuring,
     PlanReceived,
     PlansOver,
+    RoundTimes,
     Work,
     counted,
     counted_anew,
+    log_fields_of,
     progress_of,
     trained_of,
     work_ahead_of,
     work_of,
 )
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Patience
+from node.exchange.peers import Patience
 from node.exchange.spot_checks import SpotCheckReady
-from node.history import KeptRulings
+from node.heavy import Meters
 from node.island.island import InnerWork, Progress
 from node.link.session import Session
 from protocol.errors import IncompleteError
@@ -46,8 +48,8 @@ from protocol.wire.messages import (
     RunFinished,
     Trained,
 )
+from protocol.wire.payload import WireTotals, grown
 from protocol.wire.rounds import Assignment, Commit, Digest, NodeId, Plan
-from protocol.wire.wire_count import WireTotals, grown
 
 if TYPE_CHECKING:
     from protocol.wire.vitals import Utilisation
@@ -617,7 +619,7 @@ class Duties:
             exchange_seconds=self._exchange_time.seconds,
         )
         if self.utilisation is not None:
-            log.info("utilisation", **self.utilisation.as_fields())
+            log.info("utilisation", **log_fields_of(self.utilisation))
 
     async def _be_saved(self, plan: Plan) -> None:
         """Lets the disk have the state that this round builds on, before the round can be committed.

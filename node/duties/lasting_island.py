@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from node.duties.times import ExchangeTime
+from node.heavy import ExchangeTime
 from node.island.island import (
     Ability,
     Evaluation,

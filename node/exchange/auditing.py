@@ -20,15 +20,15 @@ from blake3 import blake3
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
 from node.exchange.outer import Base, Outer
-from node.exchange.reduction import AS_KEPT, Reduction, SliceResult
-from node.exchange.round.admission import misfit
-from node.exchange.round.state import RoundState, Rules
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     NotHeldError,
     PeerUnreachableError,
     TransferRefusedError,
     WantInput,
 )
+from node.exchange.reduction import AS_KEPT, Reduction, SliceResult
+from node.exchange.round.admission import misfit
+from node.exchange.round.state import RoundState, Rules
 from node.heavy import Heavy
 from node.outer_state import Vector
 from protocol.wire.messages import AuditAsked, Audited, Reduced, Report

@@ -15,14 +15,7 @@ import structlog
 from node.exchange.auditing import Audits
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import KEPT_ROUNDS, Donor, Pushes, ServedState
-from node.exchange.round.admission import refusal
-from node.exchange.round.state import RoundNews, Rules
-from node.exchange.round.transition import waiting_for
-from node.exchange.runner import RoundRunner
-from node.exchange.spot_checks import SpotCheckReady, SpotChecks
-from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
-from node.exchange.state.sources import StateHere
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     Admission,
     TransferRefusedError,
     Transport,
@@ -33,6 +26,13 @@ from node.exchange.transport.transport import (
     WantResult,
     WantTokens,
 )
+from node.exchange.round.admission import refusal
+from node.exchange.round.state import RoundNews, Rules
+from node.exchange.round.transition import waiting_for
+from node.exchange.runner import RoundRunner
+from node.exchange.spot_checks import SpotCheckReady, SpotChecks
+from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
+from node.exchange.state.sources import StateHere
 from node.outer_state import Vector
 from protocol.wire.messages import AuditAsked, SliceTakenOver, SpotCheckAsked
 from protocol.wire.payload import Payload, PayloadHeader

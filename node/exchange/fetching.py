@@ -26,16 +26,16 @@ from typing import Generic, TypeVar
 import structlog
 
 from node.exchange.codecs.codec import CodecError, Codecs
-from node.exchange.limits import Waits
-from node.exchange.round.admission import misfit
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     FalseAnswerError,
     NotHeldError,
     PeerUnreachableError,
     TransferRefusedError,
     Transport,
+    Waits,
     WantResult,
 )
+from node.exchange.round.admission import misfit
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import NodeId, SliceOutcome
 

@@ -20,15 +20,15 @@ from typing import Protocol
 
 import structlog
 
-from node.exchange.limits import Waits
-from node.exchange.state.chunks import ELEMENT_BYTES, Manifest
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     PeerUnreachableError,
     TransferRefusedError,
     Transport,
+    Waits,
     WantChunk,
     WantManifest,
 )
+from node.exchange.state.chunks import ELEMENT_BYTES, Manifest
 from node.heavy import Heavy
 from protocol.wire.payload import CHUNK, MANIFEST, Payload, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId

@@ -21,8 +21,9 @@ from node.exchange.codecs.codec import (
     CodecError,
     Opened,
     Tiles,
+    kernel,
+    read_only,
 )
-from node.exchange.codecs.compiled import kernel, read_only
 from node.exchange.screening import LARGEST_RMS
 from node.outer_state import Vector
 from protocol.wire.rounds import BLOCK

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import structlog
 
-from node.disk.logs import SentLog
+from node.disk.history import SentLog
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
 from node.exchange.codecs.codec import (
     ONE_THREAD,
@@ -22,8 +22,9 @@ from node.exchange.codecs.codec import (
     Opened,
     Tiles,
 )
-from node.exchange.codecs.floats import round_to_bf16
+from node.exchange.codecs.dense import round_to_bf16
 from node.exchange.codecs.registry import codec_named, compile_kernels
+from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.mean import (
     BlockSums,
     Encoded,
@@ -40,16 +41,14 @@ from node.exchange.outer_optimizer import (
     refuse_flushed_subnormals,
 )
 from node.exchange.owing import Owing
-from node.exchange.reducer_error import ReducerError
 from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, digest_of_error
-from node.exchange.residual import Residual
 from node.exchange.round import awaiting
 from node.exchange.screening import missed_in_a_row
-from node.exchange.signing import PayloadSigner
 from node.outer_state import OuterDigest, Vector
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import WANTS_FEEDBACK, RunSpec
 from protocol.trust.identity import Identity
+from protocol.trust.receipts import PayloadSigner
 from protocol.wire.messages import SignedT
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import (

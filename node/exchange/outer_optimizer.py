@@ -3,14 +3,14 @@
 Every node does this arithmetic for itself and must come to the same bits (docs/concepts.md, promise 1). So
 each step is one fp32 operation that IEEE 754 rounds correctly, in the order written here. Never
 use a fused form (torch.add with alpha, addcmul, lerp): whether it rounds once or twice depends on
-the machine. Kernels run each operation by itself, on the calling thread (codecs/compiled.py).
+the machine. Kernels run each operation by itself, on the calling thread (codecs/codec.py).
 """
 
 from typing import Protocol
 
 import numpy as np
 
-from node.exchange.codecs.compiled import kernel, read_only
+from node.exchange.codecs.codec import kernel, read_only
 from node.outer_state import Vector
 from protocol.errors import ConfigError, SystemRefusedError
 from protocol.run.run_spec import OuterSection, RateScaling, RunSpec

@@ -21,14 +21,13 @@ from enum import Enum, auto
 import numpy as np
 import structlog
 
-from node.disk.logs import SentLog, SentSlice
+from node.disk.history import SentLog, SentSlice
 from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import Codec, Opened
-from node.exchange.reducer_error import ReducerError
+from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.reduction import Sender, SliceResult
-from node.exchange.residual import Residual
 from node.outer_state import Vector
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.wire.payload import CONTRIBUTION, Payload
 from protocol.wire.rounds import Commit, NodeId, Slice, SliceOutcome, contribution_digest
 

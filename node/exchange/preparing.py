@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 from numba.core import event
 
-from node.exchange.codecs.compiled import compiling_alone, has_cache
+from node.exchange.codecs.codec import compiling_alone, has_cache
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.outer import compile_arithmetic
 from node.exchange.outer_optimizer import outer_optimizer_of

@@ -11,7 +11,7 @@ import structlog
 from blake3 import blake3
 
 from node.exchange.codecs.codec import Codec, Opened
-from node.exchange.codecs.floats import Bf16, round_to_bf16
+from node.exchange.codecs.dense import Bf16, round_to_bf16
 from node.exchange.mean import (
     BlockSums,
     Encoded,
@@ -40,9 +40,9 @@ from node.exchange.screening import (
     tokens_of_late,
     trust_factors,
 )
-from node.exchange.signing import PayloadSigner
 from node.outer_state import Vector
 from protocol.run.run_spec import Merge
+from protocol.trust.receipts import PayloadSigner
 from protocol.wire.messages import Reduced
 from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import (
@@ -183,12 +183,12 @@ class Reduction:
     ) -> SliceResult | None:
         """The encoded mean with whose contributions it holds, or None when there are none.
 
-        `carried` [slice] is added to the mean before it is encoded (node.exchange.reducer_error). An error
+        `carried` [slice] is added to the mean before it is encoded (node.exchange.error_feedback). An error
         that auditors may be given is rounded, to what AS_KEPT holds.
 
         Who is late will contribute in a later round: their tokens count now, those of all samples that
         they were assigned, unless they have missed COUNTED_ROUNDS: of what these owe no more is kept
-        (node.exchange.residual). Who is gone or excused has nothing to bring, and is not late.
+        (node.exchange.error_feedback). Who is gone or excused has nothing to bring, and is not late.
 
         Contributions are added in the order of node ids, so that equal contributions give equal
         bytes. One that does not decode, or that screening leaves out, counts for nothing, and that is

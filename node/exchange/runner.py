@@ -15,6 +15,12 @@ import structlog
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import Pushes, Turns
+from node.exchange.peers import (
+    Admission,
+    TransferRefusedError,
+    Transport,
+    WantResult,
+)
 from node.exchange.round.admission import contradicted, misfit_of_result, refusal
 from node.exchange.round.state import (
     Action,
@@ -50,17 +56,10 @@ from node.exchange.round.transition import (
     is_wanted,
     step,
 )
-from node.exchange.signing import AlreadySignedError
 from node.exchange.state.sources import StateHere
-from node.exchange.transport.transport import (
-    Admission,
-    TransferRefusedError,
-    Transport,
-    WantResult,
-)
 from protocol.errors import BadDataError
 from protocol.run.amendments import LOWER_RATES
-from protocol.trust.receipts import Receipt
+from protocol.trust.receipts import AlreadySignedError, Receipt
 from protocol.wire.messages import EquivocationSeen, Finding, Report, SliceTakenOver
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
 from protocol.wire.rounds import Commit, NodeId, Plan

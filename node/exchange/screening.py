@@ -10,7 +10,7 @@ replaces the model. So each norm is measured against the median of all, in what 
 Norms are of a round's work and not of a token's. Where the inner optimizer drifts, a pseudo-gradient grows
 with its steps, and where noise rules, with their root; so a norm per token would make the slowest nodes
 the longest, and cut them. Who trained more than the median may be longer in proportion, up to MOST_BY_WORK.
-Who missed rounds owes them on top (node.exchange.residual), and may be longer by as many.
+Who missed rounds owes them on top (node.exchange.error_feedback), and may be longer by as many.
 """
 
 import math
@@ -33,7 +33,7 @@ MOST_BY_WORK = 4.0
 """A node that trained many times what the median did may be so many times longer."""
 
 MOST_BY_LATENESS = 3.0
-"""Two rounds may be owed beside the one that is due (node.exchange.residual.MOST_OWED)."""
+"""Two rounds may be owed beside the one that is due (node.exchange.error_feedback.MOST_OWED)."""
 
 CONTRADICTS_BELOW = 0.25
 """Two contributions contradict each other from so much of the usual cosine on, with the sign turned."""

@@ -2,7 +2,7 @@
 
 It fetches the contribution from those that reduced it, as an auditor does, and compares it with the round's
 results, which it holds: ranks then measure losses a little along that difference, and against it, at whatever
-state the node has (node.duties.measuring). The base of the round is not needed: it has moved by little.
+state the node has (node.duties.work). The base of the round is not needed: it has moved by little.
 """
 
 import asyncio
@@ -14,20 +14,20 @@ from functools import partial
 import numpy as np
 import structlog
 
+from node.disk.history import History
 from node.exchange.auditing import Audits
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
 from node.exchange.outer import Outer
-from node.exchange.round.admission import misfit
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     NotHeldError,
     PeerUnreachableError,
     TransferRefusedError,
     WantInput,
     WantResult,
 )
+from node.exchange.round.admission import misfit
 from node.heavy import Heavy
-from node.history import History
 from node.outer_state import Vector
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.payload import Payload, PayloadError

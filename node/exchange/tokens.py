@@ -14,13 +14,14 @@ from typing import Protocol
 
 import structlog
 
-from node.exchange.limits import Patience, Waits
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     FalseAnswerError,
     NotHeldError,
+    Patience,
     PeerUnreachableError,
     TransferRefusedError,
     Transport,
+    Waits,
     WantTokens,
 )
 from node.heavy import Heavy

@@ -54,7 +54,7 @@ from protocol.errors import (
 )
 from protocol.files.durable import make_folder
 from protocol.files.folder_lock import FolderLock
-from protocol.run.layout import Layout, layout_of
+from protocol.run.models import Layout, layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.wire.rounds import Digest
 from protocol.wire.versions import release

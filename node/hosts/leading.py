@@ -38,7 +38,7 @@ from node.island.ranks.faults import RankDiedError, RankFailedError
 from node.island.ranks.launcher import ProcessIsland
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import AtollError, ConfigError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.wire.rounds import CorpusSummary
 
 if TYPE_CHECKING:

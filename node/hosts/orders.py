@@ -12,8 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from node.hosts.wire import Message
 from node.island.checkpoints.folder import About, Kept, Loaded
 from node.island.island import Evaluation, InnerReport, InnerWork
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from protocol.errors import ProtocolMismatchError
 
 Answer = TypeVar("Answer")

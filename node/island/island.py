@@ -3,6 +3,8 @@
 Three islands implement it: node.island.ranks.launcher runs one process for each rank; node.island.loops
 leaves training to a program of the contributor's own; lab.simulation.inline_island trains in the calling
 process, for tests and simulation.
+
+That of a helper has no ranks, no data, nothing to train: it reduces what others contribute.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +13,7 @@ from typing import Protocol
 
 from node.outer_state import Vector
 from protocol.run.run_spec import ExchangeSection
-from protocol.wire.rounds import CorpusSummary
+from protocol.wire.rounds import CorpusSummary, Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class InnerReport:
     tokens: int  # of their targets those that count: what the work weighs; 0: there is none
     loss: float  # nats per token, mean over the round
     seconds: float
-    flops: float = 0.0  # of all places in the samples, by node.island.measuring.utilisation
+    flops: float = 0.0  # of all places in the samples, by node.island.measuring
     peak_flops_per_second: float | None = None  # of the island's devices; None: not known
     is_peak_measured: bool = False  # by matrix products, for no table names the devices
     peak_memory_bytes: int = 0  # of the rank that took most
@@ -187,3 +189,52 @@ def both(first: InnerReport, second: InnerReport) -> InnerReport:
 
 def _sum_if_known(first: float | None, second: float | None) -> float | None:
     return None if first is None or second is None else first + second
+
+
+HELPS = Ability(trains=False, evaluates=False, waits_for="the next plan")
+
+NO_DATA = CorpusSummary(digest=Digest(bytes(32)), num_samples=0, num_bytes=0)
+
+
+class RanklessIsland:
+    """Implements Island for a member that plans ask for no inner steps."""
+
+    @property
+    def ability(self) -> Ability:
+        """Nothing: so no plan waits for its contribution, and nobody asks it for a held-out loss."""
+        return HELPS
+
+    async def start(self) -> CorpusSummary:
+        """Nothing to bring up."""
+        return NO_DATA
+
+    async def stop(self) -> None:
+        """Nothing to end."""
+
+    async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
+        """Nobody takes the global parameters over."""
+
+    async def train(self, work: InnerWork, on_progress: Callable[[Progress], None]) -> InnerReport:
+        """Raises: a plan that asks a helper to train is not one of ours."""
+        raise RuntimeError(f"round {work.round} asks a helper for {work.inner_steps} inner steps")
+
+    def halt(self) -> None:
+        """Nothing is in progress."""
+
+    async def publish(self, fragment: int) -> None:
+        """Raises: nothing was trained."""
+        raise RuntimeError(f"a helper has nothing of fragment {fragment} to publish")
+
+    async def keep(self, round: int, *, is_last: bool = False) -> None:
+        """There is no inner optimizer."""
+
+    async def begin_anew(self, round: int) -> None:
+        """There is no inner optimizer to forget."""
+
+    async def evaluate(self) -> Evaluation | None:
+        """See Island: not here."""
+        return None
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> None:
+        """See Island: not here."""
+        return

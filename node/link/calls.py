@@ -54,6 +54,7 @@ from protocol.wire.convert_messages import (
     rulings_to_wire,
 )
 from protocol.wire.messages import Message, Report, RosterChanged, RosterTold
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import (
     Commit,
     CorpusSummary,
@@ -65,7 +66,6 @@ from protocol.wire.rounds import (
 )
 from protocol.wire.versions import WIRE, refuse_foreign_wire
 from protocol.wire.vitals import LONG_WORDS, Vitals, heartbeat_of, words_for_people
-from protocol.wire.wire_count import WireCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from node.history import KeptRulings
+from node.disk.history import KeptRulings
 from node.link.calls import Announcement, AskMembers, Attachment, CoordinatorLink
 from protocol.errors import (
     AtollError,
@@ -51,6 +51,18 @@ LEAVE_SECONDS = 3.0
 """A goodbye that takes longer is left out: the lease ends anyway."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSide:
+    """What a session asks its node, and what it tells it."""
+
+    announce: Callable[[], Announcement]
+    vitals: Callable[[], Vitals]
+    on_attached: Callable[[Attachment], None]
+    on_message: Callable[[Message], None]
+    ask_members: AskMembers | None = None
+    """Asks those that are connected where the coordinator is."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Queued:
     """A report on its way. It may be wanted again while a call that has it is not answered yet."""
@@ -73,25 +85,16 @@ class Session:
         self,
         *,
         link: CoordinatorLink,
-        announce: Callable[[], Announcement],
-        vitals: Callable[[], Vitals],
-        on_attached: Callable[[Attachment], None],
-        on_message: Callable[[Message], None],
+        node: NodeSide,
         rng: random.Random,
         rulings: KeptRulings,
-        ask_members: AskMembers | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`ask_members` asks those that are connected where the coordinator is."""
         self._link = link
-        self._ask_members = ask_members
         self._looking: asyncio.Task[bool] | None = None
         self._wall_clock = wall_clock
         self._rulings = rulings
-        self._announce = announce
-        self._vitals = vitals
-        self._on_attached = on_attached
-        self._on_message = on_message
+        self._node = node
         self._to_bring: tuple[SignedRuling, ...] = ()  # rulings that the coordinator lacks
         self._rng = rng
         self._reports: list[_Queued] = []  # of the latest rounds, in order
@@ -157,7 +160,7 @@ class Session:
         while True:
             attached_at = math.inf
             try:
-                attachment = await self._link.attach(self._announce())
+                attachment = await self._link.attach(self._node.announce())
                 attached_at, away_since = clock(), None
                 self._end_looking()
                 self._session_id = attachment.session_id
@@ -166,7 +169,7 @@ class Session:
                     self._all_answered.clear()
                 _tell_of_clock(attachment.unix_seconds - self._wall_clock(), attachment)
                 self._take_rulings(attachment)
-                self._on_attached(attachment)
+                self._node.on_attached(attachment)
                 await self._while_attached(attachment)
             except (UnavailableError, TemporaryError) as error:
                 self._session_id = None
@@ -200,13 +203,13 @@ class Session:
 
     def _look_elsewhere(self) -> None:
         """Beside further tries, which nobody's answer is to hold up."""
-        if self._ask_members is None:
+        if self._node.ask_members is None:
             return
         if self._looking is not None and self._looking.done():
             self._looking.result()  # raises what nobody has foreseen
             self._looking = None
         if self._looking is None:
-            looking = self._link.look_elsewhere(self._ask_members)
+            looking = self._link.look_elsewhere(self._node.ask_members)
             self._looking = asyncio.ensure_future(looking)
 
     def _end_looking(self) -> list[asyncio.Task[bool]]:
@@ -226,7 +229,7 @@ class Session:
         if lacking:
             self._to_bring = tuple(one for one in lacking if one not in told)
         if attachment.rulings:
-            self._on_message(_told(attachment.rulings))
+            self._node.on_message(_told(attachment.rulings))
         if self._rulings.number < attachment.num_rulings:
             raise TemporaryError("there are more rulings than one answer has room for")
 
@@ -268,7 +271,7 @@ class Session:
             return
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
-                await self._link.heartbeat(self._session_id, self._vitals())
+                await self._link.heartbeat(self._session_id, self._node.vitals())
         except (AtollError, TimeoutError) as error:  # the next one tells it too
             log.debug("a heartbeat out of turn was not heard", why=str(error))
 
@@ -281,7 +284,7 @@ class Session:
             return
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
-                await self._link.heartbeat(self._session_id, self._vitals())
+                await self._link.heartbeat(self._session_id, self._node.vitals())
                 await self._link.detach(self._session_id, reason)
         except (AtollError, TimeoutError) as error:
             log.info("left without a goodbye", why=str(error))
@@ -315,7 +318,7 @@ class Session:
     async def _send_heartbeats(self, attachment: Attachment) -> None:
         had_copy = False
         while True:
-            has_copy = await self._link.heartbeat(attachment.session_id, self._vitals())
+            has_copy = await self._link.heartbeat(attachment.session_id, self._node.vitals())
             if has_copy and not had_copy:
                 log.warning(
                     "another process with this node's key asks to attach, and waits until this one ends",
@@ -360,7 +363,7 @@ class Session:
             num_rulings=self._rulings.number,
             rulings_digest=self._rulings.digest,
         ):
-            self._on_message(message)
+            self._node.on_message(message)
         raise TemporaryError("the coordinator ended the stream of messages")
 
 

@@ -10,8 +10,9 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import structlog
 
 from protocol.errors import SystemRefusedError
+from protocol.trust.proxy import Proxy
 from protocol.wire.channel import left_alone
 
 SETTLE_SECONDS = 0.2
@@ -44,6 +46,31 @@ _ABOUT = struct.Struct("=BBBBI")  # family, length of the network's prefix, flag
 _ATTRIBUTE = struct.Struct("=HH")  # length, type
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reachability:
+    """How peers find a node, and how it gets to those that it cannot dial.
+
+    `listen_multiaddrs` are libp2p's: "/ip4/0.0.0.0/tcp/7700". Peers are told first of the address by which
+    `coordinator_host` is reached, or of those of `interface` alone.
+    """
+
+    listen_multiaddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    announce_host: str | None = None
+    """A name or an IP address instead of the host in what peers are told: behind a forwarded port."""
+    asks_router: bool = False
+    """The router is asked to forward the port, and peers are told of its address too."""
+    interface: str = ""
+    coordinator_host: Callable[[], str] = lambda: ""
+    punching_token: bytes = b""
+    """16 random bytes, where it reaches members through their routers and its own."""
+    proxy: Proxy | None = None
+    """Members that cannot be dialled are dialled through it."""
+
+
+ON_LOOPBACK = Reachability()
+"""Of nodes of one machine, as tests and benchmarks have them."""
 
 
 class _Told(NamedTuple):

@@ -1,6 +1,8 @@
 """What this machine has to train with, found without torch: its memory, and its CUDA GPUs.
 
 What only torch can tell (GPUs of other makers) stays unknown here, and is checked once it is loaded.
+
+Of the Linux kernel's settings it reads which congestion control this host has.
 """
 
 import json
@@ -131,3 +133,19 @@ def require_processes(num_ranks: int, *, of: str, root: Path = Path("/")) -> Non
             f"{of} needs at least {needed} processes and threads, and {max(0, left)} more are allowed",
             next_step="raise the limit: 'docker run --pids-limit 1024', or TasksMax=1024 in a systemd unit",
         )
+
+
+SETTINGS = Path("/proc/sys")
+
+
+def setting(name: str, root: Path = SETTINGS) -> str | None:
+    """By its name for sysctl; None where this kernel has none of the name, or does not show it."""
+    try:
+        return (root / name.replace(".", "/")).read_text().strip()
+    except OSError:
+        return None
+
+
+def congestion_control(root: Path = SETTINGS) -> str | None:
+    """TCP's, for connections that name none, as all of a node's."""
+    return setting("net.ipv4.tcp_congestion_control", root)

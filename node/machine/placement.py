@@ -19,14 +19,18 @@ from node.island.parallel.auto_mesh import (
     choose,
     node_bytes,
 )
-from node.island.parallel.combinations import check_combination, check_local
-from node.island.parallel.mesh_shape import MeshShape, check_batch, check_shape
+from node.island.parallel.mesh_shape import (
+    LocalTraining,
+    MeshShape,
+    check_batch,
+    check_combination,
+    check_local,
+    check_shape,
+)
 from node.island.ranks.devices import check_offload, kind_of
-from node.island.training.local_training import LocalTraining
 from node.machine.hardware import Hardware, least_free_bytes, likely_devices
 from protocol.errors import ConfigError, NoInputError
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.node_memory import helper_bytes
 from protocol.run.run_spec import RunSpec
 

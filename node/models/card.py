@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from node.config import HISTORY_FILE
+from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
-from node.history import History
 from protocol.run.models import Description, FunctionModel
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import bytes_in_words, count_in_words

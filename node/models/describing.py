@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from node.island.data.corpus import refuse_other_than_text, text_files
 from node.island.models.code import DIGITS, code_digest, functions_of
 from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.machine.hardware import Hardware, look_around
 from node.models.reading import (
     CONFIG,
@@ -34,13 +33,13 @@ from node.models.reading import (
 from node.outer_state import Vector
 from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.files.durable import refusal_to_write, write_atomically
-from protocol.run.layout import layout_of
 from protocol.run.models import (
     BYTES_VOCABULARY,
     FIRST_WEIGHTS,
     DecoderModel,
     Description,
     TransformersModel,
+    layout_of,
 )
 from protocol.run.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file, validated
 from protocol.terminal.console import count_in_words

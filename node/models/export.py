@@ -29,8 +29,14 @@ from node.models.reading import (
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.files.durable import is_taken, refusal_to_write, whole_folder
-from protocol.run.layout import Layout, TensorPlace, layout_of
-from protocol.run.models import DecoderModel, Description, TransformersModel
+from protocol.run.models import (
+    DecoderModel,
+    Description,
+    Layout,
+    TensorPlace,
+    TransformersModel,
+    layout_of,
+)
 from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 from safetensors import SafetensorError
 
 from node.config import RULINGS_FILE, SNAPSHOTS_FOLDER
+from node.disk.history import KeptRulings
 from node.disk.snapshot_folder import SnapshotFolder
-from node.history import KeptRulings
 from node.kept import KeptModel
 from node.models.reading import digest_of_first, write_first
 from node.outer_state import Vector

@@ -25,8 +25,7 @@ from safetensors.numpy import save_file
 from node.models.families import decoder_of
 from node.outer_state import Vector, outer_digest
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.run.layout import Layout, layout_of
-from protocol.run.models import FIRST_WEIGHTS, DecoderModel
+from protocol.run.models import FIRST_WEIGHTS, DecoderModel, Layout, layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Digest
 

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from protocol.errors import ConfigError
 from protocol.files.durable import read_toml
 from protocol.run.models import (
+    OF_ITS_OWN,
     Beginning,
     DecoderModel,
     Description,
@@ -483,7 +484,7 @@ class RunSpec(Section):
     def beginning(self) -> Beginning:
         """What the run goes on with of another one."""
         given = None if self.description is None else self.description.beginning
-        return given or Beginning()
+        return given or OF_ITS_OWN
 
     @property
     def tokens_per_inner_step(self) -> int:

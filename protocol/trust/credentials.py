@@ -1,7 +1,7 @@
 """What a node or an operator keeps to reach its coordinator: one folder, whole or not there.
 
 The folder holds link.toml (where the coordinator is), ca.pem (whom to believe in the end), client.key, and
-client.pem: the certificate and behind it those of the coordinator (protocol.trust.vouching.Bundle).
+client.pem: the certificate and behind it those of the coordinator (protocol.trust.signing.Bundle).
 link.toml is removed first and written last, so a folder with it is complete. A renewal removes nothing.
 """
 
@@ -34,7 +34,7 @@ from protocol.trust import pki
 from protocol.trust.invite import InvitedBy, endpoint_of
 from protocol.trust.proxy import Proxy
 from protocol.trust.rulings import Address
-from protocol.trust.vouching import Bundle, Trust
+from protocol.trust.signing import Bundle, Trust
 
 LINK_FILE = "link.toml"
 AUTHORITY_FILE = "ca.pem"

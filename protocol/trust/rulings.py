@@ -19,8 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import BadDataError, ExpelledError, HeldBackError, ProtocolMismatchError
-from protocol.trust.signing import commit_statement
-from protocol.trust.vouching import Bundle, Trust
+from protocol.trust.signing import Bundle, Trust, commit_statement
 from protocol.wire.rounds import Commit, Digest, NodeId
 
 TAG = b"atoll ruling 1\n"
@@ -345,7 +344,7 @@ class RulingVerifier:
 
     @classmethod
     def of_authority(cls, authority_pem: bytes, bundle: bytes = b"") -> "RulingVerifier":
-        """Reads an authority's certificate, and what it vouches for (protocol.trust.vouching)."""
+        """Reads an authority's certificate, and what it vouches for (protocol.trust.signing)."""
         return cls(Trust.of_authority(authority_pem, bundle))
 
     def check(self, signed: SignedRuling, *, least: int = 0) -> None:

@@ -20,8 +20,8 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.handshake import Diagnosis
 from protocol.trust.pki import server_name
 from protocol.trust.proxy import Proxy
+from protocol.wire.payload import WireCounts
 from protocol.wire.status_codes import is_domain_error, translated
-from protocol.wire.wire_count import WireCounts
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

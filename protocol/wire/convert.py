@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from protocol.errors import ProtocolMismatchError
 from protocol.trust.identity import PUBLIC_KEY_BYTES
 from protocol.v1 import round_pb2, session_pb2
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     CONTRIBUTION_DIGEST_BYTES,
     WHOLE,
@@ -27,7 +28,6 @@ from protocol.wire.rounds import (
     SliceOutcome,
     Way,
 )
-from protocol.wire.wire_count import WireTotals
 
 DIGEST_BYTES = 32
 

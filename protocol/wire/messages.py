@@ -17,6 +17,7 @@ from protocol.trust.identity import Identity, is_signed_by, node_id_of
 from protocol.trust.rulings import Ruling
 from protocol.v1 import session_pb2 as pb
 from protocol.wire import convert
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     WHOLE,
     Commit,
@@ -27,7 +28,6 @@ from protocol.wire.rounds import (
     Plan,
     RosterEntry,
 )
-from protocol.wire.wire_count import WireTotals
 
 T = TypeVar("T")
 

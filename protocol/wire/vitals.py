@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from protocol.v1 import session_pb2 as pb
 from protocol.wire import convert
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import Digest, NodeId, RoundSpan
-from protocol.wire.wire_count import WireTotals
 
 SHORT_WORDS, LONG_WORDS = 64, 256
 """Characters of a text for people that a coordinator takes: of an activity, a mesh; of a wait, a goodbye."""
@@ -98,33 +98,6 @@ class Utilisation:
     exchange_share: float  # bytes that travel, and encoding to applying, while ranks do nothing
     waiting_share: float  # all else: the other nodes, ranks that were started again
     peak_memory_bytes: int
-
-    def as_fields(self) -> dict[str, int | str]:
-        """For the log."""
-        return {
-            "round": self.round,
-            "tokens_per_second": round(self.tokens_per_second),
-            "gflops": f"{self.flops_per_second / 1e9:.2f}",
-            "mfu": "unknown" if self.mfu is None else f"{self.mfu:.1%}",
-            "peak": self._peak_in_words(),
-            "compute": f"{self.compute_share:.1%}",
-            "local_communication": self._communication_in_words(),
-            "publish": f"{self.publish_share:.1%}",
-            "adopt": f"{self.adopt_share:.1%}",
-            "exchange": f"{self.exchange_share:.1%}",
-            "waiting": f"{self.waiting_share:.1%}",
-            "peak_memory_mb": self.peak_memory_bytes // 1_000_000,
-        }
-
-    def _communication_in_words(self) -> str:
-        share = self.local_communication_share
-        return "not measured" if share is None else f"{share:.1%}"
-
-    def _peak_in_words(self) -> str:
-        if self.peak_flops_per_second is None:
-            return "unknown"
-        origin = "measured here" if self.is_peak_measured else "by the vendor"
-        return f"{self.peak_flops_per_second / 1e9:.1f} GFLOP/s, {origin}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.exchange import giving
 from node.exchange.fetching import MOST_AT_ONCE
+from node.exchange.peers import Want, WantChunk
 from node.exchange.state import chunks
 from node.exchange.state.chunks import Manifest
-from node.exchange.transport.transport import Want, WantChunk
 from node.island.data.corpus import Corpus
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import NodeId

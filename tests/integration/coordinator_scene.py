@@ -10,8 +10,7 @@ from benchmarks.coordinator.nodes import header_of
 from coordinator.app import Coordinator
 from coordinator.config import CoordinatorConfig, Home, create_home
 from coordinator.relay.line import Carriage
-from protocol.run.layout import layout_of
-from protocol.run.models import Description, TensorShape
+from protocol.run.models import Description, TensorShape, layout_of
 from protocol.run.run_spec import DESCRIPTION_FILE, run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from transport_peers import Desk
 
-from node.exchange.limits import LEAST_PART_BYTES, Limits
+from node.exchange.peers import LEAST_PART_BYTES, Limits, TransferRefusedError
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.serving import Server, verify_inline
@@ -20,11 +20,9 @@ from node.exchange.transport.streams import (
     part_bytes_for,
     refuse,
 )
-from node.exchange.transport.transport import TransferRefusedError
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload
+from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import NodeId
-from protocol.wire.wire_count import WireCounts
 
 PART = LEAST_PART_BYTES
 BODY = os.urandom(10 * PART + 17)

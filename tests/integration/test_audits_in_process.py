@@ -25,8 +25,8 @@ from lab.simulation.swarm import (
 from node.disk.round_folder import Retention
 from node.exchange.auditing import Auditor
 from node.exchange.exchange import Exchange
+from node.exchange.peers import Want, WantInput
 from node.exchange.reduction import Reduction, Sender, SliceResult
-from node.exchange.transport.transport import Want, WantInput
 from node.island.data.corpus import Corpus
 from protocol.trust.evidence import proven_by
 from protocol.trust.rulings import RulingKind

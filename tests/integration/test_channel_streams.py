@@ -27,7 +27,7 @@ from protocol.wire.channel import (
     open_channel,
     retried,
 )
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 
 async def test_a_reader_who_stops_early_leaves_no_stream_open(coordinator: Coordinator) -> None:

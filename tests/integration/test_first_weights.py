@@ -10,8 +10,7 @@ from typed_commands import Running, Swarm, atoll, done, until
 
 from node.kept import kept_model
 from node.models.reading import digest_of_first, write_first
-from protocol.run.layout import layout_of
-from protocol.run.models import FIRST_WEIGHTS, Description
+from protocol.run.models import FIRST_WEIGHTS, Description, layout_of
 from protocol.run.run_spec import DESCRIPTION_FILE, load_run_file
 from tests.tiny_runs import tiny_text
 

@@ -20,7 +20,7 @@ from node.kept import kept_model
 from node.models.card import Origin
 from node.models.export import export_model
 from protocol.errors import SystemRefusedError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
 from protocol.wire.rounds import Digest

@@ -14,16 +14,14 @@ from node.disk.snapshot_folder import OpenSnapshot, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import Donor
-from node.exchange.limits import Waits
+from node.exchange.peers import Waits, Want, WantChunk, WantManifest
 from node.exchange.state.chunks import CHUNK_BYTES, Manifest
 from node.exchange.state.download import Download
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import Want, WantChunk, WantManifest
 from node.heavy import in_thread
 from protocol.trust.identity import Identity
-from protocol.wire.payload import Payload
+from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import Digest, NodeId
-from protocol.wire.wire_count import WireCounts
 
 RUN, LAYOUT = Digest(bytes(32)), Digest(bytes(31) + b"l")
 NUM_ELEMENTS = 4_000_000

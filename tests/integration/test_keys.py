@@ -13,7 +13,7 @@ from coordinator_scene import START, FakeNode, invite_from, joined, new_home, se
 from coordinator.backup import back_up
 from coordinator.config import Home
 from coordinator.rotation import Rotation, protect
-from node.history import KeptRulings
+from node.disk.history import KeptRulings
 from node.link.calls import RenewingCalls
 from protocol.errors import (
     BadDataError,
@@ -45,7 +45,7 @@ from protocol.v1 import operator_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
 from protocol.wire.convert_messages import rulings_from_wire
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 from tests.ports import free_port
 
 LONG_AGO = 1e9  # September 2001, as a clock without a battery shows

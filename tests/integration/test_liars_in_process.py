@@ -11,10 +11,10 @@ import pytest
 from blake3 import blake3
 from structlog.testing import capture_logs
 
-from coordinator.swarm.bounds import MOST_TIMES_USUAL
 from coordinator.swarm.members import MemberState
-from coordinator.swarm.standing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
+from coordinator.swarm.slices import MOST_TIMES_USUAL
 from coordinator.swarm.takeover import STUCK_LEAST_SECONDS
+from coordinator.swarm.weighing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention
 from node.exchange.codecs.codec import CodecError
@@ -25,11 +25,10 @@ from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.round import transition
 from node.exchange.round.awaiting import FULL_TIMES_OTHERS, TIMES_OTHERS
 from node.exchange.round.state import Tell
-from node.exchange.signing import PayloadSigner
 from node.island.data.corpus import Corpus
 from node.outer_state import Vector
 from protocol.trust.evidence import proven_by
-from protocol.trust.receipts import Receipt
+from protocol.trust.receipts import PayloadSigner, Receipt
 from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
 from protocol.wire.messages import LeftOutSeen

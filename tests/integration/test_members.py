@@ -16,7 +16,7 @@ from coordinator.backup import back_up
 from coordinator.config import Home
 from coordinator.inviting import invite as invite_command
 from coordinator.steering import expel
-from node.history import KeptRulings
+from node.disk.history import KeptRulings
 from protocol.errors import (
     AtollError,
     BadDataError,

@@ -12,11 +12,11 @@ import pytest
 from transport_peers import Peer, introduce, make_payload, want
 
 from benchmarks.wire.paced_uploads import PACED_SHARE, UPLINK_MBIT
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity
+from protocol.wire.payload import WireCounts
 from protocol.wire.vitals import NO_UPLOAD, UploadPace
-from protocol.wire.wire_count import WireCounts
 
 ROOT = Path(__file__).parent.parent.parent
 

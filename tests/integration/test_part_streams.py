@@ -9,15 +9,14 @@ from sending_scene import BODY, PART, SENDER, Wire, offered, part_of
 from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import EarlyParts, Receiver
 from node.exchange.transport.serving import complete, take_parts
 from node.exchange.transport.streams import FrameError, TransferStream
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import CONTRIBUTION
+from protocol.wire.payload import CONTRIBUTION, WireCounts
 from protocol.wire.rounds import Digest, NodeId
-from protocol.wire.wire_count import WireCounts
 
 
 class _Answers:

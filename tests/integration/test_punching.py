@@ -18,13 +18,13 @@ from coordinator.services.outside import Lookout, listen
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from lab.network.router import NatKind
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits, PeerUnreachableError
 from node.exchange.transport import punching
 from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import PeerUnreachableError
+from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import NodeId
-from protocol.wire.wire_count import WireCounts
 
 ONE, OTHER, OUTSIDE = "one", "other", "outside"
 PORTS = (7700, 7701)
@@ -114,7 +114,7 @@ async def _member(lab: NetworkLab, host: str, has_ipv6: bool) -> AsyncIterator[P
         identity=identity,
         counts=counts,
         limits=QUICK,
-        punching_token=identity.public_key[:16],
+        reachability=Reachability(punching_token=identity.public_key[:16]),
     )
     peer = Peer(identity.node_id, identity.public_key, transport, counts)
     with lab.inside(host):  # what a thread starts there stays there

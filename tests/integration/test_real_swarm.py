@@ -10,7 +10,7 @@ import numpy as np
 from typed_commands import Swarm, atoll, done, refused, until
 
 from node.kept import kept_model
-from node.machine.kernel import congestion_control
+from node.machine.hardware import congestion_control
 from node.models.export import load_exported
 from protocol.terminal.console import printable
 from tests.tiny_runs import tiny_text

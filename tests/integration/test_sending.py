@@ -15,7 +15,7 @@ from sending_scene import BODY, PART, SENDER, Wire, offered
 from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits, TransferRefusedError
 from node.exchange.transport import sender as sender_room
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.rates.uplink import UnderWay, Uplink
@@ -28,11 +28,9 @@ from node.exchange.transport.sender import (
 )
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.streams import TransferStream
-from node.exchange.transport.transport import TransferRefusedError
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload
+from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import Digest, NodeId
-from protocol.wire.wire_count import WireCounts
 
 
 async def test_a_large_body_comes_over_several_streams_and_whole() -> None:

@@ -9,11 +9,10 @@ import pytest
 from sending_scene import PART, Wire
 from transport_peers import Desk, make_payload
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits, TransferRefusedError
 from node.exchange.transport.libp2p import within_open_files
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.serving import Server, verify_inline
-from node.exchange.transport.transport import TransferRefusedError
 from protocol.wire.rounds import NodeId
 
 NUM_CONTRIBUTORS, NUM_BODIES = 200, 2

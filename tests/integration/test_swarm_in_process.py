@@ -9,7 +9,7 @@ import pytest
 from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.island.data.corpus import Corpus
 from node.island.island import InnerReport, InnerWork
-from node.island.training.local_training import LocalTraining, Precision
+from node.island.parallel.mesh_shape import LocalTraining, Precision
 from node.island.training.trainer import Trainer
 from tests.tiny_runs import tiny
 

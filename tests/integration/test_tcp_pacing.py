@@ -14,7 +14,7 @@ import pytest
 from transport_peers import introduce, make_payload, start_transport
 
 from node.doctor.checks import pacing_finding
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.rates import tcp
 from node.exchange.transport.rates.tcp import (

@@ -7,8 +7,7 @@ import pytest
 from transport_peers import BIG, Peer, introduce, make_payload, want
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
-from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     PIECES_AT_ONCE,
     FalseAnswerError,
     NotHeldError,
@@ -20,6 +19,7 @@ from node.exchange.transport.transport import (
     WantManifest,
     WantTokens,
 )
+from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity
 from protocol.wire.payload import (
     CHUNK,
@@ -29,8 +29,8 @@ from protocol.wire.payload import (
     PIECE_MAP,
     TOKENS_MANIFEST,
     Payload,
+    WireCounts,
 )
-from protocol.wire.wire_count import WireCounts
 
 SECONDS = 20.0
 

@@ -8,15 +8,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 from transport_peers import BIG, Peer, introduce, make_payload, start_transport
 
-from node.exchange.limits import Limits
-from node.exchange.transport import libp2p
-from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport
-from node.exchange.transport.p2pd import DaemonError, P2pd
-from node.exchange.transport.rates.traffic import Traffic
-from node.exchange.transport.receiver import StreamAdmission
-from node.exchange.transport.streams import TransferStream
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     FalseAnswerError,
+    Limits,
     NotHeldError,
     PeerUnreachableError,
     TransferRefusedError,
@@ -24,11 +18,16 @@ from node.exchange.transport.transport import (
     WantChunk,
     WantManifest,
 )
+from node.exchange.transport import libp2p
+from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport
+from node.exchange.transport.p2pd import DaemonError, P2pd
+from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.receiver import StreamAdmission
+from node.exchange.transport.streams import TransferStream
 from protocol.trust.identity import Identity
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import CHUNK, MANIFEST, Payload, PayloadHeader
+from protocol.wire.payload import CHUNK, MANIFEST, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 SECONDS = 20.0
 ANSWER_SECONDS = 5.0

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 from transport_peers import Desk, Peer, introduce, make_payload, start_transport
 
-from node.exchange.limits import Limits
+from node.exchange.peers import (
+    Limits,
+    PeerUnreachableError,
+)
 from node.exchange.transport import libp2p
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.p2pd import DaemonError, P2pd
-from node.exchange.transport.transport import (
-    PeerUnreachableError,
-)
-from node.machine.addresses import OwnAddress, announced
+from node.machine.addresses import OwnAddress, Reachability, announced
 from protocol.errors import SystemRefusedError
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 SECONDS = 20.0
 
@@ -128,7 +128,9 @@ async def test_a_peer_that_comes_back_is_reached_at_once_though_it_was_dialled_i
     for _ in range(3):
         with pytest.raises(PeerUnreachableError):
             await transport.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
-    back = Libp2pTransport(identity=identity, counts=WireCounts(), listen_multiaddrs=at)
+    back = Libp2pTransport(
+        identity=identity, counts=WireCounts(), reachability=Reachability(listen_multiaddrs=at)
+    )
     desk = Desk()
     await back.start(desk)
     back.set_roster(())  # nor does it dial
@@ -176,7 +178,7 @@ async def test_a_machine_that_loses_an_address_ends_its_connections_and_tells_th
     transport = Libp2pTransport(
         identity=Identity.generate(),
         counts=WireCounts(),
-        listen_multiaddrs=("/ip4/0.0.0.0/tcp/0",),
+        reachability=Reachability(listen_multiaddrs=("/ip4/0.0.0.0/tcp/0",)),
     )
     await transport.start(Desk())
     transport.set_roster((other.entry,))
@@ -222,7 +224,7 @@ def test_p2pd_does_not_outlive_a_killed_node_which_has_loaded_neither_torch_nor_
 import asyncio, sys
 from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 async def main():
     transport = Libp2pTransport(identity=Identity.generate(), counts=WireCounts())
@@ -258,7 +260,7 @@ async def test_a_port_in_use_is_a_sentence_for_people() -> None:
         transport = Libp2pTransport(
             identity=Identity.generate(),
             counts=WireCounts(),
-            listen_multiaddrs=(f"/ip4/127.0.0.1/tcp/{port}",),
+            reachability=Reachability(listen_multiaddrs=(f"/ip4/127.0.0.1/tcp/{port}",)),
         )
         with pytest.raises(SystemRefusedError, match="did not start"):
             await transport.start(Desk())

@@ -11,13 +11,14 @@ import pytest
 import structlog
 from transport_peers import Desk
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.tunnels import Tunnels, host_and_port
+from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity
 from protocol.trust.proxy import Proxy, ProxyRefusedError
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 from tests.ports import free_port
 
 HOST = "127.0.0.1"
@@ -161,7 +162,10 @@ async def test_a_member_to_whom_the_proxy_does_not_lead_is_said_once() -> None:
     limits = Limits(first_redial_seconds=0.05, last_redial_seconds=0.05, yield_seconds=0.0)
     with proxy_to(443) as proxy, structlog.testing.capture_logs() as logged:
         transport = Libp2pTransport(
-            identity=Identity.generate(), counts=WireCounts(), limits=limits, proxy=proxy
+            identity=Identity.generate(),
+            counts=WireCounts(),
+            limits=limits,
+            reachability=Reachability(proxy=proxy),
         )
         await transport.start(Desk())
         try:

@@ -19,7 +19,7 @@ from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite, InvitedBy
 from protocol.trust.pki import Authority, new_swarm_id, pin_of
 from protocol.trust.rulings import Address
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 PIN = bytes(range(32))
 

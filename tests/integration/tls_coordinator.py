@@ -16,6 +16,7 @@ from protocol.wire.channel import (
     open_blocking_channel,
     open_channel,
 )
+from protocol.wire.payload import WireCounts
 from protocol.wire.server import (
     CONTROL_OPTIONS,
     ENROLMENT_OPTIONS,
@@ -23,7 +24,6 @@ from protocol.wire.server import (
     bind_enrolment,
     caller,
 )
-from protocol.wire.wire_count import WireCounts
 from tests.ports import free_port
 
 GET_RUN = session_pb2.GetRunRequest()

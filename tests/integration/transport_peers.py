@@ -4,19 +4,18 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
-from node.exchange.limits import Limits
-from node.exchange.transport.libp2p import Libp2pTransport
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     Admission,
+    Limits,
     TransferRefusedError,
     Transport,
     Want,
     WantResult,
 )
+from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from protocol.wire.payload import RESULT, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 BIG = 3_000_000  # bytes: many chunks, and more than any buffer on the way holds
 

@@ -16,12 +16,11 @@ from lab.simulation.lone_work import lone_work, unseen
 from node.island.island import Evaluation, InnerReport
 from node.island.models.describing import describe, first_vector
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
+from node.island.parallel.modules import compile_layers
 from node.island.ranks import forkserver
 from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.island.training import engine
-from node.island.training.compiling import compile_layers
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from node.outer_state import SharedNames, SharedVectors, Vector
 from protocol.errors import AtollError

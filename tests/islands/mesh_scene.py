@@ -21,11 +21,10 @@ from node.island.data.places import DataPlaces
 from node.island.models.decoder_modules import Attention
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
+from node.island.parallel.modules import be_deterministic, compile_layers
 from node.island.training import engine
-from node.island.training.compiling import be_deterministic, compile_layers
 from node.island.training.engine import Engine
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from node.outer_state import SharedNames, SharedVectors
 from protocol.run.models import DecoderModel, RopeScaling

@@ -15,12 +15,10 @@ from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.places import DataPlaces
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedVectors, Vector
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 ONE_RANK = MeshShape()

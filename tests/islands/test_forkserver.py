@@ -16,7 +16,7 @@ from rank_scene import initial_vectors, small_spec, with_texts, work_of
 
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.places import DataPlaces
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import PLAIN, MeshShape
 from node.island.ranks.commands import (
     Adopt,
     Done,
@@ -31,8 +31,7 @@ from node.island.ranks.commands import (
 from node.island.ranks.faults import RankDiedError
 from node.island.ranks.forkserver import _live, end_forkserver, prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from node.island.training.local_training import PLAIN
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

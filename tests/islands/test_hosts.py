@@ -31,7 +31,7 @@ from node.island.ranks.faults import RankDiedError
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
 
 SPEC = small_spec().model_copy(

@@ -4,8 +4,7 @@ import pytest
 
 from benchmarks.island.loops import Kind
 from benchmarks.island.speed import compare, copy_speeds
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import PLAIN
+from node.island.parallel.mesh_shape import PLAIN, MeshShape
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import DataSection, InnerSection, RunSpec
 

@@ -4,8 +4,7 @@ import pytest
 
 from benchmarks.island.memory import memory_of
 from node.island.parallel.auto_mesh import ESTIMATE_FACTOR
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import InnerSection, RunSpec
 

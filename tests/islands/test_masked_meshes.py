@@ -8,9 +8,8 @@ import pytest
 from mesh_scene import Figures, spec_of, trained
 
 from node.island.data.manifest import read_manifest
-from node.island.parallel.mesh_shape import MeshShape, check_shape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, check_shape
 from node.island.ranks.forkserver import prepare_forkserver
-from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.errors import ConfigError
 from protocol.run.run_spec import DataSection, RunSpec
 from tests.unit.tokens_scene import prepared

@@ -24,9 +24,8 @@ from mesh_scene import (
 )
 
 from node.island.models.first_weights import initial_parameters
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, Precision
 from node.island.ranks.forkserver import prepare_forkserver
-from node.island.training.local_training import PLAIN, LocalTraining, Precision
 from protocol.run.run_spec import RunSpec
 
 

@@ -16,18 +16,16 @@ from rank_scene import island_of, started, with_texts, work_of
 
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.island import InnerReport
-from node.island.measuring.utilisation import peak_of
+from node.island.measuring import peak_of
 from node.island.models.describing import first_vector
 from node.island.models.first_weights import initial_parameters
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.accelerator import copies_of, pin
 from node.island.ranks.devices import usable_devices
 from node.island.ranks.faults import OutOfMemoryError, RankDiedError
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.machine.gpus import LIBRARY, gpus_of
 from node.outer_state import SharedVectors, Vector
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests.transformers_configs import CONFIGS
 

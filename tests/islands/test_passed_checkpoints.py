@@ -24,7 +24,7 @@ from node.island.island import Island
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 
 SPEC = RESTARTED.model_copy(  # a batch that three hosts can share as well as two

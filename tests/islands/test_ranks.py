@@ -20,15 +20,14 @@ from lab.simulation.inline_island import InlineIsland
 from node.island.data.places import DataPlaces
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.first_weights import initial_parameters
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks import rank
 from node.island.ranks.commands import Alive, Done, Halt, RankSetup
 from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
 
 ENDLESS = 1_000_000

@@ -20,8 +20,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.faults import RankDiedError, RankHungError
 from node.outer_state import SharedVectors
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 # 24 × 40 matrices and 5 layers, so that parts differ in size.

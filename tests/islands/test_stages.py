@@ -18,9 +18,8 @@ from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.models.describing import describe
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
-from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests.transformers_configs import CONFIGS

@@ -22,8 +22,7 @@ from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.models.describing import describe
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from protocol.run.run_spec import DataSection, LoraSection, RunSpec
 from tests.transformers_configs import CONFIGS
 from tests.unit.tokens_scene import prepared

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from swarm_nodes import SimulatedNode
 
-from coordinator.swarm.agreement import may_bring_commits
+from coordinator.swarm.committed import may_bring_commits
 from coordinator.swarm.events import Action, EndSession, OpenSession, Tell
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.rounds import holders_of, plan_of

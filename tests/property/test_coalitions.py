@@ -8,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coordinator.swarm.members import Member, MemberState, Work
-from coordinator.swarm.standing import LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from coordinator.swarm.weighing import (
+    LEAST_TRIAL_SECONDS,
+    TRIAL_MARGIN,
     cap_of,
     earned,
     heaviest,

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as of_numpy
 
 from node.exchange.codecs.codec import Codec, CodecError
 from node.exchange.codecs.registry import CODECS, codec_named
-from node.exchange.residual import Residual
+from node.exchange.error_feedback import Residual
 from protocol.wire.rounds import BLOCK
 
 TOP = {"int8/1": 127, "int4/1": 7}

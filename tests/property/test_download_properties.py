@@ -9,15 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.limits import Waits
-from node.exchange.state import chunks
-from node.exchange.state.chunks import Manifest
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     TransferRefusedError,
+    Waits,
     Want,
     WantChunk,
     WantManifest,
 )
+from node.exchange.state import chunks
+from node.exchange.state.chunks import Manifest
 from protocol.wire.payload import Payload
 from tests.unit.download_scene import (
     CHUNK_BYTES,

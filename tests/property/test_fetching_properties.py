@@ -16,7 +16,7 @@ from node.exchange.fetching import (
     Schedule,
     Silences,
 )
-from node.exchange.limits import Waits
+from node.exchange.peers import Waits
 from protocol.wire.rounds import NodeId
 
 DONORS = tuple(NodeId(name) for name in "abcd")

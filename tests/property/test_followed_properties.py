@@ -6,7 +6,7 @@ from effort import examples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from coordinator.swarm.canary import COORDINATOR
+from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import Ruled, Started, WithdrawalAsked
 from coordinator.swarm.explain import explain
 from coordinator.swarm.members import MemberState

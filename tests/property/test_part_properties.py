@@ -6,7 +6,7 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.limits import LEAST_PART_BYTES
+from node.exchange.peers import LEAST_PART_BYTES
 from node.exchange.transport.receiver import Assembly
 from node.exchange.transport.sender import OutgoingBody
 from node.exchange.transport.streams import part_bytes_for

@@ -12,26 +12,23 @@ from hypothesis import strategies as st
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from lab.simulation.virtual_time import run_in_virtual_time
+from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
+from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Patience
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
-from node.exchange.reducer_error import ReducerError
+from node.exchange.peers import Patience, TransferRefusedError
 from node.exchange.reduction import Merging, Sender
-from node.exchange.residual import Residual
-from node.exchange.signing import PayloadSigner
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.sources import StateHere
-from node.exchange.transport.transport import TransferRefusedError
 from node.heavy import in_place
-from node.history import History
 from protocol.errors import BadDataError
 from protocol.trust.identity import Identity
-from protocol.trust.receipts import Receipt, omission_in
+from protocol.trust.receipts import PayloadSigner, Receipt, omission_in
 from protocol.wire.messages import ParticipantsDeparted, ParticipantsIdle, Reduced, SliceTakenOver
-from protocol.wire.payload import CONTRIBUTION, Payload
+from protocol.wire.payload import CONTRIBUTION, Payload, WireCounts
 from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
@@ -41,7 +38,6 @@ from protocol.wire.rounds import (
     RosterEntry,
     contribution_digest,
 )
-from protocol.wire.wire_count import WireCounts
 from tests.unit.exchange_scene import BLOCK, LAYOUT, RUN, TOKENS, plan_for, rules_of
 
 REDUCER, *CONTRIBUTORS = (Identity.generate() for _ in range(4))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.swarm.bounds import (
+from coordinator.swarm.slices import (
     KEPT_COMMITS,
     MOST_TIMES_OTHERS,
     MOST_TIMES_USUAL,

@@ -8,7 +8,7 @@ from effort import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.swarm.shares import (
+from coordinator.swarm.slices import (
     EQUAL_FROM,
     LEAST_OF_EQUAL,
     MOST_OF_EQUAL,

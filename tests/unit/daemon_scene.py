@@ -7,23 +7,22 @@ from typing import Any
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
+from node.disk.history import History
 from node.duties.lasting_island import Writer
-from node.duties.times import Meters
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
-from node.heavy import Heavy, in_place
-from node.history import History
+from node.heavy import Heavy, Meters, in_place
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.ranks.faults import LoopGoneError, RankDiedError
 from node.link.calls import Attachment
 from protocol.errors import UnavailableError
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Address
 from protocol.wire.messages import Message, Reduced, Report, RoundOpened
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import Commit, CorpusSummary, Digest, Plan, SliceOutcome
 from protocol.wire.vitals import Vitals
-from protocol.wire.wire_count import WireCounts
 from tests.unit.exchange_scene import LAYOUT, TOKENS, A, outer_of, plan_for
 
 START_SECONDS = 1.0

@@ -13,21 +13,20 @@ from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import Donor
-from node.exchange.limits import Waits
-from node.exchange.state import chunks
-from node.exchange.state.chunks import Manifest
-from node.exchange.state.download import Download
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     Admission,
+    Waits,
     Want,
     WantChunk,
     WantManifest,
     do_nothing,
 )
+from node.exchange.state import chunks
+from node.exchange.state.chunks import Manifest
+from node.exchange.state.download import Download
 from node.heavy import in_place
-from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 RUN, LAYOUT = Digest(bytes(range(32))), Digest(bytes(range(32, 64)))
 NUM_ELEMENTS = 1000

@@ -12,29 +12,27 @@ import numpy as np
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.disk.logs import SentLog
+from node.disk.history import History, SentLog
 from node.disk.snapshots import Owed, Snapshot
 from node.exchange.codecs.registry import codec_named
+from node.exchange.error_feedback import MOST_OWED, ReducerError, Residual
 from node.exchange.exchange import Exchange
-from node.exchange.limits import Patience
 from node.exchange.mean import norm_of
 from node.exchange.outer import Outer, OuterRules
 from node.exchange.outer_optimizer import RateScale, Sgd
 from node.exchange.owing import Owing
-from node.exchange.reducer_error import ReducerError
+from node.exchange.peers import Patience
 from node.exchange.reduction import Merging, Sender
-from node.exchange.residual import MOST_OWED, Residual
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.state.sources import StateHere
 from node.heavy import in_place
-from node.history import History
 from node.outer_state import Vector, outer_digest
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import WANTS_FEEDBACK, ReducerErrorRule
 from protocol.wire.messages import Held, Reduced, Report
-from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
+from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, WireCounts
 from protocol.wire.rounds import (
     BLOCK,
     Assignment,
@@ -48,7 +46,6 @@ from protocol.wire.rounds import (
     SliceOutcome,
     cut_into_slices,
 )
-from protocol.wire.wire_count import WireCounts
 
 if TYPE_CHECKING:
     from protocol.v1 import transfer_pb2

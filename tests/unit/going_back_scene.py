@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coordinator.store import Store
-from coordinator.swarm.canary import COORDINATOR
+from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import BaseLearned, CommitLearned, HistoryTold, Ruled, WithdrawalAsked
 from coordinator.swarm.state import SwarmState
 from protocol.trust.rulings import RUN_OWNER, RulingKind

@@ -6,22 +6,21 @@ from pathlib import Path
 from random import Random
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
-from node.exchange.tokens import PeerTokens
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     Admission,
     TransferRefusedError,
     Want,
     WantTokens,
 )
+from node.exchange.tokens import PeerTokens
 from node.heavy import in_place
 from node.island.data.held import TokensHere
 from node.island.data.manifest import Piece, read_manifest
 from node.island.data.places import DataPlaces
 from node.island.data.supply import TokenSupply
 from protocol.run.run_spec import RunSpec
-from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 PIECE = 512
 NOWHERE = "on-the-owners-machine"

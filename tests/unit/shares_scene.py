@@ -2,7 +2,7 @@
 
 import math
 
-from coordinator.swarm.shares import Rates
+from coordinator.swarm.slices import Rates
 
 MB = 1e6
 

@@ -16,10 +16,11 @@ from coordinator.swarm.events import (
     Ticked,
 )
 from coordinator.swarm.members import Member
-from coordinator.swarm.shares import UNKNOWN, Rates
+from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
 from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
+from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     WHOLE,
     ContributionDigest,
@@ -30,7 +31,6 @@ from protocol.wire.rounds import (
     NodeId,
     PeerAddress,
 )
-from protocol.wire.wire_count import WireTotals
 
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(1024,))
 CODECS = ("int4/1", "int4/1")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from node.island.models.decoder_modules import Decoder, Objective
-from node.island.training.gradients import accumulate_gradients
+from node.island.parallel.modules import accumulate_gradients
 from protocol.run.models import DecoderModel
 
 MODEL = DecoderModel(

@@ -23,12 +23,12 @@ from node.hosts.orders import Publish
 from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
 from protocol.errors import ConfigError
-from protocol.run.layout import Layout, layout_of
+from protocol.run.models import Layout, layout_of
 from protocol.service.notify import ServiceManager
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Authority, Principal, Role, new_swarm_id
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import NodeId
-from protocol.wire.wire_count import WireCounts
 from tests.tiny_runs import run_of, tiny
 
 SPEC = tiny()

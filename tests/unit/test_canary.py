@@ -9,8 +9,7 @@ import pytest
 from going_back_scene import EVERYWHERE, Kept
 from swarm_scene import Scene
 
-from coordinator.swarm.canary import COORDINATOR, Curve
-from coordinator.swarm.evaluation import drawn_evaluators
+from coordinator.swarm.evaluation import COORDINATOR, Curve, drawn_evaluators
 from coordinator.swarm.events import GoBack, Ruled, Started
 from coordinator.swarm.members import Work
 from coordinator.swarm.state import Alarm

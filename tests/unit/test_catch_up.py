@@ -10,18 +10,24 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.history import History
 from node.disk.snapshots import Owed
 from node.exchange import giving
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
 from node.exchange.giving import HeldResults
-from node.exchange.limits import LONGEST_PAUSE_SECONDS, Waits
 from node.exchange.outer import NotApplicableError, Outer
+from node.exchange.peers import (
+    LONGEST_PAUSE_SECONDS,
+    Waits,
+    Want,
+    WantChunk,
+    WantManifest,
+    WantResult,
+)
 from node.exchange.state import chunks
 from node.exchange.state.catch_up import ROUNDS_AHEAD, CatchUp
 from node.exchange.state.chunks import Manifest
 from node.exchange.state.on_disk import Saving, StateOnDisk
-from node.exchange.transport.transport import Want, WantChunk, WantManifest, WantResult
-from node.history import History
 from protocol.wire.messages import Held
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Commit, Digest, NodeId

@@ -32,7 +32,7 @@ from protocol.trust.pki import (
     renewal_statement,
 )
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind
-from protocol.trust.vouching import Bundle
+from protocol.trust.signing import Bundle
 from protocol.v1 import enrolment_pb2 as pb
 from protocol.wire.rounds import NodeId
 

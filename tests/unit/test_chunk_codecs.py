@@ -9,8 +9,7 @@ import pytest
 from golden.golden_file import golden_bytes, matches_golden
 
 from node.exchange.codecs.chunkwise import CHUNK
-from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError
-from node.exchange.codecs.compiled import ALL_RIGHT, read_only
+from node.exchange.codecs.codec import ALL_RIGHT, TILE_ELEMENTS, Codec, CodecError, read_only
 from node.exchange.codecs.deflate import deflated, inflated, most_stream_bytes
 from node.exchange.codecs.registry import codec_named
 from node.exchange.codecs.top_k import (

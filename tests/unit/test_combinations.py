@@ -5,9 +5,14 @@ from typing import Any
 import pytest
 
 from node.island.parallel.auto_mesh import check_memory, choose, need_of
-from node.island.parallel.combinations import REFUSED, check_combination, may_be_traced
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.parallel.mesh_shape import (
+    PLAIN,
+    REFUSED,
+    LocalTraining,
+    MeshShape,
+    check_combination,
+    may_be_traced,
+)
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import InnerSection, RunSpec

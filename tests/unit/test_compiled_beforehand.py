@@ -41,7 +41,7 @@ OF_A_NODE = """
 for rules in (OuterSection(), OuterSection(optimizer="sgd", merge="norm-preserving")):
     late = go_through_rounds(sys.argv[1], rules)
     assert not late, f"a round compiled {late}"
-assert compiled()["node.exchange.residual", "_sum_owed"], "nothing was looked at"
+assert compiled()["node.exchange.error_feedback", "_sum_owed"], "nothing was looked at"
 """
 
 OF_THE_TOOL = """

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.history import History
 from node.disk.round_folder import Retention
 from node.exchange.state.on_disk import StateOnDisk
-from node.history import History
 from protocol.errors import UnavailableError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import NO_DIGEST, Ruling, RulingKind

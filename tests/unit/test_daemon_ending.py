@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.history import History
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import SnapshotWriting
 from node.duties.duties import FINISH_SECONDS
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import in_thread
-from node.history import History
 from protocol.errors import IncompleteError, SystemRefusedError
 from protocol.trust.rulings import NO_DIGEST, ROUNDS, Ruling, RulingKind
 from protocol.wire.messages import (

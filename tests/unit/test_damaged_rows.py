@@ -8,8 +8,7 @@ import pytest
 from swarm_scene import digest_of
 from test_store import RULES, RUN, SECRET, TWO_ROUNDS, A, B, play
 
-from coordinator.database import AFTER_DAMAGE, DATABASE_NAME
-from coordinator.rows import DamagedError, put, row_of
+from coordinator.database import AFTER_DAMAGE, DATABASE_NAME, DamagedError, put, row_of
 from coordinator.store import Store
 from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError, ConfigError, ExitCode

@@ -8,23 +8,22 @@ from typing import Protocol, TypeVar
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.clock import LoopClock
 from coordinator.config import rules_of
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.services import checks, session
 from coordinator.services.answering import CALLS_A_SECOND, MOST_CALLS, CallRates
 from coordinator.services.outside import TOKEN_BYTES, Lookout
 from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
-from coordinator.telemetry import Telemetry
+from coordinator.streams import Telemetry
 from protocol.errors import (
     AtollError,
     BadDataError,
     SessionEndedError,
     TemporaryError,
 )
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.identity import Identity
 from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind

@@ -13,8 +13,8 @@ from node.exchange.giving import (
     COPY_LONGEST_SECONDS,
     MOST_COPIES,
 )
+from node.exchange.peers import WantChunk, WantManifest
 from node.exchange.state.chunks import Manifest
-from node.exchange.transport.transport import WantChunk, WantManifest
 from protocol.wire.payload import CHUNK, MANIFEST, Payload
 from protocol.wire.rounds import Digest, NodeId
 from tests.unit.download_scene import (

@@ -10,14 +10,14 @@ import pytest
 
 from node.exchange import fetching
 from node.exchange.giving import COPY_KEPT_SECONDS
-from node.exchange.limits import Waits
-from node.exchange.state.download import MOST_ASKED
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     TransferRefusedError,
+    Waits,
     Want,
     WantChunk,
     WantManifest,
 )
+from node.exchange.state.download import MOST_ASKED
 from protocol.wire.payload import Payload
 from tests.unit.download_scene import (
     CHUNK_BYTES,

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from node.exchange.signing import AlreadySignedError, PayloadSigner
 from protocol.errors import BadDataError
 from protocol.trust.evidence import equivocation_in, of_nonsense, of_refusals, proven_by
 from protocol.trust.identity import Identity
+from protocol.trust.receipts import AlreadySignedError, PayloadSigner
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.wire.messages import Audited, Reduced, ResultRefused
 from protocol.wire.payload import CHUNK, CONTRIBUTION, RESULT, Payload, PayloadHeader

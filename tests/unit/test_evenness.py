@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.exchange.transport.rates.evenness import Evenness
+from node.exchange.transport.rates.uplink import Evenness
 
 LEAD = 100
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from node.exchange import limits
-from node.exchange.limits import Waits
+from node.exchange import peers
+from node.exchange.peers import TransferRefusedError, Waits
 from node.exchange.round.transition import GRACE_ROUND_TRIPS
-from node.exchange.transport.transport import TransferRefusedError
 from protocol.wire.messages import ParticipantsDeparted, ResultOffered
 from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import BLOCK, Commit, NodeId, Plan
@@ -83,7 +82,7 @@ def num_received(node: Node) -> float:
 async def test_a_result_that_arrives_for_minutes_is_waited_for_and_comes_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "SLOWEST_BYTES_PER_SECOND", 10)  # of slices of a kilobyte
+    monkeypatch.setattr(peers, "SLOWEST_BYTES_PER_SECOND", 10)  # of slices of a kilobyte
     scene = await Scene.of(A, B, C)
     commit = await committed(scene, {C: 2.5})
     scene.network.slow_down(C, SLICE_BYTES / 200)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from node.exchange.transport.transport import TransferRefusedError
+from node.exchange.peers import TransferRefusedError
 from protocol.wire.messages import EquivocationSeen, Reduced
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import BLOCK

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from node.disk.history import History
 from node.disk.snapshot_folder import SnapshotFolder
 from node.exchange.giving import KEPT_ROUNDS, HeldResults
-from node.exchange.state.chunks import Manifest
-from node.exchange.state.on_disk import StateOnDisk
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     Admission,
     TransferRefusedError,
     WantChunk,
     WantManifest,
     WantResult,
 )
-from node.history import History
+from node.exchange.state.chunks import Manifest
+from node.exchange.state.on_disk import StateOnDisk
 from protocol.wire.messages import (
     EquivocationSeen,
     Held,

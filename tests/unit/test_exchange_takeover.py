@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.exchange.limits import Waits
-from node.exchange.transport.transport import TransferRefusedError
+from node.exchange.peers import TransferRefusedError, Waits
 from protocol.wire.messages import (
     Held,
     ParticipantsDeparted,

@@ -26,8 +26,7 @@ from protocol.errors import (
     SystemRefusedError,
     UsageError,
 )
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel, Description
+from protocol.run.models import DecoderModel, Description, layout_of
 from protocol.wire.rounds import (
     Commit,
     Contributor,

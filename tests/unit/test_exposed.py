@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.island.measuring.local_communication import Operation, exposed_share
+from node.island.measuring import Operation, exposed_share
 
 STEP = "step"
 

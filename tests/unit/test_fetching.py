@@ -18,7 +18,7 @@ from node.exchange.fetching import (
     Silences,
     fetch_pieces,
 )
-from node.exchange.limits import Waits
+from node.exchange.peers import Waits
 from protocol.wire.rounds import NodeId
 from tests.unit.exchange_scene import A, B, C, in_virtual_time
 

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER
-from node.history import History
+from node.disk.history import History
 from node.kept import refuse_what_nobody_gives
 from node.link.calls import CoordinatorLink, RunOver, kept_members, run_of_coordinator
 from protocol.errors import (

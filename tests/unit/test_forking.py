@@ -29,8 +29,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.run.amendments import span_of
-from protocol.run.layout import layout_of
-from protocol.run.models import FIRST_WEIGHTS, Beginning, Description
+from protocol.run.models import FIRST_WEIGHTS, Beginning, Description, layout_of
 from protocol.run.run_spec import RunSpec, load_run_folder
 from protocol.terminal import cli, console
 from protocol.terminal.query import StatusLink

@@ -14,8 +14,7 @@ from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.errors import ConfigError
-from protocol.run.layout import Layout, layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, Layout, layout_of
 from protocol.run.run_spec import RunSpec, validated
 from tests.tiny_runs import run_of, tiny
 

@@ -23,12 +23,16 @@ from node.island.models.code import (
 )
 from node.island.models.describing import describe, fill, first_vector
 from node.island.models.function import FunctionArchitecture, random_module
-from node.island.parallel.combinations import check_local
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import MeshShape, check_shape
+from node.island.parallel.mesh_shape import (
+    PLAIN,
+    LocalTraining,
+    MeshShape,
+    check_local,
+    check_shape,
+)
+from node.island.parallel.modules import compile_layers
 from node.island.training import engine
-from node.island.training.compiling import compile_layers
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.training.trainer import Trainer
 from node.models.card import Origin

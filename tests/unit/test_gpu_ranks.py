@@ -16,18 +16,16 @@ from torch.distributed.tensor import Replicate, distribute_tensor, init_device_m
 
 from node.island.models.decoder_modules import for_each_head
 from node.island.parallel import mesh
-from node.island.parallel.boxes import Box, Held, blend_boxes, rebase_boxes
-from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh import Box, Held, Mesh, blend_boxes, rebase_boxes
 from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.modules import GradientClipping
 from node.island.ranks import accelerator, forkserver, rank
-from node.island.ranks.accelerator import Pair, bind_to_near_cores, cores_of
+from node.island.ranks.accelerator import Pair, bind_to_near_cores, cores_of, dtype_of
 from node.island.ranks.commands import MeetingPoint
 from node.island.ranks.faults import OutOfMemoryError, RankFailedError
-from node.island.training.gradients import GradientClipping
-from node.island.training.precision import dtype_of
 from node.island.training.trainer import LOOK_SECONDS, steps_until_next_look
 from protocol.errors import ConfigError, ExitCode
-from protocol.run.layout import TensorPlace
+from protocol.run.models import TensorPlace
 from protocol.run.run_spec import RunSpec
 from tests.run_functions import failing
 
@@ -220,12 +218,11 @@ def test_blending_and_rebasing_on_a_gpu_go_through_its_pinned_buffers() -> None:
 
 
 def test_ranks_agree_on_whether_to_go_on_a_few_times_a_second_and_in_time() -> None:
-    two = MeshShape(replicate=2)
-    assert steps_until_next_look(60.0, per_step=LOOK_SECONDS / 20, mesh=two) == 20
-    assert steps_until_next_look(60.0, per_step=5.0, mesh=two) == 1
-    assert steps_until_next_look(LOOK_SECONDS / 4, per_step=LOOK_SECONDS / 20, mesh=two) == 5
-    assert steps_until_next_look(60.0, per_step=0.0, mesh=two) == 1
-    assert steps_until_next_look(60.0, per_step=1e-6, mesh=MeshShape()) == 1
+    assert steps_until_next_look(60.0, per_step=LOOK_SECONDS / 20, num_ranks=2) == 20
+    assert steps_until_next_look(60.0, per_step=5.0, num_ranks=2) == 1
+    assert steps_until_next_look(LOOK_SECONDS / 4, per_step=LOOK_SECONDS / 20, num_ranks=2) == 5
+    assert steps_until_next_look(60.0, per_step=0.0, num_ranks=2) == 1
+    assert steps_until_next_look(60.0, per_step=1e-6, num_ranks=1) == 1
 
 
 def test_clipping_puts_no_new_tensor_onto_the_device_in_each_step(

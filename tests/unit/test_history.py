@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from node import history
-from node.disk import logs
-from node.history import History
+from node.disk import history
+from node.disk.history import History
 from protocol.errors import SystemRefusedError
 from protocol.trust.signing import CommitSigner, commit_statement
 from protocol.wire.convert import commit_to_wire
@@ -125,7 +124,7 @@ def test_what_a_disk_refused_is_written_the_next_time(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(logs.os, "fsync", full)
+        patched.setattr(history.os, "fsync", full)
         written.add(commit_of(4))
         with pytest.raises(SystemRefusedError):
             written.save()

@@ -28,8 +28,7 @@ from node.hosts.orders import (
 )
 from node.island.checkpoints.folder import About, Kept, Loaded
 from node.island.island import Evaluation, InnerReport, InnerWork
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from protocol.errors import ProtocolMismatchError
 from tests.tiny_runs import tiny
 

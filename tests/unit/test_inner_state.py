@@ -16,12 +16,11 @@ from node.island.data.corpus import Corpus, read_corpus
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.schedule import rewarming_steps
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 SPEC = RunSpec(

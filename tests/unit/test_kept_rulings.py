@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
 from coordinator.services.ruling import tell_of_clock
-from node.history import KeptRulings
+from node.disk.history import KeptRulings
 from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
 from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec

@@ -9,7 +9,7 @@ from threading import Barrier, Event
 
 import pytest
 
-from node.exchange.codecs.compiled import UNUSED_SECONDS, hold, locked, remove_unused
+from node.exchange.codecs.codec import UNUSED_SECONDS, hold, locked, remove_unused
 
 NOW = 1e9
 LONG_AGO = NOW - UNUSED_SECONDS - 1

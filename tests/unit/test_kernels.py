@@ -13,8 +13,20 @@ import numba
 import numpy as np
 import pytest
 
-from node.exchange.codecs import compiled
-from node.exchange.codecs.blockwise import (
+from node.exchange.codecs import codec as codec_room
+from node.exchange.codecs.chunkwise import CHUNK, mean_magnitude, sum_of
+from node.exchange.codecs.codec import (
+    ALL_RIGHT,
+    CodecError,
+    Tiles,
+    bits_of,
+    first_not_finite,
+    float_of,
+    read_only,
+    refuse_not_finite,
+)
+from node.exchange.codecs.deflate import code_lengths, huffman_coded
+from node.exchange.codecs.dense import (
     largest_scale,
     pack_nibbles,
     pack_two_bits,
@@ -23,16 +35,12 @@ from node.exchange.codecs.blockwise import (
     unpack_two_bits,
     whole_codes,
 )
-from node.exchange.codecs.chunkwise import CHUNK, mean_magnitude, sum_of
-from node.exchange.codecs.codec import CodecError, Tiles, first_not_finite, refuse_not_finite
-from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, read_only
-from node.exchange.codecs.deflate import code_lengths, huffman_coded
 from node.exchange.codecs.registry import CODECS, codec_named
 from protocol.wire.rounds import BLOCK
 from tests.unit.test_chunk_codecs import bell
 from tests.unit.test_codecs import FP32_MAX, spread
 
-FOLDER = Path(compiled.__file__).parent
+FOLDER = Path(codec_room.__file__).parent
 
 
 def kernels() -> list[numba.core.dispatcher.Dispatcher]:
@@ -51,7 +59,7 @@ def kernels() -> list[numba.core.dispatcher.Dispatcher]:
     ]
 
 
-ARITHMETIC = ("mean.py", "outer_optimizer.py", "residual.py")
+ARITHMETIC = ("mean.py", "outer_optimizer.py", "error_feedback.py")
 FILES = [
     *(path for path in sorted(FOLDER.glob("*.py")) if path.stem != "__init__"),
     *(FOLDER.parent / name for name in ARITHMETIC),
@@ -88,7 +96,7 @@ def test_every_kernel_rounds_each_operation_by_itself() -> None:
 
 
 def test_a_product_and_a_sum_are_not_fused() -> None:
-    @compiled.kernel
+    @codec_room.kernel
     def multiplied_and_added(a: np.ndarray, b: np.ndarray, sums: np.ndarray) -> None:
         for i in range(a.size):
             sums[i] = a[i] * b[i] + sums[i]

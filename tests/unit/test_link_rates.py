@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.rates.uplink import LEAST_BYTES, LEAST_MEASUREMENTS, LinkMeter
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 MB = 1_000_000
 

@@ -34,7 +34,7 @@ from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.island.training.schedule import Position, share_of_peak
 from node.outer_state import SharedVectors
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import DataSection, RunSpec
 from tests.islands.rank_scene import small_spec, with_texts
 

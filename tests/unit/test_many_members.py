@@ -18,8 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarm_scene import INITIAL, LAYOUT, RUN, TOKENS, Scene, digest_of
 
 import coordinator.swarm
-from coordinator.clock import LoopClock
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.journal import log_transition
 from coordinator.services import session
 from coordinator.services.session import MOST_OUT_OF_REACH, SentMessages, SessionDesk
@@ -28,6 +27,7 @@ from coordinator.services.status import (
     StatusDesk,
 )
 from coordinator.store import Store
+from coordinator.streams import Telemetry
 from coordinator.swarm import rounds
 from coordinator.swarm.events import Event, HeartbeatSeen, Reported, ReportedTogether
 from coordinator.swarm.ledger import Ledger, Places, lease, reopen, settle
@@ -37,7 +37,6 @@ from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.state import HeldOut, Round, SliceProgress, SwarmState
 from coordinator.swarm.transition import next_deadline, step
 from coordinator.swarm.weighing import say_of
-from coordinator.telemetry import Telemetry
 from protocol.errors import BadDataError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, RulingKind

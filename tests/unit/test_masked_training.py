@@ -10,11 +10,11 @@ from torch.nn import functional
 from node.island.data.dataset import Batch, Indices, SampleOrder
 from node.island.data.manifest import Split
 from node.island.island import InnerWork
-from node.island.measuring.utilisation import flops_per_token
+from node.island.measuring import flops_per_token
 from node.island.models.first_weights import initial_parameters
 from node.island.models.generate import decoder_of
 from node.island.parallel.mesh import Mesh
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.run.models import DecoderModel

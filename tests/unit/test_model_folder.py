@@ -14,7 +14,7 @@ from test_families import SIZES, write
 from node.models.reading import read_config, read_settings, read_weights
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, NoInputError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
 
 CONFIG = {"model_type": "llama", **SIZES}

@@ -1,6 +1,6 @@
 """Paths on which only small packets get through are told from peers that are gone, and from bad links."""
 
-from node.exchange.transport.rates.narrow import (
+from node.exchange.transport.rates.uplink import (
     MOST_SMALL_BYTES,
     REMEMBERED_SECONDS,
     TIMES_IN_A_ROW,

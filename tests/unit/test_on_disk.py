@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from node.disk.budget import LONGEST_SECONDS, DiskBudget
-from node.disk.logs import SentLog
+from node.disk.history import History, SentLog
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import Owed, SnapshotWriting, snapshot_bytes
 from node.exchange import giving
+from node.exchange.peers import WantManifest, WantResult
 from node.exchange.state.on_disk import LONGEST_ROUNDS, StateOnDisk, rounds_between
-from node.exchange.transport.transport import WantManifest, WantResult
-from node.history import History
 from protocol.errors import SystemRefusedError
 from protocol.wire.rounds import Commit, ContributionDigest, NodeId, RoundSpan
 from tests.unit.exchange_scene import NUM_ELEMENTS, A, B, Scene, in_virtual_time

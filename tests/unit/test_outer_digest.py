@@ -14,7 +14,7 @@ from node import outer_state
 from node.exchange.codecs.codec import Tiles
 from node.exchange.outer_optimizer import Nesterov, OuterOptimizer, Sgd
 from node.outer_state import PIECE_ELEMENTS, OuterDigest, Vector, outer_digest
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.wire.rounds import BLOCK
 from tests.unit.exchange_scene import A, B, commit_of, outer_of, result_of
 

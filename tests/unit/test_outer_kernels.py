@@ -10,16 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError, Tiles
-from node.exchange.codecs.compiled import read_only
+from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError, Tiles, read_only
 from node.exchange.codecs.registry import CODECS, codec_named
+from node.exchange.error_feedback import Residual
 from node.exchange.mean import Encoded, UndecodableError, sum_products
 from node.exchange.outer_optimizer import Nesterov, Sgd
 from node.exchange.reduction import Reduction, Sender
-from node.exchange.residual import Residual
 from node.outer_state import Vector
 from protocol.errors import SystemRefusedError
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.wire.rounds import BLOCK, WHOLE, Contributor, NodeId
 from tests.unit.exchange_scene import (
     RUN,

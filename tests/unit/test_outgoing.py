@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.exchange.limits import LEAST_PART_BYTES, WINDOW_BYTES, Limits
+from node.exchange.peers import LEAST_PART_BYTES, WINDOW_BYTES, Limits
 from node.exchange.transport.receiver import Assembly
 from node.exchange.transport.sender import (
     FIRST_BYTES_PER_SECOND,

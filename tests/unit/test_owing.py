@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.disk.logs import SentLog
+from node.disk.history import SentLog
 from node.disk.snapshots import Owed
 from node.exchange.codecs.codec import Codecs
 from node.exchange.codecs.registry import codec_named
+from node.exchange.error_feedback import MOST_OWED
 from node.exchange.outer import NotApplicableError, Outer
-from node.exchange.residual import MOST_OWED
 from node.outer_state import Vector
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import (
     BLOCK,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.traffic import CHUNK_BYTES, TokenBucket, Traffic, wire_bytes
 from node.exchange.transport.rates.uplink import (
     HEADROOM,
@@ -16,8 +16,8 @@ from node.exchange.transport.rates.uplink import (
     LEAST_MEASUREMENTS,
     LinkMeter,
 )
+from protocol.wire.payload import WireCounts
 from protocol.wire.vitals import FREE, NO_UPLOAD, UploadPace, upload_in_words
-from protocol.wire.wire_count import WireCounts
 
 RATE = 1_000_000.0  # wire bytes a second
 FLOOR = 2048.0

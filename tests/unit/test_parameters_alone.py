@@ -14,7 +14,7 @@ from node.disk.snapshots import Owed, Snapshot
 from node.kept import keep_run, kept_model
 from node.outer_state import PIECE_ELEMENTS
 from protocol.errors import BadDataError, ConfigError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.wire.rounds import Digest
 from tests.tiny_runs import tiny
 

@@ -5,7 +5,7 @@ from random import Random
 
 from structlog.testing import capture_logs
 
-from node.exchange.limits import LONGEST_PAUSE_SECONDS, Patience
+from node.exchange.peers import LONGEST_PAUSE_SECONDS, Patience
 from protocol.wire.messages import RefetchAsked, RosterTold
 from protocol.wire.rounds import Digest
 from tests.unit.daemon_scene import Life

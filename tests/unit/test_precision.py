@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from node.island.models.decoder_modules import Decoder, Objective
-from node.island.ranks.accelerator import collectives_of
+from node.island.parallel.modules import accumulate_gradients
+from node.island.ranks.accelerator import LossScale, autocast, collectives_of, dtype_of
 from node.island.ranks.faults import TrainingDivergedError
-from node.island.training.gradients import accumulate_gradients
 from node.island.training.optimizers import iteration_dtype_of
-from node.island.training.precision import LossScale, autocast, dtype_of
 from protocol.errors import ConfigError, ExitCode
 from protocol.run.models import DecoderModel
 

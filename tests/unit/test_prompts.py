@@ -16,7 +16,7 @@ from node.models.text import ByteText, Text, text_of_run
 from node.models.writing import TEMPERATURE, TextWriter
 from node.outer_state import SharedVectors
 from protocol.errors import BadDataError, ConfigError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import OuterSection, RunSpec, validated, validated_file
 from protocol.terminal.console import printable
 from protocol.terminal.rounds import written_in_full

@@ -12,14 +12,12 @@ from structlog.testing import capture_logs
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.exchange.codecs.registry import codec_named
 from node.exchange.giving import AT_ONCE, TIMES_EXPECTED, Pushes, Turns
-from node.exchange.limits import Waits
+from node.exchange.peers import Admission, TransferRefusedError, Waits, Want
 from node.exchange.round.state import Rules
 from node.exchange.runner import turns_of
-from node.exchange.transport.transport import Admission, TransferRefusedError, Want
-from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry
 from protocol.wire.vitals import LinkRates
-from protocol.wire.wire_count import WireCounts
 from tests.unit.exchange_scene import RUN, A, B, C, contribution_of, in_virtual_time, plan_for
 
 NUM_SLICES = 64

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from node.exchange.signing import KEPT_PLANS, AlreadySignedError, PayloadSigner
 from protocol.errors import BadDataError
 from protocol.trust.evidence import (
     MOST_CHARACTERS,
@@ -14,7 +13,14 @@ from protocol.trust.evidence import (
     proven_by,
 )
 from protocol.trust.identity import Identity
-from protocol.trust.receipts import MAX_RECEIPT_BYTES, Receipt, omission_in
+from protocol.trust.receipts import (
+    KEPT_PLANS,
+    MAX_RECEIPT_BYTES,
+    AlreadySignedError,
+    PayloadSigner,
+    Receipt,
+    omission_in,
+)
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.wire.messages import Audited, Reduced
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader

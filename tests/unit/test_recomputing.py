@@ -14,9 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from node.island.models.architecture import layers_of
 from node.island.models.decoder_modules import Decoder, Objective
-from node.island.training.compiling import be_deterministic, compile_layers, recompute_layers
-from node.island.training.gradients import accumulate_gradients
-from node.island.training.local_training import LocalTraining, Recomputing
+from node.island.parallel.mesh_shape import LocalTraining, Recomputing
+from node.island.parallel.modules import (
+    accumulate_gradients,
+    be_deterministic,
+    compile_layers,
+    recompute_layers,
+)
 from protocol.errors import ConfigError, ExitCode
 from protocol.run.models import DecoderModel
 
@@ -142,7 +146,7 @@ def test_compiling_without_a_compiler_is_refused(
 ) -> None:
     monkeypatch.setenv("CXX", "nowhere-g++")
     monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("node.island.training.compiling.has_triton", lambda: False)
+    monkeypatch.setattr("node.island.parallel.modules.has_triton", lambda: False)
     with pytest.raises(ConfigError, match=message) as refusal:
         compile_layers(layers_of(decoder_with("none")), device)
     assert refusal.value.exit_code == ExitCode.CONFIG == 78

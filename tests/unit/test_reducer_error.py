@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from node.exchange.reducer_error import ReducerError
+from node.exchange.error_feedback import ReducerError
 from protocol.wire.rounds import Digest, SliceOutcome
 
 SPAN = slice(4, 8)

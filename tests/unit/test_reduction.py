@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.codecs.floats import round_to_bf16
+from node.exchange.codecs.dense import round_to_bf16
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import (
     Merging,

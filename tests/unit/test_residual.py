@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from node.exchange.codecs.registry import CODECS, codec_named
-from node.exchange.residual import Residual
+from node.exchange.error_feedback import Residual
 
 SPAN = slice(256, 768)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.disk.logs import ResultLog
+from node.disk.history import ResultLog
 from protocol.errors import CannotCreateError
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import BLOCK, Digest

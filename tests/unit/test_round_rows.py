@@ -2,7 +2,7 @@
 
 from swarm_scene import RUN, TOKENS, Scene, digest_of
 
-from coordinator.rows import PACKED_FROM, packed, put, unpacked
+from coordinator.database import PACKED_FROM, packed, put, unpacked
 from coordinator.store import Store
 from coordinator.swarm.events import Event, RefusalSeen
 from protocol.trust.identity import Identity

@@ -2,7 +2,8 @@
 
 import pytest
 
-from node.duties.times import ExchangeTime, RoundTimes
+from node.duties.work import RoundTimes, log_fields_of
+from node.heavy import ExchangeTime
 from node.island.island import InnerReport
 
 
@@ -55,7 +56,7 @@ def test_without_a_known_peak_the_mfu_is_unknown() -> None:
     )
     assert made is not None
     assert made.mfu is None
-    assert made.as_fields()["mfu"] == made.as_fields()["peak"] == "unknown"
+    assert log_fields_of(made)["mfu"] == log_fields_of(made)["peak"] == "unknown"
 
 
 def test_more_than_the_peak_is_no_utilisation_and_is_not_shown() -> None:
@@ -73,7 +74,7 @@ def test_a_peak_that_was_measured_is_never_shown_as_the_vendors() -> None:
     )
     assert made is not None
     assert made.mfu == 0.5
-    assert made.as_fields()["peak"] == "4.0 GFLOP/s, measured here"
+    assert log_fields_of(made)["peak"] == "4.0 GFLOP/s, measured here"
 
 
 def test_the_next_round_counts_from_the_end_of_the_one_before() -> None:
@@ -103,7 +104,7 @@ def test_what_inner_steps_wait_for_in_the_island_is_not_computing() -> None:
     assert made is not None
     assert made.local_communication_share == pytest.approx(0.15)
     assert made.compute_share == pytest.approx(0.45)
-    assert made.as_fields()["local_communication"] == "15.0%"
+    assert log_fields_of(made)["local_communication"] == "15.0%"
 
 
 @pytest.mark.parametrize("seconds", [None, 0.0, 1.0])
@@ -123,13 +124,13 @@ def test_what_was_not_measured_is_never_shown_as_nothing() -> None:
     assert made is not None
     assert made.local_communication_share is None
     assert made.compute_share == 0.4
-    assert made.as_fields()["local_communication"] == "not measured"
+    assert log_fields_of(made)["local_communication"] == "not measured"
 
 
 def test_the_log_names_every_share() -> None:
     made = times_after(report_of()).end(1, 110.0, compute_seconds=4.0, exchange_seconds=52.0)
     assert made is not None
-    assert made.as_fields() == {
+    assert log_fields_of(made) == {
         "round": 1,
         "tokens_per_second": 200,
         "gflops": "2.00",

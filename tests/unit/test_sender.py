@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW, Limits
-from node.exchange.transport.rates.evenness import Evenness
-from node.exchange.transport.rates.uplink import Uplink
+from node.exchange.peers import LEAST_PART_BYTES, PARTS_IN_WINDOW, Limits, TransferRefusedError
+from node.exchange.transport.rates.uplink import Evenness, Uplink
 from node.exchange.transport.sender import (
     MOST_BODIES,
     MOST_BREAKS,
@@ -24,7 +23,6 @@ from node.exchange.transport.sender import (
     PeerState,
     SentPart,
 )
-from node.exchange.transport.transport import TransferRefusedError
 
 PART = LEAST_PART_BYTES
 LIMITS = Limits(max_streams_per_body=3)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from node.history import KeptRulings
+from node.disk.history import KeptRulings
 from node.link.calls import Attachment
-from node.link.session import LEAVE_SECONDS, LOOK_ELSEWHERE_SECONDS, MOST_REPORTS, Session
+from node.link.session import LEAVE_SECONDS, LOOK_ELSEWHERE_SECONDS, MOST_REPORTS, NodeSide, Session
 from protocol.errors import (
     AtollError,
     NotPermittedError,
@@ -105,13 +105,15 @@ class Link:
 def session_on(link: Link, **wants: Any) -> Session:
     return Session(
         link=link,  # type: ignore[arg-type]
-        announce=lambda: None,  # type: ignore[arg-type,return-value]
-        vitals=lambda: "vitals",  # type: ignore[arg-type,return-value]
-        on_attached=wants.get("on_attached", lambda attachment: None),
-        on_message=wants.get("on_message", lambda event: None),
+        node=NodeSide(
+            announce=lambda: None,  # type: ignore[arg-type,return-value]
+            vitals=lambda: "vitals",  # type: ignore[arg-type,return-value]
+            on_attached=wants.get("on_attached", lambda attachment: None),
+            on_message=wants.get("on_message", lambda event: None),
+            ask_members=wants.get("ask_members"),
+        ),
         rng=random.Random(0),
         rulings=KeptRulings(RunSpec()),
-        ask_members=wants.get("ask_members"),
         wall_clock=wants.get("wall_clock", lambda: 0.0),
     )
 

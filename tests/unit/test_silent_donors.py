@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from node.exchange.limits import Waits
-from node.exchange.transport.transport import Want, WantChunk, WantResult
+from node.exchange.peers import Waits, Want, WantChunk, WantResult
 from protocol.wire.messages import Held, ResultOffered
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import BLOCK, Commit, NodeId

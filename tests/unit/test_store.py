@@ -10,7 +10,7 @@ import pytest
 from coordinator.database import DATABASE_NAME
 from coordinator.store import CLOCK_SAVE_SECONDS, Store
 from coordinator.swarm.events import Attached, Detached, Event, HeartbeatSeen, Reported
-from coordinator.swarm.shares import Rates
+from coordinator.swarm.slices import Rates
 from coordinator.swarm.state import SwarmState, Written
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError

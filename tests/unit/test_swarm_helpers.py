@@ -5,7 +5,7 @@ from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
-from coordinator.swarm.shares import Rates
+from coordinator.swarm.slices import Rates
 from coordinator.swarm.weighing import say_of
 from protocol.wire.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver
 from protocol.wire.rounds import LayoutSummary

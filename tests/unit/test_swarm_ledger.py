@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
-from coordinator.swarm.books import book, unbook
+from coordinator.swarm.committed import book, unbook
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import (
     Ledger,

@@ -5,7 +5,7 @@ import math
 import pytest
 from swarm_scene import INITIAL, Scene
 
-from coordinator.swarm.shares import (
+from coordinator.swarm.slices import (
     MOST_OF_EQUAL,
     STICKY,
     UNKNOWN,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swarm_scene import STEP_TOKENS, Scene, digest_of
 
-from coordinator.swarm.speeds import FASTEST, FILLED, measured, shared_out, step_budgets
+from coordinator.swarm.deadlines import FASTEST, FILLED, measured, shared_out, step_budgets
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId
 

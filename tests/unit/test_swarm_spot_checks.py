@@ -7,9 +7,9 @@ import pytest
 
 from coordinator.store import Store
 from coordinator.streams import what_holds_for
+from coordinator.swarm.deadlines import step_budgets
 from coordinator.swarm.events import QuarantineAsked, Reported, Ruled, Tell
 from coordinator.swarm.members import Work
-from coordinator.swarm.speeds import step_budgets
 from coordinator.swarm.spot_checks import EXPECTED_SHARE, most_score
 from coordinator.swarm.state import SpotCheck
 from coordinator.swarm.transition import initial_state

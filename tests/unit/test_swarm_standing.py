@@ -6,13 +6,13 @@ import pytest
 from swarm_scene import Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.members import Standing
-from coordinator.swarm.standing import (
+from coordinator.swarm.state import RoundPhase
+from coordinator.swarm.weighing import (
     BRIEF_TRIAL_SECONDS,
     FORGOTTEN_AFTER,
     HURRY_MARGIN,
     TRIAL_MARGIN,
 )
-from coordinator.swarm.state import RoundPhase
 from protocol.wire.messages import ParticipantsIdle, RoundCommitted
 from protocol.wire.rounds import NodeId
 

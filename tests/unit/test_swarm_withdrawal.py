@@ -7,7 +7,7 @@ import pytest
 from going_back_scene import Kept
 from swarm_scene import Scene, asked_of, digest_of
 
-from coordinator.swarm.canary import COORDINATOR
+from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import GoBack, Ruled, RulingsLearned, WithdrawalAsked
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.reach_back import (
@@ -336,7 +336,7 @@ def test_a_run_that_went_back_by_itself_does_not_do_so_again_after_a_withdrawal(
     kept.bring("a", 8)
     kept.scene.do(Ruled(kind=RulingKind.RESUMED, by="the run owner", unix_seconds=0.0))
     assert not [each for each in kept.scene.log if isinstance(each, GoBack)]
-    from coordinator.swarm.canary import _was_here_before  # the reason why it pauses instead
+    from coordinator.swarm.evaluation import _was_here_before  # the reason why it pauses instead
 
     assert _was_here_before(kept.scene.state, 8)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.tcp import (
     LEAST_GAIN,
     MANY,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from node.island.island import InnerReport, both
-from node.island.measuring.local_communication import LEAST_STEPS_BETWEEN, LocalCommunication
+from node.island.measuring import LEAST_STEPS_BETWEEN, LocalCommunication
 from node.island.parallel.mesh import Mesh
 
 

@@ -12,26 +12,23 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.utils import counters
 
+from node.island import measuring as measured_peak
 from node.island.data.corpus import Corpus, read_corpus
 from node.island.data.dataset import SampleOrder
 from node.island.island import InnerReport, InnerWork, Progress
-from node.island.measuring import utilisation as measured_peak
-from node.island.measuring.utilisation import flops_per_token
+from node.island.measuring import flops_per_token
 from node.island.models.decoder_modules import Objective
 from node.island.models.first_weights import initial_parameters
-from node.island.parallel.boxes import places_of_ranks
-from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import MeshShape
+from node.island.parallel.mesh import Mesh, places_of_ranks
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, Precision, Recomputing
+from node.island.parallel.modules import compile_layers
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training import engine
-from node.island.training.compiling import compile_layers
 from node.island.training.engine import Engine
-from node.island.training.local_training import PLAIN, LocalTraining, Precision, Recomputing
 from node.island.training.schedule import Position, rewarming_steps, share_of_peak
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSection, RunSpec
 from tests.tiny_runs import run_of
 
@@ -151,7 +148,7 @@ def test_a_lower_precision_learns_nearly_the_same(corpus: Corpus, precision: Pre
 def test_a_step_whose_gradient_overflows_in_fp16_changes_nothing_and_is_counted(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("node.island.training.precision._HIGHEST_LOSS_SCALE", 2.0**40)
+    monkeypatch.setattr("node.island.ranks.accelerator._HIGHEST_LOSS_SCALE", 2.0**40)
     trainer = trainer_of(corpus, local=LocalTraining(precision="fp16"))
     start = published(trainer)
     assert trainer.train(work_of(2), ignore).skipped_steps == 2

@@ -28,14 +28,12 @@ from node.island.models.transformers import (
 )
 from node.island.models.transformers_plans import CUT_INTO_STAGES, run_alone, stages_of
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import MeshShape, check_shape
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, check_shape
+from node.island.parallel.modules import compile_layers
 from node.island.training import engine
-from node.island.training.compiling import compile_layers
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
-from protocol.run.layout import layout_of
-from protocol.run.models import TransformersModel
+from protocol.run.models import TransformersModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests.transformers_configs import CONFIGS, ODD, small
 

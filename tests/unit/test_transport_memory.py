@@ -5,10 +5,9 @@ import asyncio
 import pytest
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
-from node.exchange.transport.transport import Admission, PeerUnreachableError, Want
-from protocol.wire.payload import RESULT, Payload, PayloadHeader
+from node.exchange.peers import Admission, PeerUnreachableError, Want
+from protocol.wire.payload import RESULT, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, NodeId, PeerAddress, RosterEntry
-from protocol.wire.wire_count import WireCounts
 
 ONE, OTHER, THIRD = NodeId("one"), NodeId("other"), NodeId("third")
 PAYLOAD = Payload.seal(

@@ -10,11 +10,11 @@ from coordinator.services.session import SessionDesk
 from coordinator.services.status import StatusDesk
 from lab.simulation.coordinator import DeskStub, SimulatedCoordinator
 from lab.simulation.swarm import identity_of
-from node.history import KeptRulings
+from node.disk.history import KeptRulings
 from node.link.calls import Announcement, Attachment, CoordinatorLink
-from node.link.session import Session
+from node.link.session import NodeSide, Session
 from protocol.errors import UnavailableError
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.node_words import copies_in_words
 from protocol.terminal.query import as_json
@@ -57,10 +57,12 @@ class Process:
         )
         self.session = Session(
             link=CoordinatorLink(self.stub),
-            announce=lambda: announcement,
-            vitals=lambda: VITALS,
-            on_attached=self.attachments.append,
-            on_message=lambda event: None,
+            node=NodeSide(
+                announce=lambda: announcement,
+                vitals=lambda: VITALS,
+                on_attached=self.attachments.append,
+                on_message=lambda event: None,
+            ),
             rng=random.Random(number),
             rulings=KeptRulings(SPEC),
         )

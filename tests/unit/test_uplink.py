@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.traffic import HEADER_SHARE, Traffic
 from node.exchange.transport.rates.uplink import (
     LEAST_ANSWERS,
@@ -14,7 +14,7 @@ from node.exchange.transport.rates.uplink import (
     UnderWay,
     Uplink,
 )
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 LIMITS = Limits(floor_bytes_per_second=1.0)
 EPOCH_SECONDS, QUEUE_SECONDS = LIMITS.epoch_seconds, LIMITS.queue_seconds

@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.island.measuring import utilisation as measured_peak
-from node.island.measuring.utilisation import (
+from node.island import measuring as measured_peak
+from node.island.measuring import (
     flops_per_token,
     measure_peak_if_unknown,
     measured,

@@ -17,8 +17,7 @@ from protocol.trust.rulings import (
     checked_chain,
     digest_of,
 )
-from protocol.trust.signing import CommitSigner
-from protocol.trust.vouching import Bundle, Trust
+from protocol.trust.signing import Bundle, CommitSigner, Trust
 from protocol.wire.rounds import Commit, Digest
 
 SWARM = new_swarm_id()

@@ -23,7 +23,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.training.optimizers import inner_optimizers
 from node.island.training.schedule import Position, share_of_peak
 from node.outer_state import Vector
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import InnerSection
 
 MEETING_PATIENCE = timedelta(seconds=180)

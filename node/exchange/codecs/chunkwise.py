@@ -20,7 +20,7 @@ deviations, and whose decode table holds the means of the bins; with two bits in
 "MuLoCo"). Four bins cannot be uniform: with the mean m and the mean distance d from it, they meet at
 m - 1.25 d, m and m + 1.25 d. For a normal distribution that is one standard deviation, where the best
 quantiser's are (Max 1960, "Quantizing for Minimum Distortion": 0.98). Body: four fp32 for each chunk,
-little-endian, the lowest bin's mean first, then two bits for each value as blockwise.py packs them: the bin.
+little-endian, the lowest bin's mean first, then two bits for each value as dense.py packs them: the bin.
 Means rise, are 0 or at least 2**-118 in magnitude, and never -0.
 """
 
@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from node.exchange.codecs.blockwise import pack_two_bits, two_bit_bytes, unpack_two_bits
 from node.exchange.codecs.codec import (
+    ALL_RIGHT,
     ONE_THREAD,
     Bytes,
     CodecError,
@@ -39,11 +39,15 @@ from node.exchange.codecs.codec import (
     FixedSize,
     Reader,
     Tiles,
+    bits_of,
     check_body,
     check_values,
+    float_of,
+    kernel,
+    read_only,
     refuse_not_finite,
 )
-from node.exchange.codecs.compiled import ALL_RIGHT, bits_of, float_of, kernel, read_only
+from node.exchange.codecs.dense import pack_two_bits, two_bit_bytes, unpack_two_bits
 from node.outer_state import Vector
 
 Floats = npt.NDArray[np.float32 | np.float64]

@@ -17,8 +17,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from node.exchange.codecs.codec import Bytes, CodecError
-from node.exchange.codecs.compiled import kernel, read_only
+from node.exchange.codecs.codec import Bytes, CodecError, kernel, read_only
 
 Counts = npt.NDArray[np.int64]
 

@@ -33,16 +33,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from node.exchange.codecs.blockwise import (
-    Codes,
-    divisor_of,
-    largest_scale,
-    nibble_bytes,
-    pack_nibbles,
-    peak_of,
-    unpack_nibbles,
-    whole_codes,
-)
 from node.exchange.codecs.chunkwise import (
     CHUNK,
     INFINITY,
@@ -52,6 +42,7 @@ from node.exchange.codecs.chunkwise import (
     num_chunks,
 )
 from node.exchange.codecs.codec import (
+    ALL_RIGHT,
     ONE_THREAD,
     TILE_ELEMENTS,
     Bytes,
@@ -63,11 +54,24 @@ from node.exchange.codecs.codec import (
     check_body,
     check_num_elements,
     check_values,
+    kernel,
+    read_only,
     refuse_not_finite,
 )
-from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
 from node.exchange.codecs.deflate import deflated, inflated_head, most_stream_bytes
-from node.exchange.codecs.floats import Halves, from_bf16, to_bf16
+from node.exchange.codecs.dense import (
+    Codes,
+    Halves,
+    divisor_of,
+    from_bf16,
+    largest_scale,
+    nibble_bytes,
+    pack_nibbles,
+    peak_of,
+    to_bf16,
+    unpack_nibbles,
+    whole_codes,
+)
 from node.exchange.codecs.top_k import num_chosen
 from node.outer_state import Vector
 

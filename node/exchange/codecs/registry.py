@@ -10,11 +10,10 @@ from collections.abc import Callable
 import blake3
 import numpy as np
 
-from node.exchange.codecs.blockwise import Int4, Int8
 from node.exchange.codecs.chunkwise import CHUNK, Int2, Sign
 from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles
+from node.exchange.codecs.dense import Bf16, Fp32, Int4, Int8
 from node.exchange.codecs.entropy import Ec1, Ec2, Ec3
-from node.exchange.codecs.floats import Bf16, Fp32
 from node.exchange.codecs.top_k import TopK64, TopK256
 from protocol.errors import ConfigError
 from protocol.run.run_spec import RunSpec

@@ -21,7 +21,7 @@ gap is the number of values between two chosen ones; a section's first counts fr
 bytes: 255 stands for 255 values without a chosen one, and the gap goes on.
 
 Body: for each chunk the small and the big magnitude (two bf16, little-endian); two bits for each
-chosen value as blockwise.py packs them, 1 for minus and 2 for big; for each section of 1,048,576 values the
+chosen value as dense.py packs them, 1 for minus and 2 for big; for each section of 1,048,576 values the
 bytes of its places, 32 bits little-endian; then the places. Small is not above big; both are 0 or normal
 numbers.
 """
@@ -32,9 +32,9 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from node.exchange.codecs.blockwise import pack_two_bits, two_bit_bytes, unpack_two_bits
 from node.exchange.codecs.chunkwise import CHUNK, SMALLEST, Floats, num_chunks, sum_of
 from node.exchange.codecs.codec import (
+    ALL_RIGHT,
     ONE_THREAD,
     Bytes,
     CodecError,
@@ -44,11 +44,19 @@ from node.exchange.codecs.codec import (
     check_body,
     check_num_elements,
     check_values,
+    kernel,
+    read_only,
     refuse_not_finite,
 )
-from node.exchange.codecs.compiled import ALL_RIGHT, kernel, read_only
 from node.exchange.codecs.deflate import deflated, inflated, most_stream_bytes
-from node.exchange.codecs.floats import Halves, from_bf16, to_bf16
+from node.exchange.codecs.dense import (
+    Halves,
+    from_bf16,
+    pack_two_bits,
+    to_bf16,
+    two_bit_bytes,
+    unpack_two_bits,
+)
 from node.outer_state import Vector
 
 Places = npt.NDArray[np.int32]

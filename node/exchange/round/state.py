@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from node.exchange.codecs.codec import Codec
-from node.exchange.limits import Waits
+from node.exchange.peers import Waits
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.round.awaiting import Awaited
 from protocol.wire.messages import (

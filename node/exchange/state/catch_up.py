@@ -8,8 +8,9 @@ what the node still owes stays owed, as long as its state is one of the swarm's 
 Where it is not, the coordinator may have gone back to an older copy of its database. So before the node
 gives anything up, it brings its own commits; then it goes back as little as it can.
 
-What to fetch and when is decided here. How a state is fetched stands in download.py; results, what the
-coordinator lists, and what this node can go back to by itself, in sources.py.
+What to fetch and when is decided here. `ResultsHere` are the results that commits name: which are in memory
+or on the disk, and how others come here. How a state is fetched stands in download.py; what the coordinator
+lists, and what this node can go back to by itself, in sources.py.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,15 +20,17 @@ from functools import partial
 import numpy as np
 import structlog
 
+from node.disk.history import ResultLog
 from node.disk.snapshots import Snapshot
 from node.exchange.codecs.codec import CodecError
-from node.exchange.fetching import Donors
-from node.exchange.limits import Patience
+from node.exchange.fetching import Donors, fetch_results
 from node.exchange.outer import NotApplicableError, Position
+from node.exchange.peers import Patience, WantResult
 from node.exchange.state.download import Download
-from node.exchange.state.sources import Listed, OwnStates, ResultsHere, StateHere, is_same
+from node.exchange.state.sources import Listed, OwnStates, StateHere, is_same
 from protocol.wire.messages import Report
-from protocol.wire.rounds import Commit, Digest, RoundSpan
+from protocol.wire.payload import Payload
+from protocol.wire.rounds import Commit, Digest, RoundSpan, SliceOutcome
 
 log = structlog.get_logger()
 
@@ -377,3 +380,100 @@ class CatchUp:
         return await self._download.fetch(
             at_least_round, partial(self._listed.is_the_swarms, known)
         )
+
+
+class ResultsHere:
+    """Of rounds that are not applied yet."""
+
+    def __init__(self, here: StateHere, donors: Donors, *, say: Callable[[str], None]) -> None:
+        self._outer = here.outer
+        self._held = here.held
+        self._disk = here.disk
+        self._heavy = here.heavy
+        self._donors = donors
+        self._say = say
+
+    async def of(self, commit: Commit) -> dict[int, Payload] | None:
+        """By slice, fetched where need be; None when not all of them come now."""
+        if self._missing(commit):
+            await self._fetch((commit,))
+        found = {
+            outcome.index: payload
+            for outcome in commit.slices
+            if (payload := self._find(commit.round, outcome)) is not None
+        }
+        committed = sum(outcome.digest is not None for outcome in commit.slices)
+        return found if len(found) == committed else None
+
+    async def fetch_ahead(self, commits: Sequence[Commit]) -> None:
+        """Fetches what is missing of some rounds together, once it is missing of the first."""
+        if self._outer.is_base_of(commits[0]) and self._missing(commits[0]):
+            await self._fetch(commits)
+
+    async def are_here(self, commits: Sequence[Commit]) -> bool:
+        """Whether all results of these rounds are here; those that are not on the disk are fetched.
+
+        What is on the disk stays there: it may be more than fits into memory.
+        """
+        absent = [c for c in commits if await self._heavy(partial(self._is_absent, c))]
+        if absent:
+            await self._fetch(absent)
+        return not any(map(self._missing, absent))
+
+    def _is_absent(self, commit: Commit) -> bool:
+        """Whether a result is neither in memory nor on the disk."""
+        return any(
+            self._on_disk(commit.round, outcome) is None for outcome in self._missing(commit)
+        )
+
+    def _on_disk(self, round: int, outcome: SliceOutcome) -> Payload | None:
+        if self._disk is None or outcome.digest is None:
+            return None
+        return self._disk.results.find(round, outcome.index, outcome.digest)
+
+    def _find(self, round: int, outcome: SliceOutcome) -> Payload | None:
+        if outcome.digest is None:
+            return None
+        return self._held.find(round, outcome.index, outcome.digest)
+
+    def _missing(self, commit: Commit) -> list[SliceOutcome]:
+        """The slices of a commit whose result is not in memory."""
+        return [
+            outcome
+            for outcome in commit.slices
+            if outcome.digest is not None and self._find(commit.round, outcome) is None
+        ]
+
+    async def _fetch(self, commits: Sequence[Commit]) -> None:
+        """Fetches the results that are missing of some rounds, from our own disk first."""
+        if self._disk is not None:
+            await self._heavy(partial(self._recall, self._disk.results, commits))
+        wanted = {
+            WantResult(round=commit.round, slice_index=each.index, digest=each.digest): each
+            for commit in commits
+            for each in self._missing(commit)
+            if each.digest is not None
+        }
+        if wanted:
+            rounds = [want.round for want in wanted]
+            first, last = min(rounds), max(rounds)
+            which = f"round {first}" if first == last else f"rounds {first} to {last}"
+            self._say(f"results of {which}")
+            await fetch_results(
+                wanted,
+                self._keep,
+                of=self._donors,
+                peers=self._donors.peers(),
+                codecs_in=self._outer.codecs_in,
+            )
+
+    async def _keep(self, payload: Payload) -> None:
+        self._held.hold(payload)
+
+    def _recall(self, results: ResultLog, commits: Sequence[Commit]) -> None:
+        for commit in commits:
+            for outcome in self._missing(commit):
+                assert outcome.digest is not None
+                payload = results.find(commit.round, outcome.index, outcome.digest)
+                if payload is not None:
+                    self._held.hold(payload)

@@ -19,8 +19,7 @@ import structlog
 
 from node.disk.snapshots import Snapshot
 from node.exchange.fetching import Donors, Outcome, Schedule, fetch_pieces
-from node.exchange.state.chunks import Arrivals, Arriving, Manifest, ManifestError
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
     FalseAnswerError,
     NotHeldError,
     PeerUnreachableError,
@@ -30,6 +29,7 @@ from node.exchange.transport.transport import (
     WantManifest,
     do_nothing,
 )
+from node.exchange.state.chunks import Arrivals, Arriving, Manifest, ManifestError
 from node.heavy import Heavy
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Digest, NodeId

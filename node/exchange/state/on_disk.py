@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from node.disk.budget import DiskBudget, Need
-from node.disk.logs import ResultLog, SentLog
+from node.disk.history import KEPT_BYTES, History, ResultLog, SentLog
 from node.disk.round_folder import Retention
 from node.disk.snapshot_folder import KEPT_FILES, OpenSnapshot, SnapshotError, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting, snapshot_bytes
@@ -29,9 +29,8 @@ from node.exchange.giving import HeldResults
 from node.exchange.outer import NotApplicableError, Outer, Position
 from node.exchange.screening import COUNTED_ROUNDS
 from node.heavy import Heavy, in_place
-from node.history import KEPT_BYTES, History
 from protocol.errors import AtollError
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Commit, RoundSpan

@@ -17,12 +17,11 @@ from dataclasses import replace
 
 import structlog
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits, PeerUnreachableError, TransferRefusedError
 from node.exchange.transport.rates.traffic import TokenBucket, Traffic
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.sender import FIRST_BYTES_PER_SECOND
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
-from node.exchange.transport.transport import PeerUnreachableError, TransferRefusedError
 from protocol.errors import CertificateRefusedError
 from protocol.trust.identity import Identity
 from protocol.trust.peer_tls import PeerTls

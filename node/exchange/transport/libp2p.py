@@ -12,7 +12,14 @@ from functools import partial
 
 import structlog
 
-from node.exchange.limits import Limits
+from node.exchange.peers import (
+    Limits,
+    PeerUnreachableError,
+    TransferHandler,
+    TransferRefusedError,
+    Want,
+    do_nothing,
+)
 from node.exchange.transport.carrying import Carrying
 from node.exchange.transport.p2pd import Connections, DaemonError, P2pd, StreamCallback
 from node.exchange.transport.punching import Observer, Punching, punching_daemon
@@ -22,15 +29,10 @@ from node.exchange.transport.sender import first_streams
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.serving import Server, fetch_over, verify_inline
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, drop, refuse
-from node.exchange.transport.transport import (
-    PeerUnreachableError,
-    TransferHandler,
-    TransferRefusedError,
-    Want,
-    do_nothing,
-)
 from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer, asked_of
 from node.machine.addresses import (
+    ON_LOOPBACK,
+    Reachability,
     announced,
     by_route,
     forwarded_among,
@@ -40,13 +42,11 @@ from node.machine.addresses import (
     visible_now,
 )
 from protocol.trust.identity import Identity, peer_id_of
-from protocol.trust.proxy import Proxy
 from protocol.trust.rulings import Address
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload, PayloadHeader
+from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry, Way
 from protocol.wire.vitals import LinkRates, UploadPace
-from protocol.wire.wire_count import WireCounts
 
 PROTOCOL = "atoll/6/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""
@@ -71,15 +71,9 @@ _log = structlog.get_logger(__name__)
 class Libp2pTransport:
     """Transport over a p2pd process of its own. Several transfers with a peer run at once.
 
-    `listen_multiaddrs` are libp2p's: "/ip4/0.0.0.0/tcp/7700". `announce_host` (a name or an IP
-    address) replaces the host in what peers are told, for a node behind a forwarded port. With
-    `asks_router` the router is asked to forward the port, and peers are told of its address too. They are
-    told first of the address by which `coordinator_host` is reached, or of those of `interface` alone.
-    With a `punching_token`, 16 random bytes, it reaches members through their routers and its own.
-    Others that do not reach each other may have `carry_share` of its uploads. `whereabouts` is what it
+    Members that do not reach each other may have `carry_share` of its uploads. `whereabouts` is what it
     tells those that hold an invite.
     `max_upload_bytes_per_second` is on the wire, and for all transfers together; None is no limit.
-    Members that cannot be dialled are dialled through the `proxy`.
     """
 
     def __init__(
@@ -87,26 +81,15 @@ class Libp2pTransport:
         *,
         identity: Identity,
         counts: WireCounts,
-        listen_multiaddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",),
-        announce_host: str | None = None,
-        asks_router: bool = False,
-        interface: str = "",
-        coordinator_host: Callable[[], str] = lambda: "",
-        punching_token: bytes = b"",
+        reachability: Reachability = ON_LOOPBACK,
         carry_share: float = 0.0,
         whereabouts: Tell = lambda _: (),
         limits: Limits | None = None,
         max_upload_bytes_per_second: float | None = None,
-        proxy: Proxy | None = None,
         while_moving: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._identity = identity
-        self._listen_multiaddrs = listen_multiaddrs
-        self._announce_host = announce_host
-        self._asks_router = asks_router
-        self._proxy = proxy
-        self._interface = interface
-        self._coordinator_host = coordinator_host
+        self._reachability = reachability
         self._limits = within_open_files(limits or Limits())
         self._traffic = Traffic(
             counts,
@@ -127,7 +110,7 @@ class Libp2pTransport:
         self._num_asked = 0
         self._connections: Connections | None = None
         self._punching = Punching(
-            token=punching_token,
+            token=reachability.punching_token,
             start_daemon=punching_daemon(
                 identity,
                 on_streams={
@@ -158,15 +141,15 @@ class Libp2pTransport:
             _log.info("uploads are paced", bytes_per_second=allowed)
         self._daemon = await P2pd.start(
             self._identity,
-            listen_multiaddrs=self._listen_multiaddrs,
+            listen_multiaddrs=self._reachability.listen_multiaddrs,
             on_streams={
                 PROTOCOL: self._on_tcp_stream,
                 CARRYING: partial(self._serve, self._admit_carried),
                 WHEREABOUTS: partial(self._serve, self._tell_whereabouts),
             },
             limits=self._limits,
-            asks_router=self._asks_router,
-            proxy=self._proxy,
+            asks_router=self._reachability.asks_router,
+            proxy=self._reachability.proxy,
         )
         self._traffic.kernel = self._daemon.tcp_pacing
         self._visible = await self._daemon.multiaddrs()
@@ -226,7 +209,7 @@ class Libp2pTransport:
         if self._daemon is None or self._connections is None:
             return False
         before, told = self._own_addresses, self._multiaddrs
-        if await self._look_at_addresses() and self._asks_router:
+        if await self._look_at_addresses() and self._reachability.asks_router:
             found = await self._daemon.multiaddrs()
             forwarded = forwarded_among(found, before=self._visible, own=self._own_addresses)
             self._multiaddrs = (*forwarded, *self._multiaddrs)
@@ -240,12 +223,13 @@ class Libp2pTransport:
         """Finds out what peers are told of from now on; returns False where it is nothing new."""
         own = await asyncio.to_thread(interface_addresses)
         self._own_addresses = tuple(dict.fromkeys(each.address for each in own))
-        route = await route_to(self._coordinator_host())
-        told = told_addresses(own, route=route, interface=self._interface)
+        of_node = self._reachability
+        route = await route_to(of_node.coordinator_host())
+        told = told_addresses(own, route=route, interface=of_node.interface)
         if not told and self._multiaddrs:
             return False  # it has none for a moment
-        visible = visible_now(self._visible, self._listen_multiaddrs, told)
-        self._multiaddrs = by_route(announced(visible, self._announce_host), route)
+        visible = visible_now(self._visible, of_node.listen_multiaddrs, told)
+        self._multiaddrs = by_route(announced(visible, of_node.announce_host), route)
         return bool(told)
 
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
@@ -448,7 +432,7 @@ class Libp2pTransport:
 
     async def _open(self, entry: RosterEntry) -> TransferStream:
         """Directly where that can be, and through whom a plan names where not."""
-        if self._carrying.carriers_to(entry.node_id) and not self._is_connected(entry):
+        if not self._is_connected(entry) and self._carrying.carriers_to(entry.node_id):
             return await self._carrying.open(entry)
         return await self._open_direct(entry, PROTOCOL)
 

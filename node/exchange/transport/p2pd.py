@@ -34,7 +34,7 @@ from typing import Any
 
 import structlog
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.rates.tcp import TcpPacing
 from node.exchange.transport.streams import BROKEN, drop
 from node.exchange.transport.tunnels import Tunnels

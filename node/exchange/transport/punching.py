@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import structlog
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
 from node.exchange.transport.rates.tcp import send_from, udp_sockets_of
 from node.machine.addresses import has_ipv6, leaving_by_ipv6

@@ -20,9 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from node.exchange.limits import PARTS_IN_WINDOW, WINDOW_BYTES, Limits
-from node.exchange.transport.rates.evenness import LEAD_OF_RECEIVERS_BYTES, Evenness
-from node.exchange.transport.rates.uplink import UnderWay, Uplink
+from node.exchange.peers import PARTS_IN_WINDOW, WINDOW_BYTES, Limits, TransferRefusedError
+from node.exchange.transport.rates.uplink import LEAD_OF_RECEIVERS_BYTES, Evenness, UnderWay, Uplink
 from node.exchange.transport.streams import (
     WHOLE_BYTES,
     held_in,
@@ -30,7 +29,6 @@ from node.exchange.transport.streams import (
     part_bytes_for,
     span_of,
 )
-from node.exchange.transport.transport import TransferRefusedError
 
 FIRST_BYTES_PER_SECOND = 12.5e6
 """What a link is thought to carry before anything is known of it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits, PeerUnreachableError, TransferRefusedError
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.rates.uplink import UnderWay
 from node.exchange.transport.sender import (
@@ -25,7 +25,6 @@ from node.exchange.transport.sender import (
     SentPart,
 )
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
-from node.exchange.transport.transport import PeerUnreachableError, TransferRefusedError
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
 

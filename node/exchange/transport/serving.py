@@ -11,7 +11,19 @@ from collections.abc import Awaitable, Callable
 
 import blake3
 
-from node.exchange.limits import Limits
+from node.exchange.peers import (
+    PIECES_AT_ONCE,
+    FalseAnswerError,
+    Limits,
+    TransferHandler,
+    TransferRefusedError,
+    Want,
+    check_answer,
+    do_nothing,
+    kind_of,
+    refusing_on_fault,
+    turn_of,
+)
 from node.exchange.transport.receiver import IncomingBody, Receiver, StreamAdmission
 from node.exchange.transport.streams import (
     FrameError,
@@ -21,18 +33,6 @@ from node.exchange.transport.streams import (
     encode_want,
     expect,
     refuse,
-)
-from node.exchange.transport.transport import (
-    PIECES_AT_ONCE,
-    FalseAnswerError,
-    TransferHandler,
-    TransferRefusedError,
-    Want,
-    check_answer,
-    do_nothing,
-    kind_of,
-    refusing_on_fault,
-    turn_of,
 )
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CONTRIBUTION, Payload, PayloadError, PayloadHeader
@@ -111,7 +111,7 @@ class Server:
             admission = self._handler.admit(sender, header)
         try:
             with stream.traffic.receiving():
-                async with asyncio.timeout(self._limits.whole_seconds(header.body_bytes)):
+                async with asyncio.timeout(_whole_seconds(self._limits, header.body_bytes)):
                     if offer.part_bytes:
                         body = await self._take_parts(
                             stream, sender, header, offer, admission.is_wanted
@@ -175,7 +175,7 @@ class Server:
                     status=wire.TRANSFER_STATUS_GO_ON, header=payload.header.encode()
                 )
             )
-            async with asyncio.timeout(self._limits.whole_seconds(len(payload.body))):
+            async with asyncio.timeout(_whole_seconds(self._limits, len(payload.body))):
                 await stream.send_body(payload.body)
 
 
@@ -370,3 +370,8 @@ async def complete(
         moved.cancel()
         # Not by catching CancelledError, which could be our own.
         await asyncio.gather(ended, moved, return_exceptions=True)
+
+
+def _whole_seconds(limits: Limits, num_bytes: int) -> float:
+    """How long a body may take altogether, so that a trickle cannot hold a stream forever."""
+    return 2 * limits.idle_seconds + num_bytes / limits.floor_bytes_per_second

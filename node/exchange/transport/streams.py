@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from node.exchange.limits import LEAST_PART_BYTES, PARTS_IN_WINDOW
-from node.exchange.transport.rates.traffic import CHUNK_BYTES, Traffic
-from node.exchange.transport.transport import (
+from node.exchange.peers import (
+    LEAST_PART_BYTES,
+    PARTS_IN_WINDOW,
     NotHeldError,
     TransferRefusedError,
     Want,
@@ -26,6 +26,7 @@ from node.exchange.transport.transport import (
     WantTokens,
     do_nothing,
 )
+from node.exchange.transport.rates.traffic import CHUNK_BYTES, Traffic
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import (
     CHUNK,
@@ -36,9 +37,9 @@ from protocol.wire.payload import (
     REDUCER_ERROR,
     RESULT,
     TOKENS_MANIFEST,
+    WireKind,
 )
 from protocol.wire.rounds import Digest, NodeId
-from protocol.wire.wire_count import WireKind
 
 MAX_FRAME_BYTES = 8192
 """No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""

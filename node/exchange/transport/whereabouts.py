@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 import structlog
 
-from node.exchange.limits import Limits
+from node.exchange.peers import Limits
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream
@@ -28,7 +28,7 @@ from protocol.trust.pki import pin_of
 from protocol.trust.proxy import Proxy
 from protocol.trust.rulings import Address
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.wire_count import WireCounts
+from protocol.wire.payload import WireCounts
 
 WHEREABOUTS = "atoll/1/whereabouts"
 

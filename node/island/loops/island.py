@@ -36,7 +36,7 @@ from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.island.ranks.hang_watch import HangWatch
 from node.outer_state import SharedNames, Vector
 from protocol.errors import AtollError
-from protocol.run.layout import Layout
+from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary
 

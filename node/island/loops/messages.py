@@ -28,8 +28,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from node.island.data.dataset import Batch, Indices
 from node.island.island import InnerWork
 from node.island.training.schedule import Position, scale_of_rates, share_of_peak
-from protocol.run.layout import Layout
-from protocol.run.models import Section
+from protocol.run.models import Layout, Section
 from protocol.run.run_spec import RunSpec
 
 VERSION = 3

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from node.island.models.running_statistics import statistics_of
 from node.island.parallel.mesh import Mesh
-from node.island.training.precision import LossScale
+from node.island.ranks.accelerator import LossScale
 from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
 from protocol.run.models import TensorShape
 from protocol.run.run_spec import RunSpec

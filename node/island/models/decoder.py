@@ -28,9 +28,9 @@ from node.island.models.decoder_modules import (
     mean_nats,
     rotary_tables,
 )
-from node.island.parallel.context import ContextAttention, positions_of
 from node.island.parallel.mesh import Mesh
-from node.island.training.precision import LossScale
+from node.island.parallel.pipeline import ContextAttention, positions_of
+from node.island.ranks.accelerator import LossScale
 from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:

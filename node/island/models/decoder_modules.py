@@ -2,7 +2,7 @@
 
 Names, shapes and arithmetic follow `LlamaForCausalLM`, and with the keys for them `Qwen2ForCausalLM`,
 `Qwen3ForCausalLM` and `MistralForCausalLM`, so that an export loads there unchanged.
-What lives elsewhere: names and shapes in the canonical vector (protocol.run.layout), the first weights
+What lives elsewhere: names and shapes in the canonical vector (protocol.run.models), the first weights
 (first_weights, beside this), training (node.island.training.trainer), folders of transformers
 (node.models.families).
 """
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from node.island.models.architecture import Counted
 from node.outer_state import Vector
-from protocol.run.layout import Layout
-from protocol.run.models import DecoderModel, RopeScaling
+from protocol.run.models import DecoderModel, Layout, RopeScaling
 
 
 def rotary_tables(spec: DecoderModel) -> tuple[Tensor, Tensor]:

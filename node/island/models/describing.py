@@ -21,8 +21,7 @@ from node.island.models.architecture import Tree, changed_buffer, tensors_of
 from node.island.models.running_statistics import norms_of, statistics_of
 from node.outer_state import Vector
 from protocol.errors import AtollError, ConfigError, UsageError
-from protocol.run.layout import layout_of
-from protocol.run.models import Description, TensorShape
+from protocol.run.models import Description, TensorShape, layout_of
 from protocol.run.run_spec import RunSpec
 
 log = structlog.get_logger()

@@ -12,7 +12,7 @@ import blake3
 import numpy as np
 
 from node.outer_state import Vector
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 
 STANDARD_DEVIATION = 0.02

@@ -16,8 +16,7 @@ from node.island.models.decoder_modules import (
 )
 from node.outer_state import Vector
 from protocol.errors import UsageError
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel, TransformersModel
+from protocol.run.models import DecoderModel, TransformersModel, layout_of
 from protocol.run.run_spec import RunSpec
 
 

@@ -16,7 +16,7 @@ from node.island.models.architecture import Roles, Tree, layers_of, roles_of, sh
 from node.island.models.stages import Cut
 from node.island.models.tensor_plan import cut_by_plan
 from node.island.parallel.mesh import Mesh
-from node.island.training.precision import LossScale
+from node.island.ranks.accelerator import LossScale
 from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:

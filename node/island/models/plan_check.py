@@ -18,7 +18,7 @@ from node.island.models.describing import fill
 from node.island.models.function import FunctionArchitecture, random_module
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.precision import autocast
+from node.island.ranks.accelerator import autocast
 from node.outer_state import Vector
 from protocol.errors import ConfigError
 from protocol.run.run_spec import RunSpec

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from node.island.parallel.combinations import check_combination
 from node.island.parallel.mesh_shape import (
+    PLAIN,
+    LocalTraining,
     MeshShape,
     check_batch,
+    check_combination,
     check_shape,
 )
-from node.island.training.local_training import PLAIN, LocalTraining
 from protocol.errors import ConfigError
-from protocol.run.layout import layout_of
-from protocol.run.models import DecoderModel
+from protocol.run.models import DecoderModel, layout_of
 from protocol.run.node_memory import daemon_bytes
 from protocol.run.run_spec import RunSpec
 

@@ -1,23 +1,32 @@
-"""One rank among the ranks of its island: its place, its process groups, and what they agree on.
+"""One rank among the ranks of its island: its place, its process groups, and its boxes of every tensor.
 
 Sizes and what they fit are node.island.parallel.mesh_shape's; what is done with the groups is
 node.island.parallel.modules's.
+
+A box is the part of a tensor that a rank holds; here is its way to and from the canonical vector. Whatever
+the mesh, what a rank holds of a tensor is one n-dimensional box. Boxes of all ranks together cover the
+canonical vector exactly once, so contributions do not depend on the mesh.
 """
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from node.island.parallel.mesh_shape import AXES, Axis, MeshShape, Place
-from node.island.ranks.accelerator import collectives_of
+from node.island.ranks.accelerator import Copies, collectives_of, copy_in_turn
 from node.island.ranks.commands import MeetingPoint
+from node.outer_state import Vector
+from protocol.run.models import Layout, TensorPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +41,8 @@ class Mesh:
     context_group: dist.ProcessGroup | None = None
     ends_group: dist.ProcessGroup | None = None  # of the pipeline's ends, where weights are tied
     num_ranks: int = field(init=False)  # of the island
+    num_data: int = field(init=False)  # parts of a batch
+    is_fully_sharded: bool = field(init=False)
     place: Place = field(init=False)  # the rank's coordinates
     stages: tuple[int, ...] = field(init=False)  # the parts of the pipeline that this rank holds
     has_loss: bool = field(init=False)  # whether this rank holds the end of the model
@@ -40,6 +51,8 @@ class Mesh:
         place = self.shape.place_of(self.rank)
         stages = self.shape.stages_of(place.pipeline)
         object.__setattr__(self, "num_ranks", self.shape.num_ranks)
+        object.__setattr__(self, "num_data", self.shape.num_data)
+        object.__setattr__(self, "is_fully_sharded", self.shape.is_fully_sharded)
         object.__setattr__(self, "place", place)
         object.__setattr__(self, "stages", stages)
         object.__setattr__(self, "has_loss", self.shape.num_stages - 1 in stages)
@@ -121,7 +134,7 @@ class Mesh:
         """The rank's part of `count` samples. Ranks of one replica and shard have the same."""
         place = self.place
         part = place.replicate * self.shape.shard + place.shard
-        num_parts = self.shape.num_data
+        num_parts = self.num_data
         return slice(part * count // num_parts, (part + 1) * count // num_parts)
 
     def decided_by_first(self, decision: bool) -> bool:
@@ -218,3 +231,208 @@ def _own_of(
 
 
 assert AXES.index("shard") + 1 == AXES.index("context"), "folding needs them to be neighbours"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A part of a tensor: where it begins along each dimension, and how long it is there."""
+
+    place: TensorPlace
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """0 for a rank that got nothing of a tensor with fewer rows than ranks."""
+        return int(torch.Size(self.size).numel())
+
+    def of(self, vector: Tensor, first: int = 0) -> Tensor:
+        """The box within a vector that begins with this element of the canonical one, as a view."""
+        place = self.place
+        begin = place.offset - first
+        tensor = vector[begin : begin + place.num_elements].view(place.shape)
+        for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A box, the rank's own values of it, and whether this rank publishes them for its replicas."""
+
+    box: Box
+    local: Tensor
+    publishes: bool
+
+
+def places_of_ranks(places: tuple[TensorPlace, ...], num_ranks: int) -> list[list[TensorPlace]]:
+    """Deals tensors out to the ranks that publish them, about as many elements to each."""
+    turns = dealt([place.num_elements for place in places], num_ranks)
+    return [[places[i] for i in turn] for turn in turns]
+
+
+def dealt(sizes: list[int], num_ranks: int) -> list[list[int]]:
+    """Deals things of these sizes out to ranks, the largest first, to whoever has least."""
+    turns: list[list[int]] = [[] for _ in range(num_ranks)]
+    sums = [0] * num_ranks
+    for i in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        least = sums.index(min(sums))
+        turns[least].append(i)
+        sums[least] += sizes[i]
+    return turns
+
+
+def published_by(mesh: Mesh, layout: Layout) -> frozenset[str]:
+    """The names of the tensors that the rank publishes its part of.
+
+    Ranks that hold the same publish in turn: those of the replicate axis, or all ranks where every
+    one has the whole model.
+    """
+    if mesh.is_fully_sharded:
+        turns = places_of_ranks(layout.places, mesh.shape.replicate)[mesh.place.replicate]
+    else:
+        turns = places_of_ranks(layout.places, mesh.num_ranks)[mesh.rank]
+    return frozenset(place.name for place in turns)
+
+
+def held_by(
+    parts: Iterable[nn.Module],
+    places: Mapping[str, TensorPlace],
+    *,
+    published: frozenset[str],
+    copies: frozenset[nn.Parameter],
+) -> Iterator[Held]:
+    """What the rank holds of what is trained, part by part; `places` are the layout's, by name.
+
+    Of the tensors that it publishes the end of a pipeline leaves a tied embedding, one of `copies`, to its
+    start.
+    """
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            box, is_first = _box_of(places[name], parameter)
+            # With grad mode on, to_local() of a parameter refuses edits.
+            values = parameter.detach()
+            yield Held(
+                box=box,
+                local=values.to_local() if isinstance(values, DTensor) else values,
+                publishes=name in published and is_first and parameter not in copies,
+            )
+
+
+def _box_of(place: TensorPlace, parameter: Tensor) -> tuple[Box, bool]:
+    """The box, and whether this is the first of the tensor-parallel ranks that hold it alike."""
+    if not isinstance(parameter, DTensor):
+        return Box(place=place, start=(0,) * len(place.shape), size=place.shape), True
+    start, size = extent_of(parameter)
+    mesh = parameter.device_mesh
+    assert mesh.mesh_dim_names is not None
+    is_first = all(
+        not isinstance(placement, Replicate)
+        or name == "replicate"
+        or mesh.get_local_rank(name) == 0
+        for name, placement in zip(mesh.mesh_dim_names, parameter.placements, strict=True)
+    )
+    return Box(place=place, start=start, size=size), is_first
+
+
+def extent_of(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where the rank's part of a tensor that is spread over ranks begins, and its size."""
+    assert isinstance(parameter, DTensor)
+    size, start = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    if 0 in size:  # torch gives an empty shard a start behind the end
+        start = (0,) * len(start)
+    return tuple(start), tuple(size)
+
+
+def fill(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Gives a rank's part of a tensor its values, from the whole of it on the CPU."""
+    place = TensorPlace(name="", shape=tuple(whole.shape), offset=0, num_elements=whole.numel())
+    box, _ = _box_of(place, parameter)
+    values = parameter.detach()
+    local = values.to_local() if isinstance(values, DTensor) else values
+    local.copy_(box.of(whole.reshape(-1)))
+
+
+WHOLE = slice(0, sys.maxsize)
+"""The span of the whole canonical vector."""
+
+
+def adopt_boxes(
+    held: Iterable[Held],
+    parameters: Vector,
+    span: slice = WHOLE,
+    *,
+    copies: Copies = copy_in_turn,
+) -> None:
+    """Copies the rank's boxes of the canonical vector into its parameters."""
+    whole = torch.from_numpy(parameters)
+    copies((part.local, part.box.of(whole)) for part in _within(held, span))
+
+
+def blend_boxes(
+    held: Iterable[Held],
+    parameters: Vector,
+    span: slice,
+    *,
+    local_share: float,
+    copies: Copies = copy_in_turn,
+) -> None:
+    """Mixes global parameters into the rank's own (Streaming DiLoCo, section 2.3).
+
+    local = share · local + (1 - share) · global
+    """
+    whole = torch.from_numpy(parameters)
+    for part in _within(held, span):
+        part.local.lerp_(_beside(part, whole, copies), 1 - local_share)
+
+
+def rebase_boxes(
+    held: Iterable[Held],
+    parameters: Vector,
+    published: Vector,
+    span: slice,
+    *,
+    local_share: float = 0.0,
+    copies: Copies = copy_in_turn,
+) -> None:
+    """Moves the rank's own by what lies between what it published and the global parameters, or a part.
+
+    local = local + (1 - share) · (global - published), where `published` begins with the span. So all that
+    was trained since publishing stays.
+    """
+    whole, before = torch.from_numpy(parameters), torch.from_numpy(published)
+    for part in _within(held, span):
+        way = 1 - local_share
+        part.local.sub_(_beside(part, before, copies, first=span.start), alpha=way)
+        part.local.add_(_beside(part, whole, copies), alpha=way)
+
+
+def _beside(part: Held, vector: Tensor, copies: Copies, *, first: int = 0) -> Tensor:
+    """The box of a vector on the device of the rank's own values, one tensor at a time."""
+    values = part.box.of(vector, first)
+    if part.local.device == values.device:
+        return values
+    moved = torch.empty_like(part.local)
+    copies([(moved, values)])
+    return moved
+
+
+def publish_boxes(
+    held: Iterable[Held], into: Vector, span: slice, *, copies: Copies = copy_in_turn
+) -> None:
+    """Copies the boxes that this rank publishes to their places in a vector that begins with the span."""
+    fragment = torch.from_numpy(into)
+    copies(
+        (part.box.of(fragment, span.start), part.local)
+        for part in _within(held, span)
+        if part.publishes
+    )
+
+
+def _within(held: Iterable[Held], span: slice) -> Iterator[Held]:
+    """The boxes of the tensors that lie in a span; fragments hold whole tensors."""
+    return (part for part in held if span.start <= part.box.place.offset < span.stop)

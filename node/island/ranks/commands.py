@@ -6,8 +6,7 @@ from pathlib import Path
 from node.island.checkpoints.folder import About, CheckpointFolder
 from node.island.data.places import DataPlaces
 from node.island.island import InnerWork, Progress
-from node.island.parallel.mesh_shape import MeshShape
-from node.island.training.local_training import LocalTraining
+from node.island.parallel.mesh_shape import LocalTraining, MeshShape
 from node.outer_state import SharedNames
 from protocol.errors import AtollError
 from protocol.run.run_spec import RunSpec

@@ -17,8 +17,15 @@ from node.island.checkpoints.folder import About, CheckpointFolder, Kept, Loaded
 from node.island.checkpoints.resuming import Resuming
 from node.island.data.places import DataPlaces
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
-from node.island.parallel.combinations import check_combination, check_local
-from node.island.parallel.mesh_shape import MeshShape, check_batch, check_shape
+from node.island.parallel.mesh_shape import (
+    PLAIN,
+    LocalTraining,
+    MeshShape,
+    check_batch,
+    check_combination,
+    check_local,
+    check_shape,
+)
 from node.island.ranks.commands import (
     Adopt,
     Alive,
@@ -43,7 +50,6 @@ from node.island.ranks.devices import default_threads
 from node.island.ranks.faults import RankDiedError, RankFailedError, RankHungError
 from node.island.ranks.forkserver import fork_rank, prepare_forkserver
 from node.island.ranks.hang_watch import HangWatch
-from node.island.training.local_training import PLAIN, LocalTraining
 from node.outer_state import SharedNames, SharedVectors, Vector
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder

@@ -23,6 +23,7 @@ from node.island.data.opening import open_dataset
 from node.island.island import Progress
 from node.island.models.code import find_code, functions_of, is_of_other_code, said
 from node.island.parallel.mesh import Mesh
+from node.island.parallel.modules import be_deterministic
 from node.island.ranks.accelerator import bind_to_near_cores, pin, select
 from node.island.ranks.commands import (
     Adopt,
@@ -45,7 +46,6 @@ from node.island.ranks.commands import (
     Train,
 )
 from node.island.ranks.faults import OutOfMemoryError, RankFailedError
-from node.island.training.compiling import be_deterministic
 from node.island.training.trainer import Trainer
 from node.machine.freed_memory import keep_freed_memory
 from node.outer_state import SharedVectors

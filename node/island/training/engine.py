@@ -30,20 +30,26 @@ from node.island.models.architecture import (
     kept_buffers,
 )
 from node.island.models.running_statistics import averaging, norms_of
-from node.island.parallel.boxes import fill
-from node.island.parallel.context import positions_of
-from node.island.parallel.mesh import Mesh
-from node.island.parallel.modules import gathered_as_they_are, parts_of, reshard
-from node.island.training.compiling import compile_layers, recompute_layers
-from node.island.training.gradients import GradientClipping, accumulate_gradients, plain
-from node.island.training.local_training import PLAIN, LocalTraining
+from node.island.parallel.mesh import Mesh, fill
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining
+from node.island.parallel.modules import (
+    GradientClipping,
+    accumulate_gradients,
+    compile_layers,
+    gathered_as_they_are,
+    parts_of,
+    plain,
+    recompute_layers,
+    reshard,
+)
+from node.island.parallel.pipeline import positions_of
+from node.island.ranks.accelerator import LossScale, dtype_of
 from node.island.training.optimizers import (
     Muon,
     WholeMatrices,
     inner_optimizers,
     iteration_dtype_of,
 )
-from node.island.training.precision import LossScale, dtype_of
 from protocol.run.run_spec import InnerSection, RunSpec
 
 
@@ -98,7 +104,7 @@ class Whole:
         self._loss_scale = loss_scale
         self._measured = architecture.objective(part)
         self._trained: nn.Module = self._measured
-        if mesh.num_ranks > 1 and not mesh.shape.is_fully_sharded:
+        if mesh.num_ranks > 1 and not mesh.is_fully_sharded:
             with warnings.catch_warnings():
                 # torch wants another argument that does not yet leave buffers alone at the start:
                 # ours are constants, and with context parallel each rank's own.

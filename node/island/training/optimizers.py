@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from node.island.models.architecture import Roles, roles_of
-from node.island.parallel.boxes import dealt, extent_of
+from node.island.parallel.mesh import dealt, extent_of
 from protocol.run.run_spec import InnerSection
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

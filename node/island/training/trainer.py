@@ -21,8 +21,8 @@ from node.island.checkpoints.inner_state import Blank, Named, Staging, Tensors, 
 from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder, held_out_choice
 from node.island.data.manifest import Split
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
-from node.island.measuring.local_communication import LocalCommunication
-from node.island.measuring.utilisation import (
+from node.island.measuring import (
+    LocalCommunication,
     flops_per_token,
     measure_peak_if_unknown,
     measured,
@@ -31,8 +31,9 @@ from node.island.measuring.utilisation import (
 from node.island.models.architecture import BufferWatch, Tree
 from node.island.models.decoder_modules import NO_TARGET
 from node.island.models.running_statistics import batches_for
-from node.island.parallel.boxes import (
+from node.island.parallel.mesh import (
     Held,
+    Mesh,
     adopt_boxes,
     blend_boxes,
     held_by,
@@ -40,9 +41,16 @@ from node.island.parallel.boxes import (
     published_by,
     rebase_boxes,
 )
-from node.island.parallel.combinations import check_combination, check_local, may_be_traced
-from node.island.parallel.mesh import Mesh
-from node.island.parallel.mesh_shape import MeshShape, check_batch, check_shape, goes_by_a_plan
+from node.island.parallel.mesh_shape import (
+    PLAIN,
+    LocalTraining,
+    check_batch,
+    check_combination,
+    check_local,
+    check_shape,
+    goes_by_a_plan,
+    may_be_traced,
+)
 from node.island.parallel.modules import reshard
 from node.island.ranks.accelerator import (
     begin_measuring_memory,
@@ -52,7 +60,6 @@ from node.island.ranks.accelerator import (
 )
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training.engine import Engine
-from node.island.training.local_training import PLAIN, LocalTraining, Rests
 from node.island.training.optimizers import Muon
 from node.island.training.schedule import (
     Position,
@@ -63,7 +70,7 @@ from node.island.training.schedule import (
 )
 from node.outer_state import Vector
 from protocol.run.amendments import LOWER_RATES
-from protocol.run.layout import layout_of
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Digest
 
@@ -129,15 +136,37 @@ LOOK_SECONDS = 0.1
 """How long ranks train at most before the first tells the others again whether to go on."""
 
 
-def steps_until_next_look(seconds_left: float, *, per_step: float, mesh: MeshShape) -> int:
+def steps_until_next_look(seconds_left: float, *, per_step: float, num_ranks: int) -> int:
     """Inner steps until the ranks agree again, at least one; a lone rank looks after each.
 
     All wait for what the first one says: after each of many short steps that would cost more than
     they do.
     """
-    if mesh.num_ranks == 1 or per_step <= 0:
+    if num_ranks == 1 or per_step <= 0:
         return 1
     return max(1, int(min(LOOK_SECONDS, seconds_left) / per_step))
+
+
+class Rests:
+    """The rests of a rank between inner steps: of all its time since a moment, `load` is training."""
+
+    def __init__(
+        self, load: float, *, clock: Callable[[], float], rest: Callable[[float], None]
+    ) -> None:
+        self.seconds = 0.0  # until now
+        self._load = load
+        self._clock = clock
+        self._rest = rest
+
+    def take(self, *, since: float, most_seconds: float) -> float:
+        """Rests for as long as is due, not beyond so many seconds since then; returns the time."""
+        began_at = self._clock()
+        elapsed = began_at - since
+        due = (elapsed - self.seconds) / self._load - elapsed
+        self._rest(max(0.0, min(due, most_seconds - elapsed)))
+        now = self._clock()
+        self.seconds += now - began_at
+        return now
 
 
 class Trainer:
@@ -303,7 +332,9 @@ class Trainer:
             more_steps = 0
             if seconds_left > 0 and not is_halted():
                 more_steps = steps_until_next_look(
-                    seconds_left, per_step=(now - started) / tally.steps, mesh=self._mesh.shape
+                    seconds_left,
+                    per_step=(now - started) / tally.steps,
+                    num_ranks=self._mesh.num_ranks,
                 )
             more_steps = self._mesh.said_by_first(more_steps)
             if more_steps == 0:
@@ -312,7 +343,7 @@ class Trainer:
         if tally.steps > told_steps:
             tally.read(work.round)
         loss_sum = self._mesh.summed(torch.tensor(tally.loss_sum, dtype=torch.float64)).item()
-        num_losses = tally.num_losses * self._mesh.shape.num_data * self._mesh.shape.context
+        num_losses = tally.num_losses * self._mesh.num_data * self._mesh.shape.context
         seconds = self._clock() - started
         rested = (
             self._mesh.said_by_first(round(1000 * rests.seconds)) / 1000 if self._load < 1 else 0
@@ -369,7 +400,7 @@ class Trainer:
         sums = torch.zeros((len(indices), 2), dtype=torch.float64)
         with self._away_to(parameters):
             self._compute_statistics(on_sample)
-            for turn in range(-(-len(indices) // self._mesh.shape.num_data)):
+            for turn in range(-(-len(indices) // self._mesh.num_data)):
                 # Of those that have no sample left too: parameters are gathered by all at once.
                 place = own[turn] if turn < len(own) else None
                 batch = self._on_device("training", indices[[0 if place is None else place]])
@@ -389,7 +420,7 @@ class Trainer:
         count = len(chosen)
         own = chosen[self._mesh.share(count)]
         rows = self._engine.rows
-        most = -(-count // self._mesh.shape.num_data)  # of any rank: all must go on together
+        most = -(-count // self._mesh.num_data)  # of any rank: all must go on together
         sums = torch.zeros(4, dtype=torch.float64)
         for start in range(0, most, rows):
             own_chosen = own[start : start + rows]
@@ -412,7 +443,7 @@ class Trainer:
             return
         chosen = batches_for(self._spec, self._order, self._corpus.num_samples)
         self._corpus.expect("training", np.concatenate(chosen))
-        num_data = self._mesh.shape.num_data
+        num_data = self._mesh.num_data
         part = self._mesh.share(num_data).start  # of this rank's data, counted from 0
 
         def batches() -> Iterator[Tree]:

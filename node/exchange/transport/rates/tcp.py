@@ -36,8 +36,8 @@ from typing import NamedTuple
 
 import structlog
 
-from node.exchange.limits import Limits
-from node.exchange.transport.rates.narrow import NarrowPaths, Progress
+from node.exchange.peers import Limits
+from node.exchange.transport.rates.uplink import NarrowPaths, Progress
 
 LEAST_GAIN = 1.25
 """So many times as fast as the uplink was seen to carry at best all may send together after losses. What was

@@ -24,11 +24,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import NamedTuple, Protocol
 
-from node.exchange.limits import Limits
-from node.exchange.transport.rates.evenness import LEAD_OF_RECEIVERS_BYTES, Evenness
-from node.exchange.transport.rates.uplink import LinkMeter, Uplink
+from node.exchange.peers import Limits
+from node.exchange.transport.rates.uplink import (
+    LEAD_OF_RECEIVERS_BYTES,
+    Evenness,
+    LinkMeter,
+    Uplink,
+)
+from protocol.wire.payload import WireCounts, WireKind
 from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
-from protocol.wire.wire_count import WireCounts, WireKind
 
 HEADER_SHARE = 0.0375
 """TCP, IP, yamux and Noise headers, for each byte in the same direction."""

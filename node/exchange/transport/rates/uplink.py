@@ -1,7 +1,10 @@
-"""What the uplink carries, learnt from the transfers that are made anyway: the one estimate of it.
+"""What links carry: the one estimate of the uplink, who is ahead of the others, and paths that are narrow.
 
-A meter tells what the link was seen to carry, up or down, once a transfer is over. While one is under way,
-the delay of its answers tells how fast bodies may go so that no queue grows before the uplink.
+Pure: it is told the time, in seconds of any clock that only rises, and what moves.
+
+The uplink (`Uplink`) is learnt from the transfers that are made anyway. A meter tells what the link was seen
+to carry, up or down, once a transfer is over. While one is under way, the delay of its answers tells how
+fast bodies may go so that no queue grows before the uplink.
 
 What is sent faster than the uplink carries waits in the router's queue, with all that other people
 on the same line send, and a queue that is full loses packets, for which most TCPs give up a third of their
@@ -13,17 +16,26 @@ This is BBR's model of a path, the highest rate and the shortest way seen lately
 the TCP that libp2p has. A standing queue is told from a passing one as in CoDel (RFC 8289): by the least
 delay of an interval.
 
-Pure: it is told the time, in seconds of any clock that only rises.
+Peers that share a link are to move as much (`Evenness`). A slice is reduced when the last of its
+contributions is here, and a round is over when the last peer has the last result. TCP gives connections
+through one narrow link shares that differ by a factor of two or three, for as long as a round takes. So
+whoever is ahead waits a little, and the room goes to the others.
+
+On some paths small packets get through and large ones vanish (`NarrowPaths`). A tunnel on the way carries
+less than Ethernet's 1,500 bytes, and a firewall swallows what would tell the sender so (RFC 2923, section
+2.1: a "black hole"). Connections come to be, for handshakes are small, and each stands still at its first
+full packet until TCP gives it up. From one connection that looks as if the peer had gone. But a peer that is
+gone takes no new connection, and shakes no hand.
 """
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping
 from itertools import pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
-from node.exchange.limits import Limits
+from node.exchange.peers import LEAST_PART_BYTES, Limits
 
 LEAST_BYTES = 4 << 20
 """A busy time with less, shorter than `Limits.measured_seconds`, says more of round trips than of a link."""
@@ -340,3 +352,119 @@ def _fastest_half(points: list[tuple[float, float]]) -> float:
         if moved >= half and at > points[first][0]:
             best = max(best, moved / (at - points[first][0]))
     return best
+
+
+LEAD_OF_SENDERS_BYTES = 2 * LEAST_PART_BYTES
+"""For so much no sender is held up: bytes come in parts."""
+
+LEAD_OF_RECEIVERS_BYTES = 8 * LEAST_PART_BYTES
+"""For so much no receiver is: its answers wait in its own uplink behind what it sends."""
+
+_SLOWEST = 1 / 4  # of the peers, one at least: the others do not wait for these
+
+
+class Evenness:
+    """How far each peer is in the newest round. All of them are to move as much in it."""
+
+    def __init__(self, most_lead_bytes: int) -> None:
+        self._most_lead_bytes = most_lead_bytes
+        self._round = -1
+        self._num_bytes: Counter[Hashable] = Counter()
+        self._active: Counter[Hashable] = Counter()
+
+    def begin(self, peer: Hashable, round: int) -> None:
+        """A body of this round is on its way."""
+        if round > self._round:
+            self._round = round
+            self._num_bytes.clear()
+        self._active[peer] += 1
+
+    def end(self, peer: Hashable) -> None:
+        """A body is on its way no longer, whether it has arrived or not."""
+        self._active[peer] -= 1
+        if not self._active[peer]:
+            del self._active[peer]
+
+    def moved(self, peer: Hashable, round: int, num_bytes: int) -> None:
+        """So much of a body of this round has arrived."""
+        if round == self._round:
+            self._num_bytes[peer] += num_bytes
+
+    def is_ahead(self, peer: Hashable) -> bool:
+        """Whether a peer is further than those that others wait for.
+
+        Nobody waits for the slowest quarter, nor for the slowest one: it may never come.
+        """
+        others = sorted(self._num_bytes[each] for each in self._active)
+        if len(others) < 2:
+            return False
+        behind = others[max(1, int(_SLOWEST * len(others)))]
+        return self._num_bytes[peer] - behind > self._most_lead_bytes
+
+
+TIMES_IN_A_ROW = 3
+"""So many connections to a host must end so before it is said. A bad radio ends one or two."""
+
+WITHIN_SECONDS = 60.0
+"""So soon one after the other: a node that moves, or a router that forgets, ends one now and then."""
+
+SHOOK_HANDS_BYTES = 500
+"""Acknowledged of a connection on which both sides have spoken."""
+
+MOST_SMALL_BYTES = 8 * 1024
+"""Acknowledged of one on which handshakes and offers went, and nothing else: they take half of that."""
+
+STANDS_STILL = 2
+"""So often in a row TCP has sent the same again."""
+
+REMEMBERED_SECONDS = 600.0
+"""For so long nothing large is tried there: then the path may be another one."""
+
+
+class Progress(NamedTuple):
+    """How far one connection has come."""
+
+    host: str  # at its other end
+    acked_bytes: int
+    under_way_bytes: int
+    packet_bytes: int  # of a full one, without headers
+    resent_in_a_row: int
+
+
+class NarrowPaths:
+    """To the hosts at the other ends of one process's connections."""
+
+    def __init__(self) -> None:
+        self._still: dict[str, str] = {}  # hosts of connections that stand still, by their names
+        self._ended: defaultdict[str, list[float]] = defaultdict(list)  # when, by host, lately
+        self._since: dict[str, float] = {}  # hosts that are known for it
+
+    def hosts(self, now: float) -> frozenset[str]:
+        """To which only small packets get through."""
+        for host in [h for h, since in self._since.items() if since + REMEMBERED_SECONDS < now]:
+            self._clear(host)
+        return frozenset(self._since)
+
+    def look(self, connections: Mapping[str, Progress], now: float) -> None:
+        """Takes note of all connections that there are, by names that no later one has."""
+        for name, seen in connections.items():
+            is_still = (
+                seen.resent_in_a_row >= STANDS_STILL and seen.under_way_bytes >= seen.packet_bytes
+            )
+            if seen.acked_bytes > MOST_SMALL_BYTES:
+                self._clear(seen.host)
+                self._still.pop(name, None)
+            elif is_still and seen.acked_bytes >= SHOOK_HANDS_BYTES:
+                self._still[name] = seen.host
+            else:
+                self._still.pop(name, None)
+        for name in self._still.keys() - connections.keys():
+            host = self._still.pop(name)
+            lately = [at for at in self._ended[host] if at + WITHIN_SECONDS >= now]
+            self._ended[host] = [*lately, now]
+            if len(self._ended[host]) >= TIMES_IN_A_ROW:
+                self._since.setdefault(host, now)
+
+    def _clear(self, host: str) -> None:
+        self._ended.pop(host, None)
+        self._since.pop(host, None)

@@ -1,1 +1,0 @@
-"""What a rank did, and what its device could do."""
