@@ -193,6 +193,7 @@ class Trainer:
         self._mesh = mesh
         self._clock = clock
         self._load = local.load
+        self._is_warm = False
         self._layout = layout_of(spec)
         self._places = {place.name: place for place in self._layout.places}
         self._published = published_by(mesh, self._layout)
@@ -303,6 +304,9 @@ class Trainer:
         self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
         rests = Rests(self._load, clock=self._clock, rest=rest)
+        warm_at = (
+            started  # libraries wake up and layers compile in the first step: nobody rests for that
+        )
         look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
             self._set_learning_rates(work, Position.of(self._spec, work, step), scale)
@@ -327,7 +331,10 @@ class Trainer:
                 continue
             if self._load < 1 and self._mesh.rank == 0 and step + 1 < max_steps:
                 wait_for(self._device)  # a GPU may be steps behind
-                now = rests.take(since=started, most_seconds=work.max_seconds)
+                if not self._is_warm:
+                    warm_at = self._clock()
+                now = rests.take(since=warm_at, most_seconds=started + work.max_seconds - warm_at)
+            self._is_warm = True
             seconds_left = work.max_seconds - (now - started)
             more_steps = 0
             if seconds_left > 0 and not is_halted():
