@@ -536,10 +536,8 @@ def report(rows: Sequence[Row]) -> str:
         groups.setdefault((row["attack"], row["liars"], row["merge"], where), []).append(row)
     lines = []
     for (name, liars, merge, where), runs in groups.items():
-        ended = [run for run in runs if "ended" in run]
-        pairs = [(run, clean[tuple(map(run.get, same))]) for run in runs if run not in ended]
-        if ended or not pairs:
-            why = ended[0]["ended"] if ended else ""
+        pairs = [(run, clean.get(tuple(map(run.get, same)), run)) for run in runs]
+        if why := next(filter(None, (_incomparable(run, base) for run, base in pairs)), ""):
             lines.append((name, liars, merge, where, why, "", "", "", "", ""))
             continue
         losses = [run["loss"] / base["loss"] for run, base in pairs]
@@ -562,6 +560,15 @@ def report(rows: Sequence[Row]) -> str:
         *("honest refused", "put out"),
     )
     return markdown(columns, lines)
+
+
+def _incomparable(run: Row, base: Row) -> str:
+    """Why a run cannot be compared with `base`, the clean one, or itself where there is none; or empty."""
+    if "ended" in run:
+        return str(run["ended"])
+    if base["attack"] != "clean":
+        return f"no clean run of seed {run['seed']} to compare with"
+    return f"the clean run of seed {run['seed']}: {base['ended']}" if "ended" in base else ""
 
 
 def _put_out_in_words(runs: Sequence[Row]) -> str:
