@@ -108,8 +108,7 @@ class RoundsOfOneNode:
         shapes: list[list[NamedShape]] = [[(f"w{index}", (values,))] for index in range(fragments)]
         layout = Layout.of(*shapes)
         parameters = rng.standard_normal(layout.num_elements, dtype=np.float32)
-        self._drift = np.float32(1e-3) * _drift(rng, values)
-        self._published = parameters[:values] + self._drift
+        self._published = np.empty(values, dtype=np.float32)
         self.ids = tuple(NodeId(f"{index:032}") for index in range(nodes))
         self.outer = Outer.of_run(
             spec,
@@ -141,11 +140,7 @@ class RoundsOfOneNode:
         """One round; returns its commit, and the results by slice."""
         outer, ids = self.outer, self.ids
         plan = self._plan(outer.round + 1)
-        first = plan.fragment * self._drift.size
-        own = outer._parameters[first : first + self._drift.size]
-        np.add(
-            own, self._drift, out=self._published
-        )  # or it would pull back what others have moved
+        self._train(plan.fragment)
         with stages.stage("accumulate"):
             outer.owing.accumulate(round=plan.round, fragment=plan.fragment)
         sent: dict[int, Payload] = {}
@@ -185,6 +180,13 @@ class RoundsOfOneNode:
         with stages.stage("apply"):
             outer.apply(commit, results)
         return commit, results
+
+    def _train(self, fragment: int) -> None:
+        """Always the same from where it is: what is owed would else pull back what the others have moved."""
+        first = fragment * self._published.size
+        np.random.default_rng(1).standard_normal(out=self._published, dtype=np.float32)
+        self._published *= np.float32(1e-3)
+        self._published += self.outer._parameters[first : first + self._published.size]
 
     def _plan(self, round: int) -> Plan:
         return Plan(
