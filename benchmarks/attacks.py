@@ -11,8 +11,8 @@ published last. The Sybils are four keys for each liar, all of one invite.
 
 Each row has the held-out loss of the final state over the one without liars (same seed, same merge), the
 time of the run over that one's, whether all honest nodes hold the same state, in which round a contribution
-of a liar was first clipped or left out, how many of the honest ones were in all rounds, and in which round
-the last of the liars that were put out took part last.
+of a liar was first clipped or left out, how many of the honest ones were, summed over rounds, in which round
+the last of the liars that were put out took part last, and whether honest nodes were put out.
 
 With `--uneven` each node trains on an eighth of the text of its own. `--audit` is the share of contributions
 that members spot-check, and of slices that they make again: who only says that it trains is found by that.
@@ -480,7 +480,8 @@ def outcome_of(wanted: Row) -> Row:
 
 def _figures(done: SimulatedRun, liars: int) -> Row:
     honest = {identity_of(place).node_id for place in range(NODES - liars)}
-    barred = {n for n, m in done.final.members.items() if m.state in BARRED} - honest
+    all_barred = {n for n, m in done.final.members.items() if m.state in BARRED}
+    barred = all_barred - honest
     put_out = [c.round for c in done.commits if barred & {a.node_id for a in c.assignments}]
     noticed: int | None = None
     refused = 0
@@ -504,6 +505,7 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
         "noticed": noticed,
         "honest_refused": refused,
         "put_out": len(barred),
+        "honest_put_out": len(all_barred & honest),
         "put_out_after": max(put_out, default=None),
     }
 
@@ -573,6 +575,9 @@ def _incomparable(run: Row, base: Row) -> str:
 
 def _put_out_in_words(runs: Sequence[Row]) -> str:
     num = sum(run["put_out"] for run in runs)
+    num_honest = sum(run.get("honest_put_out", 0) for run in runs)
+    if num_honest:
+        return f"{num}, AND {num_honest} HONEST"
     if not num:
         return "–"
     of = sum(run["keys"] if "keys" in run else run["liars"] for run in runs)

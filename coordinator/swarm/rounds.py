@@ -13,6 +13,7 @@ from coordinator.swarm.audit import (
 )
 from coordinator.swarm.books import book
 from coordinator.swarm.bounds import bounded, norms_after
+from coordinator.swarm.contradiction import note_contradicted
 from coordinator.swarm.conviction import contradict, rest_of_void
 from coordinator.swarm.deadlines import times_at_commit, times_when_applied
 from coordinator.swarm.events import Tell
@@ -450,6 +451,7 @@ def close_round(turn: Turn) -> None:
         for node_id in refusers_of(current, progress) if outcome.digest is not None else ():
             contradict(turn, node_id)  # more than half of the weight holds what it refuses
     rest_of_void(turn, current, commit)
+    note_contradicted(turn, current, commit)
     draw(turn, current, commit)
     spot_checks.draw(turn, current, commit)
     if is_void:
