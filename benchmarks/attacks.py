@@ -11,8 +11,8 @@ published last. The Sybils are four keys for each liar, all of one invite.
 
 Each row has the held-out loss of the final state over the one without liars (same seed, same merge), the
 time of the run over that one's, whether all honest nodes hold the same state, in which round a contribution
-of a liar was first clipped or left out, how many of the honest ones were in all rounds, and in which round
-the last of the liars that were put out took part last.
+of a liar was first clipped or left out, how many of the honest ones were, summed over rounds, in which round
+the last of the liars that were put out took part last, and whether honest nodes were put out.
 
 With `--uneven` each node trains on an eighth of the text of its own. `--audit` is the share of contributions
 that members spot-check, and of slices that they make again: who only says that it trains is found by that.
@@ -480,7 +480,8 @@ def outcome_of(wanted: Row) -> Row:
 
 def _figures(done: SimulatedRun, liars: int) -> Row:
     honest = {identity_of(place).node_id for place in range(NODES - liars)}
-    barred = {n for n, m in done.final.members.items() if m.state in BARRED} - honest
+    all_barred = {n for n, m in done.final.members.items() if m.state in BARRED}
+    barred = all_barred - honest
     put_out = [c.round for c in done.commits if barred & {a.node_id for a in c.assignments}]
     noticed: int | None = None
     refused = 0
@@ -504,6 +505,7 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
         "noticed": noticed,
         "honest_refused": refused,
         "put_out": len(barred),
+        "honest_put_out": len(all_barred & honest),
         "put_out_after": max(put_out, default=None),
     }
 
@@ -536,10 +538,8 @@ def report(rows: Sequence[Row]) -> str:
         groups.setdefault((row["attack"], row["liars"], row["merge"], where), []).append(row)
     lines = []
     for (name, liars, merge, where), runs in groups.items():
-        ended = [run for run in runs if "ended" in run]
-        pairs = [(run, clean[tuple(map(run.get, same))]) for run in runs if run not in ended]
-        if ended or not pairs:
-            why = ended[0]["ended"] if ended else ""
+        pairs = [(run, clean.get(tuple(map(run.get, same)), run)) for run in runs]
+        if why := next(filter(None, (_incomparable(run, base) for run, base in pairs)), ""):
             lines.append((name, liars, merge, where, why, "", "", "", "", ""))
             continue
         losses = [run["loss"] / base["loss"] for run, base in pairs]
@@ -564,8 +564,20 @@ def report(rows: Sequence[Row]) -> str:
     return markdown(columns, lines)
 
 
+def _incomparable(run: Row, base: Row) -> str:
+    """Why a run cannot be compared with `base`, the clean one, or itself where there is none; or empty."""
+    if "ended" in run:
+        return str(run["ended"])
+    if base["attack"] != "clean":
+        return f"no clean run of seed {run['seed']} to compare with"
+    return f"the clean run of seed {run['seed']}: {base['ended']}" if "ended" in base else ""
+
+
 def _put_out_in_words(runs: Sequence[Row]) -> str:
     num = sum(run["put_out"] for run in runs)
+    num_honest = sum(run.get("honest_put_out", 0) for run in runs)
+    if num_honest:
+        return f"{num}, AND {num_honest} HONEST"
     if not num:
         return "–"
     of = sum(run["keys"] if "keys" in run else run["liars"] for run in runs)

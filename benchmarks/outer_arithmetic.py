@@ -1,12 +1,17 @@
 """The arithmetic of a round at one node, stage by stage, against memcpy: no network, no training.
 
     python -m benchmarks.outer_arithmetic [--values 8388608 33554432] [--nodes 2 4] [--fragments 1]
-        [--codec int4] [--repeats 7] [--threads 1] [--label numpy] [--output outer-arithmetic.jsonl]
+        [--codec int4] [--merge agreeing] [--agreement] [--repeats 7] [--threads 1] [--label numpy]
+        [--output outer-arithmetic.jsonl]
 
 One node of a swarm goes through rounds of a fragment with so many values: it forms what it owes,
 encodes it, reduces its own slice, checks the results of the others, and applies the commit. "Apply"
 is without what the node settles and without the digest, which have lines of their own. The digest
 covers the whole state, which is `fragments` times as large as the fragment.
+
+With `--merge agreeing` "reduce" compares contributions with each other, and with `--agreement` "check" finds
+how far results agree with this node's contribution, as runs with audits do. Each has a line of its own: it is
+a part of its stage.
 
 In each repeat memcpy of the fragment's values takes its turn, and ratios are to that turn. With one
 thread the time is the thread's own on the processor, so that other work on the machine counts less;
@@ -17,20 +22,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from benchmarks.codec.command import Spread
 from benchmarks.measurement import Rows, add_results, machine, parser_of
 from coordinator.swarm.opening import least_elements_of_a_slice
+from node.exchange import outer as outer_room
+from node.exchange import reduction as reducing_room
 from node.exchange.codecs.codec import Tiles
 from node.exchange.mean import norm_of
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
 from node.outer_state import Vector
 from protocol.run.models import Layout, NamedShape
-from protocol.run.run_spec import ExchangeSection, OuterSection, RunSpec
+from protocol.run.run_spec import ExchangeSection, Merge, OuterSection, RunSpec
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
 from protocol.wire.rounds import (
     Assignment,
@@ -49,6 +56,8 @@ TOKENS = 1000
 USUAL_ELEMENTS = 1 << 21  # of a slice: a megabyte with int4
 RUN = Digest(bytes(32))
 STAGES = ("accumulate", "encode", "reduce", "check", "apply", "settle", "digest")
+PARTS = ("of reduce: comparisons", "of check: agreement")
+"""Of stages, where they are asked for."""
 
 
 class Stages:
@@ -88,6 +97,7 @@ class RoundsOfOneNode:
         fragments: int,
         tiles: Tiles,
         rules: OuterSection | None = None,
+        finds_agreement: bool = False,
     ) -> None:
         spec = RunSpec(
             exchange=ExchangeSection(uplink=codec, downlink=codec),  # type: ignore[arg-type]
@@ -98,12 +108,13 @@ class RoundsOfOneNode:
         shapes: list[list[NamedShape]] = [[(f"w{index}", (values,))] for index in range(fragments)]
         layout = Layout.of(*shapes)
         parameters = rng.standard_normal(layout.num_elements, dtype=np.float32)
+        self._published = np.empty(values, dtype=np.float32)
         self.ids = tuple(NodeId(f"{index:032}") for index in range(nodes))
         self.outer = Outer.of_run(
             spec,
             layout=layout,
             parameters=parameters,
-            published=parameters[:values] + np.float32(1e-3) * _drift(rng, values),
+            published=self._published,
             node_id=self.ids[0],
             tiles=tiles,
         )
@@ -123,23 +134,24 @@ class RoundsOfOneNode:
             body = self._arriving[part.index]
             self._norms[part.index] = norm_of(self.outer.downlink.decode(body, part.num_elements))
         self._fragments = fragments
+        self._finds_agreement = finds_agreement
 
     def run(self, stages: Stages) -> tuple[Commit, dict[int, Payload]]:
         """One round; returns its commit, and the results by slice."""
         outer, ids = self.outer, self.ids
         plan = self._plan(outer.round + 1)
+        self._train(plan.fragment)
         with stages.stage("accumulate"):
             outer.owing.accumulate(round=plan.round, fragment=plan.fragment)
-        bodies = {}
+        sent: dict[int, Payload] = {}
         for part in self.slices:
             with stages.stage("encode"):
-                payload = outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS)
-            bodies[part.index] = payload.body
+                sent[part.index] = outer.owing.contribution_to(part, samples=TOKENS, tokens=TOKENS)
         results: dict[int, Payload] = {}
         for part in self.slices:
             others = self._arriving[part.index]
             if part.reducer_id == ids[0]:
-                here = {n: bodies[part.index] if n == ids[0] else others for n in ids}
+                here = {n: sent[part.index].body if n == ids[0] else others for n in ids}
                 reduction = Reduction(
                     plan=plan,
                     slice=part,
@@ -160,13 +172,21 @@ class RoundsOfOneNode:
             payload = _sealed(
                 RESULT, plan, part, part.reducer_id, others, name, norm=self._norms[part.index]
             )
+            own = sent[part.index] if self._finds_agreement else None
             with stages.stage("check"):
-                outer.check_result(payload)
+                outer.check_result(payload, own, drawn=plan.round)
             results[part.index] = payload
         commit = self._commit(plan, results)
         with stages.stage("apply"):
             outer.apply(commit, results)
         return commit, results
+
+    def _train(self, fragment: int) -> None:
+        """Always the same from where it is: what is owed would else pull back what the others have moved."""
+        first = fragment * self._published.size
+        np.random.default_rng(1).standard_normal(out=self._published, dtype=np.float32)
+        self._published *= np.float32(1e-3)
+        self._published += self.outer._parameters[first : first + self._published.size]
 
     def _plan(self, round: int) -> Plan:
         return Plan(
@@ -245,6 +265,19 @@ def _sealed(
     )
 
 
+@contextmanager
+def _parts_watched(stages: Stages) -> Iterator[None]:
+    names = (reducing_room, "cosines_among"), (outer_room, "agreement")
+    before = [getattr(room, name) for room, name in names]
+    for (room, name), part in zip(names, PARTS, strict=True):
+        stages.watch(room, name, part)
+    try:
+        yield
+    finally:
+        for (room, name), function in zip(names, before, strict=True):
+            setattr(room, name, function)
+
+
 def measured(rounds: RoundsOfOneNode, *, values: int, repeats: int, threads: int) -> list[Stages]:
     """Some rounds, with the time of a memcpy of the fragment in each; the first round is not counted."""
     clock = time.thread_time if threads == 1 else time.perf_counter
@@ -257,7 +290,8 @@ def measured(rounds: RoundsOfOneNode, *, values: int, repeats: int, threads: int
         stages.seconds = {}
         with stages.stage("memcpy"):
             np.copyto(target, source)
-        rounds.run(stages)
+        with _parts_watched(stages):
+            rounds.run(stages)
         stages.seconds["apply"] -= stages.seconds["settle"] + stages.seconds["digest"]
         found.append(Stages(clock))
         found[-1].seconds = stages.seconds
@@ -270,15 +304,17 @@ def report(found: list[Stages], setting: dict[str, object]) -> dict[str, object]
     memcpy = Spread.of([one.seconds["memcpy"] for one in found])
     print(", ".join(f"{name} {value}" for name, value in setting.items()))
     print(f"memcpy of the fragment: {1e3 * memcpy.median:.1f} ms")
-    print("stage | times memcpy | share of the whole")
+    print("stage | ms | times memcpy | share of the whole")
     lines: dict[str, object] = {}
-    for name in (*STAGES, "whole"):
+    parts = [name for name in PARTS if name in found[0].seconds]
+    for name in (*STAGES, "whole", *parts):
         seconds = wholes if name == "whole" else [one.seconds[name] for one in found]
         ratio = Spread.of(
             [own / one.seconds["memcpy"] for own, one in zip(seconds, found, strict=True)]
         )
         share = Spread.of([own / whole for own, whole in zip(seconds, wholes, strict=True)])
-        print(f"{name} | {ratio} | {share.median:.0%}", flush=True)
+        took = 1e3 * Spread.of(seconds).median
+        print(f"{name} | {took:.1f} | {ratio} | {share.median:.0%}", flush=True)
         lines[name] = {
             "seconds": asdict(Spread.of(seconds)),
             "of_memcpy": asdict(ratio),
@@ -294,6 +330,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--codec", default="int4")
+    parser.add_argument("--merge", default="mean", choices=get_args(Merge))
+    parser.add_argument("--agreement", action="store_true", help="of results and contributions")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--label", default="")
@@ -308,6 +346,8 @@ def main() -> None:
                 nodes=nodes,
                 fragments=asked.fragments,
                 tiles=Tiles(asked.threads),
+                rules=OuterSection(merge=asked.merge),
+                finds_agreement=asked.agreement,
             )
             found = measured(rounds, values=values, repeats=asked.repeats, threads=asked.threads)
             line = report(
@@ -315,6 +355,7 @@ def main() -> None:
                 {
                     "label": asked.label,
                     "codec": rounds.outer.uplink.name,
+                    "merge": asked.merge,
                     "values": values,
                     "nodes": nodes,
                     "fragments": asked.fragments,

@@ -315,7 +315,7 @@ def _commit(state: SwarmState, number: int) -> Iterator[News]:
                 node=_name(state, node_id),
                 round=number,
                 slices=f"{told.num_left_out or told.num_clipped} of {told.num_contributions}",
-                why="they are much longer than is usual for their work",
+                why="they are much longer than is usual for their work, or most others point against them",
             )
     missed = [a.node_id for a in closed.plan.assignments if a.node_id not in screened]
     if num_committed and missed:

@@ -76,8 +76,8 @@ def draw_what_leads_elsewhere(turn: Turn, closed: Round) -> None:
     if commit is None or not turn.state.rules.audited_share:
         return
     begun = {audit.slice.index for audit in turn.state.audits if audit.round == closed.number}
-    for index in _leading_elsewhere(closed, commit) - begun:
-        if audit := _audit_of(turn, closed, commit, index):
+    for index in _leading_elsewhere(closed, commit):
+        if index not in begun and (audit := _audit_of(turn, closed, commit, index)):
             _begin(turn, replace(audit, leads_elsewhere=True))
 
 
@@ -175,8 +175,8 @@ def audits_in_words(state: SwarmState) -> str:
 # Which are audited, and by whom
 
 
-def _leading_elsewhere(closed: Round, commit: Commit) -> frozenset[int]:
-    """The slices whose results agree much less than others' with what was contributed to them.
+def _leading_elsewhere(closed: Round, commit: Commit) -> list[int]:
+    """The slices, in order, whose results agree much less than others' with what was contributed to them.
 
     What a slice's contributors tell of it is one number, the median by their weight; so the larger half
     of the slices say what is usual in the round, and no few members draw an audit or avert it.
@@ -193,9 +193,9 @@ def _leading_elsewhere(closed: Round, commit: Commit) -> frozenset[int]:
             if found:
                 told[outcome.index] = _median_by_weight(closed.say, sorted(found))
     if not told:
-        return frozenset()
+        return []
     usual = sorted(told.values())[len(told) // 2]
-    return frozenset(i for i, each in told.items() if each < max(0.0, LEAST_AGREEMENT * usual))
+    return [i for i, each in told.items() if each < max(0.0, LEAST_AGREEMENT * usual)]
 
 
 def _median_by_weight(say: Say | None, found: Sequence[tuple[float, NodeId]]) -> float:

@@ -117,6 +117,7 @@ def go_back(turn: Turn, ruling: Ruling, undone: Undone | None) -> None:
                     member,
                     work=without_rounds_after(member.work, round),
                     screenings=tuple(s for s in member.screenings if s.round <= round),
+                    rounds_against=0,
                 )
                 for node_id, member in state.members.items()
             },

@@ -141,6 +141,7 @@ class Member:
     work: Work = field(default_factory=Work)
     standing: Standing = field(default_factory=Standing)
     screenings: tuple[Screening, ...] = ()  # of its rounds among the latest, oldest first
+    rounds_against: int = 0  # that speak against it: coordinator.swarm.contradiction
     reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
     audits: AuditRecord = field(default_factory=AuditRecord)
     outside: tuple[str, ...] = ()  # as in its latest heartbeat

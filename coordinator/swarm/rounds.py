@@ -11,6 +11,7 @@ from coordinator.swarm.audit import (
     pending_audits,
 )
 from coordinator.swarm.committed import agree_on, book
+from coordinator.swarm.contradiction import note_contradicted
 from coordinator.swarm.conviction import (
     contradict,
     errors_after,
@@ -461,6 +462,7 @@ def close_round(turn: Turn) -> None:
         for node_id in refusers_of(current, progress) if outcome.digest is not None else ():
             contradict(turn, node_id)  # more than half of the weight holds what it refuses
     rest_of_void(turn, current, commit)
+    note_contradicted(turn, current, commit)
     draw(turn, current, commit)
     spot_checks.draw(turn, current, commit)
     if is_void:

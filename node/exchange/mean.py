@@ -4,7 +4,6 @@ Which contributions are in it, and with which factor, is decided in screening.py
 """
 
 import math
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,7 +51,7 @@ MOST_COMPARED_WITH = 16
 """Others whom a contribution is compared with."""
 
 COMPARED = 1 << 26
-"""Products of two elements for all comparisons of a slice together, some tenths of a core's second."""
+"""Products of two elements for all comparisons of a slice together: what they cost has an end."""
 
 LOOKED_AT = 1 << 22
 """Of so many elements and up to twice as many of a slice is found how far its result agrees."""
@@ -266,7 +265,7 @@ def cosines_among(
     return Cosines(cosines=cosines, num_elements=looked_at)
 
 
-def agreement(result: Opened, contribution: Encoded) -> float | None:
+def agreement(result: Opened, contribution: Encoded, *, drawn: int) -> float | None:
     """How far a result r leads where one contribution c to it does: <c, r> / |r|².
 
     Of all contributions to a mean, weighed as they are in it, this comes to 1, whatever they are: so
@@ -274,11 +273,12 @@ def agreement(result: Opened, contribution: Encoded) -> float | None:
     a reducer's error adds it is less, and alike in all slices. None of contributions that are zero; 0 of
     results that are.
 
-    Of a large slice it looks at every k-th part, from one on that the reducer cannot know.
+    Of a large slice it looks at every k-th part, from one on that `drawn` chooses, a number that the reducer
+    cannot know. The contribution is decoded once more, by tiles: kept decoded it would take a vector.
     """
     unit = max(result.unit, contribution.codec.unit)
     every = max(1, result.size // LOOKED_AT)
-    first = secrets.randbelow(every)
+    first = drawn % every
     read = contribution.codec.reader(contribution.body, contribution.size)
     products, squares, own = (BlockSums(result.size) for _ in range(3))
 

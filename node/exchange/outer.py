@@ -366,12 +366,14 @@ class Outer:
         norm = partial(norm_of, self._parameters[span])
         return replace(merging, centre=centre, norm_of_parameters=norm)
 
-    def check_result(self, payload: Payload, own: Payload | None = None) -> float | None:
+    def check_result(
+        self, payload: Payload, own: Payload | None = None, *, drawn: int = 0
+    ) -> float | None:
         """Raises CodecError unless the result decodes, to the norm that its header declares.
 
         The coordinator bounds results by these norms, so nobody holds one that is longer than it says.
         Heavy for the first time; it is applied from what was opened here. Returns how far it leads where
-        `own`, this node's contribution to it, does: see node.exchange.mean.agreement.
+        `own`, this node's contribution to it, does: see node.exchange.mean.agreement, which `drawn` is for.
         """
         opened = self._open(payload)
         if own is None:
@@ -379,7 +381,7 @@ class Outer:
         header = own.header
         codec = self.codecs_in(header.round).uplink
         sent = Encoded(codec=codec, body=own.body, size=header.num_elements)
-        return agreement(opened, sent)
+        return agreement(opened, sent, drawn=drawn)
 
     def _open(self, payload: Payload) -> Opened:
         header = payload.header

@@ -430,7 +430,8 @@ class Owing:
     def _say_cut(self, rounds: float, commit: Commit) -> None:
         self.let_go_rounds += rounds
         log.warning(
-            "a part of this node's work does not count: it is longer than that of others, and is let go",
+            "a part of this node's work does not count, and is let go: it is longer than that of others, or "
+            "most of theirs points against it",
             round=commit.round,
             fragment=commit.fragment,
             rounds_of_work=float(f"{rounds:.2g}"),

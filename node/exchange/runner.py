@@ -5,6 +5,7 @@ here; nothing is decided in this file.
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -329,7 +330,8 @@ class RoundRunner:
     def _check_of(self, result: Payload) -> Callable[[], float | None]:
         """What checks a result, and compares it with our own contribution where there is one."""
         known = self.state.slices.get(result.header.slice_index)
-        return partial(self._outer.check_result, result, None if known is None else known.own)
+        own = None if known is None else known.own
+        return partial(self._outer.check_result, result, own, drawn=secrets.randbits(32))
 
     # What takes time
 

@@ -156,7 +156,7 @@ def test_who_hands_different_results_to_different_members_is_expelled_by_its_own
         start(self, peer, payload, **how)
 
     monkeypatch.setattr(Pushes, "start", lying)
-    monkeypatch.setattr(Outer, "check_result", lambda self, payload, own: None)
+    monkeypatch.setattr(Outer, "check_result", lambda self, payload, own, drawn: None)
     spec = tiny(run={"min_nodes": NUM_NODES - 1})
     lives = [Life(is_liar=place == 1) for place in range(NUM_NODES)]
     with capture_logs() as logs:
@@ -508,10 +508,10 @@ def test_who_says_that_good_results_do_not_decode_harms_nobody(
     """It refuses whatever comes to it, of everybody."""
     check = Outer.check_result
 
-    def lying(self: Outer, payload: Payload, own: Payload | None) -> float | None:
+    def lying(self: Outer, payload: Payload, own: Payload | None, *, drawn: int) -> float | None:
         if self.node_id == LIAR and payload.header.round > 1:
             raise CodecError("it says so")
-        return check(self, payload, own)
+        return check(self, payload, own, drawn=drawn)
 
     monkeypatch.setattr(Outer, "check_result", lying)
     spec = tiny(run={"min_nodes": NUM_NODES - 1}, deadlines=SHORT)

@@ -1,7 +1,7 @@
 """A swarm on stage, for tests of the pure core: one line for each thing that happens."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from coordinator.swarm.events import (
@@ -256,11 +256,14 @@ class Scene:
         tokens: dict[str, int] | None = None,
         samples: dict[str, int] | None = None,
         undecodable: Sequence[str] = (),
+        left_out: Collection[str] = (),
     ) -> None:
         """`tokens` by contributor; all participants with their full budget unless told.
 
-        All of their samples count, unless `samples` says of some how many there were.
+        All of their samples count, unless `samples` says of some how many there were. Nothing counts of
+        whom the reducer has left out, or says that it sent what does not decode.
         """
+        nothing_of = {*undecodable, *left_out}
         samples = samples or {}
         if tokens is None:
             context = self.state.rules.context
@@ -281,8 +284,8 @@ class Scene:
                         for node, count in tokens.items()
                     ),
                     contributions=tuple(contribution_from(node, index) for node in tokens),
-                    factors=tuple(0 if node in undecodable else WHOLE for node in tokens)
-                    if undecodable
+                    factors=tuple(0 if node in nothing_of else WHOLE for node in tokens)
+                    if nothing_of
                     else (),
                     undecodable=tuple(map(NodeId, sorted(undecodable))),
                 ),
@@ -325,13 +328,19 @@ class Scene:
         *holders: str,
         tokens: dict[str, int] | None = None,
         samples: dict[str, int] | None = None,
+        left_out_by: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """Every slice is reduced, and held by `holders`: the round commits."""
+        """Every slice is reduced, and held by `holders`: the round commits.
+
+        `left_out_by` says of some reducers of whom they take nothing.
+        """
         number = self.round.number
         for progress in self.round.slices:
             index = progress.slice.index
             result = digest_of(f"result {number}/{index}")
-            self.reduce(progress.slice.reducer_id, index, result, tokens, samples)
+            reducer = progress.slice.reducer_id
+            left_out = (left_out_by or {}).get(reducer, ())
+            self.reduce(reducer, index, result, tokens, samples, left_out=left_out)
             for holder in holders:
                 if self.state.committed_round < number:
                     self.hold(holder, index, result)

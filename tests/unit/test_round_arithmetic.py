@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
+from benchmarks.outer_arithmetic import PARTS, RoundsOfOneNode, Stages, measured
 from node.exchange.codecs import entropy
 from node.exchange.codecs.codec import ONE_THREAD, TILE_ELEMENTS, Tiles
 from node.exchange.codecs.registry import CODECS
 from protocol.run.node_memory import CODEC_BITS, daemon_bytes
+from protocol.run.run_spec import OuterSection
 
 VALUES = 5 * TILE_ELEMENTS + 300
 NODES = 2
@@ -106,3 +107,20 @@ def test_each_codec_is_counted_with_bits_that_its_bodies_have() -> None:
     for codec in CODECS:
         bits = 8 * len(codec.encode(values)) / values.size
         assert 0.9 * bits <= CODEC_BITS[codec.name.partition("/")[0]] <= 1.1 * bits, codec.name
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_the_benchmark_times_comparisons_where_it_is_asked_to(compares: bool) -> None:
+    rounds = RoundsOfOneNode(
+        codec="int4",
+        values=VALUES,
+        nodes=3,
+        fragments=1,
+        tiles=ONE_THREAD,
+        rules=OuterSection(merge="agreeing" if compares else "mean"),
+        finds_agreement=compares,
+    )
+    (found,) = measured(rounds, values=VALUES, repeats=1, threads=1)
+    assert {part for part in PARTS if found.seconds.get(part)} == (
+        set(PARTS) if compares else set()
+    )

@@ -23,17 +23,19 @@ from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings
 from protocol.wire.messages import AuditAsked, Audited
-from protocol.wire.rounds import Digest, NodeId, RoundSpan
-from tests.unit.swarm_scene import INITIAL, RUN, Scene, asked_of, digest_of, of_kind
+from protocol.wire.rounds import Digest, LayoutSummary, NodeId, RoundSpan
+from tests.unit.swarm_scene import INITIAL, LAYOUT, RUN, Scene, asked_of, digest_of, of_kind
 
 OTHER = digest_of("another result")
 RESULT = digest_of("result 1/0")
 STATE = digest_of("state 1")
 
 
-def scene_of(*names: str, share: float = 1.0, secret: bytes = b"secret") -> Scene:
+def scene_of(
+    *names: str, share: float = 1.0, secret: bytes = b"secret", layout: LayoutSummary = LAYOUT
+) -> Scene:
     """A round in which all have trained; each is of an invite of its own."""
-    scene = Scene(min_nodes=len(names))
+    scene = Scene(min_nodes=len(names), layout=layout)
     rules = replace(scene.state.rules, audited_share=share)
     scene.state = replace(scene.state, rules=rules, audit_secret=secret)
     for name in names:
@@ -161,6 +163,16 @@ def test_a_result_that_leads_elsewhere_than_its_contributions_is_audited_without
     (audit,) = scene.state.audits
     assert audit.slice.reducer_id == "c" and audit.leads_elsewhere
     assert audit.auditor_ids == tuple(asked_of(scene.actions, AuditAsked))
+
+
+def test_what_leads_elsewhere_is_audited_in_the_order_of_slices() -> None:
+    """A set of 1 and 8 is gone through as 8, 1; so a copy of the coordinator could ask in another order."""
+    layout = replace(LAYOUT, fragment_elements=(9 * 1024,))
+    scene = scene_of(*"abcdefghi", share=1e-12, layout=layout)
+    places = [progress.slice.reducer_id for progress in scene.round.slices]
+    assert len(places) == 9
+    commit_told(scene, lambda name, reducer: -1.0 if reducer in (places[1], places[8]) else 0.9)
+    assert [audit.slice.index for audit in scene.state.audits] == [1, 8]
 
 
 def test_no_few_members_draw_an_audit_or_avert_it() -> None:

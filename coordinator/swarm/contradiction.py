@@ -1,0 +1,128 @@
+"""Of whom nothing counts, round after round, as most of the others point against it: quarantine. Pure.
+
+Reducers leave out whom most contributions to a slice point against, and who is many times as long
+(node.exchange.screening). Who goes on so lies, has other data, or a device that computes wrong. What it is
+leased nobody trains, its link is planned for, and each round is another chance. Nobody can tell these apart,
+so its process waits, its confirmed work stays, and the run owner readmits it.
+
+A round speaks against a member when reducers leave it out of more than half of what each of them made, and
+
+- they have more than half of the confirmed weight of all that take part and are here, itself among them; or
+  they are helpers that made more than half of the round, and two reducers at least;
+- all whom it speaks against have less than half of that weight together. Else nobody says who is right;
+- no half of the contributors has less than LEAST_OF_HALF of the weight. A reducer knows no work, and takes
+  one contribution for as good as another: many keys without work could be most of what it compares with.
+
+A round in which most of what others make takes something of a member counts twice as much for it. So who is
+left out now and then stays, and nobody is excused by keeping what it should contribute.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from coordinator.swarm.conviction import convict
+from coordinator.swarm.state import Round, Say
+from coordinator.swarm.turn import Turn, available_members, present_participants
+from coordinator.swarm.weighing import is_enough, say_in, weight_of
+from protocol.wire.rounds import Commit, NodeId
+
+MOST_AGAINST = 8
+"""So many rounds in a row that speak against a member put it in quarantine."""
+
+IN_FAVOUR = 2
+"""So many of them are forgotten for each round that does not."""
+
+LEAST_OF_HALF = 0.25
+"""Of the weight, which the lighter half of a round's contributors must have."""
+
+
+def note_contradicted(turn: Turn, current: Round, commit: Commit) -> None:
+    """Counts a round that closes now for or against its contributors, and puts out whom eight speak against.
+
+    Not where too few would be left to open a round: it harms nothing meanwhile, and is left out.
+    """
+    state = turn.state
+    among = present_participants(state, current)
+    reducers = [progress.slice.reducer_id for progress in current.slices]
+    helpers = {n for n in reducers if n in state.members and state.members[n].is_helper}
+    against = spoken_against(
+        commit, reducers, helpers=helpers, say=say_in(state, current, among), among=among
+    )
+    for node_id in sorted(_named(commit)):
+        member = turn.state.members.get(node_id)
+        if member is None or not (member.rounds_against or node_id in against):
+            continue
+        rounds = member.rounds_against
+        if node_id in against:
+            rounds = min(MOST_AGAINST, rounds + 1)
+        elif _is_taken(commit, reducers, node_id):
+            rounds = max(0, rounds - IN_FAVOUR)
+        others = [m for m in available_members(turn.state) if m.node_id != node_id]
+        trains = [m for m in others if not m.is_helper and not m.cannot_train]
+        if rounds == MOST_AGAINST and len(trains) >= state.rules.min_nodes:
+            convict(turn, node_id, _reason(commit.round), ())
+            rounds = 0
+            member = turn.state.members[node_id]
+        turn.put_member(replace(member, rounds_against=rounds))
+
+
+def spoken_against(
+    commit: Commit,
+    reducers: Sequence[NodeId],
+    *,
+    helpers: Collection[NodeId],
+    say: Say,
+    among: Collection[NodeId],
+) -> frozenset[NodeId]:
+    """Whom a round speaks against. `reducers` made its slices, in order; `among` take part and are here."""
+    made: dict[NodeId, int] = {}
+    left_out: dict[NodeId, dict[NodeId, int]] = {}
+    for reducer_id, outcome in zip(reducers, commit.slices, strict=True):
+        if outcome.digest is None:
+            continue
+        made[reducer_id] = made.get(reducer_id, 0) + outcome.num_elements
+        for contributor, factor in zip(outcome.contributors, outcome.factors, strict=False):
+            if not factor and contributor.node_id != reducer_id:
+                by = left_out.setdefault(contributor.node_id, {})
+                by[reducer_id] = by.get(reducer_id, 0) + outcome.num_elements
+    if not left_out or not say.is_confirmed or not _weighs_alike(say, _named(commit)):
+        return frozenset()
+    half, here, found = sum(made.values()) / 2, frozenset(among), set()
+    for node_id, by in left_out.items():
+        saying = {n for n, num_elements in by.items() if 2 * num_elements > made[n]}
+        of_helpers = sum(made[n] for n in saying.intersection(helpers))
+        is_said_by_helpers = of_helpers > half and len(saying) > 1
+        if is_said_by_helpers or is_enough(say, saying & here, among):
+            found.add(node_id)
+    is_most = 2 * weight_of(say, found & here) >= weight_of(say, among)
+    return frozenset() if is_most else frozenset(found)
+
+
+def _is_taken(commit: Commit, reducers: Sequence[NodeId], node_id: NodeId) -> bool:
+    made = taken = 0
+    for reducer_id, outcome in zip(reducers, commit.slices, strict=True):
+        if outcome.digest is not None and reducer_id != node_id:
+            made += outcome.num_elements
+            taken += outcome.num_elements if outcome.factor_of(node_id) > 0 else 0
+    return 2 * taken > made
+
+
+def _named(commit: Commit) -> set[NodeId]:
+    """Who has contributed to anything that was committed; mostly it is one set for all slices."""
+    sets = {id(outcome.contributors): outcome.contributors for outcome in commit.slices}
+    return {contributor.node_id for each in sets.values() for contributor in each}
+
+
+def _weighs_alike(say: Say, contributors: Collection[NodeId]) -> bool:
+    """Whether as few as may be most of what one is compared with have some weight, whoever they are."""
+    weights = sorted(say.weights.get(node_id, 0) for node_id in contributors)
+    lightest = weights[: (len(weights) - 1) // 2 + 1]
+    return sum(lightest) >= LEAST_OF_HALF * sum(weights)
+
+
+def _reason(number: int) -> str:
+    return (
+        f"nothing of it counted in {MOST_AGAINST} rounds up to round {number}: reducers with most of the "
+        f"weight find that most of the others point against what it contributes, or that it is many times "
+        f"as long. Its data, its model code or one of its devices may be at fault"
+    )

@@ -1,0 +1,184 @@
+"""Who is put in quarantine because most of the others point against it, and who is not."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import pytest
+
+from coordinator.swarm.contradiction import IN_FAVOUR, MOST_AGAINST
+from coordinator.swarm.events import QuarantineAsked, Ruled
+from coordinator.swarm.members import PRESENT, Member, MemberState
+from protocol.trust.rulings import RulingKind
+from tests.unit.swarm_scene import LAYOUT, Scene, digest_of, of_kind
+
+NAMES = "abcdef"
+WRONG = "f"
+ALL_OTHERS = dict.fromkeys("abcde", WRONG)
+
+
+def scene_of(names: str = NAMES, *, min_nodes: int = 2, helpers: str = "") -> Scene:
+    """Members with a round's work each, of an invite each; round 2 is open."""
+    layout = replace(LAYOUT, fragment_elements=(1024 * len(names),))
+    scene = Scene(min_nodes=len(names), rounds=100, layout=layout)
+    for name in names:
+        scene.attach(name, invite=name)
+    for name in helpers:
+        scene.attach(name, is_helper=True)
+    go_on(scene, {})
+    scene.state = replace(scene.state, rules=replace(scene.state.rules, min_nodes=min_nodes))
+    return scene
+
+
+def go_on(scene: Scene, left_out_by: Mapping[str, Collection[str]], *, times: int = 1) -> None:
+    """Rounds in which all train, and reducers take nothing of some."""
+    for _ in range(times):
+        names = [str(a.node_id) for a in scene.round.assignments if a.trains]
+        tokens = {str(a.node_id): a.num_samples * 8 for a in scene.round.assignments if a.trains}
+        for name in names:
+            scene.train(name)
+        scene.commit(*names, tokens=tokens, left_out_by=left_out_by)
+        here = [n for n, member in scene.state.members.items() if member.state in PRESENT]
+        scene.apply(digest_of(f"after {scene.state.committed_round}"), *here)
+
+
+def give_work(scene: Scene, names: str) -> None:
+    """Much more than a round's."""
+
+    def with_work(member: Member) -> Member:
+        return replace(member, work=replace(member.work, by_stretch=((0, 10**5),)))
+
+    members = {n: with_work(m) if n in names else m for n, m in scene.state.members.items()}
+    scene.state = replace(scene.state, members=members)
+
+
+def put_out(scene: Scene) -> list[str]:
+    return [asked.conviction.node_id for asked in of_kind(scene.log, QuarantineAsked)]
+
+
+def test_whom_most_reducers_leave_out_round_after_round_is_put_in_quarantine_and_told_why() -> None:
+    scene = scene_of()
+    go_on(scene, ALL_OTHERS, times=MOST_AGAINST - 1)
+    assert not put_out(scene)
+    go_on(scene, ALL_OTHERS)
+    (asked,) = of_kind(scene.log, QuarantineAsked)
+    assert asked.conviction.node_id == WRONG
+    assert f"8 rounds up to round {1 + MOST_AGAINST}" in asked.conviction.reason
+    assert "Its data, its model code or one of its devices" in asked.conviction.reason
+    assert scene.member(WRONG).work.by_stretch, "what it did before is its own"
+    ruled = Ruled(
+        kind=RulingKind.QUARANTINED, by="x", unix_seconds=0.0, node_id=asked.conviction.node_id
+    )
+    scene.do(ruled)
+    assert scene.member(WRONG).state is MemberState.QUARANTINED
+    assert WRONG not in [a.node_id for a in scene.round.assignments] or scene.round.number == 10
+
+
+def test_who_is_readmitted_has_as_many_rounds_again() -> None:
+    scene = scene_of()
+    go_on(scene, ALL_OTHERS, times=MOST_AGAINST)
+    node_id = scene.member(WRONG).node_id
+    for kind in (RulingKind.QUARANTINED, RulingKind.READMITTED):
+        scene.do(Ruled(kind=kind, by="x", unix_seconds=0.0, node_id=node_id))
+    at = scene.state.committed_round
+    scene.attach(WRONG, invite=WRONG, at=at, digest=digest_of(f"after {at}"))
+    go_on(scene, {}, times=2)
+    go_on(scene, ALL_OTHERS, times=MOST_AGAINST - 1)
+    assert put_out(scene) == [WRONG]
+    go_on(scene, ALL_OTHERS)
+    assert put_out(scene) == [WRONG, WRONG]
+
+
+def test_who_is_left_out_now_and_then_stays() -> None:
+    scene = scene_of()
+    for _ in range(3 * MOST_AGAINST):
+        go_on(scene, ALL_OTHERS, times=IN_FAVOUR)
+        go_on(scene, {})
+    assert not put_out(scene)
+
+
+@pytest.mark.parametrize("liars", ["a", "ab"])
+def test_reducers_without_most_of_the_weight_put_nobody_out(liars: str) -> None:
+    scene = scene_of()
+    go_on(scene, dict.fromkeys(liars, WRONG), times=2 * MOST_AGAINST)
+    assert not put_out(scene)
+
+
+def test_a_few_slices_of_a_reducer_say_nothing() -> None:
+    """It leaves the member out of one of its two slices."""
+    scene = scene_of()
+    rules = replace(scene.state.rules, slice_elements=256)
+    scene.state = replace(scene.state, rules=rules)
+    go_on(scene, {})
+    slices = [progress.slice for progress in scene.round.slices]
+    assert len(slices) > len(NAMES)
+    firsts = {part.reducer_id: part.index for part in reversed(slices)}
+    for _ in range(2 * MOST_AGAINST):
+        tokens = {str(a.node_id): a.num_samples * 8 for a in scene.round.assignments}
+        number = scene.round.number
+        for name in NAMES:
+            scene.train(name)
+        for part in slices:
+            result = digest_of(f"result {number}/{part.index}")
+            left_out = WRONG if firsts[part.reducer_id] == part.index else ""
+            scene.reduce(part.reducer_id, part.index, result, tokens, left_out=left_out)
+            for name in NAMES:
+                if scene.state.committed_round < number:
+                    scene.hold(name, part.index, result)
+        scene.apply(digest_of(f"after {number}"), *NAMES)
+    assert not put_out(scene)
+
+
+def test_where_half_of_the_contributors_have_little_work_nobody_is_put_out() -> None:
+    """Reducers count contributions and not work, so these could be most of what one is compared with."""
+    scene = scene_of()
+    give_work(scene, "ef")
+    go_on(scene, {})
+    go_on(scene, ALL_OTHERS)
+    assert scene.member(WRONG).rounds_against == 0
+
+
+def test_who_keeps_its_contributions_is_not_excused_by_it() -> None:
+    scene = scene_of()
+    go_on(scene, ALL_OTHERS, times=3)
+    for name in NAMES:
+        scene.train(name)
+    tokens = {str(a.node_id): a.num_samples * 8 for a in scene.round.assignments}
+    number = scene.round.number
+    for progress in scene.round.slices:
+        reducer, index = progress.slice.reducer_id, progress.slice.index
+        here = tokens if reducer == WRONG else {n: t for n, t in tokens.items() if n != WRONG}
+        scene.reduce(reducer, index, digest_of(f"result {number}/{index}"), here)
+        for name in NAMES:
+            if scene.state.committed_round < number:
+                scene.hold(name, index, digest_of(f"result {number}/{index}"))
+    assert scene.member(WRONG).rounds_against == 3
+    scene.apply(digest_of("after it"), *NAMES)
+    go_on(scene, {})
+    assert scene.member(WRONG).rounds_against == 3 - IN_FAVOUR
+
+
+def test_no_run_stands_still_because_somebody_is_put_out() -> None:
+    scene = scene_of(min_nodes=len(NAMES))
+    go_on(scene, ALL_OTHERS, times=2 * MOST_AGAINST)
+    assert not put_out(scene)
+    rules = replace(scene.state.rules, min_nodes=len(NAMES) - 1)
+    scene.state = replace(scene.state, rules=rules)
+    go_on(scene, ALL_OTHERS)
+    assert put_out(scene) == [WRONG]
+
+
+@pytest.mark.parametrize("helpers", ["xy", "x"])
+def test_helpers_that_made_most_of_a_round_are_believed_where_they_are_two(helpers: str) -> None:
+    """They weigh nothing, and the run owner vouches for them; one of them may be broken."""
+    scene = scene_of(helpers=helpers)
+    go_on(scene, dict.fromkeys(helpers, WRONG), times=MOST_AGAINST)
+    made = [p.slice.num_elements for p in scene.round.slices if p.slice.reducer_id in helpers]
+    is_most = 2 * sum(made) > sum(p.slice.num_elements for p in scene.round.slices)
+    assert put_out(scene) == ([WRONG] if is_most and len(helpers) > 1 else [])
+
+
+def test_a_new_session_forgets_nothing() -> None:
+    scene = scene_of()
+    go_on(scene, ALL_OTHERS, times=3)
+    scene.attach(WRONG, invite=WRONG, at=4, digest=digest_of("after 4"))
+    assert scene.member(WRONG).rounds_against == 3
