@@ -134,9 +134,9 @@ class Coordinator:
         self.enrolment_port = enrolment_port
         self._given = given
         self._opened = opened
-        self._lasting = tuple(
-            map(asyncio.create_task, (driver.run_clock(), connections.watch(), room.watch()))
-        )
+        self._clock_task = asyncio.create_task(driver.run_clock())
+        watching = (connections.watch(), room.watch())
+        self._lasting = (self._clock_task, *map(asyncio.create_task, watching))
 
     @classmethod
     async def start(
