@@ -35,7 +35,7 @@ class Room:
     def of(cls, directory: Path) -> "Room":
         """Looks at a coordinator's folder. Raises OSError."""
         disk = os.statvfs(directory)
-        database = sum(path.stat().st_size for path in directory.glob(f"{DATABASE_NAME}*"))
+        database = sum(map(_bytes_of, directory.glob(f"{DATABASE_NAME}*")))
         return cls(
             free_bytes=disk.f_bavail * disk.f_frsize,
             wanted_bytes=max(LEAST_BYTES, DATABASES * database),
@@ -44,6 +44,13 @@ class Room:
     def is_low(self, *, was_low: bool) -> bool:
         """Whether somebody should make room."""
         return self.free_bytes < self.wanted_bytes * (AGAIN if was_low else 1.0)
+
+
+def _bytes_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # its log of writes comes and goes
+        return 0
 
 
 class DiskRoom:
@@ -64,7 +71,7 @@ class DiskRoom:
         """Looks now. What cannot be seen is not told."""
         try:
             room = Room.of(self._directory)
-        except OSError:  # files come and go; what is worse the next write to the database tells
+        except OSError:  # the next write to the database tells why
             self._room = None
             return
         is_low = room.is_low(was_low=self._is_low)
