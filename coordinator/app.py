@@ -13,17 +13,27 @@ from typing import TYPE_CHECKING, Self
 import click
 import grpc.aio
 
+from coordinator.authority_key import refuse_damaged
 from coordinator.backup_record import BackupRecords, add_to, has_any
-from coordinator.config import RUN_FILE, CoordinatorConfig, Home, local_host, rules_in_force
+from coordinator.config import (
+    AUTHORITY_KEY_FILE,
+    RUN_FILE,
+    CoordinatorConfig,
+    Home,
+    local_host,
+    rules_in_force,
+)
 from coordinator.connections import Connections, Limits, most_connections
 from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
 from coordinator.dashboard.timeline import RoundTally, Timeline
 from coordinator.dashboard.times_file import TimesFile
+from coordinator.disk_room import DiskRoom
 from coordinator.driver import Driver, LoopClock, seconds_since_boot
 from coordinator.journal import (
     log_backup,
+    log_damaged,
     log_refusal,
     log_settled,
     log_slept,
@@ -46,7 +56,7 @@ from coordinator.store import Store
 from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
-from protocol.errors import ConfigError, UnavailableError
+from protocol.errors import BadDataError, ConfigError, UnavailableError
 from protocol.files.descriptors import allow_open_files, require_open_files
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
@@ -56,6 +66,7 @@ from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import joining_name_in, name_in, pin_of, server_name
 from protocol.trust.rulings import checked_chain
 from protocol.trust.signing import CommitSigner
+from protocol.v1 import status_pb2 as pb
 from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_server
 from protocol.v1.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
@@ -105,6 +116,7 @@ class Coordinator:
         *,
         driver: Driver,
         connections: Connections,
+        room: DiskRoom,
         given: GivenFile,
         opened: AsyncExitStack,
         control_port: int,
@@ -122,7 +134,8 @@ class Coordinator:
         self._given = given
         self._opened = opened
         self._clock_task = asyncio.create_task(driver.run_clock())
-        self._watch_task = asyncio.create_task(connections.watch())
+        watching = (connections.watch(), room.watch())
+        self._lasting = (self._clock_task, *map(asyncio.create_task, watching))
 
     @classmethod
     async def start(
@@ -246,6 +259,7 @@ class Coordinator:
                 clock=driver.clock.now,
                 wall_clock=time.time,
             )
+            room = DiskRoom(home.directory)
             lookout = Lookout(driver.clock.now)
             if carriage is None:
                 listening = await listen(lookout.saw, config.host, tuple(local_ports))
@@ -271,6 +285,7 @@ class Coordinator:
                 certificates,
                 lookout,
                 connections,
+                room,
                 driver=driver,
                 enrolment_port=enrolment_port,
                 backup_target=config.backup,
@@ -303,6 +318,7 @@ class Coordinator:
             return cls(
                 driver=driver,
                 connections=connections,
+                room=room,
                 given=watched.given,
                 opened=opened.pop_all(),
                 control_port=control_port,
@@ -315,9 +331,8 @@ class Coordinator:
         """Serves until the event, or until what must last fails, and then raises why."""
         stop = asyncio.create_task(stopped.wait())
         try:
-            lasting = (self._clock_task, self._watch_task)
-            await asyncio.wait({stop, *lasting}, return_when=asyncio.FIRST_COMPLETED)
-            for task in lasting:
+            await asyncio.wait({stop, *self._lasting}, return_when=asyncio.FIRST_COMPLETED)
+            for task in self._lasting:
                 if task.done():
                     # Without the clock rounds would never end: better to be restarted by whoever watches.
                     task.result()
@@ -326,11 +341,10 @@ class Coordinator:
 
     async def stop(self) -> None:
         """Ends event streams, lets calls in flight end, and closes the store."""
-        lasting = (self._clock_task, self._watch_task)
-        for task in lasting:
+        for task in self._lasting:
             task.cancel()
         # If one failed, serve_until has raised that.
-        await asyncio.gather(*lasting, return_exceptions=True)
+        await asyncio.gather(*self._lasting, return_exceptions=True)
         self.driver.end_all(
             UnavailableError(
                 "the coordinator is stopping", next_step="nodes reconnect when it is back"
@@ -354,6 +368,7 @@ def _add_member_services(
     certificates: Certificates,
     lookout: Lookout,
     connections: Connections,
+    room: DiskRoom,
     *,
     driver: Driver,
     enrolment_port: int,
@@ -375,6 +390,11 @@ def _add_member_services(
     )
     session = SessionDesk(driver, telemetry, home.run, signer, rulings, lookout)
     records = BackupRecords(home.directory)
+
+    def add_for_owner(run: pb.RunStatus, now: float) -> None:
+        add_to(run, records.latest(), configured=backup_target, now=now)
+        room.add_to(run)
+
     status = StatusDesk(
         driver,
         telemetry,
@@ -382,9 +402,7 @@ def _add_member_services(
         swarm_id=swarm_id,
         past=past,
         relay=(lambda: "") if through is None else through.in_words,
-        add_backups=lambda run, now: add_to(
-            run, records.latest(), configured=backup_target, now=now
-        ),
+        add_for_owner=add_for_owner,
     )
     operator = OperatorDesk(
         driver,
@@ -487,6 +505,10 @@ async def _serve(
         log.write(f"watch the run: atoll status --watch --dir {named}\n")
         if not has_any(BackupRecords(directory).latest(), configured=config.backup):
             log.write(f"backup: {no_backup_in_words(named)}\n")
+        try:
+            refuse_damaged(directory / AUTHORITY_KEY_FILE, home.authority_pem)
+        except BadDataError as error:  # nothing that a running coordinator does needs it
+            log_damaged(error)
         manager.ready(f"serves nodes at {control}, and who joins at {enrolment}")
         async with manager.watching(), _backing_up(home, config):
             await coordinator.serve_until(stopped)

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import serialization
 
 from protocol.errors import BadDataError, NoInputError, NotPermittedError, UsageError
 from protocol.files.durable import read_secret, write_atomically
+from protocol.trust.pki import is_key_of
 
 PASSPHRASE_VARIABLE = "ATOLL_PASSPHRASE"
 LEAST_CHARACTERS = 12
@@ -77,6 +78,36 @@ def read_authority_key(path: Path, passphrase: bytes) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
+
+
+def refuse_damaged(path: Path, authority_pem: bytes) -> None:
+    """Raises BadDataError for a key that is damaged or another authority's; it may also lie elsewhere.
+
+    Else that would show on the day when keys have to change, and all backups would hold the damaged one. Of
+    an encrypted key only the frame can be read.
+    """
+    if not path.is_file():
+        return
+    key_pem = _read(path)
+    if is_encrypted(key_pem) and _is_framed(key_pem):
+        return
+    if not is_encrypted(key_pem) and is_key_of(key_pem, authority_pem):
+        return
+    raise BadDataError(
+        f"{path} is damaged, or not the key of this run's authority",
+        next_step="put an older backup's in its place. Where there is none, move it away: the run goes on "
+        "without it, and its keys then stay as they are",
+    )
+
+
+def _is_framed(key_pem: bytes) -> bool:
+    try:
+        serialization.load_pem_private_key(key_pem, password=None)
+    except TypeError:  # it is whole, as far as can be seen without the passphrase
+        return True
+    except ValueError:
+        return False
+    return False
 
 
 def _read(path: Path) -> bytes:

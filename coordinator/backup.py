@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.authority_key import is_encrypted
+from coordinator.authority_key import is_encrypted, refuse_damaged
 from coordinator.config import (
     AUTHORITY_KEY_FILE,
     HOME_FILES,
@@ -56,10 +56,12 @@ def back_up(directory: Path, target: Path) -> Backup:
     """Copies a coordinator's folder to `target`, which a coordinator can be started from.
 
     All of it or nothing. Raises NoInputError when there is nothing to copy, CannotCreateError when
-    `target` is not free, and SystemRefusedError when the disk refuses.
+    `target` is not free, SystemRefusedError when the disk refuses, and BadDataError for damaged files:
+    copies of those would take the places of whole ones.
     """
     home = Home.load(directory)
     require_started(directory)
+    refuse_damaged(directory / AUTHORITY_KEY_FILE, home.authority_pem)
     target = target.absolute()
     if is_taken(target):
         raise CannotCreateError(

@@ -73,6 +73,11 @@ def log_backup(line: str) -> None:
         _log.info("backup made", round=told["committed_round"], to=told["copied"], bytes=size)
 
 
+def log_damaged(error: AtollError) -> None:
+    """A file of the folder is of no use, and the run goes on without it."""
+    _log.error("a file is damaged", why=error.what, next_step=error.next_step)
+
+
 def log_transition(before: SwarmState, transition: Transition) -> list[News]:
     """Logs what is news to who runs the swarm, and returns it."""
     told = list(news_of(before, transition))

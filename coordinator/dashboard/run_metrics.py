@@ -47,6 +47,11 @@ RUN_METRICS = (
     Metric(name="atoll_run_rounds", kind="gauge", meaning="Rounds that the run asks for"),
     Metric(name="atoll_run_finished", kind="gauge", meaning="Whether all rounds are done: 1 or 0"),
     Metric(
+        name="atoll_run_paused",
+        kind="gauge",
+        meaning="Whether the run is paused, by its owner or by itself: 1 or 0",
+    ),
+    Metric(
         name="atoll_members",
         kind="gauge",
         meaning="Members by how they stand with the swarm",
@@ -157,6 +162,16 @@ RUN_METRICS = (
         meaning="Whether a copy for some place is so long overdue that nobody can be making any: 1 or 0",
     ),
     Metric(
+        name="atoll_disk_free_bytes",
+        kind="gauge",
+        meaning="Free bytes of the disk of the coordinator's folder",
+    ),
+    Metric(
+        name="atoll_disk_low",
+        kind="gauge",
+        meaning="Whether that is so little that somebody should make room: 1 or 0",
+    ),
+    Metric(
         name="atoll_node_silent_seconds",
         kind="gauge",
         meaning="Seconds since the node was last heard",
@@ -199,6 +214,7 @@ def _put_run(board: Board, run: pb.RunStatus, version: str) -> None:
     board.put("atoll_open_round", run.open_round or None)
     board.put("atoll_run_rounds", run.total_rounds)
     board.put("atoll_run_finished", run.phase == pb.RUN_PHASE_FINISHED)
+    board.put("atoll_run_paused", bool(run.paused))
     board.put("atoll_min_nodes", run.min_nodes)
     board.put("atoll_digests_agree", run.digests_agree if run.outer_digest else None)
     board.put("atoll_parameters", run.num_parameters or None)
@@ -219,6 +235,9 @@ def _put_run(board: Board, run: pb.RunStatus, version: str) -> None:
     board.put("atoll_samples", run.data.committed_samples, state="committed")
     board.put("atoll_samples", run.data.leased_samples, state="leased")
     board.put("atoll_samples", run.data.free_again_samples, state="free_again")
+    if run.HasField("disk_free_bytes"):
+        board.put("atoll_disk_free_bytes", run.disk_free_bytes)
+        board.put("atoll_disk_low", run.is_disk_low)
     _put_backups(board, run.backups)
 
 

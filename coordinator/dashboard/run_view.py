@@ -37,7 +37,6 @@ from protocol.terminal.node_words import (
 )
 from protocol.terminal.status_words import (
     agreement_in_words,
-    backup_troubles,
     backups_in_words,
     bits_per_byte,
     clock_in_words,
@@ -45,6 +44,7 @@ from protocol.terminal.status_words import (
     held_out_in_words,
     ledger_bytes,
     mean_time_in_words,
+    owner_troubles,
     phase_in_words,
     saving_in_words,
     screened_in_words,
@@ -100,7 +100,7 @@ def _run(status: pb.GetStatusResponse) -> View:
             if run.outer_digest and not run.digests_agree
             else []
         ),
-        *backup_troubles(run, for_everybody=True),
+        *owner_troubles(run, for_everybody=True),
     ]
     return {
         "name": run.run_name,

@@ -53,6 +53,13 @@ def relay() -> None:
     help="Most that are carried at once.",
 )
 @click.option(
+    "--connections-per-address",
+    default=64,
+    show_default=True,
+    type=click.IntRange(4, 100_000),
+    help="Most of one address, which all machines of an office may share.",
+)
+@click.option(
     "--helper",
     metavar="DIR",
     type=_FOLDER,
@@ -67,6 +74,7 @@ def start(
     advertise: str | None,
     max_rate: str | None,
     max_connections: int,
+    connections_per_address: int,
     helper: Path | None,
     log_json: bool,
 ) -> None:
@@ -96,7 +104,12 @@ def start(
         port=port,
         allowed=_range(ports),
         advertise=outside,
-        limits=Limits(most=max_connections, bytes_per_second=_rate(max_rate)),
+        limits=Limits(
+            most=max_connections,
+            most_per_address=connections_per_address,
+            burst_per_address=connections_per_address,
+            bytes_per_second=_rate(max_rate),
+        ),
         helper=None if helper is None else _helpers_folder(helper),
     )
     asyncio.run(run_relay(directory, settings, log_json=log_json))

@@ -24,6 +24,9 @@ MAX_ADDRESSES = 10_000
 EVERYWHERE = frozenset({"0.0.0.0", "::"})
 """Hosts that mean all addresses of this machine, of IPv4 and IPv6, as gRPC takes them too."""
 
+TELL_SECONDS = 60.0
+"""Between two lines of the log about who was refused: a stranger is not to fill a disk."""
+
 FULL_SECONDS = 0.5
 """Until the next try to accept where the file table is full."""
 
@@ -159,8 +162,12 @@ def listening_socket(host: str, port: int) -> socket.socket:
 class Doors:
     """Sockets that are listened on, and the tasks of all who came in by them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, more: str = "") -> None:
+        """`more` says how their owner lets an address have more connections, if that can be."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._more = more
+        self._num_refused = 0  # since the last line of the log
+        self._told_at: float | None = None
 
     def open(
         self,
@@ -206,10 +213,19 @@ class Doors:
                     continue
                 source = source_of(str(address[0]))
                 places = places_of(source)
-                if places.enter(source, loop.time()):
+                if why := places.enter(source, loop.time()):
                     plain.close()
+                    self._tell(why, loop.time())
                 else:
                     self._start(_served(plain, Place(places, source), serve, tls))
+
+    def _tell(self, why: str, now: float) -> None:
+        """Who is refused hears nothing, so that the log has to say it."""
+        self._num_refused += 1
+        if self._told_at is None or now - self._told_at >= TELL_SECONDS:
+            next_step = {"next_step": self._more} if self._more else {}
+            _log.warning("connections are refused", why=why, num=self._num_refused, **next_step)
+            self._num_refused, self._told_at = 0, now
 
 
 async def _served(plain: socket.socket, place: Place, serve: Serve, tls: Mapping[str, Any]) -> None:

@@ -121,7 +121,9 @@ class OnePort:
         self._own = Places(own) if spares_own else self._places
         self.sources: dict[tuple[str, int], str] = {}
         """Whose each connection is that comes from here to one of the two ports, by its own end."""
-        self._doors = Doors()
+        self._doors = Doors(
+            more="where they are of one office, raise connections_per_address in coordinator.toml"
+        )
         listener = listening_socket(host, port)
         self.port = int(listener.getsockname()[1])
         self._doors.open(listener, self._places_of, self._carry)

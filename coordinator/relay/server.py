@@ -180,7 +180,9 @@ class Relay:
         self._pace = Pace(limits.bytes_per_second)
         self._carried: dict[bytes, _Carried] = {}
         self._changing = asyncio.Lock()
-        self._doors = Doors()
+        self._doors = Doors(
+            more="where they are of one office, start the relay with more --connections-per-address"
+        )
         listener = listening_socket(host, port)
         self.port = int(listener.getsockname()[1])
         tls = {"ssl": key.server_context(), "ssl_handshake_timeout": HELLO_SECONDS}

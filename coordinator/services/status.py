@@ -84,7 +84,7 @@ class StatusDesk:
         swarm_id: str,
         past: Past | None = None,
         relay: Callable[[], str] = lambda: "",
-        add_backups: Callable[[pb.RunStatus, float], None] = lambda run, now: None,
+        add_for_owner: Callable[[pb.RunStatus, float], None] = lambda run, now: None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._driver = driver
@@ -94,7 +94,7 @@ class StatusDesk:
         self._swarm_id = swarm_id
         self._past = past or Past()
         self._relay = relay
-        self._add_backups = add_backups
+        self._add_for_owner = add_for_owner
         self._started_at = driver.clock.now()
         self._wall_clock = wall_clock
 
@@ -107,7 +107,7 @@ class StatusDesk:
     ) -> pb.GetStatusResponse:
         """The run, the round in flight and all nodes; for viewers without their addresses.
 
-        What became of backups only the run owner is told.
+        Of backups and of the coordinator's disk only the run owner is told.
         Of more than `most_losses` held-out losses it has so many, the first and the latest among them.
         """
         state, now = self._driver.state, self._driver.clock.now()
@@ -126,7 +126,7 @@ class StatusDesk:
         unix_seconds = self._wall_clock()
         run = self._run_status(state, now, most_losses)
         if role is Role.OPERATOR:
-            self._add_backups(run, unix_seconds)
+            self._add_for_owner(run, unix_seconds)
         return pb.GetStatusResponse(
             run=run,
             nodes=sorted(nodes, key=lambda node: node.node_id),

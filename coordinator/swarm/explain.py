@@ -11,7 +11,8 @@ from statistics import median
 from coordinator.swarm.deadlines import ROUNDS_NEEDED, budgets_in_words, schedule_in_words
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
 from coordinator.swarm.members import Member, MemberState
-from coordinator.swarm.retraction import goes_on_from, takes_back_at
+from coordinator.swarm.reach_back import rounds_in_reach
+from coordinator.swarm.retraction import goes_on_from, takes_back_at, waits_for_a_holder
 from coordinator.swarm.rounds import awaited_appliers, held_in_words, is_undecided
 from coordinator.swarm.start import (
     bringing,
@@ -88,6 +89,8 @@ def _not_open(state: SwarmState, now: float) -> str:
     parts += [f"{member.node_name} trains nothing now: its own line says why" for member in idle]
     if state.unsupplied_since is not None:
         parts.append(_unsupplied(state, state.unsupplied_since, now))
+    elif present and waits_for_a_holder(state):
+        parts.append(_without_holder(state))
     if words := unfollowed_in_words(state, now):
         parts.append(words)
     return "; ".join(parts)
@@ -100,6 +103,19 @@ def _unsupplied(state: SwarmState, since: float, now: float) -> str:
     return (
         f"nobody here holds the state after round {state.committed_round}: "
         f"{what} unless a node returns with it, {left}"
+    )
+
+
+def _without_holder(state: SwarmState) -> str:
+    """Where all that are here are more than a round behind: others may come back, or never."""
+    number = state.committed_round
+    what = f"nobody here holds the state after round {number}, nor the one before it"
+    newest = max((span.last for span in rounds_in_reach(state)), default=0)
+    if not newest:  # they may have just begun
+        return f"{what}: a node that does has to come back"
+    return (
+        f"{what}: start a node that does, or, where none is left, go on from what those here keep: "
+        f"'atoll run rollback {newest}'"
     )
 
 

@@ -143,6 +143,11 @@ def _goes_on_after(state: SwarmState) -> float | None:
     return None
 
 
+def waits_for_a_holder(state: SwarmState) -> bool:
+    """Whether nobody here holds the committed state, nor what would have the run go on from another."""
+    return _is_unsupplied(state) and _goes_on_after(state) is None
+
+
 def goes_on_from(state: SwarmState) -> Digest | None:
     """The state that is agreed on anew when nobody returns; None: the newest round is taken back."""
     agreed = held_by_most(state)

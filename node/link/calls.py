@@ -37,7 +37,7 @@ from protocol.errors import (
 )
 from protocol.run.run_spec import RunSpec, run_from_json
 from protocol.trust.credentials import Credentials
-from protocol.trust.enrolment import renew_by_identity, renewal_request, taken
+from protocol.trust.enrolment import no_new_one, renew_by_identity, renewal_request, taken
 from protocol.trust.handshake import fetch_certificate
 from protocol.trust.identity import Identity
 from protocol.trust.invite import InvitedBy, endpoint_of, named_members
@@ -511,7 +511,7 @@ class RenewingCalls:
             return answer.renew_in_seconds
 
     async def _renew_refused(self, used: Credentials, refusal: CertificateRefusedError) -> None:
-        """By the identity. Raises why not, or the refusal where nobody of ours answers there."""
+        """By the identity. Raises why not, or the refusal where who answers there is none of ours."""
         async with self._turn:
             if used is not self._credentials:
                 return  # another call has done it meanwhile
@@ -521,7 +521,7 @@ class RenewingCalls:
                 raise
             except AtollError as error:
                 log.debug("no new certificate", why=error.what)
-                raise refusal from error
+                raise no_new_one(self._credentials, refusal, error) from error
             self._go_on_with(renewed)
 
     def _go_on_with(self, renewed: Credentials) -> None:

@@ -184,12 +184,13 @@ class StatusLink:
 def _renewed(credentials: "Credentials", refusal: CertificateRefusedError) -> "Credentials":
     """The same with a new certificate, got by the identity of their folder.
 
-    Raises the refusal where it has none, or nobody of the swarm answers.
+    Raises the refusal where it has none, or who answers is not of the swarm, and UnavailableError where
+    nobody answers.
     """
     import asyncio
 
     from protocol.trust.credentials import IDENTITY_FILE
-    from protocol.trust.enrolment import renew_by_identity
+    from protocol.trust.enrolment import no_new_one, renew_by_identity
     from protocol.trust.identity import Identity
 
     if credentials.folder is None or not (credentials.folder / IDENTITY_FILE).is_file():
@@ -198,7 +199,7 @@ def _renewed(credentials: "Credentials", refusal: CertificateRefusedError) -> "C
     try:
         return asyncio.run(renew_by_identity(credentials, identity))
     except (ProtocolMismatchError, UnavailableError) as error:
-        raise refusal from error
+        raise no_new_one(credentials, refusal, error) from error
 
 
 def as_json(message: "Message") -> dict[str, object]:

@@ -23,12 +23,12 @@ from protocol.terminal.node_words import (
 from protocol.terminal.status_words import (
     PHASES,
     agreement_in_words,
-    backup_troubles,
     backups_in_words,
     clock_in_words,
     compute_share,
     held_out_in_words,
     mean_time_in_words,
+    owner_troubles,
     relay_in_words,
     releases_in_words,
     round_shown,
@@ -47,11 +47,11 @@ _BAR_WIDTH = 24
 def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
     """Draws the run, its losses, its outer state and its nodes.
 
-    Fits 80 columns. `notice` is shown first: that the coordinator is away, for example. Then why there are
-    no backups.
+    Fits 80 columns. `notice` is shown first: that the coordinator is away, for example. Then what the run
+    owner has to mend.
     """
     lines: list[RenderableType] = [Text(notice, style="bold yellow")] if notice else []
-    lines += [Text(trouble, style="bold red") for trouble in backup_troubles(status.run)]
+    lines += [Text(trouble, style="bold red") for trouble in owner_troubles(status.run)]
     lines += [_run_line(status.run), _loss_line(status)]
     if curve := sparkline([held_out.loss for held_out in status.run.held_out_losses]):
         lines.append(_labelled("", Text(f"{curve}  held-out", style="cyan")))

@@ -125,18 +125,27 @@ def relay_in_words(run: pb.RunStatus) -> str:
     return run.relay and f"coordinator {printable(run.relay, most=200)}"
 
 
-def backup_troubles(run: pb.RunStatus, *, for_everybody: bool = False) -> list[str]:
-    """Why a place gets no copies of the coordinator; only the run owner is told. Empty where all is well.
+def owner_troubles(run: pb.RunStatus, *, for_everybody: bool = False) -> list[str]:
+    """What of the coordinator's machine only its owner can mend, and is told of. Empty where all is well.
 
-    For everybody that it gets none, and neither where it is nor why.
+    Its disk is nearly full, or a place gets no copies of the run. For everybody without what stands where.
     """
-    return [
+    low = [disk_in_words(run)] if run.is_disk_low else []
+    return low + [
         f"no backup {_since(one)}: 'atoll status' tells the run owner why"
         if for_everybody
         else _backup_trouble(one)
         for one in run.backups
         if one.HasField("next_seconds") and (one.num_failures or one.is_abandoned)
     ]
+
+
+def disk_in_words(run: pb.RunStatus) -> str:
+    """That the disk of the coordinator's folder is nearly full."""
+    return (
+        f"the coordinator's disk is nearly full: {bytes_in_words(run.disk_free_bytes)} are free, and at the "
+        "first write that it refuses the coordinator ends; next: make room on it"
+    )
 
 
 def _since(one: pb.BackupStatus) -> str:
@@ -222,7 +231,7 @@ def summary_line(status: pb.GetStatusResponse) -> str:
     if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
         parts.append(f"the run has about {seconds_in_words(run.estimated_seconds_left)} left")
     parts += filter(None, (cut_off(status.nodes), copies_in_words(status.nodes)))
-    parts += backup_troubles(run)
+    parts += owner_troubles(run)
     return "; ".join(parts)
 
 
@@ -239,6 +248,7 @@ def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
         cut_off(status.nodes),
         copies_in_words(status.nodes),
         tuple((one.target, one.why, one.is_abandoned) for one in run.backups),
+        run.is_disk_low,
     )
 
 

@@ -11,7 +11,13 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 
-from protocol.errors import AnswerLostError, ProtocolMismatchError, UnavailableError
+from protocol.errors import (
+    AnswerLostError,
+    AtollError,
+    CertificateRefusedError,
+    ProtocolMismatchError,
+    UnavailableError,
+)
 from protocol.trust.credentials import Credentials
 from protocol.trust.handshake import fetch_certificate, fetch_pinned_certificate
 from protocol.trust.identity import Identity
@@ -140,6 +146,23 @@ async def renew_by_identity(credentials: Credentials, identity: Identity) -> Cre
             next_step="check host and port, or ask the run owner what answers there",
         )
     return renewed
+
+
+def no_new_one(
+    credentials: Credentials, refusal: CertificateRefusedError, why: AtollError
+) -> AtollError:
+    """What a refused certificate comes to where the identity gets no new one either.
+
+    Where nothing answers on the joining port that may pass: the coordinator has just started, or a firewall
+    lets nobody in there once all have joined.
+    """
+    if not isinstance(why, UnavailableError) or not credentials.enrolment_port:
+        return refusal
+    return UnavailableError(
+        f"{refusal.what}, and a new one is not to be had: {why.what}",
+        next_step=f"have the run owner open the joining port, TCP {credentials.enrolment_port}: members that "
+        "were away for more than a day need it too",
+    )
 
 
 def renewal_request(

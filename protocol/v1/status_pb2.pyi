@@ -158,6 +158,8 @@ class RunStatus(_message.Message):
     RELAY_FIELD_NUMBER: _builtins.int
     BACKUPS_FIELD_NUMBER: _builtins.int
     IS_WITHOUT_BACKUP_FIELD_NUMBER: _builtins.int
+    DISK_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    IS_DISK_LOW_FIELD_NUMBER: _builtins.int
     swarm_id: _builtins.str
     """The swarm's id."""
     run_name: _builtins.str
@@ -204,6 +206,11 @@ class RunStatus(_message.Message):
     """How nodes reach a coordinator that a relay carries, in words; empty where they dial it."""
     is_without_backup: _builtins.bool
     """Whether no copy of the coordinator was ever made, and none is meant to follow; for the run owner alone."""
+    disk_free_bytes: _builtins.int
+    """Bytes that are free on the disk of the coordinator's folder, absent where nobody knows, and whether that is
+    so little that somebody should make room; for the run owner alone.
+    """
+    is_disk_low: _builtins.bool
     @_builtins.property
     def held_out_losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOutLoss]:
         """Held-out losses so far, oldest first; of very many the latest 1000, and 1000 of those before."""
@@ -272,13 +279,20 @@ class RunStatus(_message.Message):
         relay: _builtins.str = ...,
         backups: _abc.Iterable[Global___BackupStatus] | None = ...,
         is_without_backup: _builtins.bool = ...,
+        disk_free_bytes: _builtins.int | None = ...,
+        is_disk_low: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire", "written", b"written"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "disk_free_bytes", b"disk_free_bytes", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left", "amendments", b"amendments", "backups", b"backups", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "is_without_backup", b"is_without_backup", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "relay", b"relay", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire", "written", b"written", "written_rounds", b"written_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "_estimated_seconds_left", b"_estimated_seconds_left", "amendments", b"amendments", "backups", b"backups", "committed_round", b"committed_round", "data", b"data", "digests_agree", b"digests_agree", "disk_free_bytes", b"disk_free_bytes", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "is_disk_low", b"is_disk_low", "is_without_backup", b"is_without_backup", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "relay", b"relay", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire", "written", b"written", "written_rounds", b"written_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__disk_free_bytes: _TypeAlias = _typing.Literal["disk_free_bytes"]  # noqa: Y015
+    _WhichOneofArgType__disk_free_bytes: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes"]  # noqa: Y015
     _WhichOneofReturnType__estimated_seconds_left: _TypeAlias = _typing.Literal["estimated_seconds_left"]  # noqa: Y015
     _WhichOneofArgType__estimated_seconds_left: _TypeAlias = _typing.Literal["_estimated_seconds_left", b"_estimated_seconds_left"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_free_bytes) -> _WhichOneofReturnType__disk_free_bytes | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__estimated_seconds_left) -> _WhichOneofReturnType__estimated_seconds_left | None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015

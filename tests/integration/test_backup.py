@@ -281,6 +281,34 @@ def test_a_backup_of_a_damaged_database_is_refused_and_so_is_a_start(swarm: Swar
     assert not copy.exists()
 
 
+def test_a_damaged_key_of_the_authority_is_said_and_no_copy_of_it_drives_whole_ones_out(
+    swarm: Swarm,
+) -> None:
+    """Nothing else would show it before the day on which keys have to change."""
+    row, key = swarm.folder / "row", swarm.home / "ca.key"
+    backups = swarm.start("coordinator", "backup", swarm.home, row, "--every", "1s", "--keep", "2")
+    backups.says("copied run 'kept' at round 0", times=2)
+    whole = key.read_bytes()
+    key.write_bytes(whole[: len(whole) // 2])
+    damaged = f"{key} is damaged, or not the key of this run's authority"
+    backups.says(f"no copy: {damaged}", times=3)
+    kept = copies_in(row)
+    assert all((row / name / "ca.key").read_bytes() == whole for name in kept)
+    first, *_ = done(atoll("status", "--dir", swarm.home)).replace("\n", " ").splitlines()
+    assert first.startswith("no backup for ") and "an older backup's in its place" in first
+    backups.stop(signal.SIGTERM)
+
+    swarm.coordinator.stop(signal.SIGTERM)
+    swarm.start_coordinator()  # which does not need it
+    swarm.coordinator.says(damaged)
+    copy = swarm.folder / "copy"
+    refused(atoll("coordinator", "backup", swarm.home, copy), 65, damaged, "move it away")
+    assert not copy.exists()
+    key.write_bytes((row / kept[-1] / "ca.key").read_bytes())
+    done(atoll("coordinator", "backup", swarm.home, copy))
+    assert (copy / "ca.key").read_bytes() == whole
+
+
 def copies_in(row: Path) -> list[str]:
     return sorted(path.name for path in row.iterdir() if not path.name.startswith("."))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from small_machine import SmallDisk, small_disk
-from typed_commands import ROOT, WITHOUT_PRIVILEGES, Swarm, atoll, rests, until
+from typed_commands import ROOT, WITHOUT_PRIVILEGES, Swarm, atoll, done, rests, until
 
 from node.kept import kept_model
 from node.models.card import Origin
@@ -180,6 +180,12 @@ def test_a_coordinator_whose_disk_becomes_full_keeps_what_was_committed_and_its_
     swarm = Swarm(tmp_path / "swarm", run, disk=disk)
     try:
         swarm.join("lasting", swarm.invite())
+        swarm.coordinator.says("the disk is nearly full")
+        told = swarm.status().run
+        assert told.is_disk_low and 0 < told.disk_free_bytes <= 10 * MEGABYTE
+        shown = done(atoll("status", "--dir", swarm.home)).replace("\n", " ")
+        assert shown.startswith("the coordinator's disk is nearly full: ")
+        assert "nearly full" not in done(atoll("status", "--dir", swarm.folder / "lasting"))
         node = swarm.start_node("lasting")
         swarm.coordinator.says("round committed", times=2)
         filler = disk.fill()

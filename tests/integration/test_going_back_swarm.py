@@ -1,6 +1,9 @@
 """A run goes back by the command, with real processes: digests agree, and an export is what it was."""
 
 import json
+import os
+import re
+import signal
 
 import pytest
 from typed_commands import Swarm, atoll, done, refused, until
@@ -109,3 +112,43 @@ def test_a_round_that_one_node_keeps_is_gone_back_to_when_the_run_owner_believes
     assert "the run went back to the state after round 0; rounds 1 to" in said
     committed(2, incarnation=2)
     assert swarm.status().run.digests_agree
+
+
+@pytest.mark.nightly
+def test_where_one_disk_failed_under_all_nodes_the_status_names_the_way_back_and_it_leads_on(
+    swarm: Swarm,
+) -> None:
+    """All come back more than a round behind, and nobody could go on without the run owner."""
+    invite = swarm.invite("--uses", "2")
+    names = ("a", "b")
+    for name in names:
+        swarm.join(name, invite)
+        settings = swarm.folder / name / "node.toml"
+        text = settings.read_text() if settings.is_file() else ""
+        text = text.replace("keep_snapshots = 2", "").replace("keep_every = 8", "")
+        settings.write_text(f"{text}\nkeep_snapshots = 100\nkeep_every = 1\n")
+    nodes = [swarm.start_node(name) for name in names]
+    until(lambda: swarm.status().run.committed_round >= 6, "round 6")
+    for node in nodes:
+        for process_id in node.processes():
+            signal.pidfd_send_signal(os.pidfd_open(process_id), signal.SIGKILL)
+        node.process.wait()
+    for name in names:
+        for file in (swarm.folder / name / "snapshots").iterdir():  # results are there too
+            number = re.search(r"\d+", file.name)
+            if number is not None and int(number[0]) > 3:
+                file.unlink()
+    for name in names:
+        swarm.start_node(name)
+
+    def way_back() -> "re.Match[str] | None":
+        return re.search(r"'atoll (run rollback 3)'$", swarm.status().run.reason)
+
+    until(lambda: way_back() is not None, "the way back", seconds=120)
+    assert "nobody here holds the state after round" in swarm.status().run.reason
+    typed = way_back()
+    assert typed is not None
+    done(atoll(*typed[1].split(), "--dir", swarm.home))
+    until(lambda: swarm.status().run.committed_round >= 5, "rounds after it")
+    run = swarm.status().run
+    assert run.digests_agree and "after round 3" in run.went_back[0]

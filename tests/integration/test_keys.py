@@ -175,6 +175,40 @@ async def test_who_was_away_or_whose_coordinators_clock_was_wrong_gets_a_certifi
                 await get_run(calls)
 
 
+async def test_whose_certificate_has_ended_waits_for_a_joining_port_that_is_closed(
+    tmp_path: Path,
+) -> None:
+    """A firewall lets nobody in there once all have joined, or the coordinator has just started."""
+    home, closed = new_home(tmp_path / "home"), free_port()
+    says = f"refuses this certificate, and a new one is not to be had: .*:{closed}"
+    async with serving(home), two_nodes(home) as (a, _):
+        late = replace(dated(home, a, LONG_AGO), enrolment_port=closed)
+        async with calls_of(late, a.identity) as calls:
+            with pytest.raises(UnavailableError, match=says) as refusal:
+                await get_run(calls)
+            assert f"open the joining port, TCP {closed}" in refusal.value.next_step
+
+            async def carry(inward: asyncio.StreamReader, outward: asyncio.StreamWriter) -> None:
+                port = a.credentials.enrolment_port
+                there, here = await asyncio.open_connection("127.0.0.1", port)
+                await asyncio.gather(_pour(inward, here), _pour(there, outward))
+
+            async with await asyncio.start_server(carry, "127.0.0.1", closed):
+                await get_run(calls)
+        late.save(tmp_path / "node")
+        a.identity.save(tmp_path / "node" / "identity.key")
+        with StatusLink(tmp_path / "node") as link, pytest.raises(UnavailableError, match=says):
+            await asyncio.to_thread(link.status)
+
+
+async def _pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while content := await reader.read(1 << 16):
+            writer.write(content)
+            await writer.drain()
+        writer.close()
+
+
 async def test_a_viewers_command_renews_before_it_asks(tmp_path: Path) -> None:
     home = new_home(tmp_path / "home")
     async with serving(home), two_nodes(home) as (a, _):

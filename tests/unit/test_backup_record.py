@@ -18,7 +18,7 @@ from coordinator.backup_record import (
 )
 from coordinator.backups import Failed, Made, Waits
 from protocol.errors import UnavailableError
-from protocol.terminal.status_words import backup_troubles, backups_in_words
+from protocol.terminal.status_words import backups_in_words, owner_troubles
 from protocol.v1 import status_pb2 as pb
 
 S3 = "s3://backups/my-run"
@@ -43,15 +43,15 @@ def test_failures_in_a_row_are_counted_from_the_first_on_and_a_whole_copy_ends_t
     assert (one.made_seconds, one.committed_round, one.num_bytes) == (645, 7, 1000)
     assert (one.num_failures, one.failing_seconds) == (3, 45)
     assert one.next_seconds == -25 and not one.is_abandoned
-    (trouble,) = backup_troubles(run_with(records, 745))
+    (trouble,) = owner_troubles(run_with(records, 745))
     assert trouble == (
         "no backup for 10 min 45 s: 3 tries at s3://backups/my-run in 45 s failed, the latest: the key has "
         "ended; next: check your credentials"
     )
-    (for_everybody,) = backup_troubles(run_with(records, 745), for_everybody=True)
+    (for_everybody,) = owner_troubles(run_with(records, 745), for_everybody=True)
     assert for_everybody == "no backup for 10 min 45 s: 'atoll status' tells the run owner why"
     records = noted(records, S3, MADE, 800)
-    assert not backup_troubles(run_with(records, 800))
+    assert not owner_troubles(run_with(records, 800))
     assert backups_in_words(run_with(records, 1000)) == (
         "3 min 20 s ago, round 7, 1.0 kB, at s3://backups/my-run/one; the next in 6 min 40 s"
     )
@@ -59,7 +59,7 @@ def test_failures_in_a_row_are_counted_from_the_first_on_and_a_whole_copy_ends_t
 
 def test_a_first_try_that_fails_is_told_though_there_was_never_a_copy() -> None:
     run = run_with(noted({}, S3, FAILED, 100), 100)
-    (trouble,) = backup_troubles(run)
+    (trouble,) = owner_troubles(run)
     assert trouble.startswith(
         "no backup yet: the try at s3://backups/my-run in 0.0 s failed: the key"
     )
@@ -69,17 +69,17 @@ def test_a_first_try_that_fails_is_told_though_there_was_never_a_copy() -> None:
 def test_copies_that_nobody_makes_any_more_are_told_unless_they_were_ended() -> None:
     records = noted({}, S3, MADE, 0)
     late = MADE.next_seconds + ABANDONED_AFTER_SECONDS  # type: ignore[operator]
-    assert not backup_troubles(run_with(records, late))
-    (trouble,) = backup_troubles(run_with(records, late + 1))
+    assert not owner_troubles(run_with(records, late))
+    (trouble,) = owner_troubles(run_with(records, late + 1))
     assert trouble.startswith(
         "no backup for 20 min 1 s: nobody has made one at s3://backups/my-run"
     )
     over = run_with(ended(records, S3), late + 1)
-    assert not backup_troubles(over)
+    assert not owner_troubles(over)
     assert backups_in_words(over).endswith("; none is to follow")
     seldom = noted({}, S3, Waits(next_seconds=100, every_seconds=86400), 0)
-    assert not backup_troubles(run_with(seldom, 80_000))
-    assert backup_troubles(run_with(seldom, 90_000))
+    assert not owner_troubles(run_with(seldom, 80_000))
+    assert owner_troubles(run_with(seldom, 90_000))
 
 
 def test_a_place_that_copies_do_not_go_to_any_more_goes_with_the_next_whole_copy() -> None:

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana asks for metrics and labels that there are, and shows each panel in its place."""
+"""Grafana's dashboard and the alerts ask for metrics and labels that there are; panels do not overlap."""
 
 import json
 import re
@@ -6,12 +6,18 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import yaml
+from test_docs import check_command_line
+
 from coordinator.dashboard.run_metrics import RUN_METRICS
 from protocol.terminal import cli
 from protocol.web.node_metrics import NODE_METRICS
 
 ROOT = Path(cli.__file__).parents[2]
 BOARD: dict[str, Any] = json.loads((ROOT / "docs" / "grafana.json").read_text())
+ALERTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "docs" / "alerts.yaml").read_text())[
+    "groups"
+][0]["rules"]
 METRICS = {metric.name: metric for metric in (*RUN_METRICS, *NODE_METRICS)}
 OF_PROMETHEUS = {"job"}
 
@@ -25,7 +31,11 @@ def panels() -> list[dict[str, Any]]:
 def queries() -> list[str]:
     asked = [target["expr"] for panel in panels() for target in panel["targets"]]
     variables = [v["definition"] for v in BOARD["templating"]["list"] if v["type"] == "query"]
-    return [*asked, *variables]
+    return [*asked, *variables, *alarms()]
+
+
+def alarms() -> list[str]:
+    return [alert["expr"] for alert in ALERTS if not alert["expr"].startswith("up{")]
 
 
 def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
@@ -51,6 +61,23 @@ def test_counters_are_asked_for_their_growth_where_that_is_drawn_over_time() -> 
         for target in panel["targets"]:
             for name in re.findall(r"(?:rate|increase)\((atoll_\w+)", target["expr"]):
                 assert METRICS[name].kind == "counter", panel["title"]
+
+
+def test_alarms_say_what_is_wrong_and_what_to_type() -> None:
+    assert len({alert["alert"] for alert in ALERTS}) == len(ALERTS) > 10
+    for alert in ALERTS:
+        assert alert["alert"].startswith("Atoll") and alert["annotations"]["summary"].endswith(".")
+        for line in re.findall(r"'(atoll [^']*)'", alert["annotations"]["next"]):
+            check_command_line(line)
+    for query in alarms():
+        for function, name in re.findall(r"(increase|over_time|resets)\((atoll_\w+)", query):
+            assert (METRICS[name].kind == "counter") == (function == "increase"), query
+
+
+def test_no_alarm_takes_void_commits_for_progress() -> None:
+    """They are counted among commits, so a run in which nothing counts any more would never ring."""
+    assert not [query for query in alarms() if "atoll_commits_total" in query]
+    assert "void ones included" in METRICS["atoll_commits_total"].meaning
 
 
 def test_values_of_labels_are_those_that_metrics_have() -> None:

@@ -96,6 +96,22 @@ def test_backups_are_told_without_their_places_and_nothing_is_due_where_none_fol
     assert told_of([]) == []
 
 
+def test_a_run_that_waits_for_its_owner_and_a_disk_that_does_can_ring() -> None:
+    counts = RoundTally(Scene().state, now=0.0).counts(0.0)
+
+    def told(run: pb.RunStatus) -> dict[str, float]:
+        text = board_of(pb.GetStatusResponse(run=run), None, counts, version="0").text().decode()
+        families = text_string_to_metric_families(text)
+        samples = (sample for family in families for sample in family.samples)
+        return {
+            s.name: s.value for s in samples if s.name.startswith(("atoll_disk", "atoll_run_p"))
+        }
+
+    paused = pb.RunStatus(paused="paused by the coordinator", disk_free_bytes=5, is_disk_low=True)
+    assert told(paused) == {"atoll_run_paused": 1, "atoll_disk_free_bytes": 5, "atoll_disk_low": 1}
+    assert told(pb.RunStatus()) == {"atoll_run_paused": 0}
+
+
 def test_the_parts_of_a_rounds_time_are_those_of_the_wire() -> None:
     fields = session_pb2.Utilisation.DESCRIPTOR.fields_by_name
     assert {f"{part}_share" for part in PARTS} == {n for n in fields if n.endswith("_share")}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.relay.doors import Limits, Pace, Places, listening_socket, source_of
 from coordinator.relay.line import PORTS_FILE, THROUGH_FILE, Carriage, KeptPorts, RelayKey
@@ -259,14 +260,24 @@ async def test_a_stream_that_nothing_moves_on_ends(world: World) -> None:
         writer.close()
 
 
-async def test_one_address_cannot_take_all_places(world: World) -> None:
+async def test_one_address_cannot_take_all_places_and_the_log_says_who_was_refused(
+    world: World,
+) -> None:
     port = free_port()
     async with world.relay(most_per_address=2) as relay, world.coordinator(port):
         kept = [await asyncio.open_connection(HOST, port) for _ in range(2)]
         for reader, writer in kept:
             writer.write(b"a")
             assert await reader.readexactly(1) == b"a"
-        assert await said(port) == b""
+        with capture_logs() as logs:
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection(HOST, port)
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+                writer.close()
+        (line,) = (line for line in logs if line["event"] == "connections are refused")
+        assert line["why"] == f"{HOST} has 2 connections open" and line["num"] == 1
+        assert "--connections-per-address" in line["next_step"]
         kept.pop()[1].close()
         await until(lambda: "1 connections" in relay.in_words())
         assert await said(port) == b"hello"

@@ -535,6 +535,15 @@ def test_a_failing_backup_is_the_first_that_the_run_owner_reads() -> None:
     assert what_people_wait_for(status) == what_people_wait_for(a_status(backups=[backup]))
 
 
+def test_a_disk_that_is_nearly_full_is_the_first_that_the_run_owner_reads() -> None:
+    roomy = a_status(disk_free_bytes=300_000_000)
+    assert "disk" not in drawn(roomy) + summary_line(roomy)
+    full = a_status(disk_free_bytes=200_000_000, is_disk_low=True)
+    assert drawn(full).startswith("the coordinator's disk is nearly full: 200.0 MB are free")
+    assert "make room on it" in summary_line(full)
+    assert what_people_wait_for(full) != what_people_wait_for(roomy)
+
+
 def test_what_a_node_carried_for_others_is_shown_where_it_is_something():
     one = a_node("node-1")
     assert "carried" not in node_details(one, a_status(one))

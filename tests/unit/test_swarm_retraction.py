@@ -4,11 +4,13 @@ from dataclasses import replace
 
 from swarm_scene import INITIAL, STEP_TOKENS, Scene, asked_of, digest_of, of_kind
 
+from coordinator.swarm.explain import explain
 from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.members import MemberState
+from coordinator.swarm.reach_back import is_in_reach
 from coordinator.swarm.state import RoundPhase
 from protocol.wire.messages import EvaluationAsked, RefetchAsked, RoundCommitted
-from protocol.wire.rounds import Digest
+from protocol.wire.rounds import Digest, RoundSpan
 
 AFTER = digest_of("after")
 TAKEN_BACK = "taken back: all that held it are gone (node-a, node-b)"
@@ -222,6 +224,41 @@ def test_who_returns_with_what_was_agreed_on_has_the_others_fetch_it() -> None:
     scene.attach("node-c", at=4, digest=digest_of("a lie"))
     scene.wait(2)
     assert scene.state.outer_digest == digest_of("a lie")
+
+
+def all_come_back_two_rounds_behind(*, reach: tuple[RoundSpan, ...]) -> Scene:
+    """Their disks have refused the latest states."""
+    names = ("node-a", "node-b")
+    scene = Scene(min_nodes=2)
+    scene.attach(*names)
+    for number in range(1, 6):
+        scene.commit(*names)
+        scene.apply(digest_of(f"after {number}"), *names)
+    for name in names:
+        scene.leave(name)
+    scene.attach(*names, at=3, digest=digest_of("after 3"))
+    members = {n: replace(m, reach_back=reach) for n, m in scene.state.members.items()}
+    scene.state = replace(scene.state, members=members)
+    scene.wait(10 * scene.state.rules.commit_seconds)
+    return scene
+
+
+def test_where_all_are_more_than_a_round_behind_the_way_back_is_named_and_leads_on() -> None:
+    scene = all_come_back_two_rounds_behind(reach=(RoundSpan(first=1, last=3),))
+    number = scene.state.committed_round
+    assert explain(scene.state, scene.now).endswith(
+        f"; nobody here holds the state after round {number}, nor the one before it: start a node that "
+        "does, or, where none is left, go on from what those here keep: 'atoll run rollback 3'"
+    )
+    assert is_in_reach(scene.state, 3)
+    scene.attach("node-c", at=number, digest=digest_of("after 5"))
+    assert "nobody here holds" not in explain(scene.state, scene.now)
+
+
+def test_nobody_is_sent_back_to_where_the_run_began() -> None:
+    scene = all_come_back_two_rounds_behind(reach=(RoundSpan(first=0, last=0),))
+    words = explain(scene.state, scene.now)
+    assert words.endswith("nor the one before it: a node that does has to come back")
 
 
 def test_half_of_the_participants_do_not_agree_anew_for_the_others() -> None:
