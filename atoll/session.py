@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from atoll.buffers import BufferWatch, Compute, RunningStatistics
+from atoll.buffers import BufferWatch, Compute, FrozenWatch, RunningStatistics, check_frozen
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
@@ -77,6 +77,7 @@ class Session:
         self._compute_statistics = statistics
         self._statistics: RunningStatistics | None = None
         self._buffers: BufferWatch | None = None
+        self._frozen: FrozenWatch | None = None
         self._wait_seconds = wait_seconds
         self._connection: Connection | None = None
         self._weights: Weights | None = None
@@ -132,9 +133,11 @@ class Session:
 
     def look_at_buffers(self) -> None:
         """After an inner step. Raises ModelMismatchError for what training changes and no node shares."""
-        assert self._statistics is not None and self._buffers is not None
+        assert self._statistics is not None
+        assert self._buffers is not None and self._frozen is not None
         self._statistics.look()
         self._buffers.check()
+        self._frozen.check()
 
     def look_at_weights(self, training: Training, *, is_last: bool) -> None:
         """After an inner step, until one has changed the model. Raises ModelMismatchError if none does.
@@ -295,6 +298,7 @@ class Session:
         ]
         try:
             check_model(self._model, places)
+            check_frozen(self._model, welcome["frozen_values"])
             if self._optimizer is not None:
                 check_optimizer(self._model, self._optimizer, places)
             self._watch_buffers(places)
@@ -341,6 +345,7 @@ class Session:
             self._buffers = BufferWatch(
                 self._model, averaged=averaged, but_for=self._statistics.names
             )
+            self._frozen = FrozenWatch(self._model)
 
     # The node's orders
 

@@ -36,6 +36,7 @@ from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.island.training.schedule import Position, share_of_peak
 from node.outer_state import SharedVectors
 from protocol.run.layout import layout_of
+from protocol.run.models import Description
 from protocol.run.run_spec import DataSection, RunSpec
 from tests.islands.rank_scene import small_spec, with_texts
 
@@ -515,6 +516,54 @@ async def test_a_buffer_that_the_first_step_changes_ends_the_loop_with_its_name(
         assert isinstance(one.ended[0], atoll.ModelMismatchError)
 
 
+class WithBody(nn.Module):
+    """The run's decoder, and a layer beside it that is frozen."""
+
+    def __init__(self, spec: RunSpec, value: float) -> None:
+        super().__init__()
+        self.module = Decoder(spec.decoder)
+        self.body = nn.Linear(3, 3, bias=False).requires_grad_(False)
+        nn.init.constant_(self.body.weight, value)
+
+
+async def test_a_loop_with_another_frozen_body_than_the_run_s_is_refused_before_anything_moves(
+    tmp_path: Path,
+) -> None:
+    spec = small_spec()
+    spec = spec.model_copy(
+        update={"description": Description(frozen_values={"body.weight": (2.0,) * 8})}
+    )
+    async with scene(tmp_path, spec) as one:
+        model = WithBody(spec, 3.0)
+        before = [parameter.clone() for parameter in model.parameters()]
+        await ends(one.loop(steps_on_samples, model=model))
+        (error,) = one.ended
+        assert isinstance(error, atoll.ModelMismatchError)
+        assert "body.weight is another one here" in str(error)
+        assert all(map(torch.equal, before, model.parameters()))
+        one.loop(steps_on_samples, model=WithBody(spec, 2.0))
+        await one.is_here()
+
+
+async def test_an_average_of_weights_within_the_model_ends_the_loop_with_its_name(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        model = WithBody(one.spec, 2.0)
+
+        def train(swarm: atoll.Swarm) -> None:
+            nudge(model)
+            model.body.weight.data.lerp_(
+                torch.ones(3, 3), 0.01
+            )  # no version of torch's counts that
+            swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model)
+        with pytest.raises(LoopGoneError, match=r"changes body\.weight, which is frozen"):
+            await one.train(work())
+        await ends(thread)
+
+
 async def test_a_loop_reads_the_run_s_rates_and_is_told_once_of_an_amendment(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -630,7 +679,7 @@ async def test_a_loop_of_another_version_is_refused(tmp_path: Path) -> None:
         answer = await asyncio.to_thread(come_in_bare, one, version=99)
         refusal = await asyncio.to_thread(answer.hear)
         assert refusal is not None and refusal["kind"] == "refused"
-        assert "speaks version 99 and the node version 3" in refusal["what"]
+        assert f"speaks version 99 and the node version {VERSION}" in refusal["what"]
 
 
 async def test_no_node_is_said_with_the_command_that_starts_one(tmp_path: Path) -> None:

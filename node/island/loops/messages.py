@@ -32,7 +32,7 @@ from protocol.run.layout import Layout
 from protocol.run.models import Section
 from protocol.run.run_spec import RunSpec
 
-VERSION = 3
+VERSION = 4
 
 MAX_LINE_BYTES = 1 << 20
 """Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""
@@ -159,6 +159,7 @@ def welcome(spec: RunSpec, layout: Layout, *, num_samples: int) -> dict[str, Any
         "rules": rules_in_force(spec),
         "num_elements": layout.num_elements,
         "fragments": [[f.start, f.num_elements] for f in layout.fragments],
+        "frozen_values": {} if spec.description is None else spec.description.frozen_values,
         "tensors": [[place.name, list(place.shape), place.offset] for place in layout.places],
     }
 
