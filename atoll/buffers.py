@@ -1,12 +1,14 @@
 """What of a loop's model no exchange averages: running statistics, which are computed anew, and all else.
 
+What is frozen has to be the run's, which tells a few values of it.
+
 Batch norm's running statistics do nothing while a model trains: each node keeps its own. Where the model is
 evaluated or kept, they have to be those of the global parameters. So they are computed anew then, as means
 over some training batches ("precise batch norm", Wu and Johnson, 2021, arXiv 2105.07576, section 3). Other
 buffers that training changes, such as codebooks, have no such remedy, and are refused.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +19,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from atoll.errors import ModelMismatchError, SwarmError
 from atoll.ranks import Ranks
+from atoll.weights import canonical
 
 Compute = Callable[[], object]
+
+_ROUNDED = {1: 2**-4, 2: 2**-7}
+"""How far values of types of so many bytes may be from the run's, relatively; wider ones as those of two."""
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -139,6 +145,75 @@ class _Kept:
     tensor: Tensor
     version: int
     value: Tensor
+
+
+def check_frozen(model: nn.Module, few: Mapping[str, Sequence[float]]) -> None:
+    """Raises ModelMismatchError where a frozen parameter is not the run's but for rounding.
+
+    `few` are values of the run's own, by names. Parameters of whole numbers, as in a quantised model, and
+    those that the model does not have under that name are not compared.
+    """
+    for name, parameter in _frozen(model):
+        theirs = few.get(name) or few.get(canonical(name))
+        if not theirs or not parameter.is_floating_point():
+            continue
+        ours = few_values(parameter, len(theirs))
+        share = _ROUNDED.get(parameter.element_size(), _ROUNDED[2])
+        slack = share / 16 * sum(map(abs, theirs)) / len(theirs)  # where small ones become zero
+        for own, known in zip(ours, theirs, strict=True):
+            if not abs(own - known) <= share * abs(known) + slack:
+                raise ModelMismatchError(
+                    f"the frozen parameter {name} is another one here than in the run: one of its values is "
+                    f"{own:.6g} and should be {known:.6g}; nobody would train the same model",
+                    next_step="load the weights that the run was made with; those that its function draws "
+                    "come from torch.manual_seed([run] seed) before the model is built",
+                )
+
+
+class FrozenWatch:
+    """Refuses a loop that changes what is frozen, as an average of weights within the model does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept = self._seen()
+
+    def check(self) -> None:
+        """Raises ModelMismatchError with the name of the first parameter that has changed."""
+        now = self._seen()
+        for name, values in self._kept.items():
+            # As text: what is no number is not equal to itself.
+            if str(now.get(name, values)) != str(values):
+                raise ModelMismatchError(
+                    f"the loop changes {name}, which is frozen and not exchanged: each node would go on with "
+                    "its own",
+                    next_step="let the run train it, or keep it in a module beside the one that joins where "
+                    "nodes may differ in it, as in averages of weights",
+                )
+
+    def _seen(self) -> dict[str, list[float]]:
+        return {
+            name: few_values(parameter, 8)
+            for name, parameter in _frozen(self._model)
+            if parameter.is_floating_point()
+        }
+
+
+def few_values(parameter: Tensor, count: int) -> list[float]:
+    """So many values of a parameter, evenly chosen: from the middles of equal parts."""
+    from torch.distributed.tensor import DTensor
+
+    values = parameter.detach()
+    if isinstance(values, DTensor):
+        values = values.full_tensor()
+    places = [(2 * place + 1) * values.numel() // (2 * count) for place in range(count)]
+    found: list[float] = values.reshape(-1)[places].to("cpu", torch.float64).tolist()
+    return found
+
+
+def _frozen(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        if not (parameter.requires_grad or parameter.is_meta) and parameter.numel():
+            yield name, parameter
 
 
 class BufferWatch:

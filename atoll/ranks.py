@@ -54,6 +54,14 @@ class Ranks:
         dist.broadcast(said, src=0)
         return int(said.item())
 
+    def said_by_any(self, seen: float) -> bool:
+        """Whether any rank has seen it, on all ranks."""
+        if self.world_size == 1:
+            return bool(seen)
+        said = torch.tensor(seen, device=self.device)
+        dist.all_reduce(said)
+        return bool(said.item())
+
     def average(self, tensor: torch.Tensor) -> None:
         """Gives all ranks the mean of theirs, in place."""
         if self.world_size > 1:

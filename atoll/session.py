@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from atoll.buffers import BufferWatch, Compute, RunningStatistics
+from atoll.buffers import BufferWatch, Compute, FrozenWatch, RunningStatistics, check_frozen
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
@@ -33,6 +33,9 @@ RATE = "learning_rate"
 
 CHILD_SECONDS = 180.0
 """How long a node of our own may take to be there: it loads what it needs, and asks the coordinator."""
+
+STILL_STEPS = 24
+"""Inner steps that may leave a model as it was: a GradScaler's first ones, until its scale has come down."""
 
 LEAVE_SECONDS = 10.0
 """How long a loop that ends waits to be asked for what it has trained."""
@@ -74,6 +77,7 @@ class Session:
         self._compute_statistics = statistics
         self._statistics: RunningStatistics | None = None
         self._buffers: BufferWatch | None = None
+        self._frozen: FrozenWatch | None = None
         self._wait_seconds = wait_seconds
         self._connection: Connection | None = None
         self._weights: Weights | None = None
@@ -85,6 +89,9 @@ class Session:
         self.over = ""  # why there will be no further order
         self.is_replaced = False  # weights were taken over; the loop sets it back
         self.steps_at_risk = 0  # trained, and not published yet
+        self.has_moved = False  # a step has changed the model since the loop came in
+        self._still_steps = 0  # of earlier orders, which have not
+        self._sums: list[int] = []  # of the model as the order in progress found it
 
     def come_in(self) -> None:
         """Connects, takes the global parameters over, and waits for the first plan."""
@@ -126,9 +133,31 @@ class Session:
 
     def look_at_buffers(self) -> None:
         """After an inner step. Raises ModelMismatchError for what training changes and no node shares."""
-        assert self._statistics is not None and self._buffers is not None
+        assert self._statistics is not None
+        assert self._buffers is not None and self._frozen is not None
         self._statistics.look()
         self._buffers.check()
+        self._frozen.check()
+
+    def look_at_weights(self, training: Training, *, is_last: bool) -> None:
+        """After an inner step, until one has changed the model. Raises ModelMismatchError if none does.
+
+        A loop that trains another copy would contribute zeros, and with the weight of its tokens.
+        """
+        steps = self._still_steps + training.steps
+        if not (is_last or steps == STILL_STEPS):
+            return
+        assert self._weights is not None
+        moved = float(self._weights.sums() != self._sums)
+        self.has_moved = self._ranks.said_by_any(moved)
+        if is_last:
+            self._still_steps = steps
+        if not self.has_moved and steps >= STILL_STEPS:
+            raise ModelMismatchError(
+                f"{steps} inner steps have changed nothing of the model that joined",
+                next_step="call step() after the optimizer's, and let it step this very model's parameters: "
+                "no copy of it, and a learning rate above 0",
+            )
 
     def say(self, message: Message) -> None:
         """Sends a message. Raises ConnectionLostError."""
@@ -269,6 +298,7 @@ class Session:
         ]
         try:
             check_model(self._model, places)
+            check_frozen(self._model, welcome["frozen_values"])
             if self._optimizer is not None:
                 check_optimizer(self._model, self._optimizer, places)
             self._watch_buffers(places)
@@ -315,6 +345,7 @@ class Session:
             self._buffers = BufferWatch(
                 self._model, averaged=averaged, but_for=self._statistics.names
             )
+            self._frozen = FrozenWatch(self._model)
 
     # The node's orders
 
@@ -343,6 +374,9 @@ class Session:
 
     def _begin(self, order: Message) -> None:
         self._take_rules(order["rules"])
+        if not self.has_moved:
+            assert self._weights is not None
+            self._sums = self._weights.sums()
         now = time.monotonic()
         first, last = order["progress"]
         seconds = order["max_seconds"]
@@ -374,14 +408,37 @@ class Session:
         self.run = replace(self.run, rounds=int(rules["run.rounds"]))
 
     def _evaluated(self, weights: Weights) -> tuple[float, int]:
-        """The loss of the global parameters, by the loop's own function; its own weights stay."""
+        """The loss of the global parameters, by the loop's own function; its own weights stay.
+
+        So do the modes of its modules: a function that calls `eval()` need not undo it. Raises SwarmError
+        for what is no loss.
+        """
         assert self._evaluate is not None and self._statistics is not None
         own = weights.aside()
+        modes = [(module, module.training) for module in self._model.modules()]
         weights.show_global()
         try:
             with self._statistics.of_these_weights():
                 found = self._evaluate()
         finally:
             weights.put_back(own)
+            for module, is_training in modes:
+                module.training = is_training
+        return _evaluation_of(found)
+
+
+def _evaluation_of(found: Any) -> tuple[float, int]:
+    """The held-out loss that a loop's function has returned, and its tokens. Raises SwarmError."""
+    try:
         loss, tokens = found if isinstance(found, tuple) else (found, 0)
-        return float(loss), int(tokens)
+        loss, tokens = float(loss), int(tokens)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        loss = math.nan
+    if not math.isfinite(loss) or tokens < 0:
+        raise SwarmError(
+            f"the function given as evaluate=… has returned {found!r}, and not a finite loss, or that and "
+            "how many tokens it was measured on",
+            next_step="correct it; where the loss is no number on the global parameters, the run has "
+            "diverged: lower the learning rate",
+        )
+    return loss, tokens

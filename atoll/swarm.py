@@ -38,6 +38,9 @@ TELL_SECONDS = 0.5
 LOOK_SECONDS = 0.1
 """How long several ranks train at most before rank 0 tells the others again whether to go on."""
 
+MOST_TOKENS = 1 << 63
+"""Beyond what a message to the node holds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -131,6 +134,8 @@ class Swarm:
         if training.steps >= training.look_at:
             more_steps = self._ranks.said_by_first(lambda: self._more_steps(training))
             training.look_at = training.steps + more_steps
+            if not session.has_moved:
+                session.look_at_weights(training, is_last=more_steps == 0)
             if more_steps == 0:
                 self._last = training
                 session.serve()
@@ -201,7 +206,7 @@ class Swarm:
 
     def _end(self, why: str, *, is_done: bool) -> None:
         if is_done:
-            self._session.log.tell(logging.INFO, "left the swarm", why=why)
+            self._session.log.tell(logging.INFO, "left the swarm", why=self._session.over or why)
         self._session.close(why, is_done=is_done)
         if self._child is not None:
             self._child.end()
@@ -237,6 +242,8 @@ class Swarm:
     def _tokens_of(self, training: Training, tokens: int | None) -> int:
         """Tokens that a step counts; on leased samples no more than count in them."""
         leased = self.run.tokens_per_step // self._ranks.world_size
+        if tokens is not None:
+            tokens = _whole(tokens, "step(tokens=…)")
         if training.sampled_step == training.steps:
             most = training.sampled_tokens
             if tokens is not None and not 0 <= tokens <= most:
@@ -244,7 +251,7 @@ class Swarm:
                     f"the leased samples of this step have {most} tokens to predict, not {tokens}: leave "
                     "tokens out, or tell fewer where the loop masks more"
                 )
-            return most if tokens is None else int(tokens)
+            return most if tokens is None else tokens
         if tokens is None:
             raise ValueError(
                 "step() wants tokens=…: how many this rank trained. Only steps on swarm.samples() know"
@@ -256,7 +263,7 @@ class Swarm:
                 f"a step of this loop has {tokens} tokens on a rank, and only {leased} of them weigh in the "
                 f"swarm: the run's [inner] batch times [model] context, over {self._ranks.world_size} ranks",
             )
-        return int(tokens)
+        return tokens
 
     def _tell_now_and_then(self, training: Training) -> None:
         now = time.monotonic()
@@ -286,6 +293,17 @@ class Swarm:
         if order is not None and order["kind"] == "goodbye":
             self._session.take_goodbye(order)
         return order is not None
+
+
+def _whole(count: Any, what: str) -> int:
+    """A count as an int. Raises ValueError for what is none: a node would end the connection over it."""
+    try:
+        whole = int(count)
+    except (TypeError, ValueError, OverflowError):
+        whole = -1
+    if whole < 0 or whole != count or whole >= MOST_TOKENS:
+        raise ValueError(f"{what} is how many tokens there are, from 0 on, and not {count!r}")
+    return whole
 
 
 def join(

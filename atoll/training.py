@@ -52,7 +52,11 @@ class Training:
 
     def add_loss(self, loss: float | Tensor) -> None:
         """Counts the loss of a step."""
-        value = loss.detach().float() if isinstance(loss, Tensor) else float(loss)
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(
+                f"step(loss=…) is one number, and not a tensor of shape {list(loss.shape)}: tell its mean"
+            )
+        value = loss.detach().float().reshape(()) if isinstance(loss, Tensor) else float(loss)
         self.loss_sum = self.loss_sum + value
         self.num_losses += 1
 

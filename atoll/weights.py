@@ -32,6 +32,8 @@ PIECE_ELEMENTS = 1 << 23
 _EXACT = (torch.float32, torch.float64)
 """Types that hold every value of the outer state."""
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -151,6 +153,14 @@ class Weights:
         """Lets the model have the global parameters for a while; `put_back` ends it."""
         for held in self._held(None):
             held.local.copy_(self._global(held))
+
+    @torch.no_grad()
+    def sums(self) -> list[int]:
+        """A sum of the bits of each piece held, by which is seen whether a step has changed anything."""
+        return [
+            int(held.local.view(_BITS[held.local.element_size()]).sum().item())
+            for held in self._held(None)
+        ]
 
     def _rebase(self, held: Held, first: int, share: float) -> None:
         """Keeps what was trained since publishing: local + (1 − share) · (global − published)."""

@@ -311,7 +311,8 @@ class Description(Section):
     the run begins with, where it begins with given weights; else each node draws them from the seed.
     It is of the canonical vector in `first_fragments` fragments, where that is said. `beginning` is of a fork
     that goes on where its run was: then the file with the weights has the outer optimizer's momentum too.
-    `frozen_digest` is that of the `num_frozen` values that are not trained. `num_running_statistics` is how
+    `frozen_digest` is that of the `num_frozen` values that are not trained; `frozen_values` are a few of each
+    parameter, by which a loop's are known, rounded or not. `num_running_statistics` is how
     many norms keep some, which are computed anew before evaluation. `activation_bytes` is what
     backward keeps of one sample, in fp32. `tensor_plan` names modules, with `*` for a part of a name, and
     is empty where there is none, with the reason beside it; so are `stages`, which are the whole model one
@@ -324,6 +325,7 @@ class Description(Section):
     flops_per_token: Annotated[int, Field(gt=0)] | None = None
     first_digest: HexDigest | None = None
     frozen_digest: HexDigest | None = None
+    frozen_values: dict[str, Annotated[tuple[float, ...], Field(strict=False)]] = {}
     num_frozen: Annotated[int, Field(ge=0)] = 0
     num_running_statistics: Annotated[int, Field(ge=0)] = 0
     config: dict[str, Any] = {}

@@ -565,6 +565,9 @@ def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -
     trainer.take_base(None)
     trainer.train(work_of(3), lambda progress: None)
     assert spec.description is not None and spec.description.frozen_digest is not None
+    assert spec.description.frozen_values.keys() == {
+        name for name, p in random_module(spec).named_parameters() if not p.requires_grad
+    }
     other = spec.description.model_copy(update={"frozen_digest": "0" * 64})
     with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
         trainer_of(spec.model_copy(update={"description": other})).take_base(None)

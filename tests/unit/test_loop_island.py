@@ -21,6 +21,7 @@ from torch import nn
 
 import atoll
 from atoll.connection import Connection
+from atoll.session import STILL_STEPS
 from node.island.data.corpus import Corpus
 from node.island.data.dataset import Batch, Indices
 from node.island.data.manifest import Split
@@ -34,7 +35,7 @@ from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.island.training.schedule import Position, share_of_peak
 from node.outer_state import SharedVectors
-from protocol.run.models import layout_of
+from protocol.run.models import Description, layout_of
 from protocol.run.run_spec import DataSection, RunSpec
 from tests.islands.rank_scene import small_spec, with_texts
 
@@ -107,6 +108,12 @@ class Scene:
         async with asyncio.timeout(20):
             while not self.island.ability.trains:  # noqa: ASYNC110 - it is in the product, not an event
                 await asyncio.sleep(0.01)
+
+
+def nudge(model: nn.Module) -> None:
+    """The least that an optimizer's step does."""
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-3
 
 
 async def ends(thread: threading.Thread) -> None:
@@ -322,9 +329,14 @@ async def test_a_halt_ends_training_after_the_step_in_progress(tmp_path: Path) -
 
 async def test_training_ends_with_the_plan_s_time(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
-        thread = await one.joined(
-            lambda swarm: [swarm.step(tokens=1) for _ in iter(lambda: swarm.is_over, True)]
-        )
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> None:
+            while not swarm.is_over:
+                nudge(model)
+                swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model)
         report = await one.train(work(steps=10_000_000, max_seconds=0.3))
         assert 0.3 <= report.seconds < 10 and report.inner_steps < 10_000_000
         await one.stops(thread)
@@ -403,6 +415,8 @@ async def test_a_loss_that_is_no_number_ends_training_with_a_sentence(tmp_path: 
         with pytest.raises(TrainingDivergedError, match="round 1: the training loop's loss"):
             await one.train(work())
         await one.stops(thread)
+        log = (tmp_path / "logs" / "loop.log").read_text()
+        assert "loss is no longer finite at inner step 1; lower the learning rate" in log
 
 
 async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_path: Path) -> None:
@@ -501,6 +515,54 @@ async def test_a_buffer_that_the_first_step_changes_ends_the_loop_with_its_name(
         assert isinstance(one.ended[0], atoll.ModelMismatchError)
 
 
+class WithBody(nn.Module):
+    """The run's decoder, and a layer beside it that is frozen."""
+
+    def __init__(self, spec: RunSpec, value: float) -> None:
+        super().__init__()
+        self.module = Decoder(spec.decoder)
+        self.body = nn.Linear(3, 3, bias=False).requires_grad_(False)
+        nn.init.constant_(self.body.weight, value)
+
+
+async def test_a_loop_with_another_frozen_body_than_the_run_s_is_refused_before_anything_moves(
+    tmp_path: Path,
+) -> None:
+    spec = small_spec()
+    spec = spec.model_copy(
+        update={"description": Description(frozen_values={"body.weight": (2.0,) * 8})}
+    )
+    async with scene(tmp_path, spec) as one:
+        model = WithBody(spec, 3.0)
+        before = [parameter.clone() for parameter in model.parameters()]
+        await ends(one.loop(steps_on_samples, model=model))
+        (error,) = one.ended
+        assert isinstance(error, atoll.ModelMismatchError)
+        assert "body.weight is another one here" in str(error)
+        assert all(map(torch.equal, before, model.parameters()))
+        one.loop(steps_on_samples, model=WithBody(spec, 2.0))
+        await one.is_here()
+
+
+async def test_an_average_of_weights_within_the_model_ends_the_loop_with_its_name(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        model = WithBody(one.spec, 2.0)
+
+        def train(swarm: atoll.Swarm) -> None:
+            nudge(model)
+            model.body.weight.data.lerp_(
+                torch.ones(3, 3), 0.01
+            )  # no version of torch's counts that
+            swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model)
+        with pytest.raises(LoopGoneError, match=r"changes body\.weight, which is frozen"):
+            await one.train(work())
+        await ends(thread)
+
+
 async def test_a_loop_reads_the_run_s_rates_and_is_told_once_of_an_amendment(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -509,12 +571,14 @@ async def test_a_loop_reads_the_run_s_rates_and_is_told_once_of_an_amendment(
     spec = spec.model_copy(update={"inner": inner})
     async with scene(tmp_path, spec) as one:
         told: list[tuple[float, int]] = []
+        model = Decoder(spec.decoder)
 
         def train(swarm: atoll.Swarm) -> None:
             with pytest.raises(atoll.SwarmError, match=r"says nothing of inner\.muon_learning"):
                 _ = swarm.muon_learning_rate
             while not swarm.is_over:
                 told.append((swarm.learning_rate, swarm.run.rounds))
+                nudge(model)
                 swarm.step(tokens=1)
 
         orders = [
@@ -522,7 +586,7 @@ async def test_a_loop_reads_the_run_s_rates_and_is_told_once_of_an_amendment(
             work(2, rate_factor=0.1, num_rounds=9),
             work(3, steps=200, rate_factor=0.1, num_rounds=9),
         ]
-        thread = await one.joined(train)
+        thread = await one.joined(train, model=model)
         for order in orders:
             await one.train(order)
         await one.stops(thread)
@@ -614,7 +678,7 @@ async def test_a_loop_of_another_version_is_refused(tmp_path: Path) -> None:
         answer = await asyncio.to_thread(come_in_bare, one, version=99)
         refusal = await asyncio.to_thread(answer.hear)
         assert refusal is not None and refusal["kind"] == "refused"
-        assert "speaks version 99 and the node version 3" in refusal["what"]
+        assert f"speaks version 99 and the node version {VERSION}" in refusal["what"]
 
 
 async def test_no_node_is_said_with_the_command_that_starts_one(tmp_path: Path) -> None:
@@ -708,3 +772,96 @@ def come_in_bare(
         connection.hear()
         connection.say({"kind": "ready"})
     return connection
+
+
+async def test_a_loop_that_trains_another_copy_of_the_model_ends_and_says_so(
+    tmp_path: Path,
+) -> None:
+    def train(swarm: atoll.Swarm) -> None:
+        while not swarm.is_over:
+            swarm.step(tokens=1)
+
+    async with scene(tmp_path) as one:
+        thread = await one.joined(train)
+        await one.train(work(steps=STILL_STEPS - 1))  # as long as a scaler looks for its scale
+        await one.island.publish(0)
+        await one.island.adopt(0)
+        with pytest.raises(LoopGoneError, match="have changed nothing of the model that joined"):
+            await one.train(work(2, steps=9))
+        await ends(thread)
+        assert isinstance(one.ended[0], atoll.ModelMismatchError)
+        assert "changed nothing" in str(one.ended[0])
+
+
+async def test_a_loop_whose_first_steps_are_skipped_trains_on(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> int:
+            for number in range(3 * STILL_STEPS):
+                if number == 5:  # and never again
+                    nudge(model)
+                swarm.step(tokens=1)
+            return 3 * STILL_STEPS
+
+        thread = await one.joined(train, model=model)
+        await one.train(work(steps=3 * STILL_STEPS))
+        await one.stops(thread)
+        assert one.ended == [3 * STILL_STEPS]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"), [(-5, "-5"), (math.nan, "nan"), (2.5, "2.5"), (1 << 63, "9223372")]
+)
+async def test_a_number_of_tokens_that_is_none_is_told_to_the_program_alone(
+    tmp_path: Path, tokens: float, told: str
+) -> None:
+    async with scene(tmp_path) as one:
+        thread = await one.joined(lambda swarm: swarm.step(tokens=tokens))  # type: ignore[arg-type]
+        with pytest.raises(LoopGoneError, match=told):
+            await one.train(work(steps=3))
+        await ends(thread)
+        assert isinstance(one.ended[0], ValueError) and "how many tokens" in str(one.ended[0])
+
+
+async def test_a_loss_of_several_values_is_told_to_the_program(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        thread = await one.joined(lambda swarm: swarm.step(tokens=1, loss=torch.ones(4)))
+        with pytest.raises(LoopGoneError, match=r"tensor of shape \[4\]: tell its mean"):
+            await one.train(work(steps=3))
+        await ends(thread)
+
+
+@pytest.mark.parametrize("found", [math.nan, None, (1.0, -3), (1.0, 2, 3), torch.ones(2)])
+async def test_an_evaluation_that_is_no_loss_ends_the_loop_with_what_it_was(
+    tmp_path: Path, found: Any
+) -> None:
+    async with scene(tmp_path) as one:
+        thread = await one.joined(lambda swarm: swarm.step(tokens=1), evaluate=lambda: found)
+        await one.train(work(steps=1))
+        with pytest.raises(LoopGoneError, match="and not a finite loss"):
+            await one.island.evaluate()
+        await ends(thread)
+        assert isinstance(one.ended[0], atoll.SwarmError)
+
+
+async def test_a_model_trains_on_in_its_own_modes_after_an_evaluation(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        frozen, *_ = list(model.children())
+        frozen.eval()
+        modes = [module.training for module in model.modules()]
+
+        def evaluate() -> float:
+            model.eval()  # and nobody calls train() again
+            return 1.0
+
+        def train(swarm: atoll.Swarm) -> list[bool]:
+            swarm.step(tokens=1)
+            return [module.training for module in model.modules()]
+
+        thread = await one.joined(train, model=model, evaluate=evaluate)
+        await one.train(work(steps=1))
+        await one.island.evaluate()
+        await one.stops(thread)
+        assert one.ended == [modes]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import atoll
+from atoll.buffers import check_frozen, few_values
 from atoll.weights import (
     Overlap,
     Place,
@@ -15,6 +16,7 @@ from atoll.weights import (
     check_model,
     check_optimizer,
 )
+from node.island.models.architecture import FEW, few_values_of
 
 ROWS, COLUMNS = 6, 5
 
@@ -292,3 +294,67 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         check_optimizer(model, halves[0], places_of(model))
     with pytest.raises(atoll.ModelMismatchError, match=r"first.weight \[6, 5\]"):
         check_optimizer(model, torch.optim.SGD(Small().parameters(), lr=1.0), places_of(model))
+
+
+def head_on_a_body(seed: int, dtype: torch.dtype = torch.float32) -> Small:
+    """Its second layer is trained; the first one is frozen, as drawn from a seed."""
+    torch.manual_seed(seed)
+    model = Small(dtype)
+    model.first.requires_grad_(False)
+    return model
+
+
+def frozen_of(model: nn.Module) -> dict[str, tuple[float, ...]]:
+    return few_values_of({n: p for n, p in model.named_parameters() if not p.requires_grad})
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 2), (7, 11), (64, 129)])
+def test_a_loop_chooses_the_values_that_the_run_has_written_down(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape)
+    assert few_values(values, FEW) == pytest.approx(few_values_of({"it": values})["it"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+)
+def test_a_frozen_body_may_be_rounded(dtype: torch.dtype) -> None:
+    few = frozen_of(head_on_a_body(3))
+    model = head_on_a_body(3)
+    model.first.to(dtype)
+    check_frozen(model, few)
+    check_frozen(torch.compile(model), few)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_body_of_another_seed_is_refused_by_name(dtype: torch.dtype) -> None:
+    few = frozen_of(head_on_a_body(3))
+    for model in (head_on_a_body(4, dtype), torch.compile(head_on_a_body(4, dtype))):
+        with pytest.raises(atoll.ModelMismatchError, match=r"first\.weight is another one here"):
+            check_frozen(model, few)  # type: ignore[arg-type]
+    ruined = head_on_a_body(3)
+    ruined.first.weight.data.fill_(torch.nan)
+    with pytest.raises(atoll.ModelMismatchError, match="one of its values is nan"):
+        check_frozen(ruined, few)
+
+
+def test_a_further_trained_body_is_refused_and_whole_numbers_and_other_names_are_not_compared() -> (
+    None
+):
+    model = head_on_a_body(3)
+    few = frozen_of(model)
+    tuned = head_on_a_body(3)
+    tuned.first.weight.data *= 1.02
+    with pytest.raises(atoll.ModelMismatchError, match="another one here than in the run"):
+        check_frozen(tuned, few)
+    check_frozen(tuned, {"elsewhere.weight": few["first.weight"]})
+    tuned.first.weight = nn.Parameter(
+        torch.ones(ROWS, COLUMNS).to(torch.uint8), requires_grad=False
+    )
+    check_frozen(tuned, few)
+
+
+def test_of_many_frozen_parameters_some_are_written_down_and_none_that_json_cannot_hold() -> None:
+    many = {str(number): torch.ones(2) for number in range(1000)}
+    assert 128 <= len(few_values_of(many)) <= 256
+    assert few_values_of({}) == few_values_of({"inf": torch.tensor([torch.inf])}) == {}
+    assert few_values_of({"none": torch.ones(0), "whole": torch.ones(3, dtype=torch.int8)}) == {}

@@ -93,6 +93,7 @@ class LoopIsland:
         self._telling: set[asyncio.Task[None]] = set()
         self._has_told_counting = False
         self._was_last_round = False
+        self._diverged = ""  # what ends the node: the loop is told
 
     @property
     def ability(self) -> Ability:
@@ -114,6 +115,7 @@ class LoopIsland:
         loop, self._loop = self._loop, None
         if loop is not None:
             why = "the run is finished" if self._was_last_round else "the node has stopped"
+            why = self._diverged or why
             loop.say({"kind": "goodbye", "is_over": True, "why": why})
             for visitor in loop.visitors.values():
                 visitor.close()
@@ -303,6 +305,8 @@ class LoopIsland:
         self._fail(LoopGoneError(f"the training loop is gone: {why}"))
 
     def _fail(self, error: AtollError) -> None:
+        if isinstance(error, TrainingDivergedError):
+            self._diverged = f"{error.what}; {error.next_step}"
         if self._pending is not None and not self._pending.future.done():
             self._pending.future.set_exception(error)
         elif isinstance(error, LoopGoneError):

@@ -31,7 +31,7 @@ from node.island.training.schedule import Position, scale_of_rates, share_of_pea
 from protocol.run.models import Layout, Section
 from protocol.run.run_spec import RunSpec
 
-VERSION = 3
+VERSION = 4
 
 MAX_LINE_BYTES = 1 << 20
 """Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""
@@ -158,6 +158,7 @@ def welcome(spec: RunSpec, layout: Layout, *, num_samples: int) -> dict[str, Any
         "rules": rules_in_force(spec),
         "num_elements": layout.num_elements,
         "fragments": [[f.start, f.num_elements] for f in layout.fragments],
+        "frozen_values": {} if spec.description is None else spec.description.frozen_values,
         "tensors": [[place.name, list(place.shape), place.offset] for place in layout.places],
     }
 

@@ -291,6 +291,26 @@ def digest_of_values(values: Mapping[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
+FEW, MOST_COMPARED = 8, 256
+"""Values of a frozen parameter, and how many parameters, that a run's description tells."""
+
+
+def few_values_of(values: Mapping[str, Tensor]) -> dict[str, tuple[float, ...]]:
+    """A few values of what is frozen, by which a loop's are known that may be rounded.
+
+    They are from the middles of equal parts, as atoll.buffers takes them; of many tensors, of some.
+    """
+    names = [name for name, value in values.items() if value.is_floating_point() and value.numel()]
+    few = {}
+    for name in names[:: -(-len(names) // MOST_COMPARED) or 1]:
+        flat = values[name].detach().reshape(-1)
+        places = [(2 * place + 1) * len(flat) // (2 * FEW) for place in range(FEW)]
+        found = flat[places].to(torch.float64)
+        if found.isfinite().all():
+            few[name] = tuple(float(f"{value:.6g}") for value in found.tolist())
+    return few
+
+
 def check_frozen(values: Mapping[str, Tensor], theirs: str | None, *, where: str) -> None:
     """Raises BadDataError when what is not trained is not the run's, whose digest is `theirs`."""
     if (ours := digest_of_values(values)) != theirs:

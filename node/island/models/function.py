@@ -24,6 +24,7 @@ from node.island.models.architecture import (
     Tree,
     check_tensors,
     digest_of_values,
+    few_values_of,
     without_memory,
 )
 from node.island.models.code import (
@@ -336,11 +337,12 @@ def described_function(
 
     kind = type(found.module).__name__
     stages = _stages_of(spec, batch) if found.stages else ()
-    frozen = None
+    frozen: dict[str, Tensor] = {}
     if any(not parameter.requires_grad for parameter in found.module.parameters()):
-        frozen = digest_of_values(frozen_of(random_module(spec)))
+        frozen = frozen_of(random_module(spec))
     description = Description(
-        frozen_digest=frozen,
+        frozen_digest=digest_of_values(frozen) if frozen else None,
+        frozen_values=few_values_of(frozen),
         sources=sources,
         tensor_plan=dict(found.plan),
         no_tensor_plan=""

@@ -22,6 +22,7 @@ from node.island.models.architecture import (
     check_frozen,
     check_tensors,
     digest_of_values,
+    few_values_of,
     kept_buffers,
     without_memory,
 )
@@ -321,13 +322,13 @@ def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Descripti
         )
     plan, why_not = tensor_plan_of(model)
     stages, no_stages = stages_of(model, spec.model.context)
-    frozen = None
+    frozen: dict[str, Tensor] = {}
     if spec.adapters is not None:
         model, plan, why_not = built(config, spec.adapters), {}, "adapters are not cut"
         stages, no_stages = (), why_not
         saved = saved_model(folder)
         check_looks_back(saved, spec.model.context)
-        frozen = digest_of_values(_values_in(saved, _left_alone(model)))
+        frozen = _values_in(saved, _left_alone(model))
     return model, Description(
         config={**config, "architectures": [type(model).__name__]},
         generation_config=_generation_config_of(folder),
@@ -335,7 +336,8 @@ def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Descripti
         no_tensor_plan=why_not,
         stages=stages,
         no_stages=no_stages,
-        frozen_digest=frozen,
+        frozen_digest=digest_of_values(frozen) if frozen else None,
+        frozen_values=few_values_of(frozen),
     )
 
 
