@@ -93,8 +93,11 @@ Asked = TypeVar("Asked", bound="DataclassInstance")
 
 
 def asked_by(kind: type[Asked], row: Row) -> Asked:
-    """The try, a frozen dataclass, whose line of results this is; JSON has lists for its tuples."""
-    values = {each.name: row[each.name] for each in fields(kind)}
+    """The try, a frozen dataclass, whose line of results this is; JSON has lists for its tuples.
+
+    Fields that have come since have their default in older lines.
+    """
+    values = {each.name: row[each.name] for each in fields(kind) if each.name in row}
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 

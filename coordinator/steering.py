@@ -133,7 +133,7 @@ readmit = _node_command(
 
 @click.group()
 def run() -> None:
-    """Pause, resume, stop, move, extend, amend or roll back the run. The coordinator must be running."""
+    """Pause, resume, stop, extend, amend, advise, move or roll back the run. The coordinator runs."""
 
 
 def _steer(verdict: str, reason: str, directory: Path | None) -> None:
@@ -296,6 +296,62 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
             f"{'a loop of its owner' if one else 'loops of their owners'}, which "
             f"{'takes' if one else 'take'} this over only by swarm.learning_rate: their logs tell of it"
         )
+
+
+@run.command()
+@click.option(
+    "--rtt", default="100ms", show_default=True, help="Round trip between nodes: 20ms, 0.3s."
+)
+@click.option("--json", "is_json", is_flag=True, help="Print JSON: one object.")
+@DIR_OPTION
+def advise(rtt: str, is_json: bool, directory: Path | None) -> None:
+    """Say how often and in which codecs the run would better exchange, by what it has measured.
+
+    It counts with what exchanges got of the nodes' links, how fast nodes train, and how long the last rounds
+    took, and chooses among what 'atoll run amend' can change. Nothing is changed.
+
+    \b
+    Example:
+      atoll run advise
+
+    \b
+    JSON is what is, what is advised, and what to amend:
+      {"now": {"steps": 24, "uplink": "int4", …, "above": 0.041}, "better": {…}, "round_seconds": 31.2,
+       "amend": ["inner.steps=8", "run.rounds=940"]}
+    """  # noqa: D301 - click reads the character \b, not its two letters
+    from coordinator.cli import folder_of
+    from coordinator.config import RUN_FILE
+    from coordinator.presets import advising
+    from coordinator.presets.settling import span_of
+    from protocol.errors import ConfigError
+    from protocol.run.amendments import in_force
+    from protocol.run.run_spec import load_run_folder
+    from protocol.terminal.query import StatusLink
+
+    try:
+        round_trip = span_of(rtt, origin="--rtt", may_be_zero=True)
+    except ConfigError as error:
+        raise UsageError(error.what, next_step=error.next_step) from error
+    home = folder_of(directory)
+    rulings = [one.ruling for one in _checked_log(directory)[0]]
+    with StatusLink(home) as asked:
+        status, newest = asked.status(), asked.rounds(2 * advising.LAST_ROUNDS).rounds
+    advice = advising.advice_for(
+        in_force(load_run_folder(home, RUN_FILE), rulings),
+        status.run,
+        status.nodes,
+        newest,
+        first_round=advising.rules_since(rulings),
+        round_trip_seconds=round_trip,
+    )
+    if is_json:
+        console.print_json(advising.as_json(advice))
+        return
+    click.echo(advising.links_in_words(advice))
+    rows = advising.rows_of(advice)
+    console.terminal().print(console.table(advising.COLUMNS, rows, right=advising.COLUMNS[3:]))
+    for line in advising.verdict_of(advice):
+        click.echo(line)
 
 
 def _say(wire: "Ruling") -> None:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import structlog
@@ -68,6 +67,7 @@ from protocol.trust.pki import Role
 from protocol.trust.rulings import Ruling, RulingVerifier
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import OWN_LOOP
+from protocol.wire.versions import release
 
 log = structlog.get_logger()
 
@@ -162,7 +162,7 @@ async def _run_in(
         public_key=identity.public_key,
         device=ranks.devices[0] if ranks.devices else NO_DEVICE,
         num_ranks=ranks.shape.num_ranks if ranks.devices else 0,
-        version=metadata.version("atoll"),
+        version=release(),
         mesh=_mesh_in_words(ranks),
         congestion_control=congestion_control() or "",
         exchange_speed=await in_thread(
@@ -476,7 +476,7 @@ async def _desk_of(
     if settings.hosts == 1:
         return None
     key = LeaderKey.of_folder(folder)
-    desk = HostDesk(key=key, version=metadata.version("atoll"), device_kind=device_kind)
+    desk = HostDesk(key=key, version=release(), device_kind=device_kind)
     host, port = settings.island_address
     interface_of(host)
     port = await desk.open(host, port)

@@ -51,15 +51,17 @@ Value = TypeVar("Value")
 
 EQUAL, BY_BANDWIDTH = "equal", "bandwidth"
 
-WARM_ROUNDS = 6
-"""Rounds that do not count: connections are made, TCP feels its way, and links are learnt, by which
-slices are cut and uploads paced."""
-
 
 async def measure(
-    case: Case, num_rounds: int, pause_seconds: float, congestion_control: str, *, has_plain: bool
+    case: Case,
+    num_rounds: int,
+    pause_seconds: float,
+    congestion_control: str,
+    *,
+    num_warm: int,
+    has_plain: bool,
 ) -> Row:
-    """Runs one case; returns its row."""
+    """Runs one case; returns its row, of the rounds after the first `num_warm`."""
     plain: list[float] = []
     with NetworkLab(
         case.links(), congestion_control=congestion_control, keeps_window=case.keeps_window
@@ -68,7 +70,7 @@ async def measure(
         try:
             await swarm.start()
             timed = []
-            for _ in range(WARM_ROUNDS + num_rounds):
+            for _ in range(num_warm + num_rounds):
                 await asyncio.sleep(pause_seconds * case.slow_motion)
                 timed.append(await swarm.round())
         finally:
@@ -83,7 +85,7 @@ async def measure(
                 pause_seconds=pause_seconds * case.slow_motion,
             )
             plain = [seconds / case.slow_motion for seconds in plain]
-    rounds = [time_ for time_, _ in timed[WARM_ROUNDS:]]
+    rounds = [time_ for time_, _ in timed[num_warm:]]
     ratios = [time_.ratio for time_ in rounds]
     slices = timed[-1][1].slices
     clock_seconds = sum(time_.clock_seconds for time_ in rounds)
@@ -91,6 +93,7 @@ async def measure(
         **case.words(),
         "congestion_control": congestion_control,
         "pause_seconds": pause_seconds,
+        "warm_rounds": num_warm,
         "rounds": num_rounds,
         "seconds": round(statistics.median(t.seconds for t in rounds), 3),
         "limit_seconds": round(statistics.median(t.limit_seconds for t in rounds), 3),
@@ -219,6 +222,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--rounds", type=int, default=5, help="that count (default 5)")
     made.add_argument(
+        "--warm",
+        type=int,
+        default=6,
+        help="rounds before, in which connections are made, TCP feels its way, and links are learnt, by"
+        " which slices are cut and uploads paced (default 6)",
+    )
+    made.add_argument(
         "--pause",
         type=float,
         default=1.0,
@@ -270,6 +280,7 @@ def measure_all(chosen: argparse.Namespace) -> None:
                     chosen.rounds,
                     chosen.pause,
                     chosen.congestion_control,
+                    num_warm=chosen.warm,
                     has_plain=chosen.plain,
                 )
             )

@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from importlib import metadata, resources
+from importlib import resources
 from time import thread_time
 
 from coordinator.dashboard.news_file import NewsFile
@@ -25,6 +25,7 @@ from coordinator.services.status import MAX_ROUNDS, StatusDesk
 from protocol.v1 import status_pb2 as pb
 from protocol.web.metrics import CONTENT_TYPE
 from protocol.web.server import Answer, Page, Stream
+from protocol.wire.versions import release
 
 SICK = 503  # HTTP's "service unavailable"
 
@@ -68,7 +69,7 @@ class Pages:
         self._news = news
         self._now = now
         self._is_serving = is_serving
-        self._version = metadata.version("atoll")
+        self._version = release()
         self._writing = asyncio.Lock()  # one page after the other: threads share a core with rounds
         self._files = {
             path: Answer(

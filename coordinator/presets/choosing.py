@@ -196,28 +196,35 @@ class _Case:
         return reasons.costs_more(max(more, key=lambda each: more[each]))
 
 
+def found(
+    setting: Setting, situation: Situation, given: Given, host: HostSpeeds = MEASURED_HOST
+) -> Found:
+    """What a setting takes and costs."""
+    prediction = predicted(situation, setting, host)
+    return Found(
+        setting=setting,
+        prediction=prediction,
+        exchanges=exchanges_of(situation, given, setting),
+        above=above(
+            setting,
+            num_nodes=situation.num_nodes,
+            total_steps=situation.total_steps,
+            late_steps=prediction.late_steps,
+            inner_optimizer=situation.inner_optimizer,
+        ),
+    )
+
+
 def chosen(
     situation: Situation, given: Given | None = None, host: HostSpeeds = MEASURED_HOST
 ) -> Plan:
     """The setting that loses least, or hardly more with fewer bytes."""
     given = given or {}
 
-    def found(setting: Setting) -> Found:
-        prediction = predicted(situation, setting, host)
-        return Found(
-            setting=setting,
-            prediction=prediction,
-            exchanges=exchanges_of(situation, given, setting),
-            above=above(
-                setting,
-                num_nodes=situation.num_nodes,
-                total_steps=situation.total_steps,
-                late_steps=prediction.late_steps,
-                inner_optimizer=situation.inner_optimizer,
-            ),
-        )
+    def costs_of(setting: Setting) -> Found:
+        return found(setting, situation, given, host)
 
-    every = [found(setting) for setting in settings_of(situation, given)]
+    every = [costs_of(setting) for setting in settings_of(situation, given)]
     taken = _taken(every)
     setting = taken.setting
     whole = replace(setting, fragments=1, steps=setting.interval)
@@ -230,8 +237,8 @@ def chosen(
             key=lambda each: each.loss,
             default=None,
         ),
-        waiting=found(replace(whole, has_overlap=False)),
-        whole=found(whole),
+        waiting=costs_of(replace(whole, has_overlap=False)),
+        whole=costs_of(whole),
     )
     return Plan(
         situation=situation,

@@ -431,7 +431,7 @@ def _measured(folder: Path) -> "MeasuredLinks":
     from protocol.terminal.query import StatusLink
 
     with StatusLink(folder) as asked:
-        return measured_links(asked.status().nodes)
+        return measured_links(asked.status().nodes, instead=", or give --link")
 
 
 def _span(text: str, option: str, *, may_be_zero: bool) -> float:

@@ -32,11 +32,11 @@ class MeasuredLinks:
         )
 
 
-def measured_links(nodes: Iterable[pb.NodeStatus]) -> MeasuredLinks:
+def measured_links(nodes: Iterable[pb.NodeStatus], *, instead: str = "") -> MeasuredLinks:
     """Of the nodes that are there, or of all that were when none is: the run is finished.
 
     A direction that nobody has measured is taken for the other. Raises TemporaryError when there is
-    no rate at all.
+    no rate at all; `instead` says what else can be done then.
     """
     known = list(nodes)
     present = [node for node in known if node.state in _PRESENT] or known
@@ -45,8 +45,10 @@ def measured_links(nodes: Iterable[pb.NodeStatus]) -> MeasuredLinks:
     ups = [r.up_bytes_per_second for r in rates if r.up_bytes_per_second > 0]
     if not downs and not ups:
         raise TemporaryError(
-            f"none of {len(present)} nodes has measured its link yet",
-            next_step="wait until rounds have moved 4 MiB ('atoll nodes' shows links), or give --link",
+            f"none of {len(present)} nodes has measured its link yet"
+            if present
+            else "no node has come yet",
+            next_step=f"wait until rounds have moved 4 MiB ('atoll nodes' shows links){instead}",
         )
     return MeasuredLinks(
         down_bits_per_second=8 * min(downs or ups),

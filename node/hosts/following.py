@@ -8,7 +8,6 @@ import asyncio
 import json
 from contextlib import closing, suppress
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ from protocol.files.folder_lock import FolderLock
 from protocol.run.models import Layout, layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.wire.rounds import Digest
+from protocol.wire.versions import release
 
 log = structlog.get_logger()
 
@@ -345,7 +345,7 @@ async def run_follower(
                 token,
                 name=name,
                 device=device,
-                version=metadata.version("atoll"),
+                version=release(),
                 data=DataPlaces(
                     folder=Path.cwd(),
                     own=data,

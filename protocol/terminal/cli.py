@@ -7,13 +7,13 @@ as text only, so that no import leads from protocol to them.
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
 import click
 
 from protocol.errors import SystemRefusedError
 from protocol.terminal import console
 from protocol.terminal.lazy_group import Entry, LazyGroup
+from protocol.wire.versions import release
 
 SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     (
@@ -141,11 +141,7 @@ SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
 def _print_version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
     if not is_asked or ctx.resilient_parsing:
         return
-    try:
-        version = metadata.version("atoll")
-    except metadata.PackageNotFoundError:
-        version = "(not installed: running from its sources)"
-    click.echo(f"atoll {version}")
+    click.echo(f"atoll {release()}")
     ctx.exit()
 
 

@@ -6,7 +6,7 @@ TensorBoard's file and OpenTelemetry's requests are made here; Weights & Biases 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.error import HTTPError, URLError
@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from protocol.errors import BadDataError, UnavailableError, UsageError
 from protocol.terminal.event_file import EventFile, rewind_event, scalars_event, texts_event
+from protocol.wire.versions import release
 
 if TYPE_CHECKING:
     from protocol.v1 import status_pb2 as pb
@@ -191,7 +192,7 @@ class Traces:
         self._swarm_id = swarm_id
         self._run_name = run_name
         self._warn = warn
-        self._version = metadata.version("atoll")
+        self._version = release()
 
     def put(self, rows: Sequence[Row], save: Callable[[int], None]) -> None:
         """Sends rounds, some at a time; raises UnavailableError where one is not taken."""

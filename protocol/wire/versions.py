@@ -6,6 +6,7 @@ peers and codecs have versions in their names, and never differ within a run.
 """
 
 from dataclasses import dataclass
+from importlib import metadata
 
 from protocol.errors import ProtocolMismatchError
 
@@ -15,6 +16,14 @@ end, and no renewal."""
 
 OLDEST_WIRE = 1
 """What it still understands."""
+
+
+def release() -> str:
+    """Which Atoll this is, for people; run from sources that nobody installed, it has no number."""
+    try:
+        return metadata.version("atoll")
+    except metadata.PackageNotFoundError:
+        return "(not installed: running from its sources)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+from torch.nn.functional import cross_entropy
 
 import atoll
 from node.island.models.decoder_modules import Decoder
@@ -21,17 +22,21 @@ def main() -> None:
     options = dict(option.split("=", 1) for option in sys.argv[4:])
     spec = load_run_file(run_file)
     torch.manual_seed(int(options.get("seed", "0")))
-    model = Decoder(spec.model).to(getattr(torch, options.get("dtype", "float32")))
+    device = torch.device(options.get("device", "cpu"))
+    model = Decoder(spec.model).to(device, getattr(torch, options.get("dtype", "float32")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler(device.type, enabled="scaled" in options)
+    forward = torch.compile(model) if "compiled" in options else model
 
     def loss_of(tokens: torch.Tensor) -> torch.Tensor:
-        logits = model(tokens[:, :-1])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        with torch.autocast(device.type, torch.float16, enabled=scaler.is_enabled()):
+            logits = forward(tokens[:, :-1])
+        return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
     def batch_of(numbers: torch.Tensor) -> torch.Tensor:
         # Of the number of a sample, so that whatever is trained twice is the same.
         steps = torch.arange(spec.model.context + 1)
-        return (numbers[:, None] * 7 + steps * (1 + numbers[:, None] % 3)) % 64
+        return ((numbers[:, None] * 7 + steps * (1 + numbers[:, None] % 3)) % 64).to(device)
 
     def evaluate() -> tuple[float, int]:
         with torch.no_grad():
@@ -51,8 +56,9 @@ def main() -> None:
         print("the loop trains", flush=True)
         for numbers in swarm.samples():
             loss = loss_of(batch_of(numbers))
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             time.sleep(float(options.get("step_seconds", "0")))
             num_steps += 1
@@ -72,9 +78,9 @@ def main() -> None:
             if num_steps == int(options.get("ends_after", "0")):
                 break
         print(f"the loop ends: {swarm.why_over}", flush=True)
-    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    torch.save(dict(model.named_parameters()), out.with_suffix(".pt"))
-    assert flat.isfinite().all()
+    held = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    torch.save(held, out.with_suffix(".pt"))
+    assert all(values.isfinite().all() for values in held.values())
 
 
 if __name__ == "__main__":

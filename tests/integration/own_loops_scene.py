@@ -133,9 +133,10 @@ class Scene:
 
 
 def assert_holds(saved: Path, home: Path) -> None:
-    """The model that a loop ended with is the node's outer state, bit by bit."""
+    """The model that a loop ended with is the node's outer state, bit by bit, in its own type."""
     model = kept_model(home)
     tensors = torch.load(saved)
     for place in model.layout.places:
         values = model.parameters[place.offset : place.offset + place.num_elements]
-        assert torch.equal(tensors[place.name].flatten(), torch.from_numpy(values.copy()))
+        held = tensors[place.name].flatten()
+        assert torch.equal(held, torch.from_numpy(values.copy()).to(held.dtype))

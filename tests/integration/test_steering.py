@@ -77,6 +77,9 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     owner(swarm, "run", "resume")
     committed(swarm, 1)
 
+    # So few bytes say nothing of a link.
+    refused(atoll("run", "advise", "--dir", swarm.home), 75, "has measured its link yet")
+
     said = owner(swarm, "run", "amend", "outer.learning_rate=0.3", "inner.learning_rate=0.02")
     assert "inner.learning_rate = 0.02, outer.learning_rate = 0.3 from round" in said
     assert "run.rounds = 450" in owner(swarm, "run", "extend", "50")

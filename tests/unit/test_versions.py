@@ -3,6 +3,7 @@
 import json
 import os
 import sqlite3
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ from protocol.terminal.status_words import releases_in_words
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2
 from protocol.wire.rounds import Digest, NodeId
-from protocol.wire.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire
+from protocol.wire.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire, release
 from tests.unit.golden.golden_file import golden_bytes, matches_golden
 from tests.unit.swarm_scene import PLAIN_RULES as RULES
 
 GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parent.parent.parent
 RUN = Digest(b"\x99" * 32)
 NODE = NodeId("a" * 32)
 
@@ -156,3 +158,20 @@ def test_a_later_key_that_says_something_is_part_of_the_run() -> None:
         update={"evaluation": spec.evaluation.model_copy(update={"prompts": ("Once",)})}
     )
     assert told.digest() != spec.digest() and run_from_json(told.canonical_json()) == told
+
+
+def test_sources_that_nobody_installed_have_no_number_and_run_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert release() == metadata.version("atoll")
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert release() == "(not installed: running from its sources)"
+    rooms = [
+        file for room in ("coordinator", "node", "protocol") for file in (ROOT / room).rglob("*.py")
+    ]
+    asking = [file.name for file in rooms if 'version("atoll")' in file.read_text()]
+    assert asking == ["versions.py"], "who asks by itself ends as a bug in Atoll"
