@@ -325,7 +325,7 @@ class World:
         state, commits = self.state, self.books.commits
         known: dict[int, Commit] = {}
         for node in self.nodes.values():
-            for number, commit in node.disk.history.items():
+            for number, commit in node.history.items():
                 if number > node.state[0]:
                     continue  # it has gone back since
                 if known.setdefault(number, commit) != commit or node.is_astray:

@@ -384,8 +384,9 @@ class Trainer:
     def _away_to(self, parameters: Vector) -> Iterator[None]:
         """The model has other parameters for a while; the rank's own weights are put back after it."""
         # In the CPU's memory: a GPU that a model fills has no room for it twice.
-        own = [torch.empty(held.local.shape) for held in self._held()]
-        self._copies((kept, held.local) for kept, held in zip(own, self._held(), strict=True))
+        before = self._held()
+        own = [torch.empty(held.local.shape) for held in before]
+        self._copies((kept, held.local) for kept, held in zip(own, before, strict=True))
         self.adopt(parameters)
         yield
         self._copies((held.local, kept) for kept, held in zip(own, self._held(), strict=True))
