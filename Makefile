@@ -22,7 +22,7 @@ test: $(DEV)  ## Check everything, then run all tests
 	$(BIN)/pytest -n 3 $(ARGS)
 
 nightly: $(DEV)  ## Run the long tests, and 30 times as many examples of properties
-	$(BIN)/pytest -m nightly $(ARGS)
+	$(BIN)/pytest -m nightly -rs $(ARGS)
 	$(BIN)/pytest tests/property --hypothesis-profile=nightly $(ARGS)
 
 mutants: $(DEV)  ## Put some 200 bugs into a copy, one at a time, and count what tests notice
