@@ -31,7 +31,7 @@ from coordinator.presets.wanted import (
     facts_of_wanted,
     refuse_what_says_nothing,
 )
-from protocol.errors import ConfigError, UsageError
+from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files.durable import refusing, write_atomically
 from protocol.run.models import FIRST_WEIGHTS
 from protocol.run.run_spec import (
@@ -182,7 +182,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
             retired |= {("inner", "muon_learning_rate")}
         text = with_values(f"{HEADER}\n{tables}", values, retired=retired)
         spec = validated(tomllib.loads(text), origin="the new run file")
-        notes.append(_share_of_data(spec, facts.num_tokens))
+        notes.append(_share_of_data(spec, facts))
     return NewRun(
         text=text,
         plan=plan,
@@ -325,10 +325,21 @@ def _flops_of(machine: Machine | None) -> float:
     return machine.num_cores * ASSUMED_CORE_FLOPS
 
 
-def _share_of_data(spec: RunSpec, num_tokens: int | None) -> str:
-    """How many tokens the run trains, beside those that there are: a small dataset comes again and again."""
-    if not num_tokens:
+def _share_of_data(spec: RunSpec, facts: Facts) -> str:
+    """How many tokens the run trains, beside those that there are: a small dataset comes again and again.
+
+    Raises NoInputError where they are no batch: each node would refuse them at its start.
+    """
+    num_tokens = facts.num_tokens
+    if num_tokens is None:
         return ""
+    batch, context = spec.inner.batch, spec.model.context
+    if num_tokens < batch * context and not facts.are_packed:
+        raise NoInputError(
+            f"the data have {num_tokens:,} tokens to train on, and one batch takes {batch * context:,}: "
+            f"{batch} samples of {context}",
+            next_step="prepare more text, or ask for smaller batches: --batch, --context",
+        )
     nodes = spec.run.min_nodes
     trained = spec.run.rounds * spec.node_steps * spec.inner.batch * spec.model.context * nodes
     return (

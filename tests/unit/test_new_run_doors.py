@@ -238,6 +238,21 @@ def test_a_new_run_says_how_often_it_goes_through_its_data(
     assert f"100 rounds of 3 nodes train 576.0k tokens, {times:.2g} times what the data" in told
 
 
+@pytest.mark.usefixtures("described_here")
+def test_tokens_that_are_no_batch_are_refused_when_the_run_is_made(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokens = llama.parent / "tokens"
+    there = read_manifest(tokens).num_tokens("training")
+    batch = there // 32 + 1
+    words = ["init", str(tmp_path / "run"), "--data", str(tokens), "--context", "32", "--batch"]
+    assert console.run(cli.root, [*words, str(batch), "--from", str(llama)]) == 66
+    told = capfd.readouterr().err
+    assert f"{there:,} tokens to train on, and one batch takes {batch * 32:,}" in told
+    assert not (tmp_path / "run").exists()
+    made(tmp_path / "run", "--data", tokens, "--context", 32, "--batch", batch - 1, "--from", llama)
+
+
 def test_text_that_is_not_here_is_told_when_the_run_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
