@@ -110,7 +110,7 @@ class Session:
         At the end of the run the model's running statistics are computed for what it then holds.
         """
         training, self.training = self.training, None
-        answer = None if training is None else training.trained(time.monotonic())
+        answer = None if training is None else self._trained(training)
         if training is not None:
             self.log.tell(logging.INFO, "trained", round=training.round, inner_steps=training.steps)
         while not self.over:
@@ -130,6 +130,14 @@ class Session:
         if self._statistics is not None:
             self._statistics.settle()
             reshard(self._model)
+
+    def _trained(self, training: Training) -> Message:
+        return training.trained(time.monotonic(), self.are_weights_finite)
+
+    def are_weights_finite(self) -> bool:
+        """Whether all that this rank trains is: what tells a ruined model from a step that was skipped."""
+        assert self._weights is not None
+        return self._weights.are_finite()
 
     def look_at_buffers(self) -> None:
         """After an inner step. Raises ModelMismatchError for what training changes and no node shares."""
@@ -207,7 +215,7 @@ class Session:
         training, self.training = self.training, None
         if training is None or training.steps < 1:
             return
-        self.say(training.trained(time.monotonic()))
+        self.say(self._trained(training))
         give_up_at = time.monotonic() + LEAVE_SECONDS
         while (left := give_up_at - time.monotonic()) > 0:
             order = self.hear(left)

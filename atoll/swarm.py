@@ -270,7 +270,7 @@ class Swarm:
         is_due = now - training.told_at >= TELL_SECONDS or training.steps == 1
         if self._ranks.rank == 0 and is_due:
             with suppress(ConnectionLostError):  # the next look finds out, for all ranks
-                self._session.say(training.stepped(now))
+                self._session.say(training.stepped(now, self._session.are_weights_finite))
 
     def _more_steps(self, training: Training) -> int:
         """Asked of rank 0: how many steps all ranks take before it is asked again; 0 ends the round."""

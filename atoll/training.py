@@ -1,12 +1,16 @@
 """An order to train, and how far it has come."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 Message = dict[str, Any]
+
+MOST_SKIPPED = 24
+"""Inner steps one after another whose loss may be no number: those that a GradScaler skips."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +31,8 @@ class Training:
     look_at: int = 1  # steps after which the ranks agree next on whether to go on
     tokens: int = 0
     loss_sum: Tensor | float = 0.0  # kept on the device: reading it makes a GPU wait
-    num_losses: int = 0
+    num_losses: Tensor | int = 0  # of those that are numbers
+    num_bad: Tensor | int = 0  # latest losses, one after another, that are none
     told_at: float = 0.0
     told_losses: tuple[float, int] = (0.0, 0)  # sum and number, when they were told last
     is_leased: bool = True  # all steps were on leased samples
@@ -51,30 +56,40 @@ class Training:
         return self.rates[key] * share
 
     def add_loss(self, loss: float | Tensor) -> None:
-        """Counts the loss of a step."""
+        """Counts the loss of a step; one that is no number is left out of the mean."""
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise ValueError(
                 f"step(loss=…) is one number, and not a tensor of shape {list(loss.shape)}: tell its mean"
             )
-        value = loss.detach().float().reshape(()) if isinstance(loss, Tensor) else float(loss)
-        self.loss_sum = self.loss_sum + value
-        self.num_losses += 1
+        is_good: Tensor | bool
+        if isinstance(loss, Tensor):
+            value = loss.detach().float().reshape(())
+            is_good = value.isfinite()
+            self.loss_sum = self.loss_sum + value.nan_to_num(0.0, 0.0, 0.0)
+        else:
+            is_good = math.isfinite(loss)
+            self.loss_sum = self.loss_sum + (float(loss) if is_good else 0.0)
+        self.num_losses = self.num_losses + is_good
+        self.num_bad = (self.num_bad + 1) * (1 - is_good * 1)
 
-    def stepped(self, now: float) -> Message:
+    def stepped(self, now: float, are_weights_finite: Callable[[], bool]) -> Message:
         """Tells of the steps so far, with the mean loss since this was told last."""
         loss_sum, (sum_before, num_before) = float(self.loss_sum), self.told_losses
-        num_new = self.num_losses - num_before
-        self.told_at, self.told_losses = now, (loss_sum, self.num_losses)
+        num_losses = int(self.num_losses)
+        num_new = num_losses - num_before
+        self.told_at, self.told_losses = now, (loss_sum, num_losses)
         return {
             "kind": "stepped",
             "number": self.number,
             "steps": self.steps,
             "tokens": self.tokens,
-            **_loss((loss_sum - sum_before) / num_new if num_new else None),
+            "loss": (loss_sum - sum_before) / num_new if num_new else None,
+            "is_finite": self._is_finite(are_weights_finite),
         }
 
-    def trained(self, now: float) -> Message:
+    def trained(self, now: float, are_weights_finite: Callable[[], bool]) -> Message:
         """Answers the order."""
+        num_losses = int(self.num_losses)
         return {
             "kind": "trained",
             "number": self.number,
@@ -82,11 +97,11 @@ class Training:
             "tokens": self.tokens,
             "seconds": now - self.began_at,
             "is_leased": self.is_leased,
-            **_loss(float(self.loss_sum) / self.num_losses if self.num_losses else None),
+            "loss": float(self.loss_sum) / num_losses if num_losses else None,
+            "is_finite": self._is_finite(are_weights_finite),
         }
 
-
-def _loss(mean: float | None) -> Message:
-    """A loss as it is told: JSON has no word for what is not a number."""
-    is_finite = mean is None or math.isfinite(mean)
-    return {"loss": mean if is_finite else None, "is_finite": is_finite}
+    def _is_finite(self, are_weights_finite: Callable[[], bool]) -> bool:
+        """Whether training goes on well: a step that was skipped may have a loss that is no number."""
+        num_bad = int(self.num_bad)
+        return not num_bad or (num_bad < MOST_SKIPPED and are_weights_finite())

@@ -162,6 +162,11 @@ class Weights:
             for held in self._held(None)
         ]
 
+    @torch.no_grad()
+    def are_finite(self) -> bool:
+        """Whether all values held are numbers."""
+        return all(bool(held.local.isfinite().all().item()) for held in self._held(None))
+
     def _rebase(self, held: Held, first: int, share: float) -> None:
         """Keeps what was trained since publishing: local + (1 − share) · (global − published)."""
         new = self._global(held)

@@ -395,11 +395,16 @@ def _refuse_beside_a_run_file(run_file: Path) -> None:
 
 def _way_to_start(directory: Path, home: "Home", new: "NewRun", wanted: "Wanted") -> dict[str, str]:
     """The command that nodes of this run start with, what one of them says more, and what comes before."""
+    from coordinator.presets.composing import TO_BE_TOLD
+
     run, source = home.run, wanted.source
     options: list[str] = []
     if new.facts.code_digest:
         options += ["--allow-function", f"{run.run.name}@{new.facts.code_digest}"]
-        options += ["--code", str(source)] if source is not None else []
+        if source is not None:
+            options += ["--code", str(source)]
+        elif new.facts.code_digest == TO_BE_TOLD:
+            options += ["--code", "CODE"]
     if run.adapters is not None:
         options += ["--base", str(source)]
     if run.data.private:

@@ -7,7 +7,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from coordinator.presets.wanted import (
     facts_of_wanted,
     refuse_what_says_nothing,
 )
-from protocol.errors import ConfigError, UsageError
+from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files.durable import refusing, write_atomically
 from protocol.run.models import FIRST_WEIGHTS
 from protocol.run.run_spec import (
@@ -68,6 +68,9 @@ a third to a tenth, and none was measured here."""
 ADAPTERS_TIMES = 10
 """Adapters are trained at so many times the rate of the whole ("LoRA without regret", Schulman et al. 2025);
 not measured here."""
+
+TO_BE_TOLD = "DIGEST"
+"""Of a fork's code, which is not here: a node that was not allowed to run it says the digest."""
 
 HEADER = """\
 # The run: what is trained, on what, how, and by which rules. Written by 'atoll init' for what was named
@@ -116,8 +119,53 @@ def run_of_file(run_file: Path, source: Path | None, folder: Path) -> NewRun:
     is_decoder = tomllib.loads(text).get("model", {}).get("source", "decoder") == "decoder"
     if is_decoder and source is None:
         return NewRun(text=text, plan=plan)
+    fork = _fork_beside(run_file)
+    if fork is not None and fork.model.source != "function":
+        raise UsageError(
+            f"{run_file} is of a fork, which begins with the weights beside it, and {source} has others",
+            next_step="leave --from out, or take a run file that is of no fork",
+        )
     write_atomically(folder / RUN_FILE, text.encode())
-    return NewRun(text=text, plan=plan, facts=described(folder, source))
+    facts = described(folder, source)
+    if fork is not None:
+        facts = _going_on(fork, run_file.parent, folder, facts)
+    return NewRun(text=text, plan=plan, facts=facts)
+
+
+def _fork_beside(run_file: Path) -> RunSpec | None:
+    """The run that 'atoll node fork' wrote, with its weights; its run file may have been changed since."""
+    made = run_file.parent
+    if not (made / DESCRIPTION_FILE).is_file() or not (made / FIRST_WEIGHTS).is_file():
+        return None
+    found = load_run_folder(made, run_file.name)
+    is_fork = found.description is not None and found.description.first_fragments is not None
+    return found if is_fork else None
+
+
+def _going_on(fork: RunSpec, made: Path, folder: Path, facts: Facts) -> Facts:
+    """Lets the run of changed code begin with the fork's weights, and not with random ones.
+
+    Raises ConfigError where the code makes another model than the fork's.
+    """
+    described_anew = load_run_folder(folder, RUN_FILE)
+    ours = {each.name: each.shape for each in described_anew.tensors}
+    theirs = {each.name: each.shape for each in fork.tensors}
+    if other := sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)):
+        raise ConfigError(
+            f"the code makes another model than the fork has weights of: {other[0]} is "
+            f"{list(ours.get(other[0], ())) or 'not there'} in the one and "
+            f"{list(theirs.get(other[0], ())) or 'not there'} in the other",
+            next_step="let the function return the same tensors, or take a run file that is of no fork",
+        )
+    assert described_anew.description is not None and fork.description is not None
+    first = ("first_digest", "first_fragments", "beginning")
+    description = described_anew.description.model_copy(
+        update={key: getattr(fork.description, key) for key in first}
+    )
+    write_atomically(folder / DESCRIPTION_FILE, description.to_json())
+    with refusing(folder / FIRST_WEIGHTS):
+        shutil.copyfile(made / FIRST_WEIGHTS, folder / FIRST_WEIGHTS)
+    return replace(facts, first_digest=fork.description.first_digest or "")
 
 
 def _copied(made: Path, text: str, folder: Path) -> Facts:
@@ -134,6 +182,7 @@ def _copied(made: Path, text: str, folder: Path) -> Facts:
         num_layers=spec.num_layers,
         first_digest="" if spec.first_digest is None else spec.first_digest.hex(),
         first_weights=FIRST_WEIGHTS if has_weights else "",
+        code_digest=TO_BE_TOLD if "function" in (spec.model.source, spec.data.source) else "",
     )
 
 
@@ -182,7 +231,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
             retired |= {("inner", "muon_learning_rate")}
         text = with_values(f"{HEADER}\n{tables}", values, retired=retired)
         spec = validated(tomllib.loads(text), origin="the new run file")
-        notes.append(_share_of_data(spec, facts.num_tokens))
+        notes.append(_share_of_data(spec, facts))
     return NewRun(
         text=text,
         plan=plan,
@@ -325,10 +374,21 @@ def _flops_of(machine: Machine | None) -> float:
     return machine.num_cores * ASSUMED_CORE_FLOPS
 
 
-def _share_of_data(spec: RunSpec, num_tokens: int | None) -> str:
-    """How many tokens the run trains, beside those that there are: a small dataset comes again and again."""
-    if not num_tokens:
+def _share_of_data(spec: RunSpec, facts: Facts) -> str:
+    """How many tokens the run trains, beside those that there are: a small dataset comes again and again.
+
+    Raises NoInputError where they are no batch: each node would refuse them at its start.
+    """
+    num_tokens = facts.num_tokens
+    if num_tokens is None:
         return ""
+    batch, context = spec.inner.batch, spec.model.context
+    if num_tokens < batch * context and not facts.are_packed:
+        raise NoInputError(
+            f"the data have {num_tokens:,} tokens to train on, and one batch takes {batch * context:,}: "
+            f"{batch} samples of {context}",
+            next_step="prepare more text, or ask for smaller batches: --batch, --context",
+        )
     nodes = spec.run.min_nodes
     trained = spec.run.rounds * spec.node_steps * spec.inner.batch * spec.model.context * nodes
     return (

@@ -81,12 +81,12 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
         tables["model"], model_vocab_size = _model_of(source, asked)
     if asked.lora is not None:
         tables["lora"] = {"rank": asked.lora}
-    tables["data"], vocab_size, num_tokens = _data_of(source, asked)
+    tables["data"], vocab_size, there = _data_of(source, asked)
     if source is not None and model_vocab_size is not None:
         _require_fitting_tokens(source, asked, tables["data"], model_vocab_size, vocab_size)
     if tables["data"].get("source") == "text" and not asked.private:
         _look_at_text(asked.data, notes)
-    facts: dict[str, Any] = {**tables, "vocab_size": vocab_size, "num_tokens": num_tokens}
+    facts: dict[str, Any] = {**tables, "vocab_size": vocab_size, **there}
     facts["notes"] = notes
     facts.pop("lora", None)
     if asked.by is None:
@@ -163,17 +163,19 @@ def _model_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | 
     return {"source": "transformers", "context": asked.context or longest}, vocab_size
 
 
-def _data_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | None, int | None]:
-    """[data] of the new run, how many different tokens there are, and how many to train on, if known."""
+def _data_of(
+    source: Path | None, asked: Asked
+) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
+    """[data] of the new run, how many different tokens there are, and facts of those to train on."""
     if asked.data_function is not None:
-        return {"source": "function", "function": asked.data_function}, None, None
+        return {"source": "function", "function": asked.data_function}, None, {}
     if asked.private:
-        return (*_private_data(source, asked.tokenizer), None)
+        return (*_private_data(source, asked.tokenizer), {})
     paths = list(asked.data)
     if not paths:
-        return {}, None, None
+        return {}, None, {}
     if not any(Path(path).is_dir() for path in paths):
-        return {"source": "text", "paths": paths}, None, None
+        return {"source": "text", "paths": paths}, None, {}
     if len(paths) > 1:
         raise UsageError(
             f"--data names {len(paths)} paths, and a folder of tokens stands alone",
@@ -185,7 +187,11 @@ def _data_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | N
     if source is not None and asked.by != "function":
         _require_same_tokenizer(source, Path(paths[0]), are_bytes=manifest.tokenizer == "bytes")
     table = {"source": "tokens", "paths": paths, "digest": manifest.digest().hex()}
-    return table, manifest.vocab_size, manifest.num_tokens("training")
+    there = {
+        "num_tokens": manifest.num_tokens("training"),
+        "are_packed": manifest.row is not None,
+    }
+    return table, manifest.vocab_size, there
 
 
 def _look_at_text(paths: Sequence[str], notes: list[str]) -> None:

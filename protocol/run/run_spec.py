@@ -526,6 +526,7 @@ LATER_KEYS = (
     ("description", "beginning"),
     ("description", "first_fragments"),
     ("description", "num_running_statistics"),
+    ("description", "frozen_values"),
 )
 """Of tables that were there already: a new key of a run file goes here, and never changes its default, which
 is what was so before."""

@@ -22,6 +22,7 @@ from torch import nn
 import atoll
 from atoll.connection import Connection
 from atoll.session import STILL_STEPS
+from atoll.training import MOST_SKIPPED
 from node.island.data.corpus import Corpus
 from node.island.data.dataset import Batch, Indices
 from node.island.data.manifest import Split
@@ -409,14 +410,64 @@ async def test_a_hung_loop_is_given_up_and_joins_again_when_it_wakes_up(tmp_path
         assert isinstance(one.ended[0], int)
 
 
-async def test_a_loss_that_is_no_number_ends_training_with_a_sentence(tmp_path: Path) -> None:
+def in_two_ways(value: float) -> tuple[float | torch.Tensor, ...]:
+    """As loops tell their loss."""
+    return value, torch.tensor([value])
+
+
+@pytest.mark.parametrize("loss", in_two_ways(math.nan))
+async def test_a_loss_that_is_no_number_of_ruined_weights_ends_training_with_a_sentence(
+    tmp_path: Path, loss: float | torch.Tensor
+) -> None:
     async with scene(tmp_path) as one:
-        thread = await one.joined(lambda swarm: swarm.step(tokens=1, loss=torch.tensor(math.nan)))
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> None:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] = math.nan
+            swarm.step(tokens=1, loss=loss)
+
+        thread = await one.joined(train, model=model)
         with pytest.raises(TrainingDivergedError, match="round 1: the training loop's loss"):
             await one.train(work())
         await one.stops(thread)
         log = (tmp_path / "logs" / "loop.log").read_text()
         assert "loss is no longer finite at inner step 1; lower the learning rate" in log
+
+
+@pytest.mark.parametrize("bad", [*in_two_ways(math.nan), *in_two_ways(math.inf)])
+async def test_steps_that_a_scaler_skips_may_have_a_loss_that_is_no_number(
+    tmp_path: Path, bad: float | torch.Tensor
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> str:
+            for loss in (bad, 1.0, bad, torch.tensor(3.0), bad):
+                nudge(model)
+                swarm.step(tokens=1, loss=loss)
+            return swarm.why_over
+
+        thread = await one.joined(train, model=model)
+        report = await one.train(work(steps=5))
+        await one.stops(thread)
+        assert (report.loss, report.inner_steps) == (2.0, 5)
+        assert one.ended == ["the node has stopped"]
+
+
+async def test_losses_that_are_no_numbers_again_and_again_end_training(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> None:
+            for _ in range(MOST_SKIPPED):
+                nudge(model)
+                swarm.step(tokens=1, loss=math.nan)
+
+        thread = await one.joined(train, model=model)
+        with pytest.raises(TrainingDivergedError):
+            await one.train(work(steps=MOST_SKIPPED))
+        await one.stops(thread)
 
 
 async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_path: Path) -> None:

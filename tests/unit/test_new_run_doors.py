@@ -106,6 +106,55 @@ def test_a_function_is_one_command_and_its_run_is_named_by_its_folder(
     assert started["first_weights"] == f"--weights {home / 'first.safetensors'}"
 
 
+def test_a_fork_of_a_function_keeps_its_weights_though_its_code_or_data_change(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As somebody does who wants more data for a run: they are what its code returns."""
+    fork, code = tmp_path / "fork", tmp_path / "code"
+    made(fork, "--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
+    # What 'atoll node fork' writes otherwise.
+    told = json.loads((fork / "description.json").read_text())
+    told |= {"first_digest": "ab" * 32, "first_fragments": 1}
+    (fork / "description.json").write_text(json.dumps(told))
+    (fork / "first.safetensors").write_bytes(b"trained weights")
+    code.mkdir()
+    text = (EXAMPLES / "vision.py").read_text()
+    (code / "vision.py").write_text(text.replace("arange(1797)", "arange(1700)"))
+    capfd.readouterr()
+
+    again = made(tmp_path / "again", "--run", fork / "run.toml", "--from", code)
+    assert again.description is not None
+    assert again.description.sources != told["sources"]
+    assert (again.description.first_digest, again.description.first_fragments) == ("ab" * 32, 1)
+    assert (tmp_path / "again" / "first.safetensors").read_bytes() == b"trained weights"
+    assert "beginning with the weights abababababab" in capfd.readouterr().out
+
+    copied = made(tmp_path / "copied", "--run", fork / "run.toml")
+    assert copied.description is not None and copied.description.sources == told["sources"]
+    assert f"--allow-function {copied.run.name}@DIGEST --code CODE" in capfd.readouterr().out
+
+    (code / "vision.py").write_text(text.replace("channels: int = 16", "channels: int = 32"))
+    words = ["init", str(tmp_path / "wider"), "--run", str(fork / "run.toml"), "--from", str(code)]
+    assert console.run(cli.root, words) == 78
+    assert "the code makes another model than the fork has weights of" in capfd.readouterr().err
+    assert not (tmp_path / "wider").exists()
+
+
+@pytest.mark.usefixtures("described_here")
+def test_a_fork_of_given_weights_takes_no_others(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fork = tmp_path / "fork"
+    asked = ("--data", llama.parent / "tokens", "--context", 32, "--by", "transformers")
+    made(fork, "--from", llama, *asked)
+    told = json.loads((fork / "description.json").read_text()) | {"first_fragments": 1}
+    (fork / "description.json").write_text(json.dumps(told))
+    words = ["init", str(tmp_path / "run"), "--run", str(fork / "run.toml"), "--from", str(llama)]
+    assert console.run(cli.root, words) == 64
+    assert "begins with the weights beside it" in capfd.readouterr().err
+    made(tmp_path / "run", "--run", fork / "run.toml")
+
+
 def test_what_a_runs_code_prints_is_not_taken_for_what_was_found_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +285,21 @@ def test_a_new_run_says_how_often_it_goes_through_its_data(
     times = trained / read_manifest(tokens).num_tokens("training")
     told = capfd.readouterr().out
     assert f"100 rounds of 3 nodes train 576.0k tokens, {times:.2g} times what the data" in told
+
+
+@pytest.mark.usefixtures("described_here")
+def test_tokens_that_are_no_batch_are_refused_when_the_run_is_made(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokens = llama.parent / "tokens"
+    there = read_manifest(tokens).num_tokens("training")
+    batch = there // 32 + 1
+    words = ["init", str(tmp_path / "run"), "--data", str(tokens), "--context", "32", "--batch"]
+    assert console.run(cli.root, [*words, str(batch), "--from", str(llama)]) == 66
+    told = capfd.readouterr().err
+    assert f"{there:,} tokens to train on, and one batch takes {batch * 32:,}" in told
+    assert not (tmp_path / "run").exists()
+    made(tmp_path / "run", "--data", tokens, "--context", 32, "--batch", batch - 1, "--from", llama)
 
 
 def test_text_that_is_not_here_is_told_when_the_run_is_made(

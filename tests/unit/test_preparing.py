@@ -469,3 +469,36 @@ def test_of_a_single_document_the_end_is_held_out(row: int | None, tmp_path: Pat
             text
         )
     assert made.manifest.num_tokens("held_out") > 32
+
+
+def test_a_file_that_is_held_out_is_not_trained_on_though_the_inputs_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text(f"{number} " * 9)
+    (tmp_path / "long.txt").write_text("longer " * 99)
+    (tmp_path / "link.txt").symlink_to("long.txt")
+    command = ["data", "prepare", "*.txt", "--out"]
+    assert console.run(cli.root, [*command, "out", "--held-out", "long.txt"]) == 0
+    made = read_manifest(tmp_path / "out")
+    assert made.num_tokens("training") == 9 * (18 + 1)
+    assert made.num_tokens("held_out") == 7 * 99 + 1
+    assert "more is held out than there is to train on" in capsys.readouterr().err
+    assert console.run(cli.root, [*command, "even", "--held-out", "3.txt"]) == 0
+    assert "more is held out" not in capsys.readouterr().err
+    assert console.run(cli.root, [*command, "none", "--held-out", "*.txt"]) == 66
+    assert "all that is to be trained on is held out" in capsys.readouterr().err
+
+
+def test_tokens_that_are_held_out_are_not_trained_on_though_the_inputs_name_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("a", 100), ("b", 50)):
+        (tmp_path / f"{name}.bin").write_bytes(bytes(2 * count))
+    command = ["data", "prepare", "*.bin", "--vocab-size", "9", "--token-bytes", "2", "--out"]
+    assert console.run(cli.root, [*command, "out", "--held-out", "b.bin"]) == 0
+    made = read_manifest(tmp_path / "out")
+    assert (made.num_tokens("training"), made.num_tokens("held_out")) == (100, 50)
+    assert console.run(cli.root, [*command, "none", "--held-out", "*.bin"]) == 66

@@ -113,7 +113,7 @@ def prepare(
         )
     share, held_out_inputs = _share_or_files(held_out)
     progress = _Progress("prepared")
-    tokens = _files_of_tokens(inputs)
+    tokens = _files_of_tokens(inputs, but_for=held_out_inputs)
     if tokens:
         manifest = _adopted(
             tokens,
@@ -156,12 +156,14 @@ def prepare(
     _tell(out, made.manifest, num_empty=made.num_empty)
 
 
-def _files_of_tokens(inputs: tuple[str, ...]) -> tuple[Path, ...]:
+def _files_of_tokens(inputs: tuple[str, ...], *, but_for: tuple[str, ...] = ()) -> tuple[Path, ...]:
     """The inputs, where they are tokens already; none where they are text. Raises UsageError for both."""
     from node.island.data.documents import BESIDE_TOKENS, input_files
     from node.island.data.foreign import TOKEN_SUFFIXES
 
-    files = [path for path in input_files(inputs) if path.suffix not in BESIDE_TOKENS]
+    files = [
+        path for path in input_files(inputs, but_for=but_for) if path.suffix not in BESIDE_TOKENS
+    ]
     tokens = tuple(path for path in files if path.suffix in TOKEN_SUFFIXES)
     if tokens and len(tokens) < len(files):
         other = next(path for path in files if path.suffix not in TOKEN_SUFFIXES)
@@ -221,6 +223,12 @@ def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0) -> None:
         f"{out}: {console.count_in_words(trained)} tokens to train on and "
         f"{console.count_in_words(kept_back)} held out, of {num_documents:,} {pieces}{empty}"
     )
+    if kept_back > trained:
+        click.echo(
+            "warning: more is held out than there is to train on, as whole documents are; prepare more of "
+            "them, or name those that are held out: --held-out FILE",
+            err=True,
+        )
     click.echo("in the run file:\n")
     click.echo(as_run_file(out, manifest), nl=False)
     if manifest.tokenizer_digest is not None:

@@ -11,7 +11,7 @@ import glob
 import gzip
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -78,9 +78,10 @@ class Document:
     where: str = field(default="", compare=False)  # the file, and the byte that it begins at
 
 
-def input_files(patterns: Iterable[str]) -> list[Path]:
+def input_files(patterns: Iterable[str], *, but_for: Sequence[str] = ()) -> list[Path]:
     """Files that paths, folders and globs name, each once: all below a folder, sorted.
 
+    What `but_for` names as well is left out: a file that is held out is not trained on.
     Raises NoInputError for what matches nothing.
     """
     found: dict[Path, Path] = {}
@@ -100,6 +101,13 @@ def input_files(patterns: Iterable[str]) -> list[Path]:
             )
         for each in files:
             found.setdefault(each.resolve(), each)
+    for each in input_files(but_for) if but_for else ():
+        found.pop(each.resolve(), None)
+    if but_for and not found:
+        raise NoInputError(
+            f"all that is to be trained on is held out: {' '.join(but_for)}",
+            next_step="hold other files out, or a share, as --held-out 0.01",
+        )
     return list(found.values())
 
 

@@ -168,8 +168,12 @@ def prepare(
 def plan_jobs(wanted: Wanted) -> list[ShardJob]:
     """Who writes what: neighbouring parts of files, so that shards are of about one size."""
     jobs: list[ShardJob] = []
-    for patterns, is_held_out in ((wanted.inputs, False), (wanted.held_out_inputs, True)):
-        files = input_files(patterns)
+    kept_back = wanted.held_out_inputs
+    for patterns, but_for, is_held_out in (
+        (wanted.inputs, kept_back, False),
+        (kept_back, (), True),
+    ):
+        files = input_files(patterns, but_for=but_for)
         total = sum(file.stat().st_size for file in files)
         shard_bytes = min(MOST_SHARD_BYTES, max(LEAST_SHARD_BYTES, total // SHARDS_AIMED_AT))
         each = DOCUMENT_BYTES if total >= LITTLE_TEXT_BYTES else DOCUMENT_BYTES_OF_LITTLE_TEXT
