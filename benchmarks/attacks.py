@@ -12,7 +12,7 @@ published last. The Sybils are four keys for each liar, all of one invite.
 Each row has the held-out loss of the final state over the one without liars (same seed, same merge), the
 time of the run over that one's, whether all honest nodes hold the same state, in which round a contribution
 of a liar was first clipped or left out, how many of the honest ones were, summed over rounds, in which round
-the last of the liars that were put out took part last, and whether honest nodes were put out.
+the last of the liars that were put out or sit out took part last, and whether honest nodes did.
 
 With `--uneven` each node trains on an eighth of the text of its own. `--audit` is the share of contributions
 that members spot-check, and of slices that they make again: who only says that it trains is found by that.
@@ -480,8 +480,9 @@ def outcome_of(wanted: Row) -> Row:
 
 def _figures(done: SimulatedRun, liars: int) -> Row:
     honest = {identity_of(place).node_id for place in range(NODES - liars)}
-    all_barred = {n for n, m in done.final.members.items() if m.state in BARRED}
-    barred = all_barred - honest
+    members = done.final.members.items()
+    all_out = {n for n, m in members if m.state in BARRED or m.against.num_times_out}
+    barred = all_out - honest
     put_out = [c.round for c in done.commits if barred & {a.node_id for a in c.assignments}]
     noticed: int | None = None
     refused = 0
@@ -505,7 +506,7 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
         "noticed": noticed,
         "honest_refused": refused,
         "put_out": len(barred),
-        "honest_put_out": len(all_barred & honest),
+        "honest_put_out": len(all_out & honest),
         "put_out_after": max(put_out, default=None),
     }
 

@@ -109,6 +109,15 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
             reason = {"why": why[node_id]} if why.get(node_id) else {}
             what, round_held = _NEWS[member.state], member.outer_round
             yield _news("info", what, node=member.node_name, round=round_held, **reason)
+        if was is not None and was.against.back_at_round < member.against.back_at_round:
+            yield _news(
+                "warning",
+                "node sits out",
+                node=member.node_name,
+                until_round=member.against.back_at_round,
+                why="most of the others point against what it contributes, round after round",
+                next_step="look at its data, its model code and its devices; 'atoll nodes expel' ends it",
+            )
     for ruling in after.rulings[len(before.rulings) :]:
         yield _news("info", "ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
     for node_id in before.members.keys() - after.members.keys():

@@ -98,6 +98,7 @@ SENTENCES = {
     "round learned": "Round {round} is known from nodes",
     "contributions left out": "{node}: {slices} contributions to round {round} are left out, as {why}",
     "contributions clipped": "{node}: {slices} contributions to round {round} are clipped, as {why}",
+    "node sits out": "{node} sits out until round {until_round}: {why}",
     "went on without contributions of": "Round {round} went on without {nodes}: {next_step}",
     "slice audited": "Slice {slice} of round {round}, which {reducer} reduced, was audited: {verdict}",
     "slice taken over": "{reducer} reduces slice {slice} of round {round} instead of a node that is gone",

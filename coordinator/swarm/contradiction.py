@@ -1,9 +1,10 @@
-"""Of whom nothing counts, round after round, as most of the others point against it: quarantine. Pure.
+"""Of whom nothing counts, round after round, as most of the others point against it: it sits out. Pure.
 
 Reducers leave out whom most contributions to a slice point against, and who is many times as long
 (node.exchange.screening). Who goes on so lies, has other data, or a device that computes wrong. What it is
 leased nobody trains, its link is planned for, and each round is another chance. Nobody can tell these apart,
-so its process waits, its confirmed work stays, and the run owner readmits it.
+and data that only one member has look so in the end, too. So it is a member as before, and no plan counts on
+it for 16, 32, 64 rounds. Then one round shows whether it agrees.
 
 A round speaks against a member when reducers leave it out of more than half of what each of them made, and
 
@@ -17,30 +18,33 @@ A round in which most of what others make takes something of a member counts twi
 left out now and then stays, and nobody is excused by keeping what it should contribute.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from coordinator.swarm.conviction import convict
+from coordinator.swarm.members import Against, Member
 from coordinator.swarm.state import Round, Say
-from coordinator.swarm.turn import Turn, available_members, present_participants
+from coordinator.swarm.turn import Turn, present_participants
 from coordinator.swarm.weighing import is_enough, say_in, weight_of
 from protocol.wire.rounds import Commit, NodeId
 
 MOST_AGAINST = 8
-"""So many rounds in a row that speak against a member put it in quarantine."""
+"""So many rounds in a row that speak against a member have it sit out."""
 
 IN_FAVOUR = 2
 """So many of them are forgotten for each round that does not."""
+
+FEWEST_ROUNDS_OUT, MOST_ROUNDS_OUT = 16, 64
+"""For the first time, and at most."""
+
+MOST_NAMED = 4
+"""Who sit out, in a plan's reason."""
 
 LEAST_OF_HALF = 0.25
 """Of the weight, which the lighter half of a round's contributors must have."""
 
 
 def note_contradicted(turn: Turn, current: Round, commit: Commit) -> None:
-    """Counts a round that closes now for or against its contributors, and puts out whom eight speak against.
-
-    Not where too few would be left to open a round: it harms nothing meanwhile, and is left out.
-    """
+    """Counts a round that closes now for or against its contributors, and says who sits out the next ones."""
     state = turn.state
     among = present_participants(state, current)
     reducers = [progress.slice.reducer_id for progress in current.slices]
@@ -50,20 +54,38 @@ def note_contradicted(turn: Turn, current: Round, commit: Commit) -> None:
     )
     for node_id in sorted(_named(commit)):
         member = turn.state.members.get(node_id)
-        if member is None or not (member.rounds_against or node_id in against):
+        if member is None or (node_id not in against and member.against == Against()):
             continue
-        rounds = member.rounds_against
+        known = member.against
         if node_id in against:
-            rounds = min(MOST_AGAINST, rounds + 1)
+            known = replace(known, rounds=known.rounds + 1)
+            if known.rounds >= MOST_AGAINST:
+                known = _sitting_out(known, commit.round)
         elif _is_taken(commit, reducers, node_id):
-            rounds = max(0, rounds - IN_FAVOUR)
-        others = [m for m in available_members(turn.state) if m.node_id != node_id]
-        trains = [m for m in others if not m.is_helper and not m.cannot_train]
-        if rounds == MOST_AGAINST and len(trains) >= state.rules.min_nodes:
-            convict(turn, node_id, _reason(commit.round), ())
-            rounds = 0
-            member = turn.state.members[node_id]
-        turn.put_member(replace(member, rounds_against=rounds))
+            known = replace(known, rounds=max(0, known.rounds - IN_FAVOUR))
+            known = known if known.rounds else Against()
+        turn.put_member(replace(member, against=known))
+
+
+def _sitting_out(known: Against, number: int) -> Against:
+    """One more round against it has it sit out again, twice as long."""
+    out = min(MOST_ROUNDS_OUT, FEWEST_ROUNDS_OUT << known.num_times_out)
+    return Against(
+        rounds=MOST_AGAINST - 1,
+        num_times_out=known.num_times_out + 1,
+        back_at_round=number + 1 + out,
+    )
+
+
+def sitting_out_in_words(members: Iterable[Member], number: int) -> str:
+    """What a plan's reason adds where some sit out."""
+    until = [(m.node_name, m.against.back_at_round) for m in members]
+    out = [f"{name} (until round {back_at})" for name, back_at in until if back_at > number]
+    if not out:
+        return ""
+    more = f" and {len(out) - MOST_NAMED} more" if len(out) > MOST_NAMED else ""
+    names = ", ".join(out[:MOST_NAMED])
+    return f"; without {names}{more}, as most of the others point against what came of them"
 
 
 def spoken_against(
@@ -118,11 +140,3 @@ def _weighs_alike(say: Say, contributors: Collection[NodeId]) -> bool:
     weights = sorted(say.weights.get(node_id, 0) for node_id in contributors)
     lightest = weights[: (len(weights) - 1) // 2 + 1]
     return sum(lightest) >= LEAST_OF_HALF * sum(weights)
-
-
-def _reason(number: int) -> str:
-    return (
-        f"nothing of it counted in {MOST_AGAINST} rounds up to round {number}: reducers with most of the "
-        f"weight find that most of the others point against what it contributes, or that it is many times "
-        f"as long. Its data, its model code or one of its devices may be at fault"
-    )

@@ -72,6 +72,15 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """Whether most of the others contradict a member: coordinator.swarm.contradiction has the rules."""
+
+    rounds: int = 0  # that speak against it, and are not outweighed by others
+    num_times_out: int = 0
+    back_at_round: int = 0  # no plan of an earlier round counts on it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRecord:
     """What audits have shown of a member, as a reducer and as an auditor."""
 
@@ -141,7 +150,7 @@ class Member:
     work: Work = field(default_factory=Work)
     standing: Standing = field(default_factory=Standing)
     screenings: tuple[Screening, ...] = ()  # of its rounds among the latest, oldest first
-    rounds_against: int = 0  # that speak against it: coordinator.swarm.contradiction
+    against: Against = field(default_factory=Against)
     reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
     audits: AuditRecord = field(default_factory=AuditRecord)
     outside: tuple[str, ...] = ()  # as in its latest heartbeat

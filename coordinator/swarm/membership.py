@@ -19,6 +19,7 @@ from coordinator.swarm.events import (
 from coordinator.swarm.members import (
     BARRED,
     PRESENT,
+    Against,
     AuditRecord,
     Member,
     MemberState,
@@ -124,7 +125,7 @@ def attach(turn: Turn, event: Attached) -> None:
             came_at=before.came_at if before and is_same_process else turn.now,
             work=before.work if before else Work(),
             screenings=before.screenings if before else (),
-            rounds_against=before.rounds_against if before else 0,
+            against=before.against if before else Against(),
             standing=before.standing if before else Standing(),
             audits=before.audits if before else AuditRecord(),
             spots=before.spots if before else (),

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from coordinator.swarm.contradiction import sitting_out_in_words
 from coordinator.swarm.conviction import may_reduce
 from coordinator.swarm.deadlines import (
     budgets_in_words,
@@ -67,6 +68,7 @@ def open_round(turn: Turn) -> None:
     if not ready or len(ready) < rules.min_nodes:
         return
     number = state.committed_round + 1
+    out = sitting_out_in_words(ready, number)
     ready = counted_on(ready, number, least=max(1, rules.min_nodes))
     helpers = counted_on(helpers, number, least=1)
     members = sorted((*ready, *helpers), key=lambda member: member.node_id)
@@ -121,6 +123,7 @@ def open_round(turn: Turn) -> None:
         + budgets_in_words(steps, rules)
         + capped_in_words(ready)
         + _trial_in_words(len(on_trial))
+        + out
         + _expected_in_words(state, places)
         + schedule_in_words(rules, clock)
         + deadlines.reason,

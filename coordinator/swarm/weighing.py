@@ -293,8 +293,12 @@ def counted_on(ready: Sequence[Member], number: int, *, least: int) -> list[Memb
 
     Those who are left out for a while come back sooner where fewer than `least` would be left.
     """
-    by_standing = sorted(ready, key=lambda m: (m.standing.back_at_round, m.standing.num_faults))
-    in_time = sum(member.standing.back_at_round <= number for member in ready)
+
+    def back_at(member: Member) -> int:
+        return max(member.standing.back_at_round, member.against.back_at_round)
+
+    by_standing = sorted(ready, key=lambda m: (back_at(m), m.standing.num_faults))
+    in_time = sum(back_at(member) <= number for member in ready)
     chosen = {member.node_id for member in by_standing[: max(in_time, least)]}
     return [member for member in ready if member.node_id in chosen]
 

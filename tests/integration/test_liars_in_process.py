@@ -11,7 +11,8 @@ import pytest
 from blake3 import blake3
 from structlog.testing import capture_logs
 
-from coordinator.swarm.members import MemberState
+from coordinator.swarm.contradiction import MOST_AGAINST
+from coordinator.swarm.members import Against, MemberState
 from coordinator.swarm.slices import MOST_TIMES_USUAL
 from coordinator.swarm.takeover import STUCK_LEAST_SECONDS
 from coordinator.swarm.weighing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
@@ -85,6 +86,28 @@ def test_a_member_that_shouts_is_left_out_and_the_others_learn(
     assert max(cut) < 0.3
     own = {c.node_id for c in attacked.commits[0].slices[0].taken}
     assert len(own - {LIAR}) == NUM_NODES - 1, "nobody else pays for it"
+
+
+def test_who_pulls_against_the_others_in_all_rounds_sits_out_and_the_run_goes_on(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the usual norm. It is a member still, and holds the run's final state."""
+    contribute_times(-1, monkeypatch)
+    rules = {"run": {"min_nodes": NUM_NODES - 1, "rounds": MOST_AGAINST + 4}, "deadlines": SHORT}
+    spec = tiny(**rules, outer={"merge": "agreeing"})
+    lives = [Life(seconds_per_inner_step=1.0)] * NUM_NODES
+    with capture_logs() as logs:
+        attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    assert attacked.final.is_finished and not attacked.final.rulings
+    planned = [c.round for c in attacked.commits if LIAR in {a.node_id for a in c.assignments}]
+    assert MOST_AGAINST <= max(planned) <= MOST_AGAINST + 2
+    whole = "a part of this node's work does not count, and is let go"
+    told = [each["next_step"] for each in logs if each["event"].startswith(whole)]
+    assert told and "whether this node's data" in told[0]
+    others = [m for n, m in attacked.final.members.items() if n != LIAR]
+    assert all(member.against == Against() for member in others)
+    assert len(attacked.digests) == NUM_NODES
+    assert set(attacked.digests.values()) == {attacked.final.outer_digest}
 
 
 def test_without_screening_one_member_ruins_the_run(

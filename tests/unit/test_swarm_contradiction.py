@@ -1,15 +1,20 @@
-"""Who is put in quarantine because most of the others point against it, and who is not."""
+"""Who sits out because most of the others point against it, and who does not."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import pytest
 
-from coordinator.swarm.contradiction import IN_FAVOUR, MOST_AGAINST
-from coordinator.swarm.events import QuarantineAsked, Ruled
-from coordinator.swarm.members import PRESENT, Member, MemberState
-from protocol.trust.rulings import RulingKind
-from tests.unit.swarm_scene import LAYOUT, Scene, digest_of, of_kind
+from coordinator.journal import news_of
+from coordinator.swarm.contradiction import (
+    FEWEST_ROUNDS_OUT,
+    IN_FAVOUR,
+    MOST_AGAINST,
+    MOST_ROUNDS_OUT,
+)
+from coordinator.swarm.members import PRESENT, Against, Member, MemberState
+from coordinator.swarm.transition import Transition
+from tests.unit.swarm_scene import LAYOUT, Scene, digest_of
 
 NAMES = "abcdef"
 WRONG = "f"
@@ -19,7 +24,7 @@ ALL_OTHERS = dict.fromkeys("abcde", WRONG)
 def scene_of(names: str = NAMES, *, min_nodes: int = 2, helpers: str = "") -> Scene:
     """Members with a round's work each, of an invite each; round 2 is open."""
     layout = replace(LAYOUT, fragment_elements=(1024 * len(names),))
-    scene = Scene(min_nodes=len(names), rounds=100, layout=layout)
+    scene = Scene(min_nodes=len(names), rounds=1000, layout=layout)
     for name in names:
         scene.attach(name, invite=name)
     for name in helpers:
@@ -51,41 +56,45 @@ def give_work(scene: Scene, names: str) -> None:
     scene.state = replace(scene.state, members=members)
 
 
-def put_out(scene: Scene) -> list[str]:
-    return [asked.conviction.node_id for asked in of_kind(scene.log, QuarantineAsked)]
+def sits_out(scene: Scene, name: str = WRONG) -> bool:
+    """Whether the round that is open now counts on it, which is ready."""
+    assert scene.member(name).state is MemberState.READY
+    return name not in [a.node_id for a in scene.round.assignments]
 
 
-def test_whom_most_reducers_leave_out_round_after_round_is_put_in_quarantine_and_told_why() -> None:
+def test_whom_most_reducers_leave_out_round_after_round_sits_out_and_it_is_said() -> None:
     scene = scene_of()
     go_on(scene, ALL_OTHERS, times=MOST_AGAINST - 1)
-    assert not put_out(scene)
+    assert not sits_out(scene)
+    before = scene.state
     go_on(scene, ALL_OTHERS)
-    (asked,) = of_kind(scene.log, QuarantineAsked)
-    assert asked.conviction.node_id == WRONG
-    assert f"8 rounds up to round {1 + MOST_AGAINST}" in asked.conviction.reason
-    assert "Its data, its model code or one of its devices" in asked.conviction.reason
-    assert scene.member(WRONG).work.by_stretch, "what it did before is its own"
-    ruled = Ruled(
-        kind=RulingKind.QUARANTINED, by="x", unix_seconds=0.0, node_id=asked.conviction.node_id
-    )
-    scene.do(ruled)
-    assert scene.member(WRONG).state is MemberState.QUARANTINED
-    assert WRONG not in [a.node_id for a in scene.round.assignments] or scene.round.number == 10
+    assert sits_out(scene)
+    number = MOST_AGAINST + 1
+    back_at = number + 1 + FEWEST_ROUNDS_OUT
+    assert f"; without {WRONG} (until round {back_at}), as most of the others" in scene.round.reason
+    (news,) = [n for n in news_of(before, transition_to(scene)) if n.what == "node sits out"]
+    assert (news.facts["node"], news.facts["until_round"]) == (WRONG, back_at)
+    go_on(scene, {}, times=FEWEST_ROUNDS_OUT - 1)
+    assert sits_out(scene)
+    go_on(scene, {})
+    assert not sits_out(scene) and scene.round.number == back_at
 
 
-def test_who_is_readmitted_has_as_many_rounds_again() -> None:
+def transition_to(scene: Scene) -> Transition:
+    return Transition(state=scene.state, actions=(), at=scene.now)
+
+
+def test_who_goes_on_so_sits_out_for_longer_and_who_agrees_is_as_before() -> None:
     scene = scene_of()
     go_on(scene, ALL_OTHERS, times=MOST_AGAINST)
-    node_id = scene.member(WRONG).node_id
-    for kind in (RulingKind.QUARANTINED, RulingKind.READMITTED):
-        scene.do(Ruled(kind=kind, by="x", unix_seconds=0.0, node_id=node_id))
-    at = scene.state.committed_round
-    scene.attach(WRONG, invite=WRONG, at=at, digest=digest_of(f"after {at}"))
-    go_on(scene, {}, times=2)
-    go_on(scene, ALL_OTHERS, times=MOST_AGAINST - 1)
-    assert put_out(scene) == [WRONG]
-    go_on(scene, ALL_OTHERS)
-    assert put_out(scene) == [WRONG, WRONG]
+    for out in (FEWEST_ROUNDS_OUT, 2 * FEWEST_ROUNDS_OUT, MOST_ROUNDS_OUT, MOST_ROUNDS_OUT):
+        assert sits_out(scene)
+        go_on(scene, {}, times=out)
+        assert not sits_out(scene), "it has one round"
+        go_on(scene, ALL_OTHERS)
+    go_on(scene, {}, times=MOST_ROUNDS_OUT)
+    go_on(scene, {}, times=MOST_AGAINST // IN_FAVOUR)
+    assert scene.member(WRONG).against == Against()
 
 
 def test_who_is_left_out_now_and_then_stays() -> None:
@@ -93,14 +102,14 @@ def test_who_is_left_out_now_and_then_stays() -> None:
     for _ in range(3 * MOST_AGAINST):
         go_on(scene, ALL_OTHERS, times=IN_FAVOUR)
         go_on(scene, {})
-    assert not put_out(scene)
+    assert not sits_out(scene) and not scene.member(WRONG).against.num_times_out
 
 
 @pytest.mark.parametrize("liars", ["a", "ab"])
-def test_reducers_without_most_of_the_weight_put_nobody_out(liars: str) -> None:
+def test_reducers_without_most_of_the_weight_have_nobody_sit_out(liars: str) -> None:
     scene = scene_of()
     go_on(scene, dict.fromkeys(liars, WRONG), times=2 * MOST_AGAINST)
-    assert not put_out(scene)
+    assert not sits_out(scene) and not scene.member(WRONG).against.num_times_out
 
 
 def test_a_few_slices_of_a_reducer_say_nothing() -> None:
@@ -125,16 +134,16 @@ def test_a_few_slices_of_a_reducer_say_nothing() -> None:
                 if scene.state.committed_round < number:
                     scene.hold(name, part.index, result)
         scene.apply(digest_of(f"after {number}"), *NAMES)
-    assert not put_out(scene)
+    assert not sits_out(scene) and not scene.member(WRONG).against.num_times_out
 
 
-def test_where_half_of_the_contributors_have_little_work_nobody_is_put_out() -> None:
+def test_where_half_of_the_contributors_have_little_work_nobody_sits_out() -> None:
     """Reducers count contributions and not work, so these could be most of what one is compared with."""
     scene = scene_of()
     give_work(scene, "ef")
     go_on(scene, {})
     go_on(scene, ALL_OTHERS)
-    assert scene.member(WRONG).rounds_against == 0
+    assert scene.member(WRONG).against.rounds == 0
 
 
 def test_who_keeps_its_contributions_is_not_excused_by_it() -> None:
@@ -151,20 +160,20 @@ def test_who_keeps_its_contributions_is_not_excused_by_it() -> None:
         for name in NAMES:
             if scene.state.committed_round < number:
                 scene.hold(name, index, digest_of(f"result {number}/{index}"))
-    assert scene.member(WRONG).rounds_against == 3
+    assert scene.member(WRONG).against.rounds == 3
     scene.apply(digest_of("after it"), *NAMES)
     go_on(scene, {})
-    assert scene.member(WRONG).rounds_against == 3 - IN_FAVOUR
+    assert scene.member(WRONG).against.rounds == 3 - IN_FAVOUR
 
 
-def test_no_run_stands_still_because_somebody_is_put_out() -> None:
-    scene = scene_of(min_nodes=len(NAMES))
-    go_on(scene, ALL_OTHERS, times=2 * MOST_AGAINST)
-    assert not put_out(scene)
-    rules = replace(scene.state.rules, min_nodes=len(NAMES) - 1)
-    scene.state = replace(scene.state, rules=rules)
-    go_on(scene, ALL_OTHERS)
-    assert put_out(scene) == [WRONG]
+def test_no_run_stands_still_because_somebody_sits_out() -> None:
+    """It comes back sooner where too few are left."""
+    scene = scene_of(min_nodes=len(NAMES) - 1)
+    go_on(scene, ALL_OTHERS, times=MOST_AGAINST)
+    assert sits_out(scene)
+    scene.leave("a")
+    go_on(scene, dict.fromkeys("bcde", WRONG))
+    assert not sits_out(scene)
 
 
 @pytest.mark.parametrize("helpers", ["xy", "x"])
@@ -174,11 +183,11 @@ def test_helpers_that_made_most_of_a_round_are_believed_where_they_are_two(helpe
     go_on(scene, dict.fromkeys(helpers, WRONG), times=MOST_AGAINST)
     made = [p.slice.num_elements for p in scene.round.slices if p.slice.reducer_id in helpers]
     is_most = 2 * sum(made) > sum(p.slice.num_elements for p in scene.round.slices)
-    assert put_out(scene) == ([WRONG] if is_most and len(helpers) > 1 else [])
+    assert sits_out(scene) == (is_most and len(helpers) > 1)
 
 
 def test_a_new_session_forgets_nothing() -> None:
     scene = scene_of()
     go_on(scene, ALL_OTHERS, times=3)
     scene.attach(WRONG, invite=WRONG, at=4, digest=digest_of("after 4"))
-    assert scene.member(WRONG).rounds_against == 3
+    assert scene.member(WRONG).against.rounds == 3
