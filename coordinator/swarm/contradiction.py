@@ -14,7 +14,7 @@ A round speaks against a member when reducers leave it out of more than half of 
 - no half of the contributors has less than LEAST_OF_HALF of the weight. A reducer knows no work, and takes
   one contribution for as good as another: many keys without work could be most of what it compares with.
 
-A round in which most of what others make takes something of a member counts twice as much for it. So who is
+A round in which most of what others make takes something of a member counts four times for it. So who is
 left out now and then stays, and nobody is excused by keeping what it should contribute.
 """
 
@@ -27,10 +27,10 @@ from coordinator.swarm.turn import Turn, present_participants
 from coordinator.swarm.weighing import is_enough, say_in, weight_of
 from protocol.wire.rounds import Commit, NodeId
 
-MOST_AGAINST = 8
+MOST_AGAINST = 16
 """So many rounds in a row that speak against a member have it sit out."""
 
-IN_FAVOUR = 2
+IN_FAVOUR = 4
 """So many of them are forgotten for each round that does not."""
 
 FEWEST_ROUNDS_OUT, MOST_ROUNDS_OUT = 16, 64

@@ -148,7 +148,7 @@ def test_where_half_of_the_contributors_have_little_work_nobody_sits_out() -> No
 
 def test_who_keeps_its_contributions_is_not_excused_by_it() -> None:
     scene = scene_of()
-    go_on(scene, ALL_OTHERS, times=3)
+    go_on(scene, ALL_OTHERS, times=6)
     for name in NAMES:
         scene.train(name)
     tokens = {str(a.node_id): a.num_samples * 8 for a in scene.round.assignments}
@@ -160,10 +160,10 @@ def test_who_keeps_its_contributions_is_not_excused_by_it() -> None:
         for name in NAMES:
             if scene.state.committed_round < number:
                 scene.hold(name, index, digest_of(f"result {number}/{index}"))
-    assert scene.member(WRONG).against.rounds == 3
+    assert scene.member(WRONG).against.rounds == 6
     scene.apply(digest_of("after it"), *NAMES)
     go_on(scene, {})
-    assert scene.member(WRONG).against.rounds == 3 - IN_FAVOUR
+    assert scene.member(WRONG).against.rounds == 6 - IN_FAVOUR
 
 
 def test_no_run_stands_still_because_somebody_sits_out() -> None:
