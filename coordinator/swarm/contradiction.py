@@ -21,7 +21,7 @@ left out now and then stays, and nobody is excused by keeping what it should con
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from coordinator.swarm.members import Against, Member
+from coordinator.swarm.members import PRESENT, Against, Member
 from coordinator.swarm.state import Round, Say
 from coordinator.swarm.turn import Turn, present_participants
 from coordinator.swarm.weighing import is_enough, say_in, weight_of
@@ -86,6 +86,16 @@ def sitting_out_in_words(members: Iterable[Member], number: int) -> str:
     more = f" and {len(out) - MOST_NAMED} more" if len(out) > MOST_NAMED else ""
     names = ", ".join(out[:MOST_NAMED])
     return f"; without {names}{more}, as most of the others point against what came of them"
+
+
+def waiting_in_words(member: Member, number: int) -> str:
+    """What a member is told that sits out when this round is planned next; empty for others."""
+    if member.state not in PRESENT or member.against.back_at_round <= number:
+        return ""
+    return (
+        f"waits until round {member.against.back_at_round}: most of the others point against what came of "
+        "it; see whether its data, its model code and its devices are as theirs"
+    )
 
 
 def spoken_against(

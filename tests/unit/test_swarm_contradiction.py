@@ -5,7 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator.clock import LoopClock
+from coordinator.driver import Driver
 from coordinator.journal import news_of
+from coordinator.services.status import StatusDesk
+from coordinator.store import Store
 from coordinator.swarm.contradiction import (
     FEWEST_ROUNDS_OUT,
     IN_FAVOUR,
@@ -14,6 +18,9 @@ from coordinator.swarm.contradiction import (
 )
 from coordinator.swarm.members import PRESENT, Against, Member, MemberState
 from coordinator.swarm.transition import Transition
+from coordinator.telemetry import Telemetry
+from protocol.run.run_spec import RunSpec
+from protocol.v1 import status_pb2
 from tests.unit.swarm_scene import LAYOUT, Scene, digest_of
 
 NAMES = "abcdef"
@@ -78,6 +85,21 @@ def test_whom_most_reducers_leave_out_round_after_round_sits_out_and_it_is_said(
     assert sits_out(scene)
     go_on(scene, {})
     assert not sits_out(scene) and scene.round.number == back_at
+
+
+async def test_who_sits_out_is_told_until_when_and_what_to_look_at() -> None:
+    scene = scene_of()
+    go_on(scene, ALL_OTHERS, times=MOST_AGAINST)
+    clock = LoopClock(starts_at=scene.now)
+    driver = Driver(state=scene.state, store=Store.in_memory(), clock=clock)
+    status = StatusDesk(driver, Telemetry(), RunSpec(), swarm_id="swarm")
+    nodes = status.get_status(status_pb2.GetStatusRequest()).nodes
+    told = {node.node_name: node.standing for node in nodes}
+    back_at = MOST_AGAINST + 2 + FEWEST_ROUNDS_OUT
+    assert told.pop(WRONG).startswith(
+        f"waits until round {back_at}: most of the others point against"
+    )
+    assert not any(told.values())
 
 
 def transition_to(scene: Scene) -> Transition:
