@@ -184,7 +184,7 @@ def _node(node: pb.NodeStatus, run: pb.RunStatus) -> View:
         "isHelper": node.is_helper,
         "tone": _tone(node),
         "does": "-" if is_gone else activity_in_words(node, run),
-        "waitsFor": node.standing if is_gone else beat.waiting_for,
+        "waitsFor": "; ".join(filter(None, (node.standing, "" if is_gone else beat.waiting_for))),
         "device": "helper" if node.is_helper else device_in_words(node),
         "loss": f"{beat.loss:.3f}" if beat.loss > 0 and not is_gone else "-",
         "tokensPerSecond": count_in_words(beat.tokens_per_second)

@@ -15,6 +15,8 @@ from coordinator.services.answering import Context, Gate, answered, answered_whe
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.streams import Telemetry
 from coordinator.swarm.committed import awaits_first_weights, recent_screening
+from coordinator.swarm.contradiction import waiting_in_words
+from coordinator.swarm.conviction import next_round
 from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
 from coordinator.swarm.going_back import books_after
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, used_up
@@ -306,7 +308,9 @@ class StatusDesk:
             if screened.round
             else None,
             confirmed_work_share=share,
-            standing=standing_in_words(standing) if standing is not None and is_barred else "",
+            standing=standing_in_words(standing)
+            if standing is not None and is_barred
+            else waiting_in_words(member, next_round(state)),
             is_helper=member.is_helper,
             has_symmetric_router=is_symmetric(member),
             is_own=member.is_own,

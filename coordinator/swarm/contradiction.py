@@ -14,23 +14,23 @@ A round speaks against a member when reducers leave it out of more than half of 
 - no half of the contributors has less than LEAST_OF_HALF of the weight. A reducer knows no work, and takes
   one contribution for as good as another: many keys without work could be most of what it compares with.
 
-A round in which most of what others make takes something of a member counts twice as much for it. So who is
+A round in which most of what others make takes something of a member counts four times for it. So who is
 left out now and then stays, and nobody is excused by keeping what it should contribute.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from coordinator.swarm.members import Against, Member
+from coordinator.swarm.members import PRESENT, Against, Member
 from coordinator.swarm.state import Round, Say
 from coordinator.swarm.turn import Turn, present_participants
 from coordinator.swarm.weighing import is_enough, say_in, weight_of
 from protocol.wire.rounds import Commit, NodeId
 
-MOST_AGAINST = 8
+MOST_AGAINST = 16
 """So many rounds in a row that speak against a member have it sit out."""
 
-IN_FAVOUR = 2
+IN_FAVOUR = 4
 """So many of them are forgotten for each round that does not."""
 
 FEWEST_ROUNDS_OUT, MOST_ROUNDS_OUT = 16, 64
@@ -86,6 +86,16 @@ def sitting_out_in_words(members: Iterable[Member], number: int) -> str:
     more = f" and {len(out) - MOST_NAMED} more" if len(out) > MOST_NAMED else ""
     names = ", ".join(out[:MOST_NAMED])
     return f"; without {names}{more}, as most of the others point against what came of them"
+
+
+def waiting_in_words(member: Member, number: int) -> str:
+    """What a member is told that sits out when this round is planned next; empty for others."""
+    if member.state not in PRESENT or member.against.back_at_round <= number:
+        return ""
+    return (
+        f"waits until round {member.against.back_at_round}: most of the others point against what came of "
+        "it; see whether its data, its model code and its devices are as theirs"
+    )
 
 
 def spoken_against(

@@ -141,7 +141,8 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
         loss = f"{beat.loss:.3f}" if beat.loss > 0 else "-"
         speed = count_in_words(beat.tokens_per_second) if beat.tokens_per_second > 0 else "-"
         uploads = upload_in_words(beat.upload_pace)
-        waits_for = "; ".join(filter(None, (beat.waiting_for, uploads and f"upload: {uploads}")))
+        upload = f"upload: {uploads}" if uploads else ""
+        waits_for = "; ".join(filter(None, (node.standing, beat.waiting_for, upload)))
     return (
         Text(short_name(name_of(node)), style="dim" if is_gone else ""),
         Text(word, style=colour),

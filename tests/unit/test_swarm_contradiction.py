@@ -4,8 +4,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import pytest
+from coordinator.clock import LoopClock
+from coordinator.telemetry import Telemetry
 
+from coordinator.driver import Driver
 from coordinator.journal import news_of
+from coordinator.services.status import StatusDesk
+from coordinator.store import Store
 from coordinator.swarm.contradiction import (
     FEWEST_ROUNDS_OUT,
     IN_FAVOUR,
@@ -14,6 +19,8 @@ from coordinator.swarm.contradiction import (
 )
 from coordinator.swarm.members import PRESENT, Against, Member, MemberState
 from coordinator.swarm.transition import Transition
+from protocol.run.run_spec import RunSpec
+from protocol.v1 import status_pb2
 from tests.unit.swarm_scene import LAYOUT, Scene, digest_of
 
 NAMES = "abcdef"
@@ -78,6 +85,21 @@ def test_whom_most_reducers_leave_out_round_after_round_sits_out_and_it_is_said(
     assert sits_out(scene)
     go_on(scene, {})
     assert not sits_out(scene) and scene.round.number == back_at
+
+
+async def test_who_sits_out_is_told_until_when_and_what_to_look_at() -> None:
+    scene = scene_of()
+    go_on(scene, ALL_OTHERS, times=MOST_AGAINST)
+    clock = LoopClock(starts_at=scene.now)
+    driver = Driver(state=scene.state, store=Store.in_memory(), clock=clock)
+    status = StatusDesk(driver, Telemetry(), RunSpec(), swarm_id="swarm")
+    nodes = status.get_status(status_pb2.GetStatusRequest()).nodes
+    told = {node.node_name: node.standing for node in nodes}
+    back_at = MOST_AGAINST + 2 + FEWEST_ROUNDS_OUT
+    assert told.pop(WRONG).startswith(
+        f"waits until round {back_at}: most of the others point against"
+    )
+    assert not any(told.values())
 
 
 def transition_to(scene: Scene) -> Transition:
@@ -148,7 +170,7 @@ def test_where_half_of_the_contributors_have_little_work_nobody_sits_out() -> No
 
 def test_who_keeps_its_contributions_is_not_excused_by_it() -> None:
     scene = scene_of()
-    go_on(scene, ALL_OTHERS, times=3)
+    go_on(scene, ALL_OTHERS, times=6)
     for name in NAMES:
         scene.train(name)
     tokens = {str(a.node_id): a.num_samples * 8 for a in scene.round.assignments}
@@ -160,10 +182,10 @@ def test_who_keeps_its_contributions_is_not_excused_by_it() -> None:
         for name in NAMES:
             if scene.state.committed_round < number:
                 scene.hold(name, index, digest_of(f"result {number}/{index}"))
-    assert scene.member(WRONG).against.rounds == 3
+    assert scene.member(WRONG).against.rounds == 6
     scene.apply(digest_of("after it"), *NAMES)
     go_on(scene, {})
-    assert scene.member(WRONG).against.rounds == 3 - IN_FAVOUR
+    assert scene.member(WRONG).against.rounds == 6 - IN_FAVOUR
 
 
 def test_no_run_stands_still_because_somebody_sits_out() -> None:
