@@ -87,7 +87,7 @@ def best_reducers(
         return [member for member in participants if lost.get(member.node_id, 0) == fewest]
     weights = (weight_of(say, (m.node_id for m in members)) for members in (reached, cleared))
     chosen = [*helpers, *reached]
-    if TIMES_REACHED * next(weights) < next(weights):
+    if TIMES_REACHED * next(weights) < next(weights) or not chosen:
         chosen = helpers or [*reached, *cleared]
     chosen_ids = {member.node_id for member in chosen}.difference(new if helpers else ())
     return [member for member in participants if member.node_id in chosen_ids]

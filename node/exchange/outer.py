@@ -251,11 +251,13 @@ class Outer:
         """A receipt of this node for a contribution that it has taken as the reducer of its slice.
 
         Empty where nobody audits: a result's header does not name the report that a receipt is held against.
+        And where a result without it is signed already.
         """
         signer = self._sender.signer
         if signer is None or not self.are_receipts_due(contribution.round):
             return b""
-        return signer.receipt(contribution, attempt=attempt).encode()
+        receipt = signer.receipt(contribution, attempt=attempt)
+        return b"" if receipt is None else receipt.encode()
 
     def are_receipts_due(self, round: int) -> bool:
         """Whether reducers give receipts in a round."""

@@ -10,7 +10,8 @@ A process never signs two different things for one slot. Two would be taken for 
 (protocol.trust.evidence). A process may come to a slot twice: a plan that was broken off is opened again,
 and what is owed is another amount by then. It stays silent the second time, and goes on owing what it would
 have contributed. As a reducer it has lost what it took by then: it signs no result without a contribution
-that it has given a receipt for.
+that it has given a receipt for. Where it has signed one before, it gives no receipt for what that is made
+without.
 """
 
 from collections.abc import Mapping
@@ -189,6 +190,9 @@ KEPT_PLANS = 4
 Taken = set[tuple[NodeId, ContributionDigest]]
 """Contributors to one slice, and what was taken of them."""
 
+ByPlan = dict[tuple[int, float, bytes], dict[tuple[int, int], Taken]]
+"""By plan, and then by slice and takeover."""
+
 
 class AlreadySignedError(Exception):
     """What this process has signed before would contradict what it is to sign now."""
@@ -202,17 +206,21 @@ class PayloadSigner:
         self._identity = identity
         self._signed: dict[Slot, bytes] = {}
         self._newest_round = 0
-        # By plan, and then by slice and takeover: what it has given receipts for.
-        self._taken: dict[tuple[int, float, bytes], dict[tuple[int, int], Taken]] = {}
+        self._taken: ByPlan = {}  # what it has given receipts for
+        self._made: ByPlan = {}  # what its signed results are made of
 
-    def receipt(self, contribution: PayloadHeader, *, attempt: int) -> Receipt:
-        """For a contribution that was taken after so many takeovers of its slice."""
+    def receipt(self, contribution: PayloadHeader, *, attempt: int) -> Receipt | None:
+        """For a contribution that was taken after so many takeovers of its slice.
+
+        None where a result without it is signed: with that the receipt would prove a lie.
+        """
         plan = contribution.round, contribution.plan_opened_at, contribution.base_digest
-        if plan not in self._taken and len(self._taken) == KEPT_PLANS:
-            del self._taken[next(iter(self._taken))]
-        taken = self._taken.setdefault(plan, {})
-        of_slice = taken.setdefault((contribution.slice_index, attempt), set())
-        of_slice.add((contribution.sender_id, contribution_digest(contribution.body_digest)))
+        place = contribution.slice_index, attempt
+        taken = contribution.sender_id, contribution_digest(contribution.body_digest)
+        made = self._made.get(plan, {}).get(place)
+        if made is not None and taken not in made:
+            return None
+        _of_plan(self._taken, plan).setdefault(place, set()).add(taken)
         receipt = Receipt.of(contribution, attempt=attempt, process_id=self.process_id)
         return receipt.signed(self._identity)
 
@@ -222,13 +230,16 @@ class PayloadSigner:
         """A result that is made of these; raises AlreadySignedError where one is missing."""
         header = result.header
         plan = header.round, header.plan_opened_at, header.base_digest
-        taken = self._taken.get(plan, {}).get((header.slice_index, header.attempt), set())
+        place = header.slice_index, header.attempt
+        taken = self._taken.get(plan, {}).get(place, set())
         if lost := sorted(taken - set(contributions.items())):
             raise AlreadySignedError(
                 f"this process has given receipts for {len(lost)} contributions to slice "
                 f"{header.slice_index} of round {header.round} that it does not have any more"
             )
-        return self.signed(result)
+        signed = self.signed(result)
+        _of_plan(self._made, plan)[place] = set(contributions.items())
+        return signed
 
     def signed_finding(self, finding: SignedT, *, run_digest: Digest, round: int) -> SignedT:
         """What this node has found out about another one's work, with its signature."""
@@ -247,3 +258,10 @@ class PayloadSigner:
             self._newest_round, oldest = header.round, header.round - KEPT_ROUNDS
             self._signed = {s: told for s, told in self._signed.items() if s.round >= oldest}
         return Payload(header=header, body=payload.body)
+
+
+def _of_plan(kept: ByPlan, plan: tuple[int, float, bytes]) -> dict[tuple[int, int], Taken]:
+    """What is kept of a plan, which is the newest where it is new."""
+    if plan not in kept and len(kept) == KEPT_PLANS:
+        del kept[next(iter(kept))]
+    return kept.setdefault(plan, {})

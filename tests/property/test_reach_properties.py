@@ -141,6 +141,12 @@ def test_liars_with_less_than_a_third_of_the_weight_leave_others_among_the_reduc
     assert 3 * weight >= sum(honest) - 2 * sum(lying)
 
 
+def test_somebody_reduces_also_where_only_who_has_no_work_yet_is_cleared() -> None:
+    """Found by the nightly profile: nobody reduced, though a node without confirmed work could."""
+    members, say = swarm("0121", "ab bc cd")
+    assert names(best_reducers(members, say)) == ["a"]
+
+
 def test_who_accuses_all_others_reduces_nothing_and_they_do_as_before() -> None:
     for by_one_side in (True, False):
         members, say = swarm("11111111", "ab ac ad ae af ag", by_one_side=by_one_side)

@@ -155,9 +155,12 @@ class World:
         )
         try:
             admission = self.exchange.admit(by.node_id, payload.header)
-            self.receipts.append(await admission.take(payload))
+            receipt = await admission.take(payload)
         except TransferRefusedError:
             return  # and no receipt
+        if not receipt:
+            return
+        self.receipts.append(receipt)
         assert Receipt.decode(self.receipts[-1]).reducer_id == REDUCER.node_id
 
     def take_over(self, *, by_us: bool) -> None:
@@ -278,6 +281,16 @@ def test_each_contributor_that_a_liar_leaves_out_can_show_it(
     assert world.proven == (left_out if is_reported else set())
     taken = {contribution_digest(Receipt.decode(r).body_digest) for r in world.receipts}
     assert taken, "or the test says nothing"
+
+
+def test_an_honest_reducer_gives_no_receipt_for_what_came_after_it_had_signed_without_it() -> None:
+    """Found by the nightly profile; the contributor is late, and the plan is opened again meanwhile."""
+    told: list[tuple[object, ...]] = [
+        *(("push", 0, 0), ("later", 20, None), ("opened anew", False, None), ("push", 1, 0)),
+    ]
+    world = run_in_virtual_time(lived(World(signer=PayloadSigner(REDUCER)), told))
+    assert world.reports and len([receipt for receipt in world.receipts if receipt]) == 1
+    assert not world.proven
 
 
 def test_an_honest_reducer_is_silent_where_the_liar_is_not() -> None:

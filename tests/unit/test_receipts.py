@@ -170,6 +170,7 @@ def test_an_honest_process_signs_no_result_without_what_it_gave_receipts_for() -
     signer = PayloadSigner(REDUCER)
     signer.process_id = PROCESS
     taken = signer.receipt(contribution(), attempt=0)
+    assert taken is not None
     assert not taken.forgery() and taken.reducer_id == REDUCER.node_id
     assert signer.receipt(contribution(), attempt=0) == taken, "it is pushed a second time"
     with pytest.raises(AlreadySignedError, match="receipts for 1 contributions to slice 3"):
@@ -177,6 +178,17 @@ def test_an_honest_process_signs_no_result_without_what_it_gave_receipts_for() -
     signer.signed_result(result(), named(contribution(TAKEN), contribution()))
     signer.signed_result(result(attempt=1), {})
     signer.signed_result(result(plan_opened_at=13.0), {})
+
+
+def test_an_honest_process_gives_no_receipt_for_what_its_signed_result_is_made_without() -> None:
+    """Its plan is opened again, and a contribution comes that was too late the first time."""
+    signer = PayloadSigner(REDUCER)
+    signer.process_id = PROCESS
+    signer.signed_result(result(), named(contribution(TAKEN)))
+    assert signer.receipt(contribution(), attempt=0) is None
+    assert signer.receipt(contribution(TAKEN), attempt=0) is not None, "it is pushed a second time"
+    assert signer.receipt(contribution(), attempt=1) is not None
+    assert signer.receipt(contribution(plan_opened_at=13.0), attempt=0) is not None
 
 
 def test_what_was_taken_by_the_latest_plans_is_remembered_and_no_more() -> None:
