@@ -127,6 +127,15 @@ class Session:
             except ConnectionLostError as lost:
                 answer = None
                 self._come_back(lost.what)
+        self._settle()
+
+    def undo_what_came_after(self) -> None:
+        """Takes the global parameters over once more: a loop that has not looked has trained a step more."""
+        if self._weights is not None:
+            self._weights.adopt(None, is_taken=True)
+            self._settle()
+
+    def _settle(self) -> None:
         if self._statistics is not None:
             self._statistics.settle()
             reshard(self._model)

@@ -115,10 +115,12 @@ class Swarm:
         and may tell fewer. `loss` is in nats per token, for people to see.
 
         Once it has returned `is_over`, calling it again raises RunOverError, which leaves the `with`
-        block of `join` and is not seen outside of it.
+        block of `join` and is not seen outside of it. What was trained since is undone: the model has the
+        global parameters.
         """
         session = self._session
         if session.over:
+            session.undo_what_came_after()
             raise RunOverError(f"the loop's part in the swarm is over: {session.over}")
         training = self._training
         session.is_replaced = False

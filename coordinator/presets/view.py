@@ -9,7 +9,7 @@ from coordinator.presets.cost import DISK_BYTES, RANK_BYTES, Situation
 from coordinator.presets.link_shares import share_in_words
 from coordinator.presets.loss import Above
 from coordinator.presets.reasons import counted, every
-from protocol.run.node_memory import daemon_bytes
+from protocol.run.node_memory import NODE_PROCESS_BYTES, daemon_bytes
 from protocol.terminal import console
 from protocol.terminal.typed import rate_in_words
 
@@ -123,9 +123,9 @@ def warnings_of(plan: Plan) -> list[str]:
 
 
 def _daemon_bytes(plan: Plan) -> int:
-    """With fragments of one size."""
+    """With fragments of one size, and the programs themselves: as 'atoll join' says it of the run."""
     rules = [choice.value for choice in plan.choices if choice.key == "reducer_error"]
-    return daemon_bytes(
+    return NODE_PROCESS_BYTES + daemon_bytes(
         num_elements=plan.situation.num_parameters,
         largest_fragment=-(-plan.situation.num_parameters // plan.setting.fragments),
         num_reducers=plan.situation.num_nodes,

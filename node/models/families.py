@@ -97,6 +97,14 @@ def decoder_of(config: Config, *, origin: str, context: int | None = None) -> De
             f"{origin} says model_type = {config.get('model_type')!r}, and Atoll's decoder is {known}",
             next_step=_USE_TRANSFORMERS,
         )
+    kinds = config.get("architectures") or [family.architecture]
+    if not any(str(kind).endswith("ForCausalLM") for kind in kinds):
+        raise BadDataError(
+            f"{origin} says architectures = {kinds!r}, and what is trained here is a "
+            f"{family.architecture}: a model with another head wants another loss",
+            next_step="train it with a loss of yours, --function MODULE:NAME (docs/models-and-data.md, 'A "
+            "model from a function'), or name the folder of the language model",
+        )
     for key, value in _not_ours(config, family):
         raise BadDataError(
             f"{origin} says {key} = {value!r}, which Atoll's decoder does not have",

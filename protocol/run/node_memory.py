@@ -22,6 +22,10 @@ CODEC_BITS: Mapping[str, float] = MappingProxyType(
 )
 """Of a value, with headers (docs/results/codec.jsonl); where it depends on the values, the larger number."""
 
+NODE_PROCESS_BYTES = 400 << 20
+"""The daemon, p2pd, and the process that ranks are forked from, by docs/results/node-start.jsonl: all of
+a node's processes at their fullest start, 524 MB, less a rank's own."""
+
 _VALUE_BYTES, _KEPT_BYTES = 4, 2
 
 

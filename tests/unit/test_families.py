@@ -212,6 +212,19 @@ def test_what_the_decoder_cannot_be_is_refused_with_key_and_value(
     assert "--by transformers" in refused.value.next_step
 
 
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification", "Model"])
+def test_a_model_with_another_head_is_refused_and_sent_to_a_loss_of_its_own(
+    head: str, tmp_path: Path
+) -> None:
+    config = {"model_type": "llama", **SIZES, "architectures": [f"Llama{head}"]}
+    write(tmp_path, config)
+    with pytest.raises(BadDataError, match=f"'Llama{head}'") as refused:
+        read_config(tmp_path)
+    assert "--function MODULE:NAME" in refused.value.next_step
+    write(tmp_path, {**config, "architectures": ["LLaMAForCausalLM"]})  # of folders of 2023
+    read_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [

@@ -425,7 +425,8 @@ async def test_a_loss_that_is_no_number_of_ruined_weights_ends_training_with_a_s
         def train(swarm: atoll.Swarm) -> None:
             with torch.no_grad():
                 next(model.parameters())[0, 0] = math.nan
-            swarm.step(tokens=1, loss=loss)
+            while not swarm.is_over:
+                swarm.step(tokens=1, loss=loss)
 
         thread = await one.joined(train, model=model)
         with pytest.raises(TrainingDivergedError, match="round 1: the training loop's loss"):
@@ -654,6 +655,35 @@ async def test_a_loop_reads_the_run_s_rates_and_is_told_once_of_an_amendment(
         assert len(said) == 1
         assert f"run.rounds {spec.run.rounds} -> 9" in said[0]
         assert "inner.learning_rate 0.01 -> 0.001" in said[0]
+
+
+async def test_a_loop_that_never_looks_whether_the_run_is_over_ends_with_the_global_parameters(
+    tmp_path: Path,
+) -> None:
+    """As the README's loop: it takes one more step of its optimizer before step() leaves the block."""
+    async with scene(tmp_path) as one:
+        model = Normed(one.spec)
+
+        def train(swarm: atoll.Swarm) -> None:
+            while True:
+                nudge(model)
+                model.norm(torch.randn(8, 1))
+                swarm.step(tokens=1)
+
+        def see() -> None:
+            model.norm(torch.full((8, 1), 5.0))
+
+        thread = await one.joined(train, model=model, statistics=see)
+        await one.train(work(one.spec.run.rounds, steps=3))
+        await one.island.publish(0)
+        one.vectors.parameters[:] = 0.25  # the commit
+        await one.island.adopt(0)
+        await one.stops(thread)
+        assert one.ended == [], "the block was left without an error"
+        for parameter in model.module.parameters():
+            assert torch.equal(parameter, torch.full_like(parameter, 0.25))
+        assert model.norm.running_mean is not None
+        assert model.norm.running_mean.item() == pytest.approx(5.0)
 
 
 async def test_a_process_that_a_loop_has_forked_does_not_keep_it_alive(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from coordinator.presets.cost import exchange_bytes_per_second
 from coordinator.presets.link_shares import Link
 from coordinator.presets.measured_links import measured_links
 from coordinator.presets.view import warnings_of
+from node.island.parallel.auto_mesh import node_bytes
 from protocol.run.run_spec import RunSpec, load_run_file
 from protocol.terminal import cli, console
 from protocol.terminal.console import bytes_in_words, count_in_words, seconds_in_words
@@ -167,6 +168,15 @@ def test_what_a_run_costs_a_node_and_how_long_it_takes_are_printed(
     sent = sum(values["prediction"][part] for part in ("bytes_per_round", "audit_bytes"))
     assert f"sends and receives {bytes_in_words(sent)} a" in told
     assert values["warnings"] == [] and "warning" not in told
+
+
+def test_a_new_run_says_the_memory_that_those_who_join_it_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--link", "100mbit", "--model", "0.2m", "--step", "100ms", "--nodes", "2")
+    assert init(tmp_path, *arguments, "--json") == 0
+    told = json.loads(capsys.readouterr().out)["node_bytes"]["daemon"]
+    assert told == pytest.approx(node_bytes(load_run_file(tmp_path / "run.toml")), rel=0.01)
 
 
 def test_rounds_of_hours_are_warned_of_with_what_shortens_them(

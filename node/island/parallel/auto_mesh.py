@@ -19,7 +19,7 @@ from node.island.parallel.mesh_shape import (
 )
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel, layout_of
-from protocol.run.node_memory import daemon_bytes
+from protocol.run.node_memory import NODE_PROCESS_BYTES, daemon_bytes
 from protocol.run.run_spec import RunSpec
 
 DeviceKind = Literal["cpu", "cuda", "xpu", "mps"]
@@ -28,9 +28,6 @@ _VALUE_BYTES = 4
 _MOMENTS = {"adamw": 2, "muon": 1}  # Muon leaves some tensors to AdamW, which take more
 _PROCESS_BYTES = 100 << 20  # what a forked rank has of its own; a GPU's context was not measured
 _GPU_MARGIN, _GPU_BYTES = 1.15, 3_000_000_000  # beside a rank's tensors, of a GPU's memory
-_NODE_PROCESS_BYTES = 400 << 20
-"""The daemon, p2pd, and the process that ranks are forked from, by docs/results/node-start.jsonl: all of
-a node's processes at their fullest start, 524 MB, less a rank's own."""
 
 ESTIMATE_FACTOR = 1.3
 """What a rank's tensors take and what is estimated are within this factor of each other, for models
@@ -155,7 +152,7 @@ def _activation_bytes(shape: MeshShape, spec: RunSpec, layers: int, local: Local
 def node_bytes(spec: RunSpec) -> int:
     """What a node takes of the system's memory besides its ranks: the outer state, and torch."""
     exchange = spec.exchange
-    return _NODE_PROCESS_BYTES + daemon_bytes(
+    return NODE_PROCESS_BYTES + daemon_bytes(
         num_elements=spec.num_parameters,
         largest_fragment=layout_of(spec).largest_fragment,
         num_reducers=spec.run.min_nodes,
