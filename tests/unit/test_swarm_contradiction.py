@@ -4,13 +4,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import pytest
-from coordinator.clock import LoopClock
-from coordinator.telemetry import Telemetry
 
-from coordinator.driver import Driver
+from coordinator.driver import Driver, LoopClock
 from coordinator.journal import news_of
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
+from coordinator.streams import Telemetry
 from coordinator.swarm.contradiction import (
     FEWEST_ROUNDS_OUT,
     IN_FAVOUR,
