@@ -45,6 +45,9 @@ LARGEST_RMS = 100.0
 """No pseudo-gradient of a run has a root mean square above so many times that of its parameters, or 1
 where theirs is smaller. It follows from the state alone: all nodes see it alike, from the first round on."""
 
+SMALLEST = 1e-11
+"""Of LARGEST_RMS: nothing shorter is a measure for others. It is what rounding leaves of no training at all."""
+
 MOST_OF_MEAN_WEIGHT = 2.0
 """Nobody weighs more than so many times what contributions weigh on average, whatever tokens it claims."""
 
@@ -81,12 +84,14 @@ def screened(
 
     `own` is the place of the reducer's own contribution, `largest` the norm above which nothing counts.
     With fewer than three that hold anything, it is measured by `own`; a reducer without one screens by
-    `largest` alone, and the coordinator's bound of results is what is left. Zeros are no measure: in a
-    slice of rarely used rows most nodes have nothing to say.
+    `largest` alone, and the coordinator's bound of results is what is left. Zeros are no measure, nor what
+    rounding makes of them: in a slice of rarely used rows most nodes have nothing to say.
     """
     measures = [norm / may for norm, may in zip(norms, allowed, strict=True)]
+    least = 0.0 if math.isinf(largest) else SMALLEST * largest
     usual = _usual(
-        [each for each in measures if each > 0], own=None if own is None else measures[own]
+        [each for each in measures if each > least],
+        own=None if own is None or measures[own] <= least else measures[own],
     )
     return [
         _verdict(norm, measure, usual, largest)
@@ -97,7 +102,7 @@ def screened(
 def _usual(measures: Sequence[float], *, own: float | None) -> float | None:
     if len(measures) >= FEWEST_FOR_A_MEDIAN:
         return sorted(measures)[(len(measures) - 1) // 2]  # the lower of two: liars are long
-    return own or None
+    return own
 
 
 def _verdict(norm: float, measure: float, usual: float | None, largest: float) -> Verdict:

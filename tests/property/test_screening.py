@@ -249,6 +249,17 @@ def test_of_two_the_reducer_measures_by_its_own() -> None:
     assert [verdict.factor for verdict in helper] == [WHOLE, WHOLE], "it has nothing to measure by"
 
 
+@given(own=st.sampled_from([0.0, 5e-15, 1e-9]), norm=st.floats(1e-3, 50.0))
+def test_who_trained_nothing_but_for_rounding_measures_nobody(own: float, norm: float) -> None:
+    largest = LARGEST_RMS * 100.0  # of ten thousand elements
+    kept, _ = screened([norm, own], [1.0, 1.0], own=1, largest=largest)
+    assert kept.factor == WHOLE
+    *kept, _ = screened([norm, norm, norm, own, own], [1.0] * 5, own=3, largest=largest)
+    assert {each.factor for each in kept[:3]} == {WHOLE}
+    beyond, _ = screened([2 * largest, own], [1.0, 1.0], own=1, largest=largest)
+    assert beyond.factor == 0, "the bound by the state stays"
+
+
 def test_what_no_training_comes_to_is_left_out_whoever_is_alone_with_it() -> None:
     """Nobody to compare with, and still no node ends with a state that is not finite."""
     told = honest(2, 3)
