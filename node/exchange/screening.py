@@ -46,7 +46,7 @@ LARGEST_RMS = 100.0
 where theirs is smaller. It follows from the state alone: all nodes see it alike, from the first round on."""
 
 SMALLEST = 1e-11
-"""Of LARGEST_RMS: nothing shorter is a measure for others. It is what rounding leaves of no training at all."""
+"""Of LARGEST_RMS: nothing shorter is a measure for others. It is what rounding leaves of no training."""
 
 MOST_OF_MEAN_WEIGHT = 2.0
 """Nobody weighs more than so many times what contributions weigh on average, whatever tokens it claims."""
