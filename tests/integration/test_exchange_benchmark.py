@@ -19,7 +19,7 @@ async def test_all_that_nodes_sent_is_counted_in_its_round_and_against_the_links
         slow_motion=2.0,
     )
     row = await measure(
-        case, num_rounds=1, pause_seconds=0.0, congestion_control="", has_plain=False
+        case, num_rounds=1, pause_seconds=0.0, congestion_control="", num_warm=2, has_plain=False
     )
     assert (row["num_nodes"], row["codec"], row["slices"]) == (2, "int8/int4", [0.5, 0.5])
     assert len(row["learnt_mbit"]) == 2
@@ -42,7 +42,7 @@ async def test_helpers_reduce_all_for_nodes_whom_nobody_dials_and_their_links_ar
         round_trip_ms=4.0,
     )
     row = await measure(
-        case, num_rounds=1, pause_seconds=0.0, congestion_control="", has_plain=False
+        case, num_rounds=1, pause_seconds=0.0, congestion_control="", num_warm=2, has_plain=False
     )
     assert "1 helper reduces all" in row["reason"]
     body = 65_536 * 4.125 / 8
