@@ -69,6 +69,8 @@ ADAPTERS_TIMES = 10
 """Adapters are trained at so many times the rate of the whole ("LoRA without regret", Schulman et al. 2025);
 not measured here."""
 
+MEAN_OF_PRIVATE = 'late in a run "agreeing" leaves out what only one node has data to learn from'
+
 TO_BE_TOLD = "DIGEST"
 """Of a fork's code, which is not here: a node that was not allowed to run it says the digest."""
 
@@ -210,6 +212,8 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         values[("run", "min_nodes")] = (wanted.num_nodes, "")
     if wanted.steps is not None:
         values[("inner", "steps")] = (wanted.steps, "")
+    if wanted.private:
+        values[("outer", "merge")] = ("mean", MEAN_OF_PRIVATE)
     notes = [note, *facts.notes]
     if trained.why_batch:
         notes.append(f"batch {trained.batch}: {trained.why_batch}")

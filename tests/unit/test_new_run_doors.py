@@ -214,6 +214,7 @@ def test_private_data_are_one_command_with_the_tokenizer_of_the_model_or_one_tha
     assert new.decoder.vocab_size == manifest.vocab_size
     spec = made(tmp_path / "bytes", "--private")
     assert (spec.data.private, spec.data.source, spec.data.tokenizer) == (True, "text", None)
+    assert spec.outer.merge == "mean", "what one node alone learns is no lie"
     assert "atoll node start --data FILES\n" in capfd.readouterr().out
 
 
