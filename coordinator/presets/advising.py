@@ -98,7 +98,8 @@ def advice_for(
     now = found(_setting_of(spec), situation, given)
     every = [found(each, situation, given) for each in settings_of(situation, given)]
     every = [each for each in every if _fits(each, spec)]
-    may_often = not spec.outer.momentum or now.setting.interval <= OFTEN_STEPS
+    has_momentum = spec.outer.optimizer == "nesterov" and spec.outer.momentum > 0
+    may_often = not has_momentum or now.setting.interval <= OFTEN_STEPS
     may = [each for each in every if may_often or each.setting.interval > OFTEN_STEPS]
     least, least_of_all = (min(each.loss for each in [now, *some]) for some in (may, every))
     better = now if least > now.loss - NEAR else best_of(may)
@@ -171,12 +172,17 @@ def _changes(spec: RunSpec, run: pb.RunStatus, now: Setting, better: Setting) ->
 
 def rules_since(rulings: Iterable[Ruling]) -> int:
     """The first round by the steps and codecs that are in force."""
-    amended = (
-        ruling.from_round
-        for ruling in rulings
-        if ruling.kind is RulingKind.AMENDED and not dict(ruling.changes).keys().isdisjoint(CHANGED)
-    )
-    return max(amended, default=1)
+    since = 1
+    for ruling in rulings:
+        if (
+            ruling.kind is RulingKind.ROLLED_BACK
+        ):  # what is in force holds from the first undone round on
+            since = min(since, ruling.from_round)
+        elif ruling.kind is RulingKind.AMENDED and not dict(ruling.changes).keys().isdisjoint(
+            CHANGED
+        ):
+            since = ruling.from_round
+    return since
 
 
 COLUMNS = ("", "inner steps", "up / down", "a round", "in inner steps", "above")

@@ -1,6 +1,7 @@
 """What 'atoll run advise' makes of a running run: by what was measured, and only what may be amended."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,7 +138,7 @@ def test_a_run_with_outer_momentum_is_not_advised_to_exchange_so_often_that_it_o
         rounds=100,
         inner={"steps": 60},
         deadlines=deadlines,
-        outer={"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0},
+        outer={"optimizer": "sgd", "learning_rate": 1.0},
     )
     advice = asked(plain, **fast)
     assert advice.better.setting.interval <= 12 and not advice.wants_fork
@@ -202,6 +203,9 @@ def test_only_amendments_of_steps_and_codecs_make_older_rounds_count_for_nothing
     ]
     assert rules_since([]) == 1
     assert rules_since(ruled) == 40
+    back = replace(amendment(3, 25, "run.rounds", 9), kind=RulingKind.ROLLED_BACK, changes=())
+    assert rules_since([*ruled, back]) == 25
+    assert rules_since([*ruled, back, amendment(4, 31, "exchange.uplink", 0)]) == 31
 
 
 @given(
