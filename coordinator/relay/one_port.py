@@ -112,7 +112,8 @@ class OnePort:
         limits = Limits(
             most=most,
             most_per_address=most,  # of who is heard coordinator.connections counts them
-            burst_per_address=2 * most_per_address,
+            # A node that joins makes three; a quick machine makes a second's at once.
+            burst_per_address=max(3 * most_per_address, int(MOST_A_SECOND)),
             per_second_per_address=MOST_A_SECOND,
         )
         self._limits, self._places = limits, Places(limits)
