@@ -147,160 +147,50 @@ class Coordinator:
         the relay of `carriage` refuses with.
         """
         signer = CommitSigner.of_key(home.issuer.key_pem)
-        through: Through | None = None
         async with AsyncExitStack() as opened:
-            store = Store.open(home.directory, sign=signer.signature_of)
-            opened.callback(store.close)
-            writer, reader = (
-                ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-                for name in ("commits", "reads")
-            )
-            opened.callback(writer.shutdown)
-            opened.callback(reader.shutdown)
-            store.keep_or_compare(home.run, home.directory / RUN_FILE)
-            kept = store.rulings()
-            verifier = checked_chain(kept, home.verifier)
-            refuse_replaced_key(home, [signed.ruling for signed in kept])
-            rules = rules_in_force(home.run, (signed.ruling for signed in kept))
-            driver = Driver(
-                state=replace(
-                    store.load(rules, home.run.digest()),
-                    audit_secret=signer.audit_secret(home.run.digest()),
-                ),
-                store=store,
-                clock=LoopClock(
-                    starts_at=store.saved_now,
-                    source=seconds_since_boot,
-                    hears_nobody=lambda: (
-                        through is not None and through.is_away and not driver.has_streams
-                    ),
-                ),
-                watch=lambda before, transition: watched.hear(before, transition),
-                on_slept=log_slept,
-                writer=writer,
-                reader=reader,
-            )
+            recovered = _recover(home, signer, opened)
+            driver, rulings, watched = recovered.driver, recovered.rulings, recovered.watched
             opened.push_async_callback(driver.settled)
-            rulings = Rulings(driver, home.run, signer, verifier=verifier)
-            tell_of_clock((signed.ruling for signed in kept), now=time.time())
-            times = TimesFile(home.directory / TIMES_FILE)
-            watched = Watched(
-                tally=RoundTally(driver.state, now=driver.clock.now()),
-                timeline=Timeline(
-                    times.latest(),
-                    keep=times.add,
-                    unix_of=lambda at: time.time() - (driver.clock.now() - at),
-                ),
-                news=NewsFile(home.directory / NEWS_FILE),
-                given=GivenFile(
-                    home.directory / GIVEN_FILE,
-                    closed=lambda: store.latest_rounds(KEPT_ROUNDS),
-                    now=driver.clock.now(),
-                ),
-            )
             await rulings.announce_key(home.key_number, home.tail_pem)
-            most_members, most_joining = most_connections(_files_for_connections(config, carriage))
-            if config.has_one_port:
-                require_joining_name(home)
-            own_host = HERE if config.has_one_port else config.host
-            control = grpc.aio.server(
-                interceptors=[WholeMessages()], options=with_most(CONTROL_OPTIONS, most_members)
-            )
-            control_port = bind_control(
-                control,
-                own_host,
-                0 if config.has_one_port else config.control_port,
-                issuers_pem=home.issuer.certificate_pem + home.authority_pem,
-                certificate_pem=home.server_pem,
-                key_pem=home.server_key_pem,
-            )
-            enrolment = grpc.aio.server(options=with_most(ENROLMENT_OPTIONS, most_joining))
-            enrolment_port = bind_enrolment(
-                enrolment,
-                own_host,
-                0 if config.has_one_port else config.enrolment_port,
-                certificate_pem=home.server_pem,
-                key_pem=home.server_key_pem,
-            )
-            own_ports = {control_port: most_members, enrolment_port: most_joining}
-            # Where its own machine finds it. Behind a relay one port's number is the relay's alone: nobody
-            # dials it here, and 443 is for root on most machines.
-            here, local_ports = config.host, {p: p for p in (control_port, enrolment_port)}
-            sources: Mapping[tuple[str, int], str] = {}
-            if config.has_one_port:
-                here = config.host if carriage is None else HERE
-                one_port = OnePort(
-                    here,
-                    config.control_port if carriage is None else 0,
-                    control_name=server_name(home.issuer.swarm_id),
-                    control_port=control_port,
-                    enrolment_port=enrolment_port,
-                    most=most_members + most_joining,
-                    most_per_address=config.connections_per_address,
-                    spares_own=carriage is not None,
-                )
-                opened.push_async_callback(one_port.close)
-                sources = one_port.sources
-                # What others are told, from here on.
-                control_port = enrolment_port = config.control_port
-                local_ports = {control_port: one_port.port}
-            connections = Connections(
-                own_ports,
-                Limits(per_address=config.connections_per_address),
-                spares_own=carriage is not None or config.has_one_port,
-                sources=sources,
-            )
-            certificates = Certificates(
-                home.issuer,
-                home.tail_pem,
-                store,
-                standing_of=rulings.standing_of,
-                enrolment_port=enrolment_port,
-                clock=driver.clock.now,
-                wall_clock=time.time,
-            )
-            room = DiskRoom(home.directory)
+            ports = _bind(home, config, opened, is_carried=carriage is not None)
             lookout = Lookout(driver.clock.now)
+            through: Through | None = None
             if carriage is None:
-                listening = await listen(lookout.saw, config.host, tuple(local_ports))
+                listening = await listen(lookout.saw, config.host, tuple(ports.local))
                 lookout.ports = listening.ports
                 opened.callback(listening.close)
             else:
                 through = Through(
                     carriage,
                     name=home.run.run.name,
-                    host=local_host(here),
-                    ports=local_ports,
+                    host=local_host(ports.here),
+                    ports=ports.local,
                     lookout=lookout,
                 )
                 opened.push_async_callback(through.stop)
                 driver.may_be_cut_off = lambda: through is not None and through.is_away
+            certificates = Certificates(
+                home.issuer,
+                home.tail_pem,
+                driver.store,
+                standing_of=rulings.standing_of,
+                enrolment_port=ports.enrolment_port,
+                clock=driver.clock.now,
+                wall_clock=time.time,
+            )
+            room = DiskRoom(home.directory)
             status = _add_member_services(
-                control,
+                ports,
                 home,
-                config.advertise if through is None else through.line.host,
-                through,
-                signer,
-                rulings,
-                certificates,
-                lookout,
-                connections,
-                room,
-                driver=driver,
-                enrolment_port=enrolment_port,
-                backup_target=config.backup,
-                past=Past(
-                    timeline=watched.timeline, kept_times=times.of, given=watched.given.tally
-                ),
+                config,
+                recovered,
+                through=through,
+                signer=signer,
+                certificates=certificates,
+                lookout=lookout,
+                room=room,
             )
-            _add_enrolment(
-                enrolment,
-                home,
-                rulings,
-                certificates,
-                driver=driver,
-                control_port=control_port,
-            )
+            _add_enrolment(ports, home, rulings, certificates, driver=driver)
             dashboard: WebServer | None = None
             if config.dashboard:
                 pages = _pages_of(status, watched, driver)
@@ -309,20 +199,20 @@ class Coordinator:
                 )
             if dashboard is not None:
                 opened.push_async_callback(dashboard.close)
-            home.save_link(host=here, control_port=local_ports[control_port])
-            opened.push_async_callback(_end_calls, control, enrolment)
-            await control.start()
-            await enrolment.start()
+            home.save_link(host=ports.here, control_port=ports.local[ports.control_port])
+            opened.push_async_callback(_end_calls, ports.control, ports.enrolment)
+            await ports.control.start()
+            await ports.enrolment.start()
             if through is not None:
                 await through.start()
             return cls(
                 driver=driver,
-                connections=connections,
+                connections=ports.connections,
                 room=room,
                 given=watched.given,
                 opened=opened.pop_all(),
-                control_port=control_port,
-                enrolment_port=enrolment_port,
+                control_port=ports.control_port,
+                enrolment_port=ports.enrolment_port,
                 dashboard_port=None if dashboard is None else dashboard.port,
                 through=through,
             )
@@ -358,66 +248,6 @@ async def _end_calls(*servers: grpc.aio.Server) -> None:
     await asyncio.gather(*(server.stop(GRACE_SECONDS) for server in servers))
 
 
-def _add_member_services(
-    server: grpc.aio.Server,
-    home: Home,
-    host: str,
-    through: Through | None,
-    signer: CommitSigner,
-    rulings: Rulings,
-    certificates: Certificates,
-    lookout: Lookout,
-    connections: Connections,
-    room: DiskRoom,
-    *,
-    driver: Driver,
-    enrolment_port: int,
-    backup_target: str,
-    past: Past,
-) -> StatusDesk:
-    """What is behind mutual TLS; returns the desk that tells how the run is doing.
-
-    `host` is where invites send nodes, `backup_target` where this coordinator's copies go, if anywhere.
-    """
-    telemetry = Telemetry()
-    swarm_id = home.issuer.swarm_id
-    gate = Gate(
-        swarm_id=swarm_id,
-        store=driver.store,
-        standing_of=rulings.standing_of,
-        clock=driver.clock.now,
-        on_member=connections.is_of,
-    )
-    session = SessionDesk(driver, telemetry, home.run, signer, rulings, lookout)
-    records = BackupRecords(home.directory)
-
-    def add_for_owner(run: pb.RunStatus, now: float) -> None:
-        add_to(run, records.latest(), configured=backup_target, now=now)
-        room.add_to(run)
-
-    status = StatusDesk(
-        driver,
-        telemetry,
-        home.run,
-        swarm_id=swarm_id,
-        past=past,
-        relay=(lambda: "") if through is None else through.in_words,
-        add_for_owner=add_for_owner,
-    )
-    operator = OperatorDesk(
-        driver,
-        rulings,
-        entrance=Entrance(host=host, port=enrolment_port, pin=pin_of(home.server_pem)),
-        batch=home.run.inner.batch,
-        wall_clock=time.time,
-        random_bytes=secrets.token_bytes,
-    )
-    add_SessionServiceServicer_to_server(SessionServicer(session, gate, certificates), server)
-    add_StatusServiceServicer_to_server(StatusServicer(status, gate), server)
-    add_OperatorServiceServicer_to_server(OperatorServicer(operator, gate), server)
-    return status
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
     """What hears each transition, for the log and for the pages."""
@@ -426,6 +256,27 @@ class Watched:
     timeline: Timeline
     news: NewsFile
     given: GivenFile
+    times: TimesFile
+
+    @classmethod
+    def of(cls, home: Home, driver: Driver) -> Self:
+        """By the files in the coordinator's folder."""
+        times = TimesFile(home.directory / TIMES_FILE)
+        return cls(
+            tally=RoundTally(driver.state, now=driver.clock.now()),
+            timeline=Timeline(
+                times.latest(),
+                keep=times.add,
+                unix_of=lambda at: time.time() - (driver.clock.now() - at),
+            ),
+            news=NewsFile(home.directory / NEWS_FILE),
+            given=GivenFile(
+                home.directory / GIVEN_FILE,
+                closed=lambda: driver.store.latest_rounds(KEPT_ROUNDS),
+                now=driver.clock.now(),
+            ),
+            times=times,
+        )
 
     def hear(self, before: SwarmState, transition: Transition) -> None:
         """A step was taken."""
@@ -433,6 +284,192 @@ class Watched:
         self.timeline.hear(before, transition)
         self.given.hear(transition)
         self.news.add(log_transition(before, transition), unix_seconds=time.time())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What the folder tells of the run: its state, which the driver leads, and what was ruled."""
+
+    driver: Driver
+    rulings: Rulings
+    watched: Watched
+
+
+def _recover(home: Home, signer: CommitSigner, opened: AsyncExitStack) -> Recovered:
+    """Reads the store; `opened` closes it."""
+    store = Store.open(home.directory, sign=signer.signature_of)
+    opened.callback(store.close)
+    writer, reader = (
+        ThreadPoolExecutor(max_workers=1, thread_name_prefix=name) for name in ("commits", "reads")
+    )
+    opened.callback(writer.shutdown)
+    opened.callback(reader.shutdown)
+    store.keep_or_compare(home.run, home.directory / RUN_FILE)
+    kept = store.rulings()
+    verifier = checked_chain(kept, home.verifier)
+    refuse_replaced_key(home, [signed.ruling for signed in kept])
+    rules = rules_in_force(home.run, (signed.ruling for signed in kept))
+    driver = Driver(
+        state=replace(
+            store.load(rules, home.run.digest()),
+            audit_secret=signer.audit_secret(home.run.digest()),
+        ),
+        store=store,
+        clock=LoopClock(
+            starts_at=store.saved_now,
+            source=seconds_since_boot,
+            hears_nobody=lambda: driver.may_be_cut_off() and not driver.has_streams,
+        ),
+        watch=lambda before, transition: watched.hear(before, transition),
+        on_slept=log_slept,
+        writer=writer,
+        reader=reader,
+    )
+    rulings = Rulings(driver, home.run, signer, verifier=verifier)
+    tell_of_clock((signed.ruling for signed in kept), now=time.time())
+    watched = Watched.of(home, driver)
+    return Recovered(driver=driver, rulings=rulings, watched=watched)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Both servers, which do not serve yet, and where they are found."""
+
+    control: grpc.aio.Server
+    enrolment: grpc.aio.Server
+    connections: Connections
+    control_port: int  # as others are told
+    enrolment_port: int
+    here: str  # the host by which this machine finds them
+    local: dict[int, int]  # for each port that others are told, the one on this machine
+
+
+def _bind(
+    home: Home, config: CoordinatorConfig, opened: AsyncExitStack, *, is_carried: bool
+) -> Ports:
+    """Listens for members and for who joins; `is_carried` where they come through a relay."""
+    most_members, most_joining = most_connections(
+        _files_for_connections(config, is_carried=is_carried)
+    )
+    if config.has_one_port:
+        require_joining_name(home)
+    own_host = HERE if config.has_one_port else config.host
+    control = grpc.aio.server(
+        interceptors=[WholeMessages()], options=with_most(CONTROL_OPTIONS, most_members)
+    )
+    control_port = bind_control(
+        control,
+        own_host,
+        0 if config.has_one_port else config.control_port,
+        issuers_pem=home.issuer.certificate_pem + home.authority_pem,
+        certificate_pem=home.server_pem,
+        key_pem=home.server_key_pem,
+    )
+    enrolment = grpc.aio.server(options=with_most(ENROLMENT_OPTIONS, most_joining))
+    enrolment_port = bind_enrolment(
+        enrolment,
+        own_host,
+        0 if config.has_one_port else config.enrolment_port,
+        certificate_pem=home.server_pem,
+        key_pem=home.server_key_pem,
+    )
+    watched = {control_port: most_members, enrolment_port: most_joining}
+    here, local = config.host, {port: port for port in watched}
+    sources: Mapping[tuple[str, int], str] = {}
+    if config.has_one_port:
+        # Behind a relay its number is the relay's alone: nobody dials it here, and 443 is for root on most
+        # machines.
+        here = HERE if is_carried else config.host
+        one_port = OnePort(
+            here,
+            0 if is_carried else config.control_port,
+            control_name=server_name(home.issuer.swarm_id),
+            control_port=control_port,
+            enrolment_port=enrolment_port,
+            most=most_members + most_joining,
+            most_per_address=config.connections_per_address,
+            spares_own=is_carried,
+        )
+        opened.push_async_callback(one_port.close)
+        sources = one_port.sources
+        control_port = enrolment_port = config.control_port
+        local = {control_port: one_port.port}
+    connections = Connections(
+        watched,
+        Limits(per_address=config.connections_per_address),
+        spares_own=is_carried or config.has_one_port,
+        sources=sources,
+    )
+    return Ports(
+        control=control,
+        enrolment=enrolment,
+        connections=connections,
+        control_port=control_port,
+        enrolment_port=enrolment_port,
+        here=here,
+        local=local,
+    )
+
+
+def _add_member_services(
+    ports: Ports,
+    home: Home,
+    config: CoordinatorConfig,
+    recovered: Recovered,
+    *,
+    through: Through | None,
+    signer: CommitSigner,
+    certificates: Certificates,
+    lookout: Lookout,
+    room: DiskRoom,
+) -> StatusDesk:
+    """What is behind mutual TLS; returns the desk that tells how the run is doing."""
+    driver, rulings, watched = recovered.driver, recovered.rulings, recovered.watched
+    telemetry = Telemetry()
+    swarm_id = home.issuer.swarm_id
+    gate = Gate(
+        swarm_id=swarm_id,
+        store=driver.store,
+        standing_of=rulings.standing_of,
+        clock=driver.clock.now,
+        on_member=ports.connections.is_of,
+    )
+    session = SessionDesk(driver, telemetry, home.run, signer, rulings, lookout)
+    records = BackupRecords(home.directory)
+
+    def add_for_owner(run: pb.RunStatus, now: float) -> None:
+        add_to(run, records.latest(), configured=config.backup, now=now)
+        room.add_to(run)
+
+    status = StatusDesk(
+        driver,
+        telemetry,
+        home.run,
+        swarm_id=swarm_id,
+        past=Past(
+            timeline=watched.timeline, kept_times=watched.times.of, given=watched.given.tally
+        ),
+        relay=(lambda: "") if through is None else through.in_words,
+        add_for_owner=add_for_owner,
+    )
+    operator = OperatorDesk(
+        driver,
+        rulings,
+        entrance=Entrance(
+            host=config.advertise if through is None else through.line.host,
+            port=ports.enrolment_port,
+            pin=pin_of(home.server_pem),
+        ),
+        batch=home.run.inner.batch,
+        wall_clock=time.time,
+        random_bytes=secrets.token_bytes,
+    )
+    add_SessionServiceServicer_to_server(
+        SessionServicer(session, gate, certificates), ports.control
+    )
+    add_StatusServiceServicer_to_server(StatusServicer(status, gate), ports.control)
+    add_OperatorServiceServicer_to_server(OperatorServicer(operator, gate), ports.control)
+    return status
 
 
 def _pages_of(status: StatusDesk, watched: Watched, driver: Driver) -> "Pages":
@@ -450,13 +487,7 @@ def _pages_of(status: StatusDesk, watched: Watched, driver: Driver) -> "Pages":
 
 
 def _add_enrolment(
-    server: grpc.aio.Server,
-    home: Home,
-    rulings: Rulings,
-    certificates: Certificates,
-    *,
-    driver: Driver,
-    control_port: int,
+    ports: Ports, home: Home, rulings: Rulings, certificates: Certificates, *, driver: Driver
 ) -> None:
     """What strangers with an invite reach."""
     desk = EnrolmentDesk(
@@ -464,14 +495,16 @@ def _add_enrolment(
         certificates,
         rulings,
         leads_to=ControlEndpoint(
-            run_name=home.run.run.name, port=control_port, authority_pem=home.authority_pem
+            run_name=home.run.run.name,
+            port=ports.control_port,
+            authority_pem=home.authority_pem,
         ),
         clock=driver.clock.now,
         wall_clock=time.time,
         write=driver.write,
     )
     add_EnrolmentServiceServicer_to_server(
-        EnrolmentServicer(desk, on_refused=log_refusal, clock=driver.clock.now), server
+        EnrolmentServicer(desk, on_refused=log_refusal, clock=driver.clock.now), ports.enrolment
     )
 
 
@@ -549,14 +582,14 @@ def _own_open_files(config: CoordinatorConfig) -> int:
     return OWN_OPEN_FILES + (DASHBOARD_OPEN_FILES if config.dashboard else 0)
 
 
-def _files_per_connection(config: CoordinatorConfig, carriage: Carriage | None) -> int:
+def _files_per_connection(config: CoordinatorConfig, *, is_carried: bool) -> int:
     """Through a relay, or one port for all, two more each: both ends of the one to the port behind."""
-    return 1 + 2 * (carriage is not None) + 2 * config.has_one_port
+    return 1 + 2 * is_carried + 2 * config.has_one_port
 
 
-def _files_for_connections(config: CoordinatorConfig, carriage: Carriage | None) -> int:
+def _files_for_connections(config: CoordinatorConfig, *, is_carried: bool) -> int:
     left = allow_open_files() - _own_open_files(config)
-    return max(0, left) // _files_per_connection(config, carriage)
+    return max(0, left) // _files_per_connection(config, is_carried=is_carried)
 
 
 def run_coordinator(
@@ -573,7 +606,9 @@ def run_coordinator(
     """
     require_open_files(
         _own_open_files(config)
-        + OPEN_FILES_PER_NODE * _files_per_connection(config, carriage) * home.run.run.min_nodes,
+        + OPEN_FILES_PER_NODE
+        * _files_per_connection(config, is_carried=carriage is not None)
+        * home.run.run.min_nodes,
         of="the coordinator",
     )
     log = start_logging(as_json=log_json, folder=home.directory, process="coordinator")
