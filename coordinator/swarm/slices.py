@@ -88,8 +88,8 @@ def reducer_shares(
 ) -> tuple[float, ...]:
     """The share of the fragment that each participant reduces; they sum to 1.
 
-    A rate that is not known is taken for the median of those that are. Somebody must be allowed to
-    reduce. Without `is_helper` there is no helper; else somebody trains.
+    A rate that is not known is taken for the median of those that are, of its kind. Somebody must be
+    allowed to reduce. Without `is_helper` there is no helper; else somebody trains.
     """
     num_reducers = sum(may_reduce)
     if not num_reducers:
@@ -128,12 +128,15 @@ def reducer_shares(
 def _slower_rates(links: Sequence[Rates], is_helper: Sequence[bool]) -> list[float]:
     """The slower direction of each link as it counts. What is near and what is usual is so among nodes.
 
-    While no rate is known all are 1, for only ratios matter.
+    While no rate is known all are 1, for only ratios matter. A helper receives as much as its share lets
+    come, so little is seen of the downlink of whoever has a small one. It counts as its uplink does.
     """
-    ups, downs = (
-        _known([getattr(link, way) for link in links], is_helper) for way in ("up", "down")
-    )
-    slower = [min(pair) for pair in zip(ups, downs, strict=True)]
+    ups = _known([link.up for link in links], is_helper)
+    downs = _known([link.down for link in links], is_helper)
+    slower = [
+        up if helps and up < math.inf else min(up, down)
+        for up, down, helps in zip(ups, downs, is_helper, strict=True)
+    ]
     if min(slower) == math.inf:
         return [1.0] * len(links)
     usual = median_low(
@@ -166,9 +169,17 @@ def _without_crumbs(room: list[float], *, least: float, most: list[float]) -> tu
 
 
 def _known(rates: Sequence[float | None], is_helper: Sequence[bool]) -> list[float]:
-    """All rates: unknown ones are the median, and near ones the fastest of their kind; inf: none known."""
+    """All rates: unknown ones are the median, and near ones the fastest, of their kind; inf: none known.
+
+    Where nothing is known of a kind, the median is of all.
+    """
+    kinds = list(zip(rates, is_helper, strict=True))
     known = [rate for rate in rates if rate is not None]
-    filled = [(median(known) if known else math.inf) if rate is None else rate for rate in rates]
+    usual = {}
+    for kind in (False, True):
+        alike = [rate for rate, helps in kinds if helps == kind and rate is not None] or known
+        usual[kind] = median(alike) if alike else math.inf
+    filled = [usual[helps] if rate is None else rate for rate, helps in kinds]
     fastest = {
         kind: max((r for r, k in zip(filled, is_helper, strict=True) if k == kind), default=0.0)
         for kind in (False, True)

@@ -131,6 +131,34 @@ def test_a_helper_alone_reduces_everything_and_two_alike_share(rate: float | Non
     assert reducer_shares(both(*[rate] * 6), two, two) == pytest.approx((0, 0, 0, 0, 0.5, 0.5))
 
 
+@examples(50)
+@given(
+    began=st.lists(st.floats(0.05, 1.0), min_size=2, max_size=4),
+    uplinks=st.lists(st.sampled_from([50.0, 100.0, 400.0]), min_size=4, max_size=4),
+)
+def test_what_helpers_reduce_goes_by_their_links_and_not_by_what_they_had_before(
+    began: list[float], uplinks: list[float]
+) -> None:
+    """A helper that was sent little has shown little of its downlink, which is no reason to send it less."""
+    ups = uplinks[: len(began)]
+    helps = [False] * 8 + [True] * len(ups)
+    fair = reducer_shares(both(*[10.0] * 8, *ups), helps, helps)
+    seen = [share / sum(began) for share in began]
+    for _ in range(5):  # rounds: who had the smallest share received the most slowly
+        told = [
+            Rates(up=up * 1e6, down=up * 1e6 * share) for up, share in zip(ups, seen, strict=True)
+        ]
+        shares = reducer_shares([*both(*[10.0] * 8), *told], helps, helps)
+        assert shares == pytest.approx(fair)
+        seen = list(shares[8:])
+
+
+def test_a_helper_of_which_nothing_is_known_yet_has_as_much_as_the_others() -> None:
+    helps = [False] * 4 + [True] * 2
+    links = [*both(1.0, 1.0, 1.0, 1.0, 100.0), Rates()]
+    assert reducer_shares(links, helps, helps) == pytest.approx((0, 0, 0, 0, 0.5, 0.5))
+
+
 def test_a_fast_helper_beside_slow_nodes_reduces_almost_all() -> None:
     """A node's link carries its contribution and its results; the helper's the rest."""
     helps = [False] * 4 + [True]
