@@ -10,7 +10,8 @@ else than what they do, or that sign and send something else than they should. T
 published last. The Sybils are four keys for each liar, all of one invite.
 
 Each row has the held-out loss of the final state over the one without liars (same seed, same merge), the
-time of the run over that one's, whether all honest nodes hold the same state, in which round a contribution
+time of the run over that one's, how long its three longest rounds are over the middle one, whether all honest
+nodes hold the same state, in which round a contribution
 of a liar was first clipped or left out, how many of the honest ones were, summed over rounds, in which round
 the last of the liars that were put out or sit out took part last, and whether honest nodes did.
 
@@ -26,9 +27,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -484,6 +485,7 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
     all_out = {n for n, m in members if m.state in BARRED or m.against.num_times_out}
     barred = all_out - honest
     put_out = [c.round for c in done.commits if barred & {a.node_id for a in c.assignments}]
+    lasted = [later - one for one, later in pairwise(done.begins)]
     noticed: int | None = None
     refused = 0
     for commit in done.commits:
@@ -502,6 +504,7 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
     return {
         "loss": done.held_out[-1].loss,
         "seconds": done.seconds if done.final.finished_at is None else done.final.finished_at,
+        "longest": [round(each / median(lasted), 2) for each in sorted(lasted)[:-4:-1]],
         "same": len({done.digests.get(node_id) for node_id in honest}) == 1,
         "noticed": noticed,
         "honest_refused": refused,
@@ -541,7 +544,7 @@ def report(rows: Sequence[Row]) -> str:
     for (name, liars, merge, where), runs in groups.items():
         pairs = [(run, clean.get(tuple(map(run.get, same)), run)) for run in runs]
         if why := next(filter(None, (_incomparable(run, base) for run, base in pairs)), ""):
-            lines.append((name, liars, merge, where, why, "", "", "", "", ""))
+            lines.append((name, liars, merge, where, why, *[""] * 6))
             continue
         losses = [run["loss"] / base["loss"] for run, base in pairs]
         lines.append(
@@ -552,6 +555,7 @@ def report(rows: Sequence[Row]) -> str:
                 where,
                 f"{mean(losses):.3f} ({min(losses):.3f}–{max(losses):.3f})",
                 f"{max(run['seconds'] / base['seconds'] for run, base in pairs):.2f}",
+                _longest_in_words([run for run, _ in pairs]),
                 "yes" if all(run["same"] for run, _ in pairs) else "NO",
                 min((run["noticed"] for run, _ in pairs if run["noticed"]), default="–"),
                 sum(run["honest_refused"] for run, _ in pairs),
@@ -559,7 +563,17 @@ def report(rows: Sequence[Row]) -> str:
             )
         )
     columns = (
-        *("attack", "liars", "merge", "of", "loss ×", "time ×", "same", "noticed"),
+        *(
+            "attack",
+            "liars",
+            "merge",
+            "of",
+            "loss ×",
+            "time ×",
+            "longest rounds",
+            "same",
+            "noticed",
+        ),
         *("honest refused", "put out"),
     )
     return markdown(columns, lines)
@@ -572,6 +586,12 @@ def _incomparable(run: Row, base: Row) -> str:
     if base["attack"] != "clean":
         return f"no clean run of seed {run['seed']} to compare with"
     return f"the clean run of seed {run['seed']}: {base['ended']}" if "ended" in base else ""
+
+
+def _longest_in_words(runs: Sequence[Row]) -> str:
+    """The longest rounds, the second and the third, each of the run where it is longest."""
+    told = [run["longest"] for run in runs if "longest" in run]
+    return ", ".join(f"{max(each):.2f}" for each in zip(*told, strict=False)) or "–"
 
 
 def _put_out_in_words(runs: Sequence[Row]) -> str:
