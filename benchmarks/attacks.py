@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -53,6 +53,7 @@ from lab.simulation.swarm import (
 from node.exchange.codecs.registry import codec_named
 from node.exchange.mean import norm_of
 from node.exchange.reduction import Reduction, SliceResult
+from node.exchange.screening import CONTRADICTS_BELOW
 from node.island.data.corpus import Corpus, read_corpus
 from node.outer_state import Vector
 from protocol.errors import AtollError
@@ -176,6 +177,26 @@ def beside_the_momentum(_: np.random.Generator) -> Lie:
         against = np.float32(along) * way - middle
         went.append(np.float32(0.7) * way + middle)
         return against * np.float32(np.linalg.norm(own) / (np.linalg.norm(against) + 1e-30))
+
+    return lie
+
+
+def as_far_as_hidden(rng: np.random.Generator) -> Lie:
+    """Against their mean as far as `agreeing` takes for usual, and noise for the rest of its own norm."""
+
+    def lie(own: Vector, known: Known) -> Vector:
+        if not known.last:
+            return own
+        units = [each / (np.linalg.norm(each) + 1e-30) for each in known.last.values()]
+        middle = np.mean(units, axis=0)
+        length = (
+            float(np.linalg.norm(middle)) + 1e-30
+        )  # also how far each agrees with it on average
+        usual = median(float(one @ other) for one, other in combinations(units, 2))
+        part = min(1.0, 0.8 * CONTRADICTS_BELOW * max(0.0, usual) / length)
+        noise = rng.standard_normal(own.size, dtype=np.float32)
+        hidden = noise * ((1 - part**2) ** 0.5 / np.linalg.norm(noise)) - middle * (part / length)
+        return (hidden * np.linalg.norm(own)).astype(np.float32)
 
     return lie
 
@@ -361,6 +382,7 @@ ATTACKS: Mapping[str, Attack] = {
     "ALIE": Attack(lie=a_little_is_enough),
     "inner product": Attack(lie=inner_product),
     "beside the momentum": Attack(lie=beside_the_momentum),
+    "as far as hidden": Attack(lie=as_far_as_hidden),
     "copy": Attack(lie=copied),
     "copied mean": Attack(lie=copied_mean),
     "a tenth": Attack(trained_share=0.1),
