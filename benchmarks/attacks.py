@@ -10,7 +10,8 @@ else than what they do, or that sign and send something else than they should. T
 published last. The Sybils are four keys for each liar, all of one invite.
 
 Each row has the held-out loss of the final state over the one without liars (same seed, same merge), the
-time of the run over that one's, whether all honest nodes hold the same state, in which round a contribution
+time of the run over that one's, how long its three longest rounds are over the middle one, whether all honest
+nodes hold the same state, in which round a contribution
 of a liar was first clipped or left out, how many of the honest ones were, summed over rounds, in which round
 the last of the liars that were put out or sit out took part last, and whether honest nodes did.
 
@@ -26,9 +27,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import combinations, pairwise, product
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ from lab.simulation.swarm import (
 from node.exchange.codecs.registry import codec_named
 from node.exchange.mean import norm_of
 from node.exchange.reduction import Reduction, SliceResult
+from node.exchange.screening import CONTRADICTS_BELOW
 from node.island.data.corpus import Corpus, read_corpus
 from node.outer_state import Vector
 from protocol.errors import AtollError
@@ -175,6 +177,26 @@ def beside_the_momentum(_: np.random.Generator) -> Lie:
         against = np.float32(along) * way - middle
         went.append(np.float32(0.7) * way + middle)
         return against * np.float32(np.linalg.norm(own) / (np.linalg.norm(against) + 1e-30))
+
+    return lie
+
+
+def as_far_as_hidden(rng: np.random.Generator) -> Lie:
+    """Against their mean as far as `agreeing` takes for usual, and noise for the rest of its own norm."""
+
+    def lie(own: Vector, known: Known) -> Vector:
+        if not known.last:
+            return own
+        units = [each / (np.linalg.norm(each) + 1e-30) for each in known.last.values()]
+        middle = np.mean(units, axis=0)
+        length = (
+            float(np.linalg.norm(middle)) + 1e-30
+        )  # also how far each agrees with it on average
+        usual = median(float(one @ other) for one, other in combinations(units, 2))
+        part = min(1.0, 0.8 * CONTRADICTS_BELOW * max(0.0, usual) / length)
+        noise = rng.standard_normal(own.size, dtype=np.float32)
+        hidden = noise * ((1 - part**2) ** 0.5 / np.linalg.norm(noise)) - middle * (part / length)
+        return (hidden * np.linalg.norm(own)).astype(np.float32)
 
     return lie
 
@@ -360,6 +382,7 @@ ATTACKS: Mapping[str, Attack] = {
     "ALIE": Attack(lie=a_little_is_enough),
     "inner product": Attack(lie=inner_product),
     "beside the momentum": Attack(lie=beside_the_momentum),
+    "as far as hidden": Attack(lie=as_far_as_hidden),
     "copy": Attack(lie=copied),
     "copied mean": Attack(lie=copied_mean),
     "a tenth": Attack(trained_share=0.1),
@@ -484,6 +507,7 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
     all_out = {n for n, m in members if m.state in BARRED or m.against.num_times_out}
     barred = all_out - honest
     put_out = [c.round for c in done.commits if barred & {a.node_id for a in c.assignments}]
+    lasted = [later - one for one, later in pairwise(done.begins)]
     noticed: int | None = None
     refused = 0
     for commit in done.commits:
@@ -502,6 +526,7 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
     return {
         "loss": done.held_out[-1].loss,
         "seconds": done.seconds if done.final.finished_at is None else done.final.finished_at,
+        "longest": [round(each / median(lasted), 2) for each in sorted(lasted)[:-4:-1]],
         "same": len({done.digests.get(node_id) for node_id in honest}) == 1,
         "noticed": noticed,
         "honest_refused": refused,
@@ -541,7 +566,7 @@ def report(rows: Sequence[Row]) -> str:
     for (name, liars, merge, where), runs in groups.items():
         pairs = [(run, clean.get(tuple(map(run.get, same)), run)) for run in runs]
         if why := next(filter(None, (_incomparable(run, base) for run, base in pairs)), ""):
-            lines.append((name, liars, merge, where, why, "", "", "", "", ""))
+            lines.append((name, liars, merge, where, why, *[""] * 6))
             continue
         losses = [run["loss"] / base["loss"] for run, base in pairs]
         lines.append(
@@ -552,6 +577,7 @@ def report(rows: Sequence[Row]) -> str:
                 where,
                 f"{mean(losses):.3f} ({min(losses):.3f}–{max(losses):.3f})",
                 f"{max(run['seconds'] / base['seconds'] for run, base in pairs):.2f}",
+                _longest_in_words([run for run, _ in pairs]),
                 "yes" if all(run["same"] for run, _ in pairs) else "NO",
                 min((run["noticed"] for run, _ in pairs if run["noticed"]), default="–"),
                 sum(run["honest_refused"] for run, _ in pairs),
@@ -559,7 +585,17 @@ def report(rows: Sequence[Row]) -> str:
             )
         )
     columns = (
-        *("attack", "liars", "merge", "of", "loss ×", "time ×", "same", "noticed"),
+        *(
+            "attack",
+            "liars",
+            "merge",
+            "of",
+            "loss ×",
+            "time ×",
+            "longest rounds",
+            "same",
+            "noticed",
+        ),
         *("honest refused", "put out"),
     )
     return markdown(columns, lines)
@@ -572,6 +608,12 @@ def _incomparable(run: Row, base: Row) -> str:
     if base["attack"] != "clean":
         return f"no clean run of seed {run['seed']} to compare with"
     return f"the clean run of seed {run['seed']}: {base['ended']}" if "ended" in base else ""
+
+
+def _longest_in_words(runs: Sequence[Row]) -> str:
+    """The longest rounds, the second and the third, each of the run where it is longest."""
+    told = [run["longest"] for run in runs if "longest" in run]
+    return ", ".join(f"{max(each):.2f}" for each in zip(*told, strict=False)) or "–"
 
 
 def _put_out_in_words(runs: Sequence[Row]) -> str:

@@ -11,8 +11,11 @@ A round speaks against a member when reducers leave it out of more than half of 
 - they have more than half of the confirmed weight of all that take part and are here, itself among them; or
   they are helpers that made more than half of the round, and two reducers at least;
 - all whom it speaks against have less than half of that weight together. Else nobody says who is right;
-- no half of the contributors has less than LEAST_OF_HALF of the weight. A reducer knows no work, and takes
-  one contribution for as good as another: many keys without work could be most of what it compares with.
+- of what it is about, slices count to which members with LEAST_NAMED of that weight have contributed: with
+  many late, a few liars could be most of what a reducer measures by.
+
+What each contributor's word counts is in the plan, by the same confirmed work: many keys without work are
+nothing to compare with.
 
 A round in which most of what others make takes something of a member counts four times for it. So who is
 left out now and then stays, and nobody is excused by keeping what it should contribute.
@@ -20,12 +23,13 @@ left out now and then stays, and nobody is excused by keeping what it should con
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from coordinator.swarm.members import PRESENT, Against, Member
 from coordinator.swarm.state import Round, Say
 from coordinator.swarm.turn import Turn, present_participants
 from coordinator.swarm.weighing import is_enough, say_in, weight_of
-from protocol.wire.rounds import Commit, NodeId
+from protocol.wire.rounds import WHOLE, Commit, NodeId
 
 MOST_AGAINST = 16
 """So many rounds in a row that speak against a member have it sit out."""
@@ -39,8 +43,24 @@ FEWEST_ROUNDS_OUT, MOST_ROUNDS_OUT = 16, 64
 MOST_NAMED = 4
 """Who sit out, in a plan's reason."""
 
-LEAST_OF_HALF = 0.25
-"""Of the weight, which the lighter half of a round's contributors must have."""
+LEAST_NAMED = 0.75
+"""Of the weight, which a slice's contributors must have. So liars need three eighths to be half of them."""
+
+VOTES_WITHOUT_WORK = 0.75
+"""All votes while nobody has confirmed work, of the whole: half of the whole is two thirds of them."""
+
+
+def votes_of(say: Say | None, participants: Sequence[NodeId]) -> tuple[int, ...]:
+    """What each participant's word counts about contributions, by what it weighed when the round opened.
+
+    In 65,536ths: more than half of these is what decides (`is_enough`).
+    """
+    weights = [0 if say is None else say.weights.get(node_id, 0) for node_id in participants]
+    if say is None or not any(weights):
+        return ()
+    votes = WHOLE if say.is_confirmed else int(VOTES_WITHOUT_WORK * WHOLE)
+    ends = [votes * so_far // sum(weights) for so_far in accumulate(weights, initial=0)]
+    return tuple(end - first for first, end in pairwise(ends))
 
 
 def note_contradicted(turn: Turn, current: Round, commit: Commit) -> None:
@@ -69,12 +89,37 @@ def note_contradicted(turn: Turn, current: Round, commit: Commit) -> None:
 
 def _sitting_out(known: Against, number: int) -> Against:
     """One more round against it has it sit out again, twice as long."""
-    out = min(MOST_ROUNDS_OUT, FEWEST_ROUNDS_OUT << known.num_times_out)
     return Against(
         rounds=MOST_AGAINST - 1,
         num_times_out=known.num_times_out + 1,
-        back_at_round=number + 1 + out,
+        back_at_round=number + 1 + _rounds_out(known.num_times_out),
     )
+
+
+def _rounds_out(num_times_before: int) -> int:
+    return min(MOST_ROUNDS_OUT, FEWEST_ROUNDS_OUT << num_times_before)
+
+
+def without_rounds_undone(known: Against, *, after: int, newest: int) -> Against:
+    """What a member is still known for when rounds are undone, which may all have spoken against it.
+
+    So nobody is excused of more than these, though an accomplice has a run go back.
+    """
+    out_since = (
+        known.back_at_round - _rounds_out(known.num_times_out - 1) if known.num_times_out else 0
+    )
+    if known.back_at_round > after + 1 and out_since <= after + 1:
+        return known  # it has had no part in what is undone
+    if out_since > after + 1:
+        num_before = known.num_times_out - 1
+        known = Against(
+            rounds=MOST_AGAINST,
+            num_times_out=num_before,
+            back_at_round=after + 1 if num_before else 0,
+        )
+        newest = out_since - 1
+    known = replace(known, rounds=max(0, known.rounds - (newest - after)))
+    return known if known.rounds or known.num_times_out else Against()
 
 
 def sitting_out_in_words(members: Iterable[Member], number: int) -> str:
@@ -109,15 +154,23 @@ def spoken_against(
     """Whom a round speaks against. `reducers` made its slices, in order; `among` take part and are here."""
     made: dict[NodeId, int] = {}
     left_out: dict[NodeId, dict[NodeId, int]] = {}
+    whole = weight_of(say, among)
+    weights_of: dict[int, int] = {}  # contributors, which are mostly the same for all slices
     for reducer_id, outcome in zip(reducers, commit.slices, strict=True):
         if outcome.digest is None:
             continue
         made[reducer_id] = made.get(reducer_id, 0) + outcome.num_elements
+        of = id(outcome.contributors)
+        if of not in weights_of:
+            names = {contributor.node_id for contributor in outcome.contributors}
+            weights_of[of] = weight_of(say, names.intersection(among))
+        if weights_of[of] < LEAST_NAMED * whole:
+            continue
         for contributor, factor in zip(outcome.contributors, outcome.factors, strict=False):
             if not factor and contributor.node_id != reducer_id:
                 by = left_out.setdefault(contributor.node_id, {})
                 by[reducer_id] = by.get(reducer_id, 0) + outcome.num_elements
-    if not left_out or not say.is_confirmed or not _weighs_alike(say, _named(commit)):
+    if not left_out or not say.is_confirmed:
         return frozenset()
     half, here, found = sum(made.values()) / 2, frozenset(among), set()
     for node_id, by in left_out.items():
@@ -126,7 +179,7 @@ def spoken_against(
         is_said_by_helpers = of_helpers > half and len(saying) > 1
         if is_said_by_helpers or is_enough(say, saying & here, among):
             found.add(node_id)
-    is_most = 2 * weight_of(say, found & here) >= weight_of(say, among)
+    is_most = 2 * weight_of(say, found & here) >= whole
     return frozenset() if is_most else frozenset(found)
 
 
@@ -143,10 +196,3 @@ def _named(commit: Commit) -> set[NodeId]:
     """Who has contributed to anything that was committed; mostly it is one set for all slices."""
     sets = {id(outcome.contributors): outcome.contributors for outcome in commit.slices}
     return {contributor.node_id for each in sets.values() for contributor in each}
-
-
-def _weighs_alike(say: Say, contributors: Collection[NodeId]) -> bool:
-    """Whether as few as may be most of what one is compared with have some weight, whoever they are."""
-    weights = sorted(say.weights.get(node_id, 0) for node_id in contributors)
-    lightest = weights[: (len(weights) - 1) // 2 + 1]
-    return sum(lightest) >= LEAST_OF_HALF * sum(weights)

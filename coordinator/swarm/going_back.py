@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.swarm.committed import judge, unbook
+from coordinator.swarm.contradiction import without_rounds_undone
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Ruled, Undone
 from coordinator.swarm.ledger import Ledger, end_ahead, settle
-from coordinator.swarm.members import Against
 from coordinator.swarm.reach_back import is_in_reach, possible_in_words, saying_so
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.turn import Turn, name_of, present_members
@@ -118,7 +118,9 @@ def go_back(turn: Turn, ruling: Ruling, undone: Undone | None) -> None:
                     member,
                     work=without_rounds_after(member.work, round),
                     screenings=tuple(s for s in member.screenings if s.round <= round),
-                    against=Against(),
+                    against=without_rounds_undone(
+                        member.against, after=round, newest=state.committed_round
+                    ),
                 )
                 for node_id, member in state.members.items()
             },

@@ -11,7 +11,7 @@ from coordinator.swarm.audit import (
     pending_audits,
 )
 from coordinator.swarm.committed import agree_on, book
-from coordinator.swarm.contradiction import note_contradicted
+from coordinator.swarm.contradiction import note_contradicted, votes_of
 from coordinator.swarm.conviction import (
     contradict,
     errors_after,
@@ -97,6 +97,7 @@ def plan_of(current: Round, now: float) -> Plan:
         num_rulings=current.num_rulings,
         opened_at=current.opened_at,
         ways=current.ways,
+        votes=votes_of(current.say, [a.node_id for a in current.assignments]),
     )
 
 

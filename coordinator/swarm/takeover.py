@@ -49,7 +49,7 @@ STUCK_TIMES, STUCK_LEAST_SECONDS, STUCK_AGAIN = 5.0, 30.0, 1.5
 """A round waits so many times as long as it took until the latest result was made, or so much longer than
 that; then less than half of the slices, which too few hold, are given to others. Then so many times again."""
 
-STUCK_AGAIN_TIMES, STUCK_AGAIN_LEAST_SECONDS = 1.5, 5.0
+STUCK_AGAIN_TIMES, STUCK_AGAIN_LEAST_SECONDS = 1.25, 2.0
 """Likewise for those results alone whose reducers had such lately."""
 
 LEAST_SECONDS = 1.0

@@ -4,9 +4,8 @@ Which contributions are in it, and with which factor, is decided in screening.py
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import nsmallest
 
 import numpy as np
@@ -23,7 +22,7 @@ from node.exchange.codecs.codec import (
     kernel,
     read_only,
 )
-from node.exchange.screening import LARGEST_RMS
+from node.exchange.screening import LARGEST_RMS, NOT_HERE
 from node.outer_state import Vector
 from protocol.wire.rounds import BLOCK
 
@@ -46,9 +45,6 @@ class Passes:
 
 
 ONE_PASS = Passes()
-
-MOST_COMPARED_WITH = 16
-"""Others whom a contribution is compared with."""
 
 COMPARED = 1 << 26
 """Products of two elements for all comparisons of a slice together: what they cost has an end."""
@@ -206,38 +202,39 @@ def norm_of(values: Vector, *, passes: Passes = ONE_PASS) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosines:
-    """Of each of n contributions the cosines with others that it was compared with, in so many elements."""
+    """Of pairs of contributions, by their places in order, the cosines of so many of their elements."""
 
-    cosines: Sequence[Sequence[float]]
+    cosines: Mapping[tuple[int, int], float]
     num_elements: int
 
 
 def cosines_among(
-    contributions: Sequence[Encoded], *, seed: bytes, passes: Passes = ONE_PASS
+    contributions: Sequence[Encoded],
+    about: Sequence[Collection[int]],
+    *,
+    seed: bytes,
+    passes: Passes = ONE_PASS,
 ) -> Cosines:
-    """How far contributions point the same way, two and two; 0 with one that is zero.
+    """How far each contribution points the same way as those others, by place; 0 with one that is zero.
 
-    Each with all others, or with MOST_COMPARED_WITH that are next in a ring, of which the seed draws the
-    order. Of a large slice it draws the tiles that are looked at, by COMPARED. Raises UndecodableError.
+    Of a large slice the seed draws the tiles that are looked at, by COMPARED. Raises UndecodableError.
     """
-    num, size = len(contributions), _size_of(contributions)
+    size = _size_of(contributions)
 
-    def drawn(of: str, place: int) -> bytes:  # numpy's draws may change with its version
-        return blake3(seed + f"{of} {place}".encode()).digest()
+    def drawn(tile: int) -> bytes:  # numpy's draws may change with its version
+        return blake3(seed + f"tile {tile}".encode()).digest()
 
-    order = sorted(range(num), key=partial(drawn, "contribution"))
-    reach = num // 2 if num - 1 <= MOST_COMPARED_WITH else MOST_COMPARED_WITH // 2
     pairs = {
         (min(one, other), max(one, other))
-        for place, one in enumerate(order)
-        for step in range(1, reach + 1)
-        if (other := order[(place + step) % num]) != one
+        for one, others in enumerate(about)
+        for other in others
+        if other not in (one, NOT_HERE)
     }
     num_tiles: int = -(-size // passes.unit)
     num_looked_at = min(num_tiles, max(1, COMPARED // (passes.unit * max(1, len(pairs)))))
     tiles: Sequence[int] = range(num_tiles)
     if num_looked_at < num_tiles:
-        tiles = sorted(nsmallest(num_looked_at, tiles, key=partial(drawn, "tile")))
+        tiles = sorted(nsmallest(num_looked_at, tiles, key=drawn))
     readers = [_tile_reader(index, values) for index, values in enumerate(contributions)]
     products = {pair: BlockSums(size) for pair in sorted(pairs)}
     squares = [BlockSums(size) for _ in contributions]
@@ -255,12 +252,10 @@ def cosines_among(
 
     passes.tiles.each_run(len(tiles), compare, unit=1)
     norms = [own.norm() for own in squares]
-    cosines: list[list[float]] = [[] for _ in contributions]
+    cosines = {}
     for (one, other), sums in products.items():
         both = norms[one] * norms[other]
-        cosine = sums.total() / both if both > 0 else 0.0
-        cosines[one].append(cosine)
-        cosines[other].append(cosine)
+        cosines[one, other] = sums.total() / both if both > 0 else 0.0
     looked_at = sum(min(passes.unit, size - tile * passes.unit) for tile in tiles)
     return Cosines(cosines=cosines, num_elements=looked_at)
 

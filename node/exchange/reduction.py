@@ -39,6 +39,7 @@ from node.exchange.screening import (
     screened,
     tokens_of_late,
     trust_factors,
+    votes_about,
 )
 from node.outer_state import Vector
 from protocol.run.run_spec import Merge
@@ -327,6 +328,7 @@ class Reduction:
         ]
         weights, late = self._weights(here, by)
         looked = _Look.at(bodies, by, shares(weights, late=late), passes)
+        votes, not_here = self._votes(here)
         if by.is_screened:
             own = here.index(node_id) if node_id in here else None
             allowed = allowances(
@@ -340,11 +342,13 @@ class Reduction:
                     asked_for=max(looked.norms),
                     norm_of_parameters=by.norm_of_parameters,
                 )
-            found = screened(looked.norms, allowed, own=own, largest=largest)
+            found = screened(looked.norms, allowed, own=own, votes=votes, largest=largest)
             verdicts.update(zip(here, found, strict=True))
             if any(verdict.factor == 0 for verdict in found):
                 return None
-        if by.merge == "agreeing" and (against := self._contradicted(here, bodies, passes)):
+        if by.merge == "agreeing" and (
+            against := self._contradicted(here, bodies, votes, not_here, passes)
+        ):
             verdicts.update({here[place]: verdict for place, verdict in against.items()})
             return None
         let_in = [verdicts[sender].factor / WHOLE for sender in here]
@@ -354,18 +358,38 @@ class Reduction:
         return _Merged(values=values, verdicts=verdicts, weighed=sum(weights) + late)
 
     def _contradicted(
-        self, here: Sequence[NodeId], bodies: Sequence[Encoded], passes: Passes
+        self,
+        here: Sequence[NodeId],
+        bodies: Sequence[Encoded],
+        votes: Sequence[int],
+        not_here: int,
+        passes: Passes,
     ) -> Mapping[int, Verdict]:
         """By their places, the contributions that most of the others point against.
 
-        What is looked at of a large slice is drawn by all contributions together: no sender knows it,
-        and auditors, who have them, draw the same.
+        What is compared of many or large contributions is drawn by all of them together: no sender knows
+        it, and auditors, who have them, draw the same.
         """
         drawn = blake3()
         for sender in here:
             drawn.update(self.contributions[sender].header.body_digest)
-        found = cosines_among(bodies, seed=drawn.digest(), passes=passes)
-        return contradicted(found.cosines, num_elements=found.num_elements)
+        seed = drawn.digest()
+        about = votes_about(votes, not_here=not_here, seed=seed)
+        found = cosines_among(bodies, about, seed=seed, passes=passes)
+        return contradicted(found.cosines, about, votes, num_elements=found.num_elements)
+
+    def _votes(self, here: Sequence[NodeId]) -> tuple[list[int], int]:
+        """What the plan says that words of these count, and those of who is late or left out together.
+
+        Who is gone counts nothing. What votes do not make up of the whole counts as late.
+        """
+        named = {*self.contributions, *self.late}
+        if not self.plan.votes:
+            return [1] * len(here), len(named) - len(here)
+        told = dict(zip(self.plan.participants, self.plan.votes, strict=True))
+        votes = [told.get(node_id, 0) for node_id in here]
+        gone = sum(vote for node_id, vote in told.items() if node_id not in named)
+        return votes, WHOLE - gone - sum(votes)
 
     def _weights(self, here: Sequence[NodeId], by: Merging) -> tuple[list[int], int]:
         """What contributions weigh, by tokens and within bounds, and what is late in all."""

@@ -3,7 +3,8 @@
 Pure, on numbers: norms come from mean.py, and whoever reduces applies what is decided here (reduction.py).
 
 A mean without bounds is its longest contribution's: one sender in eight with a thousandfold gradient
-replaces the model. So each norm is measured against the median of all, in what it may honestly be:
+replaces the model. So each norm is measured against the median of all by their votes, which the plan gives
+them for their confirmed work (coordinator.swarm.contradiction), in what it may honestly be:
 
     measure = norm / (by work * by lateness)
 
@@ -14,8 +15,13 @@ Who missed rounds owes them on top (node.exchange.error_feedback), and may be lo
 """
 
 import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
+
+from blake3 import blake3
 
 from protocol.wire.rounds import WHOLE, Commit, Contributor, NodeId
 
@@ -37,6 +43,12 @@ MOST_BY_LATENESS = 3.0
 
 CONTRADICTS_BELOW = 0.25
 """Two contributions contradict each other from so much of the usual cosine on, with the sign turned."""
+
+MOST_COMPARED_WITH = 16
+"""Others whom a contribution is compared with."""
+
+NOT_HERE = -1
+"""The place of all together who have not contributed: they agree with everybody."""
 
 CHANCE = 3.0
 """Standard deviations of the cosine of two random vectors, which is one over the root of their elements."""
@@ -78,9 +90,10 @@ def screened(
     allowed: Sequence[float],
     *,
     own: int | None,
+    votes: Sequence[int] = (),
     largest: float = math.inf,
 ) -> list[Verdict]:
-    """What becomes of contributions with these norms.
+    """What becomes of contributions with these norms; `votes` say whose are usual, without them all alike.
 
     `own` is the place of the reducer's own contribution, `largest` the norm above which nothing counts.
     With fewer than three that hold anything, it is measured by `own`; a reducer without one screens by
@@ -89,20 +102,16 @@ def screened(
     """
     measures = [norm / may for norm, may in zip(norms, allowed, strict=True)]
     least = 0.0 if math.isinf(largest) else SMALLEST * largest
-    usual = _usual(
-        [each for each in measures if each > least],
-        own=None if own is None or measures[own] <= least else measures[own],
-    )
+    usual = None if own is None or measures[own] <= least else measures[own]
+    some = [
+        (m, v) for m, v in zip(measures, votes or [1] * len(measures), strict=True) if m > least
+    ]
+    if len(some) >= FEWEST_FOR_A_MEDIAN:
+        usual = _middle(*zip(*some, strict=True))  # the lower one of two: liars are long
     return [
         _verdict(norm, measure, usual, largest)
         for norm, measure in zip(norms, measures, strict=True)
     ]
-
-
-def _usual(measures: Sequence[float], *, own: float | None) -> float | None:
-    if len(measures) >= FEWEST_FOR_A_MEDIAN:
-        return sorted(measures)[(len(measures) - 1) // 2]  # the lower of two: liars are long
-    return own
 
 
 def _verdict(norm: float, measure: float, usual: float | None, largest: float) -> Verdict:
@@ -166,19 +175,77 @@ def trust_factors(
     return [min(1.0, max(0.0, cosine) / usual) for cosine in cosines]
 
 
-def contradicted(cosines: Sequence[Sequence[float]], *, num_elements: int) -> dict[int, Verdict]:
-    """Those of three or more contributions, by their places, that more than half of the others point against.
+def votes_about(
+    votes: Sequence[int], *, not_here: int = 0, seed: bytes = b""
+) -> list[Mapping[int, int]]:
+    """Whose word counts how much about each contribution, by place: its own too, and that of NOT_HERE.
 
-    `cosines` has of each contribution those with the others that it was compared with. Whoever pulls against
-    what most of the others have trained is found by it, whatever its length, while those are not liars
-    who know each other; honest work on equal data agrees, or is as good as at right angles. To point
-    against is more than chance gives vectors of so many elements, and than a quarter of how much the larger
-    half agrees. Where that half contradicts itself, nobody says who is right.
+    All that count anything, or of many MOST_COMPARED_WITH, which the seed draws by what they count: those
+    that a stride through all votes hits, in a random order. `not_here` are votes of who has not contributed.
     """
-    if len(cosines) < FEWEST_FOR_A_MEDIAN:
+    if not sum(votes) + not_here:
+        votes = [1] * len(votes)
+    counting = {place: vote for place, vote in enumerate((*votes, not_here)) if vote}
+    counting = {place if place < len(votes) else NOT_HERE: v for place, v in counting.items()}
+    if len(votes) - 1 <= MOST_COMPARED_WITH:
+        return [counting] * len(votes)
+
+    def drawn(of: str) -> int:  # numpy's draws may change with its version
+        return int.from_bytes(blake3(seed + of.encode()).digest(8), "little")
+
+    order = sorted(counting, key=lambda place: drawn(f"order {place}"))
+    ends = list(accumulate(counting[place] for place in order))
+    whole = ends[-1]
+    found: list[Mapping[int, int]] = []
+    for place in range(len(votes)):
+        first = drawn(f"first {place}") % whole
+        hits = [
+            (first + k * whole // MOST_COMPARED_WITH) % whole for k in range(MOST_COMPARED_WITH)
+        ]
+        found.append(Counter(order[bisect_right(ends, hit)] for hit in hits))
+    return found
+
+
+def contradicted(
+    cosines: Mapping[tuple[int, int], float],
+    about: Sequence[Mapping[int, int]],
+    votes: Sequence[int],
+    *,
+    num_elements: int,
+) -> dict[int, Verdict]:
+    """Those of three or more contributions, by their places, that most of the votes point against.
+
+    `cosines` are of pairs of places in order, `about` what `votes_about` says of `votes`. Each agrees with
+    itself, and so does with all who has not contributed. So while the honest have more than half of the votes
+    and agree, or are as good as at right angles, none of them is contradicted, however many others there are;
+    and whoever pulls against all of them is, whatever its length. To point against is more than chance gives
+    vectors of so many elements, and than a quarter of how much the larger half agrees. Where that half
+    contradicts itself, nobody says who is right.
+    """
+    if len(about) < FEWEST_FOR_A_MEDIAN:
         return {}
-    middle = [sorted(each)[len(each) // 2] for each in cosines]  # the upper one of two
-    usual = sorted(middle)[len(middle) // 2]
+
+    def agreeing(place: int) -> float:
+        """The cosine that more than half of the votes say at least; 0 where its own and absent ones do."""
+        said = about[place]
+        whole = sum(said.values())
+        so_far = said.get(place, 0) + said.get(NOT_HERE, 0)
+        if 2 * so_far > whole:
+            return 0.0
+        others = sorted(
+            (-cosines[min(place, other), max(place, other)], vote)
+            for other, vote in said.items()
+            if other not in (place, NOT_HERE)
+        )
+        ends = accumulate((vote for _, vote in others), initial=so_far)
+        return next(
+            -against
+            for (against, _), end in zip(others, islice(ends, 1, None), strict=True)
+            if 2 * end > whole
+        )
+
+    middle = [agreeing(place) for place in range(len(about))]
+    usual = -_middle([-each for each in middle], votes)  # the upper one of two
     by_chance = CHANCE / math.sqrt(num_elements)
     if usual < -by_chance:
         return {}
@@ -191,6 +258,13 @@ def contradicted(cosines: Sequence[Sequence[float]], *, num_elements: int) -> di
         for place, each in enumerate(middle)
         if each < -least
     }
+
+
+def _middle(values: Sequence[float], votes: Sequence[int]) -> float:
+    """The least value that half of the votes are not above; all count alike where nobody has a vote."""
+    ordered = sorted(zip(values, votes if sum(votes) else [1] * len(values), strict=True))
+    ends = list(accumulate(vote for _, vote in ordered))
+    return next(value for (value, _), end in zip(ordered, ends, strict=True) if 2 * end >= ends[-1])
 
 
 # What a contribution weighs, before its norm is looked at

@@ -109,6 +109,7 @@ class Plan(_message.Message):
     NUM_RULINGS_FIELD_NUMBER: _builtins.int
     OPENED_AT_FIELD_NUMBER: _builtins.int
     WAYS_FIELD_NUMBER: _builtins.int
+    VOTES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round number, from 1. The outer state after it is "the state at this round"."""
     fragment: _builtins.int
@@ -153,6 +154,13 @@ class Plan(_message.Message):
     def ways(self) -> _containers.RepeatedCompositeFieldContainer[Global___Way]:
         """Participants that do not reach each other, and who carries what they send each other."""
 
+    @_builtins.property
+    def votes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the word of each participant counts where reducers compare contributions, in the assignments' order
+        and in 65,536ths of all: by confirmed work, so more than half decides. What is left to the whole agrees
+        with everybody; while nobody has work it is a quarter, so two thirds decide. Empty: all count alike.
+        """
+
     def __init__(
         self,
         *,
@@ -171,10 +179,11 @@ class Plan(_message.Message):
         num_rulings: _builtins.int = ...,
         opened_at: _builtins.float = ...,
         ways: _abc.Iterable[Global___Way] | None = ...,
+        votes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "assignments", b"assignments", "base_digest", b"base_digest", "commit_seconds", b"commit_seconds", "contribute_seconds", b"contribute_seconds", "fragment", b"fragment", "num_rulings", b"num_rulings", "opened_at", b"opened_at", "reason", b"reason", "round", b"round", "round_tokens", b"round_tokens", "slices", b"slices", "token_clock", b"token_clock", "train_seconds", b"train_seconds", "ways", b"ways"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "assignments", b"assignments", "base_digest", b"base_digest", "commit_seconds", b"commit_seconds", "contribute_seconds", b"contribute_seconds", "fragment", b"fragment", "num_rulings", b"num_rulings", "opened_at", b"opened_at", "reason", b"reason", "round", b"round", "round_tokens", b"round_tokens", "slices", b"slices", "token_clock", b"token_clock", "train_seconds", b"train_seconds", "votes", b"votes", "ways", b"ways"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -113,11 +113,17 @@ def plan_to_wire(plan: Plan) -> round_pb2.Plan:
             round_pb2.Way(one=way.one, other=way.other, through_ids=way.through)
             for way in plan.ways
         ],
+        votes=plan.votes,
     )
 
 
 def plan_from_wire(wire: round_pb2.Plan) -> Plan:
     """A whole plan."""
+    if wire.assignments and len(wire.votes) not in (0, len(wire.assignments)):
+        raise ProtocolMismatchError(
+            f"a plan of {len(wire.assignments)} participants has {len(wire.votes)} votes",
+            next_step="use the same version of Atoll on both sides",
+        )
     return Plan(
         round=wire.round,
         fragment=wire.fragment,
@@ -141,6 +147,7 @@ def plan_from_wire(wire: round_pb2.Plan) -> Plan:
             )
             for way in wire.ways
         ),
+        votes=tuple(wire.votes),
     )
 
 

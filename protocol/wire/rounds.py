@@ -140,6 +140,10 @@ class Plan:
     num_rulings: int = 0  # made when the round opened: who lacks one does not take part
     opened_at: float = 0.0  # by the coordinator's clock: tells plans of one round apart
     ways: tuple[Way, ...] = ()  # between participants that do not reach each other
+    votes: tuple[int, ...] = ()
+    """What the word of each participant counts about others' contributions, in order and in 65,536ths of all.
+
+    What they do not make up together speaks for everybody. Empty where nobody says: then all count alike."""
 
     @property
     def participants(self) -> tuple[NodeId, ...]:

@@ -6,6 +6,7 @@ COMMAND is what would have run the honest node: python -P -m protocol.terminal.c
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import blake3
 import numpy as np
@@ -26,12 +27,12 @@ LOUDER = 1000
 FASTER = 20_000
 
 
-def contribute_too_much() -> None:
+def contribute(times: float) -> None:
     """It contributes so many times what its island has trained."""
     accumulated = Owing.accumulated
 
     def told(self: Owing, start: int, num_elements: int, *, out: Vector | None = None) -> Vector:
-        return np.float32(LOUDER) * accumulated(self, start, num_elements, out=out)
+        return np.float32(times) * accumulated(self, start, num_elements, out=out)
 
     Owing.accumulated = told  # type: ignore[method-assign]
 
@@ -121,7 +122,8 @@ def reduce_to_nonsense() -> None:
 
 
 LIES = {
-    "contributes too much": contribute_too_much,
+    "contributes too much": partial(contribute, LOUDER),
+    "pulls backwards": partial(contribute, -1),
     "reports nothing": report_nothing,
     "boasts": boast,
     "makes up states": make_up_states,

@@ -11,6 +11,7 @@ import pytest
 from liar import LIES
 from typed_commands import ROOT, Running, Swarm, atoll, done, rests, until
 
+from coordinator.swarm.contradiction import FEWEST_ROUNDS_OUT, MOST_AGAINST
 from lab.simulation.swarm import Life, simulate
 from node.island.data.corpus import read_corpus
 from tests.tiny_runs import tiny, tiny_text
@@ -53,12 +54,12 @@ class Scene:
         """What the run owner types, and what is answered."""
         return done(atoll(*command, "--dir", self.swarm.home, COLUMNS="400"))
 
-    def asked(self, command: str) -> Any:
-        return json.loads(done(atoll(command, "--json", "--dir", self.swarm.home)))
+    def asked(self, *command: str) -> Any:
+        return json.loads(done(atoll(*command, "--json", "--dir", self.swarm.home)))
 
     def rounds(self) -> list[Any]:
         """Closed rounds, oldest first."""
-        return list(reversed(self.asked("rounds")))
+        return list(reversed(self.asked("rounds", "--limit", "100")))
 
     def nodes(self) -> dict[str, Any]:
         """All nodes by their names."""
@@ -123,6 +124,30 @@ def test_who_contributes_a_thousand_times_too_much_is_left_out_and_named_and_exp
     assert losses[-1] < 0.9 * losses[0]
     # How much is trained in two seconds is the machine's matter; near the end losses go up and down a little.
     assert all(loss < 1.05 * min(losses[:number]) for number, loss in enumerate(losses) if number)
+
+
+@pytest.mark.nightly
+def test_who_pulls_against_the_others_sits_out_and_comes_back_to_one_round(
+    scene_of: Callable[..., Scene],
+) -> None:
+    back_at = MOST_AGAINST + FEWEST_ROUNDS_OUT + 2  # of its first rounds one may not count
+    run = {"rounds": back_at + 2, "min_nodes": 3}
+    scene = scene_of(run=run, outer={"merge": "agreeing"}, evaluation={"every_rounds": 8})
+    started = scene.start("pulls backwards", "liar")
+    scene.finishes()
+    num_nodes = {closed["round"]: closed["num_participants"] for closed in scene.rounds()}
+    assert set(num_nodes) == set(range(1, back_at + 3)) and set(num_nodes.values()) == {3, 4}
+    without = [number for number, num in num_nodes.items() if num == len(HONEST)]
+    assert MOST_AGAINST < without[0] <= MOST_AGAINST + 2
+    assert without[:FEWEST_ROUNDS_OUT] == list(range(without[0], without[0] + FEWEST_ROUNDS_OUT))
+    assert without[0] + FEWEST_ROUNDS_OUT not in without, "it has one round, and sits out again"
+    assert without[FEWEST_ROUNDS_OUT] == without[0] + FEWEST_ROUNDS_OUT + 1
+    assert "most of the others point against" in scene.swarm.coordinator.log
+    assert "whether this node's data" in started["liar"].log
+    nodes, digest = scene.nodes(), scene.rounds()[-1]["outer_digest"]
+    assert {node["heartbeat"]["outer_digest"] for node in nodes.values()} == {digest}
+    losses = scene.losses()
+    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.nightly

@@ -337,12 +337,12 @@ FROM_ONE = identity_of(2).node_id
 @pytest.mark.parametrize(
     ("keeps", "most_longer"),
     [
-        pytest.param(lambda header, peer: True, 6, id="from all"),
-        pytest.param(lambda header, peer: peer == FROM_ONE, 6, id="from one"),
+        pytest.param(lambda header, peer: True, 2, id="from all"),
+        pytest.param(lambda header, peer: peer == FROM_ONE, 2, id="from one"),
         pytest.param(lambda header, peer: header.round % 3 == 0, 5, id="in each third round"),
         pytest.param(
             lambda header, peer: peer == identity_of(2 + header.round % 3).node_id,
-            13,
+            10,
             id="from one after the other",
         ),
     ],

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from node.exchange.round.awaiting import (
     BRIEF_ROUNDS,
-    MOST_ROUNDS_WITHOUT,
+    KEPT_ROUNDS,
+    MOST_IN_TIME,
     Awaited,
     Missed,
     less_awaited,
@@ -119,11 +120,22 @@ def test_one_round_in_seventeen_waits_to_its_deadline_for_who_keeps_contribution
         world.close({n: {KEEPER} for n in reducers})
     for one, other in pairwise(to_the_deadline):
         assert other - one > BRIEF_ROUNDS
-    for rounds in briefly.values():
-        for place, round in enumerate(rounds):
-            assert len([r for r in rounds[place:] if r < round + BRIEF_ROUNDS]) <= 5
-        for place in range(len(rounds) - 5):  # 1 + 2 + 4 + 8 + 16, or all of them the most
-            assert rounds[place + 5] - rounds[place] > MOST_ROUNDS_WITHOUT
+    for n, rounds in briefly.items():
+        for place, (one, other) in enumerate(pairwise(rounds)):
+            lately = [r for r in rounds[: place + 1] if one - r < KEPT_ROUNDS]
+            in_time = [r for r in range(one + 1, other) if n not in kept_from[r]]
+            assert len(in_time) >= min(MOST_IN_TIME, 2 ** (len(lately) - 1))
+
+
+def test_who_keeps_all_is_waited_for_twice_and_then_until_it_works_again_by_nobody() -> None:
+    world = World()
+    waits = []
+    for _ in range(3 * KEPT_ROUNDS):
+        waits.append({world.awaited(n, KEEPER) for n in OTHERS})
+        world.close({n: {KEEPER} for n in OTHERS})
+    assert waits == [{Awaited.FULLY}, {Awaited.BRIEFLY}, *[{Awaited.NOT}] * (len(waits) - 2)]
+    world.close({})
+    assert all(world.awaited(n, KEEPER) is Awaited.BRIEFLY for n in OTHERS)
 
 
 @given(kept_from=KEPT_FROM)
@@ -149,7 +161,7 @@ def test_who_works_again_is_waited_for_as_before_after_so_many_rounds(
 def test_a_reducer_that_leaves_others_out_has_nobody_else_give_them_up(
     left_out: list[dict[NodeId, set[NodeId]]],
 ) -> None:
-    """Those are waited for half as long again as the others at least: they lose nothing by its lie."""
+    """Those are waited for a quarter as long again as the others at least: they lose nothing by its lie."""
     world = World()
     for lacking in left_out:
         for reducer in NODES[1:]:

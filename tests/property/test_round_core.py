@@ -512,10 +512,10 @@ def reduced_at(state: RoundState, *events: tuple[float, Event]) -> float:
     return at
 
 
-def test_who_kept_contributions_lately_is_waited_for_half_as_long_again_as_the_others_took() -> (
+def test_who_kept_contributions_lately_is_waited_for_a_quarter_as_long_again_as_others_took() -> (
     None
 ):
-    assert reduced_at(awaiting({C: Awaited.BRIEFLY})) == 12.0
+    assert reduced_at(awaiting({C: Awaited.BRIEFLY})) == 10.0
     assert awaiting({C: Awaited.NOT}).slices[0].phase is Phase.AVERAGING, "at once"
     assert reduced_at(awaiting({B: Awaited.BRIEFLY})) == 12.0, "for C in full, as A took 2 s"
     assert reduced_at(awaiting({})) == 20.0, "four times 8 s are more than there is"
@@ -568,7 +568,8 @@ def test_of_whom_something_comes_is_waited_for_as_long_as_it_does() -> None:
     state = awaiting({C: Awaited.BRIEFLY})
     assert reduced_at(state, (9.0, begins)) == 20.0
     assert reduced_at(state, (9.0, begins), (15.0, ends)) == 15.0 + RULES.waits.grace_seconds
-    assert reduced_at(state, (9.0, begins), (9.5, ends)) == 12.0
+    assert reduced_at(state, (9.0, begins), (9.5, ends)) == 9.5 + RULES.waits.grace_seconds
+    assert reduced_at(state, (8.0, begins), (8.0, ends)) == 10.0
 
 
 def test_what_comes_in_time_counts_whoever_was_waited_for() -> None:
@@ -585,4 +586,4 @@ def test_a_slice_that_is_taken_over_is_sent_anew_and_waited_for_anew() -> None:
     state = step(state, news, 10.0).state
     for sender in (A, B):
         state = step(state, body_of(contributed(sender, 1, 0), 1), 14.0).state
-    assert collects_until(state, state.slices[1]) == 16.0
+    assert collects_until(state, state.slices[1]) == 15.0

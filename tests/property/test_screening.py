@@ -64,11 +64,17 @@ def lie_of(lie: str, truth: Vector, rng: np.random.Generator) -> Vector:
 
 
 def reduced(
-    values: Sequence[Vector], merge: Merge = "mean", *, own: int = 0, **by: object
+    values: Sequence[Vector],
+    merge: Merge = "mean",
+    *,
+    own: int = 0,
+    votes: Sequence[int] = (),
+    **by: object,
 ) -> SliceResult:
     """What the node at place `own` makes of them; it need not be among the contributors."""
     ids = [NodeId(f"node-{place}") for place in range(len(values))]
-    plan = plan_for(*ids)
+    told = dict(zip(ids, votes, strict=bool(votes)))
+    plan = plan_for(*ids, votes=tuple(told[node_id] for node_id in sorted(told)))
     reduction = Reduction(
         plan=plan,
         slice=Slice(index=0, start=0, num_elements=BLOCK, reducer_id=ids[0]),
@@ -219,6 +225,24 @@ def test_who_pulls_against_what_the_others_share_counts_for_nothing_and_nobody_e
     assert norm_of(decoded(result) - np.mean(rest, axis=0)) < 1e-5 * norm_of(decoded(result)) or (
         any(0 < factor < WHOLE for factor in by_node.values())
     )
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, num_keys=st.integers(4, 25), times=st.sampled_from([-1.0, -0.1, 0.1]))
+def test_many_keys_with_little_work_have_no_honest_contribution_left_out(
+    seed: int, num_keys: int, times: float
+) -> None:
+    """Three honest contributions have two thirds of the votes. Keys pull backwards, or are short."""
+    told = honest(3, seed)
+    lie = np.mean(told, axis=0) * np.float32(times)
+    votes = [WHOLE * 2 // 9] * 3
+    votes += [(WHOLE - sum(votes)) // num_keys] * num_keys
+    result = reduced([*told, *[lie] * num_keys], "agreeing", votes=votes)
+    factors = result.factors or (WHOLE,) * len(votes)
+    by_node = dict(zip([c.node_id for c in result.contributors], factors, strict=True))
+    assert [by_node[NodeId(f"node-{place}")] for place in range(3)] == [WHOLE] * 3
+    if times < 0:
+        assert sum(by_node.values()) == 3 * WHOLE
 
 
 def test_where_all_contradict_each_other_all_count_for_nobody_says_who_is_right() -> None:

@@ -31,7 +31,15 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
             for field in fields(kind)
         },
     )
+    if kind is rounds.Plan:
+        return drawn.flatmap(with_as_many_votes)
     return drawn.map(with_a_contribution_of_each) if kind is rounds.SliceOutcome else drawn
+
+
+def with_as_many_votes(plan: rounds.Plan) -> st.SearchStrategy[rounds.Plan]:
+    num = len(plan.assignments)
+    votes = st.lists(uint32, min_size=num, max_size=num).map(tuple)
+    return st.builds(lambda told: replace(plan, votes=told), st.just(()) | votes)
 
 
 def with_a_contribution_of_each(outcome: rounds.SliceOutcome) -> rounds.SliceOutcome:
@@ -79,6 +87,13 @@ def test_what_crosses_the_wire_is_the_same_value(kind: type, data: st.DataObject
     value = data.draw(values(kind))
     wire = to_wire(value)
     assert from_wire(type(wire).FromString(wire.SerializeToString())) == value
+
+
+def test_a_plan_with_votes_of_others_than_its_participants_is_refused() -> None:
+    assignments = [round_pb2.Assignment(node_id="a", inner_steps=1, num_samples=1)]
+    wire = round_pb2.Plan(round=1, base_digest=bytes(32), assignments=assignments, votes=[1, 2])
+    with pytest.raises(ProtocolMismatchError, match="1 participants has 2 votes"):
+        convert.plan_from_wire(wire)
 
 
 def test_rosters_and_counts_cross_the_wire() -> None:

@@ -1,5 +1,6 @@
 import math
 from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -7,7 +8,6 @@ import pytest
 from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles
 from node.exchange.codecs.registry import codec_named
 from node.exchange.mean import (
-    MOST_COMPARED_WITH,
     TILE_ELEMENTS,
     Encoded,
     Passes,
@@ -19,6 +19,7 @@ from node.exchange.mean import (
     trimmed_mean,
     weighted_sum,
 )
+from node.exchange.screening import NOT_HERE
 from node.outer_state import Vector
 
 
@@ -224,24 +225,27 @@ def test_cosines_are_of_all_pairs_and_the_same_on_any_number_of_threads() -> Non
     fp32 = codec_named("fp32")
     values = [normal(2 * TILE_ELEMENTS + 300, place) + place for place in range(4)]
     sent = [encoded_by(fp32, each) for each in values]
-    found = cosines_among(sent, seed=b"drawn")
-    threaded = cosines_among(sent, seed=b"drawn", passes=Passes(tiles=Tiles(3)))
+    about = [range(4)] * 4
+    found = cosines_among(sent, about, seed=b"drawn")
+    threaded = cosines_among(sent, about, seed=b"drawn", passes=Passes(tiles=Tiles(3)))
     assert found == threaded and found.num_elements == values[0].size
     expected = np.corrcoef([np.concatenate([each, -each]) for each in values])  # of mean zero
-    for place, cosines in enumerate(found.cosines):
-        others = np.delete(expected[place], place)
-        np.testing.assert_allclose(sorted(cosines), sorted(others), atol=1e-5)
+    assert list(found.cosines) == list(combinations(range(4), 2))
+    for pair, cosine in found.cosines.items():
+        assert cosine == pytest.approx(expected[pair], abs=1e-5)
 
 
-def test_of_many_contributions_each_is_compared_with_some_and_of_large_ones_a_part(
+def test_of_large_contributions_a_part_is_looked_at_which_the_seed_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which that are follows from the seed."""
     monkeypatch.setattr("node.exchange.mean.COMPARED", 1)
     fp32 = codec_named("fp32")
-    values = [normal(5 * TILE_ELEMENTS, place) for place in range(40)]
+    values = [normal(5 * TILE_ELEMENTS, place) for place in range(4)]
     sent = [encoded_by(fp32, each) for each in values]
-    found = cosines_among(sent, seed=b"one")
-    assert [len(each) for each in found.cosines] == [MOST_COMPARED_WITH] * 40
+    about = [{1: 5, NOT_HERE: 2}, {1: 5}, {0: 1}, {}]
+    found = cosines_among(sent, about, seed=b"one")
+    assert set(found.cosines) == {(0, 1), (0, 2)}
     assert found.num_elements == TILE_ELEMENTS
-    assert found == cosines_among(sent, seed=b"one") != cosines_among(sent, seed=b"another")
+    seeds = [b"one", b"another", b"a third", b"a fourth"]
+    drawn = {cosines_among(sent, about, seed=seed).cosines[0, 1] for seed in seeds}
+    assert cosines_among(sent, about, seed=b"one") == found and len(drawn) > 1

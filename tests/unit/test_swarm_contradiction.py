@@ -15,11 +15,14 @@ from coordinator.swarm.contradiction import (
     IN_FAVOUR,
     MOST_AGAINST,
     MOST_ROUNDS_OUT,
+    without_rounds_undone,
 )
 from coordinator.swarm.members import PRESENT, Against, Member, MemberState
+from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.transition import Transition
 from protocol.run.run_spec import RunSpec
 from protocol.v1 import status_pb2
+from protocol.wire.rounds import WHOLE
 from tests.unit.swarm_scene import LAYOUT, Scene, digest_of
 
 NAMES = "abcdef"
@@ -158,13 +161,37 @@ def test_a_few_slices_of_a_reducer_say_nothing() -> None:
     assert not sits_out(scene) and not scene.member(WRONG).against.num_times_out
 
 
-def test_where_half_of_the_contributors_have_little_work_nobody_sits_out() -> None:
-    """Reducers count contributions and not work, so these could be most of what one is compared with."""
+def test_plans_tell_what_each_word_counts_and_that_of_a_newcomer_counts_nothing() -> None:
     scene = scene_of()
-    give_work(scene, "ef")
+    scene.attach("g", invite="g", at=1, digest=digest_of("after 1"))
+    give_work(scene, "ab")
     go_on(scene, {})
-    go_on(scene, ALL_OTHERS)
-    assert scene.member(WRONG).against.rounds == 0
+    plan = plan_of(scene.round, scene.now)
+    votes = dict(zip(plan.participants, plan.votes, strict=True))
+    assert votes["a"] == pytest.approx(votes["b"], abs=1) and votes["a"] > 100 * votes["c"] > 0
+    assert not votes["g"] and sum(plan.votes) == WHOLE
+
+
+def test_a_round_with_many_late_speaks_against_nobody() -> None:
+    """Of those whose contributions came a few liars may be most."""
+    scene = scene_of()
+    for left, counted in (("ab", 0), ("a", 1)):
+        here = [name for name in NAMES if name not in left]
+        number = scene.round.number
+        for name in NAMES:
+            scene.train(name)
+        tokens = {
+            n: a.num_samples * 8 for a in scene.round.assignments if (n := str(a.node_id)) in here
+        }
+        for progress in scene.round.slices:
+            reducer, index = progress.slice.reducer_id, progress.slice.index
+            result = digest_of(f"result {number}/{index}")
+            scene.reduce(reducer, index, result, tokens, left_out="" if reducer == WRONG else WRONG)
+            for name in NAMES:
+                if scene.state.committed_round < number:
+                    scene.hold(name, index, result)
+        assert scene.member(WRONG).against.rounds == counted
+        scene.apply(digest_of(f"after {number}"), *NAMES)
 
 
 def test_who_keeps_its_contributions_is_not_excused_by_it() -> None:
@@ -212,3 +239,20 @@ def test_a_new_session_forgets_nothing() -> None:
     go_on(scene, ALL_OTHERS, times=3)
     scene.attach(WRONG, invite=WRONG, at=4, digest=digest_of("after 4"))
     assert scene.member(WRONG).against.rounds == 3
+
+
+def test_going_back_takes_the_undone_rounds_from_what_is_known_and_no_others() -> None:
+    scene = scene_of()
+    known = {scene.state.committed_round: scene.member(WRONG).against}
+    for _ in range(MOST_AGAINST + FEWEST_ROUNDS_OUT + 2):
+        go_on(scene, ALL_OTHERS)
+        known[scene.state.committed_round] = scene.member(WRONG).against
+    assert {each.num_times_out for each in known.values()} == {0, 1, 2}
+    for newest, later in known.items():
+        for after, expected in known.items():
+            if after <= newest and later.num_times_out < 2:
+                assert without_rounds_undone(later, after=after, newest=newest) == expected
+    newest = max(known)
+    left = without_rounds_undone(known[newest], after=newest - 2, newest=newest)
+    assert (left.num_times_out, left.rounds) == (1, MOST_AGAINST - 1)
+    assert left.back_at_round <= newest - 1, "it has its round again"

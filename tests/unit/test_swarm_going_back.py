@@ -8,7 +8,7 @@ from swarm_scene import Scene, asked_of, digest_of
 
 from coordinator.swarm.events import CommitLearned, Started
 from coordinator.swarm.going_back import HistoryMovedError, books_after
-from coordinator.swarm.members import MemberState
+from coordinator.swarm.members import Against, MemberState
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.start import bringing
 from coordinator.swarm.steering import with_rulings
@@ -52,6 +52,18 @@ def test_the_round_after_it_is_made_again_and_is_told_from_the_undone_one() -> N
     commit = kept.scene.state.recent[-1].commit
     assert (commit.round, commit.incarnation) == (3, 1)
     assert commit.base_digest == kept.settled[2].outer_digest
+
+
+def test_whom_the_others_contradict_is_not_excused_by_going_back() -> None:
+    """But of the undone rounds, which may all have spoken against it."""
+    kept = swarm_of(5)
+    state = kept.scene.state
+    b = replace(kept.scene.member("b"), against=Against(rounds=9))
+    kept.scene.state = replace(state, members={**state.members, b.node_id: b})
+    kept.save()
+    kept.go_back(2)
+    assert kept.scene.member("b").against == Against(rounds=6)
+    assert kept.scene.member("a").against == Against()
 
 
 def test_a_node_that_comes_with_an_undone_state_is_sent_back_and_asked_for_no_commits() -> None:

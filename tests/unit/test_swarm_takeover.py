@@ -487,7 +487,7 @@ def test_who_has_made_no_result_loses_its_slice_and_not_its_place() -> None:
 
 
 def test_who_kept_a_result_lately_is_given_up_sooner_and_makes_no_others_slice() -> None:
-    """A slow link loses its slice once; who keeps results costs the others half a round from then on."""
+    """A slow link loses its slice once; who keeps results costs the others a quarter from then on."""
     scene = keyed(7)
     kept = header_of(scene, 0)
     liars = [key(n) for n in range(7) if key(n).node_id == kept.sender_id]
@@ -505,9 +505,9 @@ def test_who_kept_a_result_lately_is_given_up_sooner_and_makes_no_others_slice()
         scene.reduce(made.sender_id, progress.slice.index, made.digest)
         for number in range(7) if made.sender_id not in theirs else ():
             scene.hold(str(key(number).node_id), progress.slice.index, made.digest)
-    scene.wait(5.9)
+    scene.wait(2.9)
     assert not of_kind(scene.log, SliceTakenOver)
-    scene.wait(0.2)  # 18 s after the plan
+    scene.wait(0.2)  # 15 s after the plan
     taken_over = of_kind(scene.log, SliceTakenOver)
     assert [told.slice_index for told in taken_over] == [0]
     assert taken_over[0].reducer_id not in theirs, "though these have nothing to do"

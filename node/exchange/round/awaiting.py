@@ -2,9 +2,10 @@
 
 A contribution that does not come shows nothing of who is at fault: its node may keep it, or the reducer may
 refuse it. So this costs neither of the two its part. A member whose work a result lacked, of any reducer, is
-waited for briefly in the next BRIEF_ROUNDS: half as long again as the contributions of others took, or for as
-long as something of its own comes, for its link may be slow. A reducer that waited so in vain does not wait
-for it in the next 1, 2, 4, ... rounds. What comes in time counts, whoever was waited for.
+waited for briefly in the next BRIEF_ROUNDS: a quarter as long again as the contributions of others took, or
+for as long as something of its own comes, for its link may be slow. A reducer that waited so in vain does not
+wait for it until its work was in time in 1, 2, 4, ... rounds. What comes in time counts, whoever was waited
+for.
 
 Also who is waited for in full is not waited for to the deadline where less than half are late, and nothing
 of its comes or has come. The first deadlines of a run are the run file's, a hundred times a quick round.
@@ -20,13 +21,13 @@ BRIEF_ROUNDS = 16
 """After a round that lacked somebody's work. So who works and idles by turns is in full waited for in one of
 17 rounds."""
 
-MOST_ROUNDS_WITHOUT = 16
-"""That a reducer does not wait for somebody, one after the other."""
+MOST_IN_TIME = 16
+"""So many rounds in time are asked at most of somebody whom a reducer waited for in vain."""
 
 KEPT_ROUNDS = 64
 """After so many, what somebody missed is forgotten."""
 
-TIMES_OTHERS, LEAST_SECONDS = 1.5, 1.0
+TIMES_OTHERS, LEAST_SECONDS = 1.25, 1.0
 """So long, as a multiple of what the others took, is waited briefly; at least so long after them."""
 
 FULL_TIMES_OTHERS, FULL_LEAST_SECONDS = 4.0, 10.0
@@ -50,12 +51,13 @@ class Missed:
     after_brief: tuple[
         int, ...
     ] = ()  # in which slices of this node's did, though it waited briefly
+    num_in_time: int = 0  # rounds since the latest of these in which they had it
 
     def awaited_in(self, round: int) -> Awaited:
         """How long this node waits for it in a round."""
         if self.after_brief:
-            rounds = min(MOST_ROUNDS_WITHOUT, 1 << (len(self.after_brief) - 1))
-            if round <= self.after_brief[-1] + rounds:
+            asked = min(MOST_IN_TIME, 1 << (len(self.after_brief) - 1))
+            if self.num_in_time < asked:
                 return Awaited.NOT
         return Awaited.BRIEFLY if round <= self.newest_round + BRIEF_ROUNDS else Awaited.FULLY
 
@@ -73,8 +75,12 @@ def with_commit(
         outcome.index: training - {c.node_id for c in outcome.contributors} for outcome in results
     }
     anywhere = frozenset[NodeId]().union(*lacking.values())
-    own = frozenset[NodeId]().union(*(lacking[i] for i in own_slices if i in lacking))
+    of_own = [lacking[i] for i in own_slices if i in lacking]
+    own = frozenset[NodeId]().union(*of_own)
     kept = {n: m for n, m in before.items() if commit.round - m.newest_round < KEPT_ROUNDS}
+    for node_id in (kept.keys() & training) - own if of_own else ():
+        in_time = min(MOST_IN_TIME, kept[node_id].num_in_time + 1)
+        kept[node_id] = replace(kept[node_id], num_in_time=in_time)
     if 2 * len(anywhere) > len(training):
         return kept
     for node_id in anywhere:
@@ -84,7 +90,7 @@ def with_commit(
         )
         if was and node_id in own and was.awaited_in(commit.round) is Awaited.BRIEFLY:
             lately = (r for r in was.after_brief if commit.round - r < KEPT_ROUNDS)
-            missed = replace(missed, after_brief=(*lately, commit.round))
+            missed = replace(missed, after_brief=(*lately, commit.round), num_in_time=0)
         kept[node_id] = missed
     return kept
 
