@@ -189,14 +189,14 @@ def as_far_as_hidden(rng: np.random.Generator) -> Lie:
             return own
         units = [each / (np.linalg.norm(each) + 1e-30) for each in known.last.values()]
         middle = np.mean(units, axis=0)
-        length = (
-            float(np.linalg.norm(middle)) + 1e-30
-        )  # also how far each agrees with it on average
+        # Its length is also how far each agrees with it on average.
+        length = float(np.linalg.norm(middle)) + 1e-30
         usual = median(float(one @ other) for one, other in combinations(units, 2))
         part = min(1.0, 0.8 * CONTRADICTS_BELOW * max(0.0, usual) / length)
         noise = rng.standard_normal(own.size, dtype=np.float32)
         hidden = noise * ((1 - part**2) ** 0.5 / np.linalg.norm(noise)) - middle * (part / length)
-        return (hidden * np.linalg.norm(own)).astype(np.float32)
+        told: Vector = (hidden * np.linalg.norm(own)).astype(np.float32)
+        return told
 
     return lie
 
