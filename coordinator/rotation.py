@@ -1,7 +1,8 @@
 """Other keys for a run that goes on: the coordinator's, and with it the authority's.
 
 New files are made aside and take their places together; a folder that was left in between is put right when
-it is read the next time. The next start announces the key to the nodes (coordinator.services.ruling).
+it is read the next time. An authority's key elsewhere waits beside the old one until the next change.
+The next start announces the key to the nodes (coordinator.services.ruling).
 """
 
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from coordinator.authority_key import (
     encrypted,
     is_encrypted,
+    key_beside,
     passphrase_from,
     passphrase_of,
     read_authority_key,
@@ -27,7 +29,7 @@ from coordinator.config import (
     rotation_folder,
 )
 from protocol.errors import BadDataError, UsageError
-from protocol.files.durable import read_secret, write_atomically
+from protocol.files.durable import read_secret, sync_folder, write_atomically
 from protocol.files.folder_lock import FolderLock
 from protocol.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 from protocol.trust.pki import Authority, is_key_of
@@ -51,6 +53,11 @@ class Rotation:
         """Where the authority's key lies."""
         return self.authority_key or self.directory / AUTHORITY_KEY_FILE
 
+    @property
+    def is_key_in_folder(self) -> bool:
+        """Whether the authority's key lies among the folder's files, so that it changes with them."""
+        return self.key_path.absolute() == (self.directory / AUTHORITY_KEY_FILE).absolute()
+
     def make(self) -> int:
         """Changes the keys of a folder whose coordinator does not run; returns the new key's number.
 
@@ -65,11 +72,18 @@ class Rotation:
             lock.release()
 
     def _make(self, home: Home) -> int:
+        beside = key_beside(self.key_path)
         passphrase = passphrase_of(self.key_path, self.descriptor)
-        authority = Authority(
-            certificate_pem=home.authority_pem,
-            key_pem=read_authority_key(self.key_path, passphrase),
-        )
+        key_pem = read_authority_key(self.key_path, passphrase)
+        if (
+            not is_key_of(key_pem, home.authority_pem)
+            and beside.is_file()
+            and is_key_of(new_pem := read_authority_key(beside, passphrase), home.authority_pem)
+        ):  # the change before was cut off after its new keys had become the folder's
+            key_pem = new_pem
+            beside.replace(self.key_path)
+            sync_folder(self.key_path.parent)
+        authority = Authority(certificate_pem=home.authority_pem, key_pem=key_pem)
         if not is_key_of(authority.key_pem, authority.certificate_pem):
             raise BadDataError(
                 f"{self.key_path} is not the key of the authority of {self.directory}",
@@ -81,7 +95,7 @@ class Rotation:
         ):  # the authority itself was the coordinator, and its signatures stay good
             former = authority.certify_own_key(1)
         authorities_pem = home.authorities_pem
-        beside = self.key_path.with_name(f"{self.key_path.name}.new")
+        kept = b""
         if self.with_authority:
             successor = Authority.create(authority.swarm_id)
             handed_on = authority.certify_successor(successor.certificate_pem)
@@ -90,7 +104,8 @@ class Rotation:
             key_pem = successor.key_pem
             # Kept as the old one was: with the same passphrase, if it had one.
             kept = encrypted(key_pem, passphrase) if passphrase else key_pem
-            write_authority_key(beside, kept)
+            if not self.is_key_in_folder:
+                write_authority_key(beside, kept)
             authority = successor
         number = max(home.key_number + 1, int(self.now))
         coordinator = authority.issue_coordinator(number)
@@ -109,12 +124,17 @@ class Rotation:
             (SERVER_KEY_FILE, server.key_pem, 0o600),
             (CERTIFICATE_FILE, operator.certificate_pem + tail_pem, 0o644),
             (KEY_FILE, operator.key_pem, 0o600),
+            *([(AUTHORITY_KEY_FILE, kept, 0o600)] if kept and self.is_key_in_folder else []),
         ):
             write_atomically(unfinished / name, content, mode=mode)
         unfinished.rename(new)  # from here on the new keys are the folder's
+        sync_folder(self.directory)  # else a power cut could keep the next steps and not this one
         finish_rotation(self.directory)
-        if self.with_authority:
+        if self.with_authority and not self.is_key_in_folder:
             beside.replace(self.key_path)
+            sync_folder(self.key_path.parent)
+        elif self.is_key_in_folder:
+            beside.unlink(missing_ok=True)  # of a change by an earlier Atoll that was cut off
         Home.load(self.directory)
         return number
 

@@ -102,7 +102,8 @@ def made_image(folder: Path, *, arguments: Mapping[str, str] | None = None) -> I
     filled: dict[str, str] = {}
     image: Image | None = None
     for name, rest in _instructions(DOCKERFILE.read_text()):
-        rest = _filled(rest, filled)
+        if name != "RUN":  # there the shell fills them in, if it is not kept from that by quotes
+            rest = _filled(rest, filled)
         if name == "ARG":
             key, _, value = rest.partition("=")
             filled[key] = told.get(key, value.strip('"'))
@@ -115,19 +116,19 @@ def made_image(folder: Path, *, arguments: Mapping[str, str] | None = None) -> I
             image = stages[stage] = Image(root=root, wheels=wheels)
             continue
         assert image is not None, "an instruction before FROM"
-        _carry_out(image, name, rest, stages)
+        _carry_out(image, name, rest, stages, filled)
     assert image is not None, "a Dockerfile without FROM"
     return image
 
 
-def _carry_out(image: Image, name: str, rest: str, stages: Mapping[str, Image]) -> None:
+def _carry_out(
+    image: Image, name: str, rest: str, stages: Mapping[str, Image], arguments: Mapping[str, str]
+) -> None:
     match name:
         case "RUN":
             installs = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": _WHEELS}
-            inside = replace(
-                image,
-                environment=image.environment | installs | {"DEBIAN_FRONTEND": "noninteractive"},
-            )
+            installs |= {"DEBIAN_FRONTEND": "noninteractive", **arguments}
+            inside = replace(image, environment=image.environment | installs)
             _run(inside.entered(rest, volumes={_WHEELS: image.wheels}), is_ours=True)
         case "COPY":
             *sources, target = rest.split()

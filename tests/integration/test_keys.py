@@ -2,7 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import functools
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +16,7 @@ from pathlib import Path
 import pytest
 from coordinator_scene import START, FakeNode, invite_from, joined, new_home, serving, two_nodes
 
+from coordinator.authority_key import read_authority_key, refuse_damaged
 from coordinator.backup import back_up
 from coordinator.config import Home
 from coordinator.rotation import Rotation, protect
@@ -35,6 +42,7 @@ from protocol.trust.pki import (
     MEMBER_SECONDS,
     Authority,
     Validity,
+    is_key_of,
     make_request,
     new_swarm_id,
     validity_of,
@@ -319,34 +327,120 @@ def _plain(path: Path) -> Path:
     return plain
 
 
-@pytest.mark.parametrize("num_moved", range(8))
-def test_a_change_of_keys_that_was_cut_off_is_finished_when_the_folder_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_moved: int
+def rotated_until_killed(
+    folder: Path, *, authority_key: str | None, with_authority: bool, passphrase: str
+) -> int:
+    """Changes keys of copies of a folder, each killed one step later; returns how many were killed.
+
+    They are folder-0, folder-1 and so on. A step is what a crash may come between: a file that takes its
+    name, or goes. Run in a process of its own, which forks.
+    """
+    os.environ["ATOLL_PASSPHRASE"] = passphrase
+    step, code = -1, -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        step += 1
+        copy = folder.with_name(f"{folder.name}-{step}")
+        shutil.copytree(folder, copy)
+        key = None if authority_key is None else copy / authority_key
+        if (child := os.fork()) == 0:
+            left = step
+
+            def killed(function: Callable[..., None], *arguments: object, **named: object) -> None:
+                nonlocal left
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+                function(*arguments, **named)
+
+            for name in ("replace", "rename", "rmdir", "unlink"):
+                setattr(os, name, functools.partial(killed, getattr(os, name)))
+            directory = copy / "home"
+            with_key = Rotation(
+                directory=directory, authority_key=key, with_authority=with_authority, now=2e9
+            )
+            try:
+                with_key.make()
+            finally:
+                os._exit(0 if Home.load(directory).key_number > 1 else 1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 0, "it failed without being killed"
+    return step
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("with_authority", "key", "passphrase"),
+    [
+        (False, None, ""),
+        (True, None, ""),
+        (True, "stick.key", "five words that nobody guesses"),
+    ],
+)
+def test_a_change_of_keys_that_was_killed_at_any_step_is_finished_or_was_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    apart: ProcessPoolExecutor,
+    with_authority: bool,
+    key: str | None,
+    passphrase: str,
+) -> None:
+    home = new_home(tmp_path / "all" / "home")
+    if passphrase:
+        monkeypatch.setenv("ATOLL_PASSPHRASE", passphrase)
+        protect(home.directory, descriptor=None)
+    if key is not None:
+        (home.directory / "ca.key").rename(home.directory.parent / key)
+    num_steps = apart.submit(
+        rotated_until_killed,
+        home.directory.parent,
+        authority_key=key,
+        with_authority=with_authority,
+        passphrase=passphrase,
+    ).result()
+    assert num_steps >= 15
+    have_changed = []
+    for step in range(num_steps + 1):
+        folder = tmp_path / f"all-{step}"
+        found = Home.load(folder / "home")
+        have_changed.append(found.key_number > home.key_number)
+        assert found.verifier.trust.newest == found.key_number
+        assert (
+            CommitSigner.of_key(found.issuer.key_pem).public_key
+            == (found.verifier.trust.keys[found.key_number])
+        )
+        assert (found.authority_pem != home.authority_pem) == (with_authority and have_changed[-1])
+        found.save_link(host="127.0.0.1", control_port=7)
+        assert Credentials.load(found.directory).bundle.newest == found.key_number
+        refuse_damaged(found.directory / "ca.key", found.authority_pem)  # as backups do
+        at = found.directory / "ca.key" if key is None else folder / key
+        again = rotated(found, with_authority=with_authority, authority_key=at if key else None)
+        assert is_key_of(read_authority_key(at, passphrase.encode()), again.authority_pem)
+        assert at.stat().st_mode & 0o777 == 0o600
+        assert not at.with_name(f"{at.name}.new").exists()
+    assert have_changed == sorted(have_changed) and set(have_changed) == {False, True}
+
+
+def test_a_change_of_keys_that_an_earlier_atoll_left_in_between_is_said_and_finished(
+    tmp_path: Path,
 ) -> None:
     home = new_home(tmp_path / "home")
-    moved_files: list[Path] = []
-    replace_file = Path.replace
-
-    def cut_off(path: Path, target: Path) -> Path:
-        if path.parent.name == "keys.new":
-            if len(moved_files) == num_moved:
-                raise KeyboardInterrupt
-            moved_files.append(target)
-        return replace_file(path, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", cut_off)
-        with contextlib.suppress(KeyboardInterrupt):
-            rotated(home)
-    assert len(moved_files) == min(num_moved, 7)
+    key = home.directory / "ca.key"
+    old = key.read_bytes()
+    rotated(home, with_authority=True)
+    key.rename(key.with_name("ca.key.new"))
+    key.write_bytes(old)
+    key.chmod(0o600)
     found = Home.load(home.directory)
-    assert found.verifier.trust.newest == found.key_number > home.key_number
-    assert (
-        CommitSigner.of_key(found.issuer.key_pem).public_key
-        == (found.verifier.trust.keys[found.key_number])
-    )
-    found.save_link(host="127.0.0.1", control_port=7)
-    assert Credentials.load(home.directory).bundle.newest == found.key_number
+    with pytest.raises(BadDataError, match=r"was cut off: .*ca\.key\.new") as refusal:
+        refuse_damaged(key, found.authority_pem)
+    assert f"'atoll coordinator rotate {home.directory}'" in refusal.value.next_step
+    refuse_damaged(key, rotated(found).authority_pem)
+    assert not key.with_name("ca.key.new").exists()
 
 
 def _list_invites(credentials: Credentials) -> None:

@@ -13,12 +13,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 from effort import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from node.exchange import giving
 from node.exchange.codecs.codec import Codecs
 from node.exchange.codecs.registry import codec_named
+from node.exchange.screening import COUNTED_ROUNDS
 from node.exchange.state import on_disk
 from node.outer_state import Vector
 from protocol.wire.rounds import NodeId, Plan
@@ -53,15 +54,38 @@ def work_of(node_id: NodeId, round_number: int) -> Vector:
     return np.where(OWN[node_id], np.float32(1 + round_number**2), np.float32(0))
 
 
-def taken_by_last(scene: Scene, plan: Plan, change: Vector, node_id: NodeId) -> Vector:
-    """What the newest commit took of a node, from how it changed the parameters."""
+MISSED = {
+    "acts": {A: "late", B: "trains", C: "trains"},
+    "tokens": dict.fromkeys(OWN, 1),
+    "void": set(),
+    "dies": set(),
+}
+"""In the fourth such round in a row the tokens of A count no more, though all that it owes is kept here."""
+
+
+def taken_by_last(
+    scene: Scene,
+    plan: Plan,
+    change: Vector,
+    node_id: NodeId,
+    missed: dict[NodeId, dict[NodeId, int]],
+) -> Vector:
+    """What the newest commit took of a node, from how it changed the parameters.
+
+    `missed` is in how many rounds in a row each reducer, before this one, lacked the work of others.
+    """
     taken = np.zeros(NUM_ELEMENTS)
     for outcome in scene.commits[-1].slices:
         span = slice(outcome.start, outcome.start + outcome.num_elements)
         own = np.where(OWN[node_id][span], -change[span], 0)
         tokens = {c.node_id: c.tokens for c in outcome.contributors}
         if node_id in tokens:
-            late = set(plan.participants) - tokens.keys()  # theirs counts as assigned
+            counts = missed[plan.slices[outcome.index].reducer_id]
+            late = [  # theirs counts as assigned
+                n
+                for n in set(plan.participants) - tokens.keys()
+                if counts.get(n, 0) < COUNTED_ROUNDS
+            ]
             weighed = sum(tokens.values()) + TOKENS * len(late)
             taken[span] = own * weighed / tokens[node_id]
         else:
@@ -74,6 +98,7 @@ def taken_by_last(scene: Scene, plan: Plan, change: Vector, node_id: NodeId) -> 
 )  # who comes back takes a snapshot, or replays
 @examples(300)
 @given(rounds=st.lists(ROUND, min_size=1, max_size=6))
+@example(rounds=[MISSED] * 4)
 @in_virtual_time
 async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
     monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict]
@@ -135,6 +160,7 @@ async def live(scene: Scene, rounds: list[dict]) -> None:
         await asyncio.sleep(COMMIT_SECONDS)
         for pair in cuts:
             scene.network.mend(*pair)
+        missed = {n: dict(node.outer._missed) for n, node in nodes.items()}
         commit = scene.close_round(plan, void=drawn["void"])
         await nodes[A].exchange.apply(commit)
         scene.settle(A)
@@ -144,7 +170,7 @@ async def live(scene: Scene, rounds: list[dict]) -> None:
             else:
                 await nodes[n].exchange.apply(commit)
         for n in nodes:
-            taken[n] += taken_by_last(scene, plan, nodes[A].parameters - before, n)
+            taken[n] += taken_by_last(scene, plan, nodes[A].parameters - before, n, missed)
         for n, node in sorted(nodes.items()):
             if node.disk is not None and node.outer.round == number:
                 await node.saved()

@@ -30,7 +30,7 @@ def command_lines(text: str) -> list[str]:
     for line in found:
         line = re.split(r" > |\s+#|\|\||;|'\.?$", line)[0]
         line = re.sub(r"\$\(\([^)]*\) ?\*? ?\d*\)+|\$\((?:[^()]|\([^()]*\))*\)", "8", line)
-        lines.append(re.sub(r"\$\w+", "8", line).strip())
+        lines.append(re.sub(r"\$?\$\w+", "8", line).strip())
     return lines
 
 
@@ -111,6 +111,67 @@ def test_no_container_runs_as_root_but_what_hands_out_the_invite() -> None:
     for each in documents("kubernetes.yaml"):
         if each["kind"] == "StatefulSet":
             assert each["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
+
+
+def test_quotes_let_the_shell_fill_in_what_the_image_is_built_with() -> None:
+    for line in (DEPLOY / "Dockerfile").read_text().splitlines():
+        assert not re.search(r"'[^']*\$[^']*'", line), line
+
+
+def coordinator_in(name: str) -> tuple[str, set[str]]:
+    """The script that starts it, as its shell gets it, and where its volumes appear."""
+    if name == "compose.yaml":
+        told = documents(name)[0]["services"]["coordinator"]
+        # Compose fills in ${…} from its own environment, which has none here, and makes $ of $$.
+        script = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", told["command"][0]).replace("$$", "$")
+        return script, {one.split(":")[1] for one in told["volumes"]}
+    (spec,) = (
+        each["spec"]["template"]["spec"]["containers"][0]
+        for each in documents(name)
+        if each["metadata"]["name"] == "atoll-coordinator" and each["kind"] == "StatefulSet"
+    )
+    assert spec["envFrom"] == [{"secretRef": {"name": "atoll-backup", "optional": True}}]
+    return spec["args"][0], {one["mountPath"] for one in spec["volumeMounts"]}
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "kubernetes.yaml"])
+@pytest.mark.parametrize("wants", ["", "restore", "broken"])
+def test_a_coordinator_copies_itself_and_comes_back_only_where_that_is_asked_for(
+    tmp_path: Path, name: str, wants: str
+) -> None:
+    script, volumes = coordinator_in(name)
+    assert volumes == {"/data", "/backups"}
+    program = tmp_path / "atoll"
+    program.write_text(
+        '#!/bin/sh\necho "$@" >> said\n'
+        'case "$2" in restore) test -z "$BROKEN" || exit 66 ;; esac\n'
+        'case "$2" in init|restore) mkdir run; touch run/coordinator.toml ;; esac\n'
+    )
+    program.chmod(0o755)
+    if wants:  # what compose would fill in
+        script = script.replace('test -z ""', 'test -z "yes"')
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "BROKEN": "yes" * (wants == "broken")}
+    environment |= {"ATOLL_RESTORE": "yes"} if wants else {}
+
+    def said() -> list[str]:
+        done = subprocess.run(
+            ["sh", "-euc", script], cwd=tmp_path, env=environment, check=False, capture_output=True
+        )
+        assert (done.returncode == 0) == (wants != "broken"), done.stderr
+        words = (tmp_path / "said").read_text().splitlines()
+        (tmp_path / "said").unlink()
+        return words
+
+    first, *then = said()
+    assert first.startswith(
+        "coordinator restore /backups/run run" if wants else "coordinator init run "
+    )
+    if wants == "broken":  # and no new run in the place of the old one
+        assert not then
+        return
+    start = "coordinator start run --backup /backups/run --dashboard 127.0.0.1:9101"
+    assert then == [start]
+    assert said() == [start]
 
 
 def test_what_the_image_copies_is_there() -> None:

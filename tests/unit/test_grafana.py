@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
+import subprocess
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from test_docs import check_command_line
 
@@ -72,6 +75,205 @@ def test_alarms_say_what_is_wrong_and_what_to_type() -> None:
     for query in alarms():
         for function, name in re.findall(r"(increase|over_time|resets)\((atoll_\w+)", query):
             assert (METRICS[name].kind == "counter") == (function == "increase"), query
+
+
+HOUR = 60
+"""Minutes, which the series below have a value for each."""
+
+HOLDS = {
+    "up": "1x3000",
+    "atoll_uptime_seconds": "0+60x3000",
+    "atoll_committed_tokens_total": "5000+100x3000",
+    "atoll_run_finished": "0x3000",
+    "atoll_run_paused": "0x3000",
+    "atoll_min_nodes": "2x3000",
+    'atoll_members{state="ready"}': "8x3000",
+    "atoll_digests_agree": "1x3000",
+    "atoll_held_out_loss_nats": "3x3000",
+    "atoll_run_info": "1x3000",
+    "atoll_backup_age_seconds": "300x3000",
+    "atoll_backup_failures": "0x3000",
+    "atoll_backup_abandoned": "0x3000",
+    "atoll_disk_low": "0x3000",
+    'atoll_node_time_share{node="node-1",part="waiting"}': "0.2x3000",
+    'atoll_node_late_work_let_go_rounds_total{node="node-1"}': "0x3000",
+}
+"""Of a run for which no alarm rings: how Prometheus' tests write series, a value each minute."""
+
+NODE = {"node": "node-1"}
+READY = {"state": "ready"}
+WAITING = 'atoll_node_time_share{node="node-1",part="waiting"}'
+LET_GO = 'atoll_node_late_work_let_go_rounds_total{node="node-1"}'
+
+CASES: list[tuple[str, dict[str, str | None], int, dict[str, dict[str, str]]]] = [
+    ("all is well", {}, 30 * HOUR, {}),
+    ("a run just begins", {"atoll_committed_tokens_total": "0x3000"}, 20, {}),
+    (
+        "it was paused for 90 minutes and goes on",
+        {
+            "atoll_committed_tokens_total": "5000x95 5100+100x3000",
+            "atoll_run_paused": "1x90 0x3000",
+        },
+        92,
+        {},
+    ),
+    (
+        "it stands still",
+        {"atoll_committed_tokens_total": "0+100x60 6000x3000"},
+        61 + 61,
+        {"AtollStandsStill": {}},
+    ),
+    (
+        "it stood still for 40 minutes",
+        {"atoll_committed_tokens_total": "0+100x60 6000x40 6100x3000"},
+        61 + 50,
+        {},
+    ),
+    ("it is paused", {"atoll_run_paused": "1x3000"}, HOUR, {"AtollPaused": {}}),
+    (
+        "a node waited in the last round before the pause",
+        {"atoll_run_paused": "1x3000", WAITING: "0.9x3000"},
+        2 * HOUR,
+        {"AtollPaused": {}},
+    ),
+    (
+        "a node waits",
+        {WAITING: "0.9x3000"},
+        2 * HOUR,
+        {"AtollNodeWaits": {**NODE, "part": "waiting"}},
+    ),
+    ("the coordinator is away", {"up": "1x60 0x3000"}, 70, {"AtollCoordinatorAway": {}}),
+    (
+        "it restarts",
+        {"atoll_uptime_seconds": "0+60x10 0+60x10 0+60x10 0+60x10 0+60x3000"},
+        50,
+        {"AtollCoordinatorRestarts": {}},
+    ),
+    (
+        "two nodes at least, and one",
+        {'atoll_members{state="ready"}': "1x3000"},
+        20,
+        {"AtollTooFewNodes": {}},
+    ),
+    (
+        "nobody is there",
+        {'atoll_members{state="ready"}': "2x60 0x3000", "atoll_min_nodes": "1x3000"},
+        80,
+        {"AtollTooFewNodes": {}, "AtollNodesGone": READY},
+    ),
+    (
+        "half are gone",
+        {'atoll_members{state="ready"}': "8x60 4x3000"},
+        80,
+        {"AtollNodesGone": READY},
+    ),
+    ("states differ", {"atoll_digests_agree": "0x3000"}, 20, {"AtollStatesDiffer": {}}),
+    (
+        "the loss rises",
+        {"atoll_held_out_loss_nats": "3x60 3.4x3000"},
+        61 + HOUR,
+        {"AtollLossRises": {}},
+    ),
+    ("copies fail", {"atoll_backup_failures": "4x3000"}, 1, {"AtollNoBackup": {}}),
+    ("nobody makes them", {"atoll_backup_abandoned": "1x3000"}, 1, {"AtollNoBackup": {}}),
+    ("the newest is old", {"atoll_backup_age_seconds": "90000x3000"}, 1, {"AtollNoBackup": {}}),
+    (
+        "there is none",
+        {
+            "atoll_backup_age_seconds": None,
+            "atoll_backup_failures": None,
+            "atoll_backup_abandoned": None,
+        },
+        61,
+        {"AtollNeverBackedUp": {}},
+    ),
+    ("the disk is low", {"atoll_disk_low": "1x3000"}, 1, {"AtollDiskLow": {}}),
+    ("work is let go", {LET_GO: "0x60 3x3000"}, 70, {"AtollWorkLetGo": NODE}),
+    (
+        "a finished run asks for nothing",
+        {
+            "atoll_run_finished": "1x3000",
+            "atoll_committed_tokens_total": "5000x3000",
+            'atoll_members{state="ready"}': "8x60 0x3000",
+            "atoll_backup_age_seconds": "90000x3000",
+        },
+        5 * HOUR,
+        {},
+    ),
+]
+
+
+def test_each_alarm_has_a_case_in_which_it_rings_with_metrics_that_there_are() -> None:
+    assert {name for *_, rings in CASES for name in rings} == {each["alert"] for each in ALERTS}
+    for series in {*HOLDS, *(name for _, changes, *_ in CASES for name in changes)} - {"up"}:
+        metric = METRICS[series.partition("{")[0]]
+        assert set(re.findall(r"(\w+)=", series)) <= set(metric.labels)
+    asked = {name for query in alarms() for name in re.findall(r"atoll_\w+", query)}
+    assert asked == {series.partition("{")[0] for series in HOLDS} - {"up"}
+
+
+def test_rules_have_the_keys_durations_and_brackets_that_prometheus_takes() -> None:
+    for alert in ALERTS:
+        assert (
+            {"alert", "expr", "annotations"}
+            <= set(alert)
+            <= {"alert", "expr", "annotations", "for"}
+        )
+        for told in (alert.get("for", "1m"), *re.findall(r"\[([^]]*)\]", alert["expr"])):
+            assert re.fullmatch(r"[1-9]\d*[smhd]", told), alert["alert"]
+        left = re.sub(r"\w+|[<>=!]=|[-+*/<>=,\"\s.]", "", alert["expr"])
+        for _ in range(9):
+            left = re.sub(r"\(\)|\[\]|\{\}", "", left)
+        assert not left, alert["expr"]
+
+
+def test_alarms_ring_when_they_should_in_prometheus(tmp_path: Path) -> None:
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("promtool comes with Debian's package prometheus")
+    rules = ROOT / "docs" / "alerts.yaml"
+    ours = {"job": "atoll", "instance": "here"}
+    annotations = {each["alert"]: each["annotations"] for each in ALERTS}
+    tests = []
+    for name, changes, minute, rings in CASES:
+        series = {key: values for key, values in {**HOLDS, **changes}.items() if values}
+        tests.append(
+            {
+                "name": name,
+                "interval": "1m",
+                "input_series": [
+                    {"series": _with_labels(key, ours), "values": values}
+                    for key, values in series.items()
+                ],
+                "alert_rule_test": [
+                    {
+                        "eval_time": f"{minute}m",
+                        "alertname": alert,
+                        "exp_alerts": [
+                            {"exp_labels": {**ours, **rings[alert]}, "exp_annotations": told}
+                        ]
+                        if alert in rings
+                        else [],
+                    }
+                    for alert, told in annotations.items()
+                ],
+            }
+        )
+    cases = tmp_path / "cases.yaml"
+    cases.write_text(
+        yaml.safe_dump(
+            {"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests},
+            width=10000,
+        )
+    )
+    for command in (["check", "rules", str(rules)], ["test", "rules", str(cases)]):
+        done = subprocess.run([promtool, *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _with_labels(series: str, labels: dict[str, str]) -> str:
+    name, _, others = series.partition("{")
+    pairs = [others.rstrip("}")] * bool(others) + [f'{k}="{v}"' for k, v in labels.items()]
+    return f"{name}{{{','.join(pairs)}}}"
 
 
 def test_no_alarm_takes_void_commits_for_progress() -> None:
