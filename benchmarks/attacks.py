@@ -196,7 +196,8 @@ def as_far_as_hidden(rng: np.random.Generator) -> Lie:
         part = min(1.0, 0.8 * CONTRADICTS_BELOW * max(0.0, usual) / length)
         noise = rng.standard_normal(own.size, dtype=np.float32)
         hidden = noise * ((1 - part**2) ** 0.5 / np.linalg.norm(noise)) - middle * (part / length)
-        return (hidden * np.linalg.norm(own)).astype(np.float32)
+        told: Vector = (hidden * np.linalg.norm(own)).astype(np.float32)
+        return told
 
     return lie
 
