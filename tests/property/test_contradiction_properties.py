@@ -83,9 +83,9 @@ class Round:
 @st.composite
 def rounds(draw: st.DrawFn, *, against_all: bool, some_late: bool = False) -> Round:
     """Liars, any number of whom may have no work, point against some honest members or all of them."""
-    by_honest = draw(st.lists(st.integers(1, 100), min_size=2, max_size=6))
+    by_honest = draw(st.lists(st.integers(1, 100), min_size=2, max_size=5))
     most = draw(st.sampled_from([100, 20, 1]))
-    by_liars = draw(st.lists(st.integers(0, most), min_size=1, max_size=10))
+    by_liars = draw(st.lists(st.integers(0, most), min_size=1, max_size=7))
     honest = [NodeId(f"honest-{n}") for n in range(len(by_honest))]
     liars = [NodeId(f"a-liar-{n}") for n in range(len(by_liars))]
     weights = dict(zip([*honest, *liars], [*by_honest, *by_liars], strict=True))
@@ -104,26 +104,22 @@ def rounds(draw: st.DrawFn, *, against_all: bool, some_late: bool = False) -> Ro
     return Round(honest=honest, liars=liars, late=late, say=say, cosines=cosines)
 
 
-@examples(300)
-@given(round=rounds(against_all=False, some_late=True))
-def test_liars_without_half_of_the_work_leave_out_no_honest_contribution(round: Round) -> None:
-    """However many keys they have, and whoever is late; honest ones agree, or are at right angles."""
-    assume(round.share(round.liars) < MOST_LYING)
-    assert round.left_out_by_honest().isdisjoint(round.honest)
-
-
-@examples(300)
+@examples(200)
 @given(st.data())
-def test_liars_speak_against_no_honest_member(data: st.DataObject) -> None:
-    """Without half of the work, whatever they contribute and report, and however many keys they have."""
+def test_liars_have_no_honest_member_left_out_and_speak_against_none(data: st.DataObject) -> None:
+    """Without half of the work, whatever they contribute and report, and however many keys they have.
+
+    Whoever is late; honest contributions agree, or are at right angles.
+    """
     round = data.draw(rounds(against_all=False, some_late=True))
     assume(round.share(round.liars) < MOST_LYING)
+    assert round.left_out_by_honest().isdisjoint(round.honest)
     whom = st.sets(st.sampled_from(round.honest))
     lies = {n: data.draw(whom) for n in round.liars}
     assert round.against(lies).isdisjoint(round.honest)
 
 
-@examples(300)
+@examples(200)
 @given(st.data())
 def test_no_round_speaks_against_half_of_the_work(data: st.DataObject) -> None:
     """Whoever lies, and whatever they are: then nobody says who is right."""
@@ -132,7 +128,7 @@ def test_no_round_speaks_against_half_of_the_work(data: st.DataObject) -> None:
     assert round.share(round.against(lies)) < 0.5
 
 
-@examples(300)
+@examples(200)
 @given(round=rounds(against_all=True))
 def test_whom_the_others_contradict_is_found_whatever_it_reports(round: Round) -> None:
     """While honest members have more than half of the work, and nobody of them has it alone."""
