@@ -10,9 +10,9 @@ from coordinator.swarm.events import Ruled, RulingsLearned, Tell
 from coordinator.swarm.going_back import completed, go_back, refuse_going_back
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import bar, own, unbar
+from coordinator.swarm.retraction import refuse_withdrawal, withdrawn
 from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.turn import Turn
-from coordinator.swarm.withdrawal import refuse_withdrawal, withdrawn
 from protocol.errors import UsageError
 from protocol.trust.rulings import (
     ABOUT_NODES,

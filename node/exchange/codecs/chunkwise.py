@@ -203,11 +203,8 @@ class Sign(DecodesByTile, FixedSize):
     """A bit for each value and four bytes for each chunk: 1.008 bits per value."""
 
     name = "sign/1"
+    bits, block, head_bytes = 1, CHUNK, 4
     tiles: Tiles = ONE_THREAD
-
-    def encoded_bytes(self, num_elements: int) -> int:
-        """Exact size of the body."""
-        return 4 * num_chunks(num_elements) + (num_elements + 7) // 8
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
@@ -357,11 +354,8 @@ class Int2(DecodesByTile, FixedSize):
     """Two bits for each value and sixteen bytes for each chunk: 2.031 bits per value."""
 
     name = "int2/1"
+    bits, block, head_bytes = 2, CHUNK, 16
     tiles: Tiles = ONE_THREAD
-
-    def encoded_bytes(self, num_elements: int) -> int:
-        """Exact size of the body."""
-        return 16 * num_chunks(num_elements) + two_bit_bytes(num_elements)
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""

@@ -406,12 +406,17 @@ class DecodesByTile(ABC):
         return Opened(body=body, size=num_elements, tiles=self.tiles, unit=self.unit, read=read)
 
 
-class FixedSize(ABC):
-    """A codec whose bodies have one size for each number of elements."""
+class FixedSize:
+    """A codec whose bodies have one size for each number of elements: heads of blocks, then bits of values."""
 
-    @abstractmethod
+    bits: ClassVar[int]  # of a value; the last byte is padded
+    block: ClassVar[int] = 1  # values that share a head; the last block may be short
+    head_bytes: ClassVar[int] = 0  # of a block
+
     def encoded_bytes(self, num_elements: int) -> int:
         """Exact size of the body for a slice, which has at least one element."""
+        heads = -(-num_elements // self.block) * self.head_bytes
+        return heads + (num_elements * self.bits + 7) // 8
 
     def most_bytes(self, num_elements: int) -> int:
         """The one size."""

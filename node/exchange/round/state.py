@@ -21,7 +21,7 @@ from protocol.wire.messages import (
     SliceTakenOver,
 )
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
-from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome
+from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome, training_in
 
 # Waiting for contributions
 #
@@ -87,7 +87,7 @@ def with_commit(
     Nothing new, where a slice or another lacks most of those that trained: then it was the deadline.
     """
     results = [outcome for outcome in commit.slices if outcome.digest is not None]
-    training = {a.node_id for a in commit.assignments if a.trains}
+    training = set(training_in(commit.assignments))
     lacking = {
         outcome.index: training - {c.node_id for c in outcome.contributors} for outcome in results
     }
@@ -110,7 +110,7 @@ def with_commit(
 
 def less_awaited(plan: Plan, missed: Mapping[NodeId, Missed]) -> dict[NodeId, Awaited]:
     """Of those that train, whom this node does not wait for in full; nobody, where that were most of them."""
-    training = [a.node_id for a in plan.assignments if a.trains]
+    training = training_in(plan.assignments)
     found = {n: missed[n].awaited_in(plan.round) for n in training if n in missed}
     less = [node_id for node_id, awaited in found.items() if awaited is not Awaited.FULLY]
     return {n: found[n] for n in less} if 2 * len(less) <= len(training) else {}

@@ -123,7 +123,7 @@ def collects_until(state: RoundState, known: SliceState) -> float:
     ):
         return known.deadline
     awaited = {n: state.awaited.get(n, Awaited.FULLY) for n in late}
-    num_training = sum(assignment.trains for assignment in state.plan.assignments)
+    num_training = state.plan.num_training
     took = known.others_at - known.begun_at
     if Awaited.FULLY in awaited.values():
         if 2 * len(late) >= num_training:
