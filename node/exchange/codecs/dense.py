@@ -376,10 +376,7 @@ class Blockwise(DecodesByTile, FixedSize):
 
     def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
         """Raises CodecError for a body with two meanings or none."""
-        raw = check_body(body, codec=self, num_elements=num_elements)
-        blocks_in_all = num_blocks(num_elements)
-        packed = raw[4 * blocks_in_all :]
-        scales = read_only(raw[: 4 * blocks_in_all].view("<f4").astype(np.float32))  # [blocks]
+        scales, packed = self.split(body, num_elements)  # [blocks]
         self._check_scales(scales)
 
         def read(first: int, past: int, values: Vector) -> None:
@@ -395,8 +392,9 @@ class Blockwise(DecodesByTile, FixedSize):
                     if packed[-1] >> 4:
                         raise CodecError(f"the padding of {self.name} is not 0")
                     codes[self.code_bytes(past - whole) - 1] |= self.zero_byte & 0xF0
+                codes.flags.writeable = False
                 padded = np.empty((1, BLOCK), dtype=np.float32)
-                self._decode_whole(read_only(codes), scales[-1:], padded)
+                self._decode_whole(codes, scales[-1:], padded)
                 values[whole - first :] = padded[0, : past - whole]
 
         return read
