@@ -9,7 +9,7 @@ from coordinator.swarm.members import Screening
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Round, SwarmState
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.messages import Trained
-from protocol.wire.rounds import Assignment, Commit, NodeId, Slice
+from protocol.wire.rounds import Assignment, Commit, NodeId, Slice, training_in
 
 LATE_START_SECONDS = 1.0
 """A coordinator that heard a round's first report so long after its plan was started in between."""
@@ -28,7 +28,7 @@ def open_round(
     now: float,
 ) -> pb.GetRoundResponse:
     """The round in flight; with `figures` once it is committed."""
-    training = sum(assignment.trains for assignment in current.assignments)
+    training = len(training_in(current.assignments))
     summary = figures or pb.RoundSummary(
         round=current.number,
         fragment=current.fragment,

@@ -23,7 +23,7 @@ from coordinator.swarm.turn import Turn, holds_undone, present_members, without
 from coordinator.swarm.weighing import credited, earned, heaviest, say_of, taken_back, weight_of
 from protocol.wire.messages import CommitsWanted, RefetchAsked
 from protocol.wire.payload import WireTotals, grown
-from protocol.wire.rounds import WHOLE, Commit, Digest, NodeId
+from protocol.wire.rounds import WHOLE, Commit, Digest, NodeId, training_in
 
 
 def note_outer_state(
@@ -369,7 +369,7 @@ def all_reduce_bytes(state: SwarmState, commit: Commit) -> int:
     2 (N - 1) / N of the vector (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
     algorithms"). Framing is left out for it and counted for us.
     """
-    num_nodes = sum(assignment.trains for assignment in commit.assignments)
+    num_nodes = len(training_in(commit.assignments))
     if not num_nodes:
         return 0
     batch = state.rules.batch

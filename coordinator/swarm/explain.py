@@ -12,7 +12,12 @@ from coordinator.swarm.deadlines import ROUNDS_NEEDED, budgets_in_words, schedul
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.reach_back import rounds_in_reach
-from coordinator.swarm.retraction import goes_on_from, takes_back_at, waits_for_a_holder
+from coordinator.swarm.retraction import (
+    goes_on_from,
+    takes_back_at,
+    unfollowed_in_words,
+    waits_for_a_holder,
+)
 from coordinator.swarm.rounds import awaited_appliers, held_in_words, is_undecided
 from coordinator.swarm.start import (
     bringing,
@@ -24,9 +29,8 @@ from coordinator.swarm.start import (
 )
 from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
-from coordinator.swarm.withdrawal import unfollowed_in_words
 from protocol.trust.rulings import Ruling
-from protocol.wire.rounds import NodeId
+from protocol.wire.rounds import NodeId, training_in
 
 
 def explain(state: SwarmState, now: float) -> str:
@@ -148,7 +152,7 @@ def _ahead(state: SwarmState, member: Member) -> str:
 def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     if current.phase is RoundPhase.APPLYING:
         return _applying(state, current, now)
-    asked = [a.node_id for a in current.assignments if a.trains]
+    asked = training_in(current.assignments)
     num_nodes = len(asked)
     verb = "is" if num_nodes == 1 else "are"
     trained = f"{len(current.trained)} of {_count(num_nodes, 'node')} {verb} done"

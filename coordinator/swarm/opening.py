@@ -17,13 +17,13 @@ from coordinator.swarm.events import Tell
 from coordinator.swarm.ledger import Places, end_ahead, lease, num_samples_of
 from coordinator.swarm.members import Member
 from coordinator.swarm.reach import best_reducers, newcomers, ways_between, ways_in_words
+from coordinator.swarm.retraction import unfollowed
 from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.slices import reducer_shares, shares_in_words
 from coordinator.swarm.spot_checks import plan_for_checks
 from coordinator.swarm.state import Round, RoundPhase, Say, SliceProgress, SwarmState
 from coordinator.swarm.turn import Turn, available_members
 from coordinator.swarm.weighing import counted_on, say_of
-from coordinator.swarm.withdrawal import unfollowed
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Assignment, NodeId, book_of_data, cut_into_slices
 

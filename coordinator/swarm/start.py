@@ -55,7 +55,7 @@ from coordinator.swarm.turn import (
 )
 from protocol.trust.rulings import undoes
 from protocol.wire.messages import RoundCommitted, RunFinished
-from protocol.wire.rounds import Assignment, Commit, NodeId, Plan, Slice
+from protocol.wire.rounds import Assignment, Commit, NodeId, Plan, Slice, training_in
 
 GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
 """Nobody waits for these: they have said goodbye, or the run owner bars them."""
@@ -143,7 +143,7 @@ def _void_with_too_few(turn: Turn) -> None:
     if current is None or current.phase is RoundPhase.APPLYING:
         return
     back = training_among(current, present_participants(turn.state, current))
-    num_training = sum(assignment.trains for assignment in current.assignments)
+    num_training = len(training_in(current.assignments))
     if len(back) < min(needed, num_training):
         why = f"only {len(back)} of its nodes came back after the coordinator started"
         turn.put_round(replace(current, cannot_commit=why, commit_deadline=turn.now))

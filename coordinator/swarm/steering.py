@@ -6,13 +6,14 @@ signs rulings, refuses those whom they bar, and works out the rules that an amen
 
 from dataclasses import replace
 
+from coordinator.swarm.conviction import next_round
 from coordinator.swarm.events import Ruled, RulingsLearned, Tell
 from coordinator.swarm.going_back import completed, go_back, refuse_going_back
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import bar, own, unbar
+from coordinator.swarm.retraction import refuse_withdrawal, withdrawn
 from coordinator.swarm.state import Rules, SwarmState
 from coordinator.swarm.turn import Turn
-from coordinator.swarm.withdrawal import refuse_withdrawal, withdrawn
 from protocol.errors import UsageError
 from protocol.trust.rulings import (
     ABOUT_NODES,
@@ -98,12 +99,6 @@ def _from_round(state: SwarmState, event: Ruled) -> int:
     if event.kind is RulingKind.KEYED:  # what is committed already bears the key before
         return state.committed_round + 1
     return next_round(state) if event.kind in _OF_ROUNDS else 0
-
-
-def next_round(state: SwarmState) -> int:
-    """The first round that no node knows a plan of."""
-    current = state.open_round
-    return 1 + (state.committed_round if current is None else current.number)
 
 
 def _take(turn: Turn, ruling: Ruling, rules: Rules | None) -> None:

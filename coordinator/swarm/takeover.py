@@ -10,7 +10,7 @@ Fewer change nothing, but that no slice is waited for of which everybody has sai
 
 A few results that are not made, or reach too few, while the others' do, are not waited for to a deadline of
 hours: who keeps them cannot be told from a slow link. Their slices are others' for this round, and who has
-made such a result rests. Reducers give up contributions sooner than that (node.exchange.round.awaiting).
+made such a result rests. Reducers give up contributions sooner than that (node.exchange.round.state).
 """
 
 from collections import Counter

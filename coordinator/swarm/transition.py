@@ -50,7 +50,7 @@ from coordinator.swarm.membership import (
     stream_broken,
 )
 from coordinator.swarm.opening import open_round
-from coordinator.swarm.retraction import supply_anew, takes_back_at
+from coordinator.swarm.retraction import supply_anew, takes_back_at, watch_going_back, withdraws_at
 from coordinator.swarm.rounds import (
     close_round,
     results_held,
@@ -74,7 +74,6 @@ from coordinator.swarm.steering import learn_rulings, rule
 from coordinator.swarm.takeover import next_overdue, refusal_seen, take_over
 from coordinator.swarm.turn import Turn, members_of
 from coordinator.swarm.weighing import excuse, excuses_at
-from coordinator.swarm.withdrawal import watch_going_back, withdraws_at
 from protocol.wire.messages import (
     Applied,
     Audited,

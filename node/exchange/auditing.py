@@ -27,8 +27,7 @@ from node.exchange.peers import (
     WantInput,
 )
 from node.exchange.reduction import AS_KEPT, Reduction, SliceResult
-from node.exchange.round.admission import misfit
-from node.exchange.round.state import RoundState, Rules
+from node.exchange.round.state import RoundState, Rules, misfit
 from node.heavy import Heavy
 from node.outer_state import Vector
 from protocol.wire.messages import AuditAsked, Audited, Reduced, Report

@@ -35,7 +35,7 @@ from node.exchange.peers import (
     Waits,
     WantResult,
 )
-from node.exchange.round.admission import misfit
+from node.exchange.round.state import misfit
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import NodeId, SliceOutcome
 

@@ -42,7 +42,7 @@ from node.exchange.outer_optimizer import (
 )
 from node.exchange.owing import Owing
 from node.exchange.reduction import Merging, Reduction, Sender, SliceResult, digest_of_error
-from node.exchange.round import awaiting
+from node.exchange.round.state import Awaited, Missed, less_awaited, with_commit
 from node.exchange.screening import missed_in_a_row
 from node.outer_state import OuterDigest, Vector
 from protocol.run.models import Layout
@@ -169,7 +169,7 @@ class Outer:
         self._missed: dict[
             NodeId, int
         ] = {}  # rounds in a row that did not take a participant's work
-        self._lacking: dict[NodeId, awaiting.Missed] = {}
+        self._lacking: dict[NodeId, Missed] = {}
         self._digest = OuterDigest(
             parameters, self._momentum, each_run=partial(rules.downlink.tiles.each_run, unit=1)
         )
@@ -455,11 +455,11 @@ class Outer:
     def count_missed(self, commit: Commit, own_slices: Collection[int] = ()) -> None:
         """Takes in whose work a commit took: the tokens of who is missing again and again do not count."""
         self._missed = missed_in_a_row(self._missed, commit, own_slices)
-        self._lacking = awaiting.with_commit(self._lacking, commit, own_slices)
+        self._lacking = with_commit(self._lacking, commit, own_slices)
 
-    def less_awaited(self, plan: Plan) -> dict[NodeId, awaiting.Awaited]:
+    def less_awaited(self, plan: Plan) -> dict[NodeId, Awaited]:
         """For whose contributions to a round this node does not wait until the deadline."""
-        return awaiting.less_awaited(plan, self._lacking)
+        return less_awaited(plan, self._lacking)
 
     def _before_change(self, span: slice) -> None:
         """Elements of the state, or of what is owed, are about to change."""

@@ -22,7 +22,6 @@ from node.exchange.peers import (
     Transport,
     WantResult,
 )
-from node.exchange.round.admission import contradicted, misfit_of_result, refusal
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -49,8 +48,11 @@ from node.exchange.round.state import (
     Send,
     Tell,
     TimePassed,
+    contradicted,
     in_order_of_sending,
+    misfit_of_result,
     opened,
+    refusal,
 )
 from node.exchange.round.transition import (
     is_complete,
@@ -392,7 +394,7 @@ def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:
 
     None where it reduces, has one peer to send to, or where few bodies would leave its link idle between
     them, and while nobody knows what its link carries. Nor where a reducer would get nothing for so long,
-    while others have their turn, that it stops waiting (node.exchange.round.awaiting).
+    while others have their turn, that it stops waiting (node.exchange.round.state).
     """
     reducers = {part.reducer_id for part in plan.slices}
     rate = transport.rates.up_bytes_per_second

@@ -26,7 +26,7 @@ from node.exchange.peers import (
     WantInput,
     WantResult,
 )
-from node.exchange.round.admission import misfit
+from node.exchange.round.state import misfit
 from node.heavy import Heavy
 from node.outer_state import Vector
 from protocol.wire.messages import SpotCheckAsked, SpotChecked

@@ -5,7 +5,7 @@ model's initial one. Positions and lengths are counted in fp32 elements of the f
 vector.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NewType
@@ -100,6 +100,11 @@ class Assignment:
         return self.inner_steps > 0
 
 
+def training_in(assignments: Iterable[Assignment]) -> tuple[NodeId, ...]:
+    """Those that train, in order: all but helpers."""
+    return tuple(a.node_id for a in assignments if a.trains)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """Two participants that do not reach each other, in order, and who carries what they exchange.
@@ -153,7 +158,7 @@ class Plan:
     @property
     def num_training(self) -> int:
         """How many participants train: all but helpers."""
-        return sum(assignment.trains for assignment in self.assignments)
+        return len(training_in(self.assignments))
 
     def assignment_of(self, node_id: NodeId) -> Assignment | None:
         """The node's own part, or None when it does not take part."""

@@ -7,7 +7,7 @@ from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.exchange.round.awaiting import (
+from node.exchange.round.state import (
     BRIEF_ROUNDS,
     KEPT_ROUNDS,
     MOST_IN_TIME,

@@ -11,9 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import SliceResult
-from node.exchange.round.admission import contradicted, refusal
-from node.exchange.round.awaiting import Awaited
 from node.exchange.round.state import (
+    Awaited,
     Closed,
     Committed,
     ContributionBegan,
@@ -39,7 +38,9 @@ from node.exchange.round.state import (
     SliceState,
     Tell,
     TimePassed,
+    contradicted,
     opened,
+    refusal,
 )
 from node.exchange.round.transition import (
     collecting,

@@ -10,9 +10,8 @@ import pytest
 from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import codec_named
 from node.exchange.reduction import Reduction
-from node.exchange.round.admission import refusal
-from node.exchange.round.awaiting import FULL_LEAST_SECONDS
 from node.exchange.round.state import (
+    FULL_LEAST_SECONDS,
     Links,
     PayloadCame,
     Reduce,
@@ -20,6 +19,7 @@ from node.exchange.round.state import (
     Rules,
     TimePassed,
     opened,
+    refusal,
 )
 from node.exchange.round.transition import late_for, step, waiting_for
 from protocol.wire.messages import ParticipantsDeparted, SliceTakenOver

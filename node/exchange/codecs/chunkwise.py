@@ -40,7 +40,6 @@ from node.exchange.codecs.codec import (
     Reader,
     Tiles,
     bits_of,
-    check_body,
     check_values,
     float_of,
     kernel,
@@ -203,11 +202,8 @@ class Sign(DecodesByTile, FixedSize):
     """A bit for each value and four bytes for each chunk: 1.008 bits per value."""
 
     name = "sign/1"
+    bits, block, head_bytes = 1, CHUNK, 4
     tiles: Tiles = ONE_THREAD
-
-    def encoded_bytes(self, num_elements: int) -> int:
-        """Exact size of the body."""
-        return 4 * num_chunks(num_elements) + (num_elements + 7) // 8
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
@@ -231,10 +227,8 @@ class Sign(DecodesByTile, FixedSize):
 
     def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
         """Raises CodecError for a body with two meanings or none."""
-        raw = check_body(body, codec=self, num_elements=num_elements)
-        scales = read_only(raw[: 4 * num_chunks(num_elements)].view("<f4").astype(np.float32))
+        scales, packed = self.split(body, num_elements)
         check_scales(scales, codec=self.name, smallest=SMALLEST, largest=LARGEST)
-        packed = raw[4 * scales.size :]
         if num_elements % 8 and packed[-1] >> (num_elements % 8):
             raise CodecError("the padding of sign/1 is not 0")
 
@@ -357,11 +351,8 @@ class Int2(DecodesByTile, FixedSize):
     """Two bits for each value and sixteen bytes for each chunk: 2.031 bits per value."""
 
     name = "int2/1"
+    bits, block, head_bytes = 2, CHUNK, 16
     tiles: Tiles = ONE_THREAD
-
-    def encoded_bytes(self, num_elements: int) -> int:
-        """Exact size of the body."""
-        return 16 * num_chunks(num_elements) + two_bit_bytes(num_elements)
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
@@ -384,10 +375,9 @@ class Int2(DecodesByTile, FixedSize):
 
     def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
         """Raises CodecError for a body with two meanings or none."""
-        raw = check_body(body, codec=self, num_elements=num_elements)
-        tables = raw[: 16 * num_chunks(num_elements)].view("<f4").astype(np.float32).reshape(-1, 4)
+        heads, packed = self.split(body, num_elements)
+        tables = heads.reshape(-1, 4)
         _check_tables(tables)
-        packed = raw[16 * len(tables) :]
         if num_elements % 4 and packed[-1] >> 2 * (num_elements % 4):
             raise CodecError("the padding of int2/1 is not 0")
 

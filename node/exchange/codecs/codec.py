@@ -406,12 +406,29 @@ class DecodesByTile(ABC):
         return Opened(body=body, size=num_elements, tiles=self.tiles, unit=self.unit, read=read)
 
 
-class FixedSize(ABC):
-    """A codec whose bodies have one size for each number of elements."""
+class FixedSize:
+    """A codec whose bodies have one size for each number of elements: heads of blocks, then values' bits."""
 
-    @abstractmethod
+    name: ClassVar[str]
+    bits: ClassVar[int]  # of a value; the last byte is padded
+    block: ClassVar[int] = 1  # values that share a head; the last block may be short
+    head_bytes: ClassVar[int] = 0  # of a block
+
     def encoded_bytes(self, num_elements: int) -> int:
         """Exact size of the body for a slice, which has at least one element."""
+        return self._bytes_of_heads(num_elements) + (num_elements * self.bits + 7) // 8
+
+    def _bytes_of_heads(self, num_elements: int) -> int:
+        return -(-num_elements // self.block) * self.head_bytes
+
+    def split(self, body: bytes | memoryview, num_elements: int) -> tuple[Vector, Bytes]:
+        """The numbers in the heads of a body, in a row, and the bytes of its values; neither can be written.
+
+        Raises CodecError when the body has another size.
+        """
+        raw = check_body(body, codec=self, num_elements=num_elements)
+        heads, values = np.split(raw, [self._bytes_of_heads(num_elements)])
+        return read_only(heads.view("<f4").astype(np.float32)), values
 
     def most_bytes(self, num_elements: int) -> int:
         """The one size."""
@@ -438,7 +455,7 @@ def check_num_elements(num_elements: int) -> None:
         raise CodecError(f"a slice has at least one element, not {num_elements}")
 
 
-def check_body(body: bytes | memoryview, *, codec: Codec, num_elements: int) -> Bytes:
+def check_body(body: bytes | memoryview, *, codec: Codec | FixedSize, num_elements: int) -> Bytes:
     """The body's bytes; raises CodecError when it has no size of this codec.
 
     Call it before allocating anything by `num_elements`.

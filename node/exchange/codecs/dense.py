@@ -66,11 +66,8 @@ class Fp32(DecodesByTile, FixedSize):
     """Body: the values, little-endian, four bytes each. Exact, also for the sign of zero."""
 
     name = "fp32/1"
+    bits = 32
     tiles: Tiles = ONE_THREAD
-
-    def encoded_bytes(self, num_elements: int) -> int:
-        """Four bytes for each element."""
-        return 4 * num_elements
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError for others."""
@@ -146,11 +143,8 @@ class Bf16(DecodesByTile, FixedSize):
     """Two bytes for each value: 16 bits."""
 
     name = "bf16/1"
+    bits = 16
     tiles: Tiles = ONE_THREAD
-
-    def encoded_bytes(self, num_elements: int) -> int:
-        """Two bytes for each element."""
-        return 2 * num_elements
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
@@ -314,6 +308,8 @@ class Blockwise(DecodesByTile, FixedSize):
     """Scales, threads and checks; the subclasses say what codes are and how they lie in bytes."""
 
     tiles: Tiles = ONE_THREAD
+    block = BLOCK
+    head_bytes = 4
 
     name: ClassVar[str]
     top: ClassVar[np.float32]  # the largest code's value
@@ -324,7 +320,8 @@ class Blockwise(DecodesByTile, FixedSize):
     forbidden: ClassVar[str]  # what an error calls codes that are none
 
     def __init_subclass__(cls) -> None:
-        """Derives the scales that an encoder can write."""
+        """Derives the size of codes, and the scales that an encoder can write."""
+        cls.bits = 8 // cls.codes_in_byte
         cls.largest_scale = largest_scale(cls.top)
         # Non-negative fp32 numbers are ordered like their bits read as integers.
         bounds = np.array([_SMALLEST_PEAK / cls.top, cls.largest_scale], dtype=np.float32)
@@ -344,10 +341,6 @@ class Blockwise(DecodesByTile, FixedSize):
     def code_bytes(self, num_elements: int) -> int:
         """Bytes that the codes take."""
         return -(-num_elements // self.codes_in_byte)
-
-    def encoded_bytes(self, num_elements: int) -> int:
-        """Exact size of the body."""
-        return 4 * num_blocks(num_elements) + self.code_bytes(num_elements)
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite fp32 values [n]; raises CodecError with the index of one that is not."""
@@ -383,10 +376,7 @@ class Blockwise(DecodesByTile, FixedSize):
 
     def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
         """Raises CodecError for a body with two meanings or none."""
-        raw = check_body(body, codec=self, num_elements=num_elements)
-        blocks_in_all = num_blocks(num_elements)
-        packed = raw[4 * blocks_in_all :]
-        scales = read_only(raw[: 4 * blocks_in_all].view("<f4").astype(np.float32))  # [blocks]
+        scales, packed = self.split(body, num_elements)  # [blocks]
         self._check_scales(scales)
 
         def read(first: int, past: int, values: Vector) -> None:
@@ -402,8 +392,9 @@ class Blockwise(DecodesByTile, FixedSize):
                     if packed[-1] >> 4:
                         raise CodecError(f"the padding of {self.name} is not 0")
                     codes[self.code_bytes(past - whole) - 1] |= self.zero_byte & 0xF0
+                codes.flags.writeable = False
                 padded = np.empty((1, BLOCK), dtype=np.float32)
-                self._decode_whole(read_only(codes), scales[-1:], padded)
+                self._decode_whole(codes, scales[-1:], padded)
                 values[whole - first :] = padded[0, : past - whole]
 
         return read

@@ -1,1 +1,1 @@
-"""One round as this node knows it, as a pure core: state, admission of payloads, transition."""
+"""One round as this node knows it, as a pure core: its state with admission, and its transition."""

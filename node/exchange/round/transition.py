@@ -11,16 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from node.exchange.reduction import Reduction, SliceResult
-from node.exchange.round.admission import refusal
-from node.exchange.round.awaiting import (
+from node.exchange.round.state import (
     FULL_LEAST_SECONDS,
     FULL_TIMES_OTHERS,
     LEAST_SECONDS,
     TIMES_OTHERS,
-    Awaited,
-)
-from node.exchange.round.state import (
     Action,
+    Awaited,
     Closed,
     Committed,
     ContributionBegan,
@@ -45,6 +42,7 @@ from node.exchange.round.state import (
     SliceState,
     Tell,
     TimePassed,
+    refusal,
 )
 from protocol.wire.messages import (
     Held,
@@ -117,7 +115,7 @@ def late_for(state: RoundState, known: SliceState) -> frozenset[NodeId]:
 def collects_until(state: RoundState, known: SliceState) -> float:
     """When the reducer takes the mean of what is here; never, for as long as it is early, of all.
 
-    Some are not waited for as long: see node.exchange.round.awaiting.
+    Some are not waited for as long: see node.exchange.round.state.
     """
     late = late_for(state, known)
     if known.others_at is None or any(
@@ -125,7 +123,7 @@ def collects_until(state: RoundState, known: SliceState) -> float:
     ):
         return known.deadline
     awaited = {n: state.awaited.get(n, Awaited.FULLY) for n in late}
-    num_training = sum(assignment.trains for assignment in state.plan.assignments)
+    num_training = state.plan.num_training
     took = known.others_at - known.begun_at
     if Awaited.FULLY in awaited.values():
         if 2 * len(late) >= num_training:
