@@ -52,6 +52,20 @@ def is_signed_by(public_key: bytes, message: bytes, signature: bytes) -> bool:
     return True
 
 
+def forgery_of(
+    what: str, *, node_id: NodeId, public_key: bytes, statement: bytes, signature: bytes
+) -> str:
+    """Why a node has not signed this, in a sentence; empty where it has.
+
+    A node's id is the digest of its key, so no roster is asked: also who has left can be believed.
+    """
+    if node_id_of(public_key) != node_id:
+        return f"{what} is signed with another key than that of {node_id}"
+    if not is_signed_by(public_key, statement, signature):
+        return f"{what} has a signature that is not {node_id}'s"
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """An Ed25519 key pair. Make one with `generate` or `load`."""

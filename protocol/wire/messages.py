@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from blake3 import blake3
 
-from protocol.trust.identity import Identity, is_signed_by, node_id_of
+from protocol.trust.identity import Identity, forgery_of, node_id_of
 from protocol.trust.rulings import Ruling
 from protocol.v1 import session_pb2 as pb
 from protocol.wire import convert
@@ -353,11 +353,13 @@ class Finding(ABC):
 
     def forgery(self, node_id: NodeId) -> str:
         """Why a node has not found this, in a sentence; empty where it has signed that it did."""
-        if self.signer_id != node_id:
-            return f"{self.subject} is signed with another key than that of {node_id}"
-        if not is_signed_by(self.signer_key, self.statement, self.signature):
-            return f"{self.subject} has a signature that is not {node_id}'s"
-        return ""
+        return forgery_of(
+            self.subject,
+            node_id=node_id,
+            public_key=self.signer_key,
+            statement=self.statement,
+            signature=self.signature,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

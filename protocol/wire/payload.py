@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 import blake3
 
-from protocol.trust.identity import Identity, is_signed_by, node_id_of
+from protocol.trust.identity import Identity, forgery_of
 from protocol.v1 import transfer_pb2
 from protocol.wire.rounds import Digest, NodeId
 
@@ -191,20 +191,19 @@ class PayloadHeader:
         return is_one_slot and self.statement != other.statement
 
     def forgery(self) -> str:
-        """Why this is no header of its sender's, in a sentence; empty when it is signed as it must be.
-
-        A node's id is the digest of its key, so no roster is asked: also who has left can be believed.
-        """
+        """Why this is no header of its sender's, in a sentence; empty when it is signed as it must be."""
         if self.kind not in SIGNED:
             return ""
         what = f"a {self.kind_name} of slice {self.slice_index} of round {self.round}"
         if not self.signature:
             return f"{what} is not signed"
-        if node_id_of(self.sender_key) != self.sender_id:
-            return f"{what} is signed with another key than that of {self.sender_id}"
-        if not is_signed_by(self.sender_key, self.statement, self.signature):
-            return f"{what} has a signature that is not {self.sender_id}'s"
-        return ""
+        return forgery_of(
+            what,
+            node_id=self.sender_id,
+            public_key=self.sender_key,
+            statement=self.statement,
+            signature=self.signature,
+        )
 
     @classmethod
     def decode(cls, encoded: bytes) -> "PayloadHeader":
