@@ -13,6 +13,7 @@ from statistics import median
 
 from node.config import NodeSettings, load_settings
 from node.disk.history import History
+from node.island.data.opening import look_at_data
 from node.island.data.places import reads_in_words
 from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import CoordinatorLink
@@ -184,6 +185,9 @@ def _takes(
         checks.append(lambda: refuse_small_helper(spec, hardware))
     else:
         checks += what_a_start_checks(settings, spec, hardware)
+        if not settings.loop:  # which may bring data of its own
+            places = settings.data_places(home=folder, folder=Path.cwd())
+            checks.append(lambda: look_at_data(spec, places))
     for check in checks:
         try:
             check()
