@@ -152,6 +152,8 @@ class Connection:
         return message
 
     def _read(self, timeout_seconds: float | None) -> bool:
+        if self._link.fileno() < 0:
+            raise ConnectionLostError("the connection is closed")
         try:
             if not select.select([self._link], [], [], timeout_seconds)[0]:
                 return False

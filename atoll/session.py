@@ -126,7 +126,8 @@ class Session:
                 answer = self._carry_out(order)
             except ConnectionLostError as lost:
                 answer = None
-                self._come_back(lost.what)
+                if not self.over:
+                    self._come_back(lost.what)
         self._settle()
 
     def undo_what_came_after(self) -> None:
@@ -177,12 +178,25 @@ class Session:
             )
 
     def say(self, message: Message) -> None:
-        """Sends a message. Raises ConnectionLostError."""
-        self._connected.say(message)
+        """Sends a message. Raises ConnectionLostError, and SwarmError as `hear` does.
+
+        Where the node has closed, its last words are here and unheard: whether it is for good.
+        """
+        try:
+            self._connected.say(message)
+        except ConnectionLostError:
+            with suppress(ConnectionLostError):
+                while (order := self.hear(0.0)) is not None:
+                    if order["kind"] == "goodbye":
+                        self.take_goodbye(order)
+            raise
 
     def hear(self, timeout_seconds: float | None = None) -> Message | None:
-        """The next message; None when none comes in so long. Raises ConnectionLostError."""
-        return self._connected.hear(timeout_seconds)
+        """The next message; None when none comes in so long.
+
+        Raises ConnectionLostError, and SwarmError where the node refuses this loop for good.
+        """
+        return _not_refused(self._connected.hear(timeout_seconds))
 
     def take_goodbye(self, order: Message) -> None:
         """The end, or that of this connection: the next `serve` connects again, on all ranks."""
@@ -301,12 +315,10 @@ class Session:
                 "evaluates": self._evaluate is not None,
             }
         )
-        welcome = connection.hear()
+        welcome = _not_refused(connection.hear())
         assert welcome is not None
         if welcome["kind"] == "goodbye":  # another rank was not welcome
             raise ConnectionLostError(welcome["why"])
-        if welcome["kind"] == "refused":
-            raise SwarmError(welcome["what"], next_step=welcome["next_step"])
         if self._run_digest not in ("", welcome["run_digest"]):
             raise SwarmError("the node is in another run now than when this loop joined it")
         places = [
@@ -442,6 +454,12 @@ class Session:
             for module, is_training in modes:
                 module.training = is_training
         return _evaluation_of(found)
+
+
+def _not_refused(message: Message | None) -> Message | None:
+    if message is not None and message["kind"] == "refused":
+        raise SwarmError(message["what"], next_step=message["next_step"])
+    return message
 
 
 def _evaluation_of(found: Any) -> tuple[float, int]:

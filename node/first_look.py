@@ -13,6 +13,7 @@ from statistics import median
 
 from node.config import NodeSettings, load_settings
 from node.disk.history import History
+from node.island.data.opening import look_at_data
 from node.island.data.places import reads_in_words
 from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import CoordinatorLink
@@ -124,7 +125,9 @@ def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
         kind = devices[0].partition(":")[0] if devices else "cpu"
         ours = expected_a_day(status, kind=kind, limits=settings.limits)
         num_ranks, has_rounds = max(1, len(devices)), run.committed_round > 0
-        words = _day_in_words(ours, num_ranks=num_ranks, kind=kind, has_rounds=has_rounds)
+        words = _day_in_words(
+            ours, num_ranks=num_ranks, kind=kind, has_rounds=has_rounds, counted=spec.counted
+        )
         yield f"a day, as members here do: {words}"
     limits = (
         "max_upload, max_disk"
@@ -184,6 +187,9 @@ def _takes(
         checks.append(lambda: refuse_small_helper(spec, hardware))
     else:
         checks += what_a_start_checks(settings, spec, hardware)
+        if not settings.loop:  # which may bring data of its own
+            places = settings.data_places(home=folder, folder=Path.cwd())
+            checks.append(lambda: look_at_data(spec, places))
     for check in checks:
         try:
             check()
@@ -199,12 +205,14 @@ def _in_words(devices: Sequence[str], hardware: Hardware) -> str:
     return ", ".join(hardware.gpus[int(each.partition(":")[2])].name for each in devices)
 
 
-def _day_in_words(ours: Expected, *, num_ranks: int, kind: str, has_rounds: bool) -> str:
+def _day_in_words(
+    ours: Expected, *, num_ranks: int, kind: str, has_rounds: bool, counted: str
+) -> str:
     parts = []
     if ours.tokens is not None:
-        parts.append(f"about {console.count_in_words(ours.tokens * num_ranks)} tokens")
+        parts.append(f"about {console.count_in_words(ours.tokens * num_ranks)} {counted}")
     else:
-        parts.append(f"tokens are not known, for no member trains on {kind} now")
+        parts.append(f"{counted} are not known, for no member trains on {kind} now")
     if ours.moved_bytes is not None:
         parts.append(f"about {console.bytes_in_words(ours.moved_bytes)} each way")
     elif has_rounds:

@@ -77,12 +77,14 @@ RUN_METRICS = (
     Metric(
         name="atoll_training_loss_nats",
         kind="gauge",
-        meaning="Mean training loss of the newest committed round, by tokens, nats per token",
+        meaning="Mean training loss of the newest committed round, by tokens, nats per token or as a "
+        "function of the run's own has it",
     ),
     Metric(
         name="atoll_held_out_loss_nats",
         kind="gauge",
-        meaning="Held-out loss of the latest evaluation, nats per token",
+        meaning="Held-out loss of the latest evaluation, nats per token or as a function of the run's own "
+        "has it",
     ),
     Metric(
         name="atoll_held_out_bits_per_byte",

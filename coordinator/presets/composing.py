@@ -381,7 +381,8 @@ def _flops_of(machine: Machine | None) -> float:
 def _share_of_data(spec: RunSpec, facts: Facts) -> str:
     """How many tokens the run trains, beside those that there are: a small dataset comes again and again.
 
-    Raises NoInputError where they are no batch: each node would refuse them at its start.
+    Raises NoInputError where they are no batch, or none of them a held-out sample: each node would refuse
+    them at its start.
     """
     num_tokens = facts.num_tokens
     if num_tokens is None:
@@ -392,6 +393,14 @@ def _share_of_data(spec: RunSpec, facts: Facts) -> str:
             f"the data have {num_tokens:,} tokens to train on, and one batch takes {batch * context:,}: "
             f"{batch} samples of {context}",
             next_step="prepare more text, or ask for smaller batches: --batch, --context",
+        )
+    held_out = facts.num_held_out_tokens
+    if held_out is not None and held_out < (1 if facts.are_packed else context):
+        raise NoInputError(
+            f"of the data {held_out:,} tokens are held out, and one sample takes {context:,}: nothing would "
+            "say how good the model is",
+            next_step="give more text, or hold more of it out when tokens are made ('atoll data prepare "
+            "--held-out 0.1'), or ask for shorter samples: --context",
         )
     nodes = spec.run.min_nodes
     trained = spec.run.rounds * spec.node_steps * spec.inner.batch * spec.model.context * nodes

@@ -268,6 +268,8 @@ class StatusDesk:
             went_back=[f"{in_words(ruling)} (by {ruling.by})" for ruling in state.rolled_back],
             rounds_in_reach=spans_in_words(rounds_in_reach(state)),
             relay=self._relay(),
+            counted=self._run.counted,
+            has_own_loss=self._run.has_own_loss,
         )
 
     def _node_status(

@@ -480,7 +480,7 @@ def finished_reason(state: SwarmState) -> str:
             "the only round is committed" if total == 1 else f"all {total} rounds are committed"
         )
     if is_evaluated(state):
-        return f"{reason}; the held-out loss is {state.held_out[-1].loss:.3f} nats per token"
+        return f"{reason}; the held-out loss is {state.held_out[-1].loss:.3f}"
     return f"{reason}; nobody could evaluate the final state in time"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from node.island.data.corpus import refuse_other_than_text, text_files
+from node.island.data.corpus import refuse_other_than_text, sizes_of_splits, text_files
 from node.island.models.code import DIGITS, code_digest, functions_of
 from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
 from node.island.parallel.mesh_shape import LocalTraining, MeshShape
@@ -41,7 +41,7 @@ from protocol.run.models import (
     TransformersModel,
     layout_of,
 )
-from protocol.run.run_spec import DESCRIPTION_FILE, RunSpec, load_run_file, validated
+from protocol.run.run_spec import DESCRIPTION_FILE, DataSection, RunSpec, load_run_file, validated
 from protocol.terminal.console import count_in_words
 
 RUN_FILE = "run.toml"
@@ -85,7 +85,7 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     if source is not None and model_vocab_size is not None:
         _require_fitting_tokens(source, asked, tables["data"], model_vocab_size, vocab_size)
     if tables["data"].get("source") == "text" and not asked.private:
-        _look_at_text(asked.data, notes)
+        there = _look_at_text(asked.data, notes)
     facts: dict[str, Any] = {**tables, "vocab_size": vocab_size, **there}
     facts["notes"] = notes
     facts.pop("lora", None)
@@ -189,13 +189,18 @@ def _data_of(
     table = {"source": "tokens", "paths": paths, "digest": manifest.digest().hex()}
     there = {
         "num_tokens": manifest.num_tokens("training"),
+        "num_held_out_tokens": manifest.num_tokens("held_out"),
         "are_packed": manifest.row is not None,
     }
     return table, manifest.vocab_size, there
 
 
-def _look_at_text(paths: Sequence[str], notes: list[str]) -> None:
-    """Raises NoInputError for what no node would take as text; what is not here may be where nodes are."""
+def _look_at_text(paths: Sequence[str], notes: list[str]) -> dict[str, Any]:
+    """How much text there is, where all of it is here; what is not may be where nodes are.
+
+    Raises NoInputError for what no node would take as text.
+    """
+    are_all_here = True
     for path in paths:
         try:
             found = text_files([path], Path.cwd())
@@ -204,7 +209,7 @@ def _look_at_text(paths: Sequence[str], notes: list[str]) -> None:
                 f"--data {path}: nothing of that name is here, so nodes will look for text of it where they "
                 "start"
             )
-            found = []
+            found, are_all_here = [], False
         for file in [each.path for each in found] or [Path(path)]:
             try:
                 refuse_other_than_text(file)
@@ -214,6 +219,14 @@ def _look_at_text(paths: Sequence[str], notes: list[str]) -> None:
                     next_step=f"make tokens of it once: atoll data prepare {path} --out tokens; then "
                     "--data tokens",
                 ) from error
+    if not are_all_here:
+        return {}
+    data = DataSection(source="text", paths=tuple(paths))
+    sizes = sizes_of_splits(text_files(data.paths, Path.cwd()), data.held_out)
+    training, held_out = (
+        max(0, num_bytes - 1) for num_bytes in sizes
+    )  # the first is not predicted
+    return {"num_tokens": training, "num_held_out_tokens": held_out}
 
 
 def _private_data(source: Path | None, named: str | None) -> tuple[dict[str, Any], int | None]:

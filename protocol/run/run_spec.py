@@ -487,6 +487,17 @@ class RunSpec(Section):
         return given or OF_ITS_OWN
 
     @property
+    def counted(self) -> Literal["tokens", "samples"]:
+        """What is counted, for people: samples of a function of the run's own that are one place each."""
+        is_sample = self.data.source == "function" and self.model.context == 1
+        return "samples" if is_sample else "tokens"
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is of a function of the run's own, in a unit that only its owner knows."""
+        return self.model.source == "function"
+
+    @property
     def tokens_per_inner_step(self) -> int:
         """Tokens that one node trains in one inner step."""
         return self.inner.batch * self.model.context

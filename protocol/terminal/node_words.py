@@ -365,6 +365,11 @@ def text_in_words(node: pb.NodeStatus) -> str:
     return "other" if node.num_ranks or node.HasField("heartbeat") else "-"
 
 
+def counted_in_words(run: pb.RunStatus) -> str:
+    """What the run counts, in the plural."""
+    return run.counted or "tokens"
+
+
 def node_facts(node: pb.NodeStatus) -> dict[str, str]:
     """All columns of `atoll nodes`, in words."""
     return {
@@ -399,7 +404,7 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
         "does": activity_in_words(node, status.run),
         "waits for": beat.waiting_for,
         "loss": f"{beat.loss:.3f}" if beat.loss > 0 else "",
-        "speed": f"{count_in_words(beat.tokens_per_second)} tokens a second"
+        "speed": f"{count_in_words(beat.tokens_per_second)} {counted_in_words(status.run)} a second"
         if beat.tokens_per_second > 0
         else "",
         "steps asked": str(node.inner_steps or ""),

@@ -389,6 +389,7 @@ def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: P
     from protocol.terminal.node_words import (
         by_name,
         copies_in_words,
+        counted_in_words,
         cut_off,
         name_of,
         node_facts,
@@ -396,12 +397,13 @@ def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: P
     )
 
     facts = [node_facts(node) for node in by_name(answer.nodes)]
-    columns = tuple(node_facts(_no_node()))
+    counted = counted_in_words(answer.run)
+    columns = tuple(counted if name == "tokens" else name for name in node_facts(_no_node()))
     print_fitting(
         columns,
         [tuple(each.values()) for each in facts],
         spare=_SPARE_OF_NODES,
-        right=("tokens", "work"),
+        right=(counted, "work"),
     )
     for node in by_name(answer.nodes):
         if node.standing:

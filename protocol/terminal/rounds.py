@@ -109,18 +109,21 @@ def rounds(
         from protocol.terminal.watch import MOST_ROUNDS
 
         answer = link.rounds(limit or (MOST_ROUNDS if is_csv else DEFAULT_LIMIT))
-        held_out = {} if is_json else {one.round: one for one in link.status().run.held_out_losses}
-    if is_json:
+        run = None if is_json else link.status().run
+    if run is None:
         console.print_json([as_json(closed) for closed in answer.rounds])
         return
+    held_out = {one.round: one for one in run.held_out_losses}
     if is_csv:
         click.echo(as_csv(answer.rounds, held_out, has_all=limit is None), nl=False)
         return
     if not answer.rounds:
         click.echo("no round has closed yet; 'atoll status' says what the run waits for")
         return
+    from protocol.terminal.node_words import counted_in_words
     from protocol.terminal.status_words import ledger_bytes, screened_in_words
 
+    counted = counted_in_words(run)
     rows = [
         (
             str(closed.round),
@@ -138,10 +141,10 @@ def rounds(
         for closed in answer.rounds
     ]
     columns = (
-        *("round", "nodes", "slices", "tokens", "sent", "took", "loss", "held-out", "digest"),
+        *("round", "nodes", "slices", counted, "sent", "took", "loss", "held-out", "digest"),
         *("screened", "reason"),
     )
-    right = ("round", "tokens", "sent", "took", "loss", "held-out")
+    right = ("round", counted, "sent", "took", "loss", "held-out")
     print_fitting(
         columns, rows, spare=("reason", "digest", "sent", "slices", "screened"), right=right
     )
@@ -191,22 +194,24 @@ def as_csv(
 
 def _watch(link: StatusLink, limit: int, *, is_json: bool) -> None:
     """A line for each of the latest rounds, oldest first, and then for each that closes."""
+    from protocol.terminal.node_words import counted_in_words
     from protocol.terminal.watch import NewRounds, StreamScreen, json_line
 
     new = NewRounds(link.rounds, limit=limit)
-    in_words = (lambda closed: json_line(as_json(closed))) if is_json else line_of
+    counted = "" if is_json else counted_in_words(link.status().run)
+    in_words = lambda closed: json_line(as_json(closed)) if is_json else line_of(closed, counted)  # noqa: E731
     screen = StreamScreen(lambda _: map(in_words, new.take()))
     watch_until_finished(link, screen, look=lambda answer: new.look(answer.run))
 
 
-def line_of(closed: "pb.RoundSummary") -> str:
+def line_of(closed: "pb.RoundSummary", counted: str) -> str:
     """A closed round in one line."""
     from protocol.terminal.status_words import ledger_bytes, screened_in_words
 
     parts = [
         f"round {closed.round}: {closed.num_contributors} of {closed.num_participants} nodes",
         f"{closed.num_committed_slices} of {closed.num_slices} slices",
-        f"{console.count_in_words(closed.tokens)} tokens",
+        f"{console.count_in_words(closed.tokens)} {counted}",
         f"{console.bytes_in_words(ledger_bytes(closed.wire))} sent",
         f"took {console.seconds_in_words(closed.seconds)}",
         *([f"loss {closed.loss:.3f}"] if closed.loss > 0 else []),
@@ -233,12 +238,15 @@ def show_round(number: int | None, is_json: bool, directory: Path | None) -> Non
       {"summary": {"round": 41, …}, "is_open": false, "seconds": 12.4, "committed_seconds": 10.1,
        "waited_for": "…", "nodes": [{"node_name": "node-1", "trained_seconds": 7.9, …}], …}
     """  # noqa: D301 - click reads the character \b, not its two letters
+    from protocol.terminal.node_words import counted_in_words
+
     with StatusLink(directory) as link:
         answer = link.round(number or 0)
-    if is_json:
+        run = None if is_json else link.status().run
+    if run is None:
         console.print_json(as_json(answer))
         return
-    for line in (*_facts(answer), *chart(answer)):
+    for line in (*_facts(answer, counted_in_words(run)), *chart(answer)):
         click.echo(line)
     rows = [tuple(_row(node).values()) for node in _by_name(answer)]
     if rows:
@@ -267,7 +275,7 @@ def written_in_full(written: "pb.Written") -> str:
     return "\n".join(lines)
 
 
-def _facts(answer: "pb.GetRoundResponse") -> list[str]:
+def _facts(answer: "pb.GetRoundResponse", counted: str) -> list[str]:
     from protocol.terminal.status_words import screened_in_words
 
     told = answer.summary
@@ -283,7 +291,7 @@ def _facts(answer: "pb.GetRoundResponse") -> list[str]:
         lines.append(
             f"{told.num_contributors} of {told.num_participants} nodes are in it, "
             f"{told.num_committed_slices} of {told.num_slices} slices are committed, "
-            f"{console.count_in_words(told.tokens)} tokens"
+            f"{console.count_in_words(told.tokens)} {counted}"
             + (f", loss {told.loss:.3f}" if told.loss > 0 else "")
         )
     if told.screened:

@@ -13,6 +13,7 @@ from protocol.terminal.node_words import (
     activity_in_words,
     by_name,
     copies_in_words,
+    counted_in_words,
     cut_off,
     name_of,
     rates_in_words,
@@ -105,7 +106,7 @@ def _loss_line(status: pb.GetStatusResponse) -> RenderableType:
     words = Text.assemble(
         f"training {'-' if loss is None else f'{loss:.3f}'}",
         f"   held-out {held_out_in_words(status.run) or '-'}",
-        f"   {count_in_words(status.run.token_clock)} tokens",
+        f"   {count_in_words(status.run.token_clock)} {counted_in_words(status.run)}",
         "" if share is None else f"   computing {share:.0%}",
     )
     return _labelled("loss", words)
@@ -121,7 +122,8 @@ def _node_table(status: pb.GetStatusResponse) -> Table:
     table.add_column("node", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("does", no_wrap=True)
-    for heading in ("loss", "tok/s", "sent", "received"):
+    speed = "tok/s" if counted_in_words(status.run) == "tokens" else "samples/s"
+    for heading in ("loss", speed, "sent", "received"):
         table.add_column(heading, no_wrap=True, justify="right")
     # The only column that wraps: the others hold figures, and this one gives way on 80 columns.
     table.add_column("waits for", overflow="fold", min_width=12)

@@ -37,7 +37,8 @@ NODE_METRICS = (
     Metric(
         name="atoll_node_training_loss_nats",
         kind="gauge",
-        meaning="Mean training loss of its latest inner steps, nats per token",
+        meaning="Mean training loss of its latest inner steps, nats per token or as a function of the run's "
+        "own has it",
         labels=_NODE,
     ),
     Metric(

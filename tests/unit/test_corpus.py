@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from node.island.data.corpus import Corpus, read_corpus, stdlib_files, text_files
+from node.island.data.corpus import Corpus, read_corpus, sizes_of_splits, stdlib_files, text_files
 from protocol.errors import NoInputError
 from protocol.run.run_spec import DataSection
 
@@ -102,6 +104,27 @@ def test_windows_cover_each_byte_once_as_a_target(tmp_path: Path) -> None:
     assert exact.num_samples == 2  # the third window would lack the byte after its last
     summary = corpus.summary()
     assert (summary.num_samples, summary.num_bytes) == (len(windows), len(corpus.training))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 30_000), min_size=1, max_size=9),
+    share=st.floats(0.001, 0.5),
+)
+def test_the_sizes_of_both_splits_are_told_without_reading(
+    sizes: list[int], share: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("sizes")
+    for number, size in enumerate(sizes):
+        (folder / f"{number}.txt").write_bytes(b"t" * size)
+    data = DataSection(source="text", paths=("*.txt",), held_out=share)
+    told = sizes_of_splits(text_files(data.paths, folder), share)
+    try:
+        corpus = read_corpus(data, context=1, batch=1, folder=folder)
+    except NoInputError as error:
+        assert f"{told[0]:,} bytes to train on and {told[1]:,} held out" in error.what
+    else:
+        assert told == (len(corpus.training), len(corpus.held_out))
 
 
 @pytest.mark.parametrize(

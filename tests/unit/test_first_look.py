@@ -1,14 +1,19 @@
 """What a contributor is told to expect of a day, from what the members show."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from node.config import NodeSettings
 from node.first_look import expected_a_day, share_of_day, what_is_over
+from node.island.data.opening import look_at_data, open_dataset
+from node.island.data.places import DataPlaces
 from node.island.models.describing import describe
 from node.machine.hardware import Hardware
 from node.machine.limits import Limits, hours_of
 from node.machine.placement import what_a_start_checks
-from protocol.errors import AtollError
+from protocol.errors import AtollError, NoInputError, NotPermittedError
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import DataSection, RunSpec
 from protocol.v1.session_pb2 import HeartbeatRequest, Utilisation, WireCount
@@ -105,6 +110,30 @@ def found(settings: NodeSettings, spec: RunSpec) -> list[str]:
         except AtollError as error:
             told.append(str(error))
     return told
+
+
+def test_who_joins_is_told_of_data_that_a_start_would_refuse(tmp_path: Path) -> None:
+    places = DataPlaces(folder=tmp_path)
+    text = RunSpec(data=DataSection(source="text", paths=("*.txt",)))
+    with pytest.raises(NoInputError, match="matches no file"):
+        look_at_data(text, places)
+    (tmp_path / "a.txt").write_bytes(b"few ")
+    with pytest.raises(NoInputError, match="but one batch takes") as looked:
+        look_at_data(text, places)
+    with pytest.raises(NoInputError) as started:
+        open_dataset(text, places)
+    assert str(looked.value) == str(started.value)
+    (tmp_path / "a.txt").write_bytes(b"much " * 100_000)
+    look_at_data(text, places)
+    elsewhere = RunSpec(data=DataSection(source="text", paths=("../*.txt",)))
+    with pytest.raises(NotPermittedError, match="lies outside of"):
+        look_at_data(elsewhere, places)
+    private = RunSpec(data=DataSection(source="text", private=True))
+    look_at_data(private, places)  # the holder is still to name them
+    (tmp_path / "b.txt").write_bytes(b"few ")
+    with pytest.raises(NoInputError, match="but one batch takes"):
+        look_at_data(private, replace(places, own="b.txt"))
+    look_at_data(RunSpec(), places)
 
 
 def test_who_joins_is_told_of_all_that_starting_will_ask_for() -> None:

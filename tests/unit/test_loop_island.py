@@ -75,6 +75,7 @@ class Scene:
         )
         self.progress: list[Progress] = []
         self.ended: list[Any] = []
+        self.swarms: list[atoll.Swarm] = []
 
     def loop(self, train: Callable[[atoll.Swarm], Any], **how: Any) -> threading.Thread:
         """Joins with the run's model in a thread and calls `train`; `ended` has what came of it."""
@@ -816,6 +817,40 @@ async def test_nonsense_is_told_and_harms_nobody(tmp_path: Path) -> None:
         assert await asyncio.to_thread(speak) == b""
         one.loop(steps_on_samples)
         await one.is_here()
+
+
+@pytest.mark.parametrize("when", ["training", "evaluating"])
+async def test_a_loop_that_says_what_the_node_cannot_read_ends_with_what_that_was(
+    when: str, tmp_path: Path
+) -> None:
+    """It would say the same again after coming back, and so for ever."""
+
+    def say_nonsense(swarm: atoll.Swarm) -> None:
+        swarm._session.say({"kind": "stepped", "number": 1, "steps": "two"})
+
+    def evaluate() -> float:
+        say_nonsense(one.swarms[0])
+        return 1.0
+
+    def train(swarm: atoll.Swarm) -> None:
+        one.swarms.append(swarm)
+        if when == "training":
+            say_nonsense(swarm)
+        while not swarm.step(tokens=1).is_over:
+            pass
+
+    async with scene(tmp_path) as one:
+        thread = await one.joined(train, evaluate=evaluate)
+        if when == "evaluating":
+            await one.train(work(steps=1))
+        with pytest.raises(LoopGoneError, match=r"stepped\.steps"):
+            await (one.island.evaluate() if when == "evaluating" else one.train(work(steps=1)))
+        await ends(thread)
+        assert isinstance(one.ended[0], atoll.SwarmError)
+        assert "stepped.steps" in str(one.ended[0]) and "same version" in str(one.ended[0])
+        assert not one.island.ability.trains
+        nobody = await asyncio.wait_for(one.train(work(steps=1)), 5)  # and no 20 s of waiting
+        assert nobody.inner_steps == 0
 
 
 def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:

@@ -311,6 +311,27 @@ def test_text_that_is_not_here_is_told_when_the_run_is_made(
     assert "nothing of that name is here, so nodes will look for text" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("described_here")
+@pytest.mark.parametrize(
+    ("num_bytes", "context", "told"),
+    [
+        (40_000, 512, "tokens to train on, and one batch takes 65,536: 128 samples of 512"),
+        (900_000, 131_072, "tokens are held out, and one sample takes 131,072"),
+    ],
+)
+def test_text_that_every_node_would_refuse_as_too_little_is_refused_when_the_run_is_made(
+    num_bytes: int, context: int, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"some text " * (num_bytes // 10))
+    batch = 128 if context == 512 else 1
+    words = ["--data", str(text), "--context", str(context), "--batch", str(batch)]
+    assert console.run(cli.root, ["init", str(tmp_path / "run"), *words]) == 66
+    assert told in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+    made(tmp_path / "run", "--data", text, "--context", 64, "--batch", 4)
+
+
 FACTS = Facts(
     model={"source": "decoder", "context": 512, "num_layers": 30},
     num_parameters=134_500_000,

@@ -102,7 +102,11 @@ def a_round(*nodes: pb.NodeInRound, **changes: object) -> pb.GetRoundResponse:
 
 
 def shown(answer: pb.GetRoundResponse, *options: str) -> str:
-    with patch.object(StatusLink, "round", lambda link, number: answer):
+    status = pb.GetStatusResponse()
+    with (
+        patch.object(StatusLink, "round", lambda link, number: answer),
+        patch.object(StatusLink, "status", lambda link: status),
+    ):
         result = CliRunner().invoke(root, ["rounds", "show", *options], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     return result.output

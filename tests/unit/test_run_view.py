@@ -20,6 +20,8 @@ from coordinator.dashboard.timeline import Timeline, shown
 from coordinator.journal import News
 from coordinator.swarm.events import Event
 from coordinator.swarm.transition import Transition
+from protocol.run.models import FunctionModel
+from protocol.run.run_spec import DataSection, RunSpec
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
 
@@ -224,3 +226,21 @@ def test_news_that_cannot_be_kept_are_said_once_and_shown_all_the_same(
         news.add([News(level="info", what="went on", facts={"round": number})], unix_seconds=number)
     assert said == ["news are not kept for the page"]
     assert len(news.latest) == 3
+
+
+def test_the_page_is_told_what_the_run_counts_and_whose_loss_it_has() -> None:
+    old = view_of(pb.GetStatusResponse(), [])["run"]
+    run = pb.RunStatus(counted="samples", has_own_loss=True)
+    new = view_of(pb.GetStatusResponse(run=run), [])["run"]
+    assert (old["counted"], old["hasOwnLoss"]) == ("tokens", False)  # type: ignore[index]
+    assert (new["counted"], new["hasOwnLoss"]) == ("samples", True)  # type: ignore[index]
+
+
+def test_images_are_samples_and_what_a_function_makes_of_text_is_tokens() -> None:
+    net, samples = "tests.run_functions:net", "tests.run_functions:samples"
+    data = DataSection(source="function", function=samples)
+    images = RunSpec(model=FunctionModel(source="function", function=net), data=data)
+    assert (images.counted, images.has_own_loss) == ("samples", True)
+    rows = FunctionModel(source="function", function=net, context=64)
+    assert RunSpec(model=rows, data=data).counted == "tokens"
+    assert (RunSpec().counted, RunSpec().has_own_loss) == ("tokens", False)

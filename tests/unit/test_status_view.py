@@ -586,3 +586,19 @@ def test_what_a_node_waits_for_stands_in_a_sentence() -> None:
     said = " ".join(result.output.split())
     assert "odd is quarantined by the run owner: odd" in said
     assert "waits is quarantined, and waits for 'atoll nodes approve waits'" in said
+
+
+def test_a_run_of_samples_is_told_in_samples_and_one_of_an_older_coordinator_in_tokens() -> None:
+    node = a_node("alpha", tokens_per_second=120.0, loss=0.5)
+    old, new = a_status(node), a_status(node, counted="samples", has_own_loss=True)
+
+    def shown(status: status_pb2.GetStatusResponse) -> str:
+        console = Console(file=io.StringIO(), width=120)
+        console.print(render(status))
+        return console.file.getvalue() + str(node_details(node, status))
+
+    assert "1.2M tokens" in shown(old) and "tok/s" in shown(old)
+    assert "120 tokens a second" in shown(old)
+    assert "1.2M samples" in shown(new) and "samples/s" in shown(new)
+    assert "120 samples a second" in shown(new)
+    assert "tok/s" not in shown(new) and "tokens" not in shown(new).replace("'tokens'", "")

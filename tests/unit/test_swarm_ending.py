@@ -48,7 +48,7 @@ def test_the_run_finishes_after_the_last_state_is_evaluated() -> None:
     scene.evaluate("node-b", round=1)
     (finished,) = scene.asked(RunFinished)
     assert (finished.round, finished.outer_digest) == (1, digest_of("state 1"))
-    assert scene.reason == "the only round is committed; the held-out loss is 1.500 nats per token"
+    assert scene.reason == "the only round is committed; the held-out loss is 1.500"
     assert len(of_kind(scene.log, RoundOpened)) == len(of_kind(scene.log, RoundCommitted)) == 1
 
 
@@ -115,7 +115,7 @@ def test_a_node_that_stays_behind_holds_the_end_up_no_longer_than_applying_may_t
     assert not scene.state.is_finished
     scene.wait(1)
     assert scene.state.is_finished
-    assert scene.reason.endswith("the held-out loss is 1.500 nats per token")
+    assert scene.reason.endswith("the held-out loss is 1.500")
 
 
 def test_a_silent_node_holds_the_end_up_no_longer_than_its_lease() -> None:
@@ -171,7 +171,7 @@ def test_the_loss_of_a_final_state_that_is_taken_back_does_not_count_as_the_runs
     assert asked_of(scene.actions, EvaluationAsked) == ["node-c"]
     scene.evaluate("node-c", round=2, loss=2.5)
     assert losses(scene) == [(2, 2.5)]
-    assert scene.reason.endswith("the held-out loss is 2.500 nats per token")
+    assert scene.reason.endswith("the held-out loss is 2.500")
 
 
 def test_when_nobody_applies_what_was_taken_back_the_run_ends_without_a_loss() -> None:

@@ -27,7 +27,11 @@ const percent = (share) => `${Math.round(100 * share)} %`;
 
 // ---- the run ----
 
+let counted = "tokens"; // or "samples"
+
 function showRun(run) {
+  counted = run.counted;
+  for (const place of document.querySelectorAll("[data-counted]")) place.textContent = counted + place.dataset.counted;
   document.title = `${run.name}: round ${run.round} of ${run.total}`;
   byId("name").textContent = run.name;
   const phase = byId("phase");
@@ -44,9 +48,9 @@ function showRun(run) {
   byId("backup").textContent = run.backup ? `Backup: ${run.backup}.` : "";
   byId("rules").textContent = run.rules.length ? `Rules changed: ${run.rules.join("; ")}.` : "";
   const cards = [
-    ["training loss", run.loss === null ? "-" : run.loss.toFixed(3), "mean of the nodes, nats a token"],
+    ["training loss", run.loss === null ? "-" : run.loss.toFixed(3), run.hasOwnLoss ? "mean of the nodes" : "mean of the nodes, nats a token"],
     ["held-out loss", run.heldOutNow === null ? "-" : run.heldOutNow.toFixed(3), heldOutWords(run)],
-    ["tokens", run.tokens, `${run.tokensPerSecond} a second`],
+    [counted, run.tokens, `${run.tokensPerSecond} a second`],
     ["computing", run.computing === null ? "-" : percent(run.computing), run.time || "of the nodes' time"],
     ["sent by all nodes", run.sent, run.timesLess ? `${run.timesLess} times less than all-reduce` : "to peers and to the coordinator"],
     ["time left", run.left || (run.phase === "finished" ? "none" : "-"), `${run.elapsed} so far`],
@@ -89,7 +93,7 @@ function nodeRow(node) {
     element("td", { class: "wide" }, element("span", { text: node.does }),
       element("div", { class: "why", text: why })),
     element("td", { class: "wide" }, shareBar(node.shares, node.time)),
-    cell("loss", node.loss, true), cell("tokens/s", node.tokensPerSecond, true),
+    cell("loss", node.loss, true), cell(`${counted}/s`, node.tokensPerSecond, true),
     cell("sent", node.sent, true), cell("received", node.received, true),
     cell("link", node.link), cell("screened", node.screened), cell("heard", node.heard, true));
 }
@@ -189,13 +193,13 @@ function showBoard(nodes) {
   const tokensOf = (some) => some.reduce((sum, node) => sum + node.committedTokens, 0);
   const rest = gave.slice(MOST_ON_BOARD);
   const more = rest.length ? [element("li", { class: "quiet rest",
-    text: `and ${rest.length} more, who gave ${percent(tokensOf(rest) / tokensOf(gave))} of the tokens` })] : [];
+    text: `and ${rest.length} more, who gave ${percent(tokensOf(rest) / tokensOf(gave))} of the ${counted}` })] : [];
   byId("board").replaceChildren(...gave.slice(0, MOST_ON_BOARD).map((node) => {
     const part = element("span", { class: "part" });
     part.style.width = `${(100 * node.committedTokens) / most}%`;
     const share = node.workShare === null ? "" : `, weighs ${percent(node.workShare)}`;
     return element("li", {}, element("span", { text: node.name }), part,
-      element("span", { class: "share", text: `${node.committed} tokens${share}` }));
+      element("span", { class: "share", text: `${node.committed} ${counted}${share}` }));
   }), ...more);
 }
 

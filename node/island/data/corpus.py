@@ -13,7 +13,7 @@ predicted once. Pieces of text that were not neighbours are joined with a zero b
 import glob
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +50,12 @@ class TextFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Bytes of one file, from `start` on."""
+    """A part of one file, from `start` on."""
 
     name: str
+    path: Path
     start: int
-    text: bytes
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,12 +70,12 @@ class Corpus:
     @property
     def num_samples(self) -> int:
         """Samples of the training split."""
-        return _num_windows(self.training, self.context)
+        return _num_windows(len(self.training), self.context)
 
     @property
     def num_held_out_samples(self) -> int:
         """Samples of the held-out split."""
-        return _num_windows(self.held_out, self.context)
+        return _num_windows(len(self.held_out), self.context)
 
     @property
     def num_together(self) -> int:
@@ -117,22 +118,42 @@ def read_corpus(data: DataSection, *, context: int, batch: int, folder: Path) ->
     fewer samples than one batch.
     """
     files = stdlib_files() if data.source == "python-stdlib" else text_files(data.paths, folder)
-    pieces = [_Piece(name=file.name, start=0, text=_read(file.path)) for file in files]
-    training, held_out = _split(pieces, data.held_out)
+    texts = {file.path: _read(file.path) for file in files}
+    sizes = {path: len(text) for path, text in texts.items()}
+    training, held_out = _split(_whole(files, sizes), data.held_out)
     corpus = Corpus(
-        training=_joined(training),
-        held_out=_joined(held_out),
+        training=_joined(training, texts),
+        held_out=_joined(held_out, texts),
         context=context,
-        digest=_digest_of(training),
+        digest=_digest_of(training, texts),
     )
-    if corpus.num_samples < batch or corpus.num_held_out_samples < 1:
+    _check_enough(len(corpus.training), len(corpus.held_out), context=context, batch=batch)
+    return corpus
+
+
+def sizes_of_splits(files: Sequence[TextFile], held_out: float) -> tuple[int, int]:
+    """Bytes that `read_corpus` would train on and hold out, by the sizes of the files: none is read."""
+    sizes = {file.path: file.path.stat().st_size for file in files}
+    training, kept_back = _split(_whole(files, sizes), held_out)
+    return _num_joined(training), _num_joined(kept_back)
+
+
+def look_at_text(data: DataSection, *, context: int, batch: int, folder: Path) -> None:
+    """Raises NoInputError where `read_corpus` would for too little text, or for none; reads no file."""
+    training, held_out = sizes_of_splits(text_files(data.paths, folder), data.held_out)
+    _check_enough(training, held_out, context=context, batch=batch)
+
+
+def _check_enough(training: int, held_out: int, *, context: int, batch: int) -> None:
+    """Of splits of so many bytes. Raises NoInputError for less than a batch, or nothing held out."""
+    samples, kept_back = _num_windows(training, context), _num_windows(held_out, context)
+    if samples < batch or kept_back < 1:
         raise NoInputError(
-            f"the text has {len(corpus.training):,} bytes to train on and {len(corpus.held_out):,} "
-            f"held out: {corpus.num_samples} and {corpus.num_held_out_samples} samples of "
-            f"{context + 1} bytes, but one batch takes {batch} and evaluation at least 1",
+            f"the text has {training:,} bytes to train on and {held_out:,} held out: {samples} and "
+            f"{kept_back} samples of {context + 1} bytes, but one batch takes {batch} and evaluation "
+            "at least 1",
             next_step="add text to [data] paths, or lower [model] context or [inner] batch",
         )
-    return corpus
 
 
 def stdlib_files() -> list[TextFile]:
@@ -232,11 +253,18 @@ def _bytes_of(path: Path) -> bytes:
         ) from error
 
 
+def _whole(files: Iterable[TextFile], sizes: Mapping[Path, int]) -> list[_Piece]:
+    return [
+        _Piece(name=file.name, path=file.path, start=0, num_bytes=sizes[file.path])
+        for file in files
+    ]
+
+
 def _split(pieces: list[_Piece], held_out: float) -> tuple[list[_Piece], list[_Piece]]:
     """Training and held-out pieces: by file when that comes out near the share asked for."""
-    num_bytes = sum(len(piece.text) for piece in pieces)
+    num_bytes = sum(piece.num_bytes for piece in pieces)
     training, kept_back = _divided(pieces, held_out)
-    share = sum(len(piece.text) for piece in kept_back) / max(1, num_bytes)
+    share = sum(piece.num_bytes for piece in kept_back) / max(1, num_bytes)
     if held_out / 4 <= share <= min(4 * held_out, 0.6):
         return training, kept_back
     block_bytes = BLOCK_BYTES if num_bytes >= SMALL_CORPUS_BYTES else BLOCK_BYTES_OF_SMALL_CORPUS
@@ -245,8 +273,9 @@ def _split(pieces: list[_Piece], held_out: float) -> tuple[list[_Piece], list[_P
 
 def _blocks(pieces: Iterable[_Piece], block_bytes: int) -> Iterator[_Piece]:
     for piece in pieces:
-        for start in range(0, len(piece.text), block_bytes):
-            yield _Piece(name=piece.name, start=start, text=piece.text[start : start + block_bytes])
+        for start in range(0, piece.num_bytes, block_bytes):
+            num_bytes = min(block_bytes, piece.num_bytes - start)
+            yield _Piece(name=piece.name, path=piece.path, start=start, num_bytes=num_bytes)
 
 
 def _divided(pieces: list[_Piece], held_out: float) -> tuple[list[_Piece], list[_Piece]]:
@@ -264,24 +293,41 @@ def _unit_hash(piece: _Piece) -> float:
     return int.from_bytes(blake3.blake3(key).digest(length=8), "little") / 2**64
 
 
-def _joined(pieces: list[_Piece]) -> Text:
-    """The pieces in order, with a zero byte wherever text was left out between two of them."""
-    parts: list[bytes] = []
+def _joins(pieces: list[_Piece]) -> Iterator[tuple[_Piece, bool]]:
+    """The pieces in order, each with whether text was left out, or a file ended, before it."""
     for before, piece in zip([None, *pieces], pieces, strict=False):
         is_next = before is not None and before.name == piece.name
-        if before is not None and not (is_next and before.start + len(before.text) == piece.start):
-            parts.append(b"\0")
-        parts.append(piece.text)
+        is_gap = before is not None and not (
+            is_next and before.start + before.num_bytes == piece.start
+        )
+        yield piece, is_gap
+
+
+def _num_joined(pieces: list[_Piece]) -> int:
+    """Bytes of the joined pieces."""
+    return sum(piece.num_bytes + is_gap for piece, is_gap in _joins(pieces))
+
+
+def _joined(pieces: list[_Piece], texts: Mapping[Path, bytes]) -> Text:
+    """The pieces in order, with a zero byte wherever they were no neighbours."""
+    parts: list[bytes] = []
+    for piece, is_gap in _joins(pieces):
+        parts += [b"\0"] * is_gap
+        parts.append(_text_of(piece, texts))
     return np.frombuffer(b"".join(parts), np.uint8)
 
 
-def _digest_of(pieces: list[_Piece]) -> Digest:
+def _text_of(piece: _Piece, texts: Mapping[Path, bytes]) -> bytes:
+    return texts[piece.path][piece.start : piece.start + piece.num_bytes]
+
+
+def _digest_of(pieces: list[_Piece], texts: Mapping[Path, bytes]) -> Digest:
     hasher = blake3.blake3()
     for piece in pieces:
-        text_digest = blake3.blake3(piece.text).digest()
+        text_digest = blake3.blake3(_text_of(piece, texts)).digest()
         hasher.update(os.fsencode(f"{piece.name}\0{piece.start}\0") + text_digest)
     return Digest(hasher.digest())
 
 
-def _num_windows(text: Text, context: int) -> int:
-    return max(0, (len(text) - 1) // context)
+def _num_windows(num_bytes: int, context: int) -> int:
+    return max(0, (num_bytes - 1) // context)

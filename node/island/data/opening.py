@@ -8,7 +8,7 @@ is needed, if the run file's path is a URL.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from node.island.data.corpus import read_corpus
+from node.island.data.corpus import look_at_text, read_corpus
 from node.island.data.dataset import Dataset
 from node.island.data.fetching import (
     MOST_MANIFEST_BYTES,
@@ -47,6 +47,29 @@ def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
     data = _as_here(spec.data, places)
     if data.source == "tokens":
         return _open_tokens(spec, places)
+    _check_may_be_text(spec, data, places)
+    context, batch = spec.model.context, spec.inner.batch
+    return read_corpus(data, context=context, batch=batch, folder=places.folder)
+
+
+def look_at_data(spec: RunSpec, places: DataPlaces) -> None:
+    """What `open_dataset` would refuse, as far as that is seen without reading data or fetching any.
+
+    Raises AtollError. Data that a holder is still to name are none of its business.
+    """
+    if spec.data.source in ("function", "python-stdlib") or (spec.data.private and not places.own):
+        return
+    data = _as_here(spec.data, places)
+    if data.source == "tokens":
+        if data.private:
+            _open_tokens(spec, places)
+        return
+    _check_may_be_text(spec, data, places)
+    look_at_text(data, context=spec.model.context, batch=spec.inner.batch, folder=places.folder)
+
+
+def _check_may_be_text(spec: RunSpec, data: DataSection, places: DataPlaces) -> None:
+    """Raises AtollError where the model has no place for bytes, or the owner has not allowed their text."""
     vocabulary = vocabulary_of(spec)
     if vocabulary is not None and vocabulary < BYTES_VOCABULARY:
         raise ConfigError(
@@ -55,8 +78,6 @@ def open_dataset(spec: RunSpec, places: DataPlaces) -> Dataset:
         )
     if data is spec.data:
         check_reach(data.paths, places)
-    context, batch = spec.model.context, spec.inner.batch
-    return read_corpus(data, context=context, batch=batch, folder=places.folder)
 
 
 def _as_here(data: DataSection, places: DataPlaces) -> DataSection:

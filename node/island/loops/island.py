@@ -29,6 +29,7 @@ from node.island.loops.messages import (
     Trained,
     Word,
     no_samples,
+    refused,
     train,
     welcome,
 )
@@ -244,6 +245,15 @@ class LoopIsland:
                 self._take(loop, hello.rank, word)
         except ValueError as error:
             why = f"its rank {hello.rank} said what makes no sense: {error}"
+            # It would say the same again: it ends, and nobody waits for it to come back.
+            loop.say(
+                refused(
+                    f"the node cannot read what rank {hello.rank} of this loop said: {error}",
+                    "install the same version of Atoll in both environments, and say to the node nothing but "
+                    "what atoll.join and its swarm say",
+                )
+            )
+            loop.is_done = True
         finally:
             if self._loop is loop:
                 self._lose(why)
@@ -255,7 +265,7 @@ class LoopIsland:
             return True
         what, next_step = refusal
         log.warning("a training loop was refused", process=visitor.process_id, why=what)
-        visitor.say({"kind": "refused", "what": what, "next_step": next_step})
+        visitor.say(refused(what, next_step))
         return False
 
     def _take(self, loop: Loop, rank: int, word: Word) -> None:

@@ -15,7 +15,8 @@ time and the same to all, and each rank answers with the order's number:
 
 `halt`, to rank 0, ends the training in progress after its current inner step, and is not answered.
 While a loop trains, rank 0 may ask for the numbers of its samples, and for their tokens (samples →
-samples). Either side may end it with a word: `leaving` from a loop, `goodbye` from the daemon.
+samples). Either side may end it with a word: `leaving` from a loop, `goodbye` from the daemon. A word
+`refused` ends the program of a loop that cannot go on as it is, also before it is welcome.
 """
 
 import base64
@@ -161,6 +162,11 @@ def welcome(spec: RunSpec, layout: Layout, *, num_samples: int) -> dict[str, Any
         "frozen_values": {} if spec.description is None else spec.description.frozen_values,
         "tensors": [[place.name, list(place.shape), place.offset] for place in layout.places],
     }
+
+
+def refused(what: str, next_step: str) -> dict[str, Any]:
+    """Why the loop ends: coming back would change nothing."""
+    return {"kind": "refused", "what": what, "next_step": next_step}
 
 
 def train(spec: RunSpec, work: InnerWork) -> dict[str, Any]:
