@@ -103,7 +103,7 @@ class Form:
     dtype: DType
     is_merged: bool
     base_name: str
-    has_statistics: bool = False  # running ones are in the file
+    has_all: bool = False  # frozen values and running statistics are in the file too
 
 
 def card_of(spec: RunSpec, origin: Origin, form: Form, *, has_tokenizer: bool, problem: str) -> str:
@@ -137,10 +137,11 @@ def _rows(spec: RunSpec, origin: Origin, form: Form) -> list[tuple[str, str]]:
     count = f"{spec.num_parameters:,} ({count_in_words(spec.num_parameters)})"
     if spec.adapters is not None:
         count += " trained"
+    counted = spec.counted
     rows = [
         ("parameters", f"{count}, {TORCH_NAMES[form.dtype]}"),
         *_rows_of_adapters(spec, form),
-        ("context", f"{spec.model.context} tokens a sample"),
+        *([("context", f"{spec.model.context} tokens a sample")] if counted == "tokens" else []),
         ("run", f"`{origin.run}`, digest `{origin.run_digest.hex()}`"),
         ("round", str(origin.round)),
         ("digest of the outer state", f"`{origin.outer_digest.hex()}`"),
@@ -155,9 +156,9 @@ def _rows(spec: RunSpec, origin: Origin, form: Form) -> list[tuple[str, str]]:
     )
     return [
         *rows,
-        (f"tokens trained{since}", f"{of.tokens:,}"),
+        (f"{counted} trained{since}", f"{of.tokens:,}"),
         (f"bytes exchanged{since}", f"{bytes_in_words(of.most_bytes)} at most, all nodes together"),
-        (f"tokens by node{since}", shares or "none"),
+        (f"{counted} by node{since}", shares or "none"),
     ]
 
 
@@ -178,16 +179,20 @@ def _rows_of_adapters(spec: RunSpec, form: Form) -> list[tuple[str, str]]:
     ]
 
 
-def _way_to_load_function(spec: RunSpec, model: FunctionModel, *, has_statistics: bool) -> str:
+def _way_to_load_function(spec: RunSpec, model: FunctionModel, *, has_all: bool) -> str:
     """By the function itself: it makes what is not trained, and buffers."""
     described = spec.description or Description()
-    has_norms = described.num_running_statistics > 0 and not has_statistics
-    imports = [*(["import torch"] if described.num_frozen or has_norms else [])]
+    has_norms = described.num_running_statistics > 0 and not has_all
+    draws_frozen = described.num_frozen > 0 and not has_all
+    held = ["what the run trains"]
+    held += ["what is not trained"] if described.num_frozen and has_all else []
+    held += ["running statistics"] if described.num_running_statistics and has_all else []
+    imports = [*(["import torch"] if draws_frozen or has_norms else [])]
     imports += ["from safetensors.torch import load_file"]
     imports += [*(["from torch.utils.data import DataLoader"] if has_norms else []), ""]
     names = {model.function, *([spec.data.function] if has_norms and spec.data.function else [])}
     imports += [f"from {each.replace(':', ' import ')}" for each in sorted(names)]
-    if described.num_frozen:
+    if draws_frozen:
         seed = f"torch.manual_seed({spec.run.seed})  # what is not trained is drawn from it"
         imports += ["", seed]
     lines = [
@@ -197,11 +202,15 @@ def _way_to_load_function(spec: RunSpec, model: FunctionModel, *, has_statistics
         f"module, {'loss, ' if has_norms else ''}*_ = {_call(model.function, model.arguments)}",
         'module.load_state_dict(load_file("model.safetensors"), strict=False)',
         *(_way_to_statistics(spec) if has_norms else ()),
-        *(["module.eval()"] if has_statistics else ()),
+        *(["module.eval()"] if described.num_running_statistics and has_all else ()),
         "```",
         "",
-        f"The file has what the run trains{' and running statistics' if has_statistics else ''}. "
-        "All else is as the function makes it."
+        f"The file has {' and '.join(held)}. All else is as the function makes it."
+        + (
+            " Another version of torch may draw other values: 'atoll export --code' writes the run's own."
+            if draws_frozen
+            else ""
+        )
         + (" Running statistics of its norms are computed from data." if has_norms else ""),
         "",
     ]
@@ -244,7 +253,7 @@ def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -
             "```\n"
         )
     if isinstance(spec.model, FunctionModel):
-        return _way_to_load_function(spec, spec.model, has_statistics=form.has_statistics)
+        return _way_to_load_function(spec, spec.model, has_all=form.has_all)
     if problem:
         return (
             f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "

@@ -57,7 +57,8 @@ BASE = click.option(
     "--code",
     metavar="FOLDER",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Compute running statistics, as batch norm's, by the run's functions in FOLDER, which are run.",
+    help="Add frozen values and running statistics, as batch norm's, by the run's functions in FOLDER, "
+    "which are run.",
 )
 def export(
     out: Path,

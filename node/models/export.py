@@ -32,6 +32,7 @@ from protocol.files.durable import is_taken, refusal_to_write, whole_folder
 from protocol.run.models import (
     DecoderModel,
     Description,
+    FunctionModel,
     Layout,
     TensorPlace,
     TransformersModel,
@@ -69,8 +70,9 @@ def export_model(
 
     `tokenizer` are its files by the names that they get. Models with source = "transformers" are written
     by transformers itself; adapters alone, as peft loads them, or added to the model in `base`, which
-    people know by `base_name`. With `code`, the folder of the run's functions, running statistics are
-    computed by those, and written with the weights. Without a `dtype` it is what `usual_dtype` says.
+    people know by `base_name`. With `code`, the folder of the run's functions, frozen values and running
+    statistics are made by those, and written with the weights. Without a `dtype` it is what `usual_dtype`
+    says.
 
     Returns why transformers does not load the result; empty where it does. Raises CannotCreateError when
     `out` exists and is not an empty folder, or cannot be written, SystemRefusedError when the disk is full,
@@ -97,13 +99,13 @@ def export_model(
                     parameters,
                     dtype,
                     shard_bytes,
-                    _statistics_of(spec, parameters, code),
+                    _beside_the_trained(spec, parameters, code),
                 )
             form = Form(
                 dtype=dtype,
                 is_merged=base is not None,
                 base_name=base_name,
-                has_statistics=code is not None,
+                has_all=code is not None,
             )
             problem = _write_settings(beside, spec, origin, tokenizer or {}, form)
             _make_durable(beside)
@@ -155,7 +157,7 @@ def _write_settings(
     for name, path in tokenizer.items():
         shutil.copyfile(path, folder / name)
     if not isinstance(spec.model, TransformersModel):  # it has written its own
-        config, problem = _config_of(spec, described, has_statistics=form.has_statistics)
+        config, problem = _config_of(spec, described, has_all=form.has_all)
         if not problem:
             config["torch_dtype"] = TORCH_NAMES[form.dtype]
         _write_json(folder / CONFIG, config)
@@ -171,28 +173,37 @@ def _write_settings(
     return problem
 
 
-def _statistics_of(spec: RunSpec, parameters: Vector, code: Path | None) -> Mapping[str, "Tensor"]:
+def _beside_the_trained(
+    spec: RunSpec, parameters: Vector, code: Path | None
+) -> Mapping[str, "Tensor"]:
     if code is None:
         return {}
-    if not (spec.description or Description()).num_running_statistics:
+    described = spec.description or Description()
+    is_function = isinstance(spec.model, FunctionModel)
+    if not (is_function and (described.num_running_statistics or described.num_frozen)):
         raise UsageError(
-            f"--code is for models with running statistics, as batch norm's, and {spec.run.name!r} has none",
+            "--code is for models of functions with running statistics, as batch norm's, or frozen values, "
+            f"and {spec.run.name!r} has none",
             next_step="leave --code out",
         )
-    from node.island.models.function import statistics_for
+    from node.island.models.function import beside_the_trained
 
-    return statistics_for(spec, parameters, code)
+    return beside_the_trained(spec, parameters, code)
 
 
 def _config_of(
-    spec: RunSpec, described: Description, *, has_statistics: bool
+    spec: RunSpec, described: Description, *, has_all: bool
 ) -> tuple[dict[str, Any], str]:
     """config.json, and why transformers does not know what it says."""
     if not isinstance(spec.model, DecoderModel):
         problem = "the run's own function builds the model"
-        if described.num_running_statistics and not has_statistics:
+        missing = [
+            *(["its running statistics"] if described.num_running_statistics else []),
+            *(["what is not trained"] if described.num_frozen else []),
+        ]
+        if missing and not has_all:
             problem += (
-                ", and its running statistics are not in the file: --code FOLDER computes them by the run's "
+                f", and the file is without {' and '.join(missing)}: --code FOLDER adds all by the run's "
                 f"functions, and {CARD} has lines that do"
             )
         return {"model_type": "atoll-function"}, problem
@@ -209,9 +220,9 @@ def _write_weights(
     parameters: Vector,
     dtype: DType,
     shard_bytes: int,
-    statistics: Mapping[str, "Tensor"],
+    rest: Mapping[str, "Tensor"],
 ) -> None:
-    """`statistics` go into the last file, as they are."""
+    """`rest` goes into the last file, as it is."""
     from safetensors.torch import save_file
 
     from node.island.models.describing import narrowed, only_read
@@ -232,12 +243,12 @@ def _write_weights(
             for place in places
         }
         if number == len(shards):
-            tensors |= statistics
+            tensors |= rest
         # "format" is what transformers asks for before it reads a file.
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
-        num_bytes = sum(tensor.nbytes for tensor in statistics.values())
+        num_bytes = sum(tensor.nbytes for tensor in rest.values())
         total = {"total_size": value_bytes * layout.num_elements + num_bytes}
         _write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
 

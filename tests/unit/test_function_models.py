@@ -678,9 +678,28 @@ def test_an_export_runs_no_code_that_is_not_the_run_s_and_none_for_nothing(
     changed = spec.model_copy(update={"description": other})
     with pytest.raises(ProtocolMismatchError, match="is not the run's code"):
         loaded_as_its_card_says(changed, tmp_path / "out", monkeypatch, code=tmp_path)
-    with pytest.raises(UsageError, match="--code is for models with running statistics"):
+    with pytest.raises(UsageError, match="running statistics, as batch norm's, or frozen values"):
         loaded_as_its_card_says(spec_of(), tmp_path / "out", monkeypatch, code=tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+def test_with_the_run_s_code_an_export_has_what_is_not_trained_whatever_a_later_torch_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_frozen_table")
+    first = random_module(spec)
+    torch.manual_seed(spec.run.seed + 1)
+    module = loaded_as_its_card_says(spec, tmp_path / "out", monkeypatch, code=tmp_path)
+    assert torch.equal(module.table.weight, first.table.weight), "frozen"
+    assert torch.equal(module.head.bias, first.head.bias + 1)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "manual_seed" not in card and "and what is not trained." in card
+    assert spec.description is not None
+    other = spec.description.model_copy(update={"frozen_digest": "0" * 64})
+    drawn_otherwise = spec.model_copy(update={"description": other})
+    with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
+        loaded_as_its_card_says(drawn_otherwise, tmp_path / "no", monkeypatch, code=tmp_path)
+    assert not (tmp_path / "no").exists()
 
 
 def test_an_export_says_how_the_function_makes_its_model_again(

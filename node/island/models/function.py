@@ -22,6 +22,7 @@ from node.island.data.functions import FunctionData, drawing
 from node.island.models.architecture import (
     Counted,
     Tree,
+    check_frozen,
     check_tensors,
     digest_of_values,
     few_values_of,
@@ -254,7 +255,26 @@ def random_module(spec: RunSpec) -> nn.Module:
     return brought(spec).module
 
 
-def statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dict[str, Tensor]:
+def beside_the_trained(spec: RunSpec, parameters: Vector, code: Path | None) -> dict[str, Tensor]:
+    """What a state's file needs beside what is trained, by names: frozen values and running statistics.
+
+    Runs the run's code. Raises AtollError where the code or the data are not here, and BadDataError where
+    frozen values come out otherwise than when the run was made, as by another torch.
+    """
+    described = spec.description or Description()
+    rest: dict[str, Tensor] = {}
+    if described.num_frozen:
+        check_functions(spec, allowed=[spec.run.name], code=code)
+        find_code(code)
+        rest = frozen_of(random_module(spec))
+        check_frozen(rest, described.frozen_digest, where="what its function makes")
+        rest = {name: value.contiguous().clone() for name, value in rest.items()}
+    if described.num_running_statistics:
+        rest |= _statistics_for(spec, parameters, code)
+    return rest
+
+
+def _statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dict[str, Tensor]:
     """Running statistics of a state, on the CPU, as evaluations have them; runs the run's code.
 
     Raises AtollError where the code or the data are not here.
