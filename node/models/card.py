@@ -103,6 +103,7 @@ class Form:
     dtype: DType
     is_merged: bool
     base_name: str
+    num_files: int = 1  # of weights, which a function's model reads one after another
     has_all: bool = False  # frozen values and running statistics are in the file too
 
 
@@ -179,15 +180,23 @@ def _rows_of_adapters(spec: RunSpec, form: Form) -> list[tuple[str, str]]:
     ]
 
 
-def _way_to_load_function(spec: RunSpec, model: FunctionModel, *, has_all: bool) -> str:
+def _way_to_load_function(spec: RunSpec, model: FunctionModel, form: Form) -> str:
     """By the function itself: it makes what is not trained, and buffers."""
+    has_all = form.has_all
+    reads = ['module.load_state_dict(load_file("model.safetensors"), strict=False)']
+    if form.num_files > 1:
+        reads = [
+            'for file in Path(".").glob("model-*.safetensors"):',
+            "    module.load_state_dict(load_file(file), strict=False)",
+        ]
     described = spec.description or Description()
     has_norms = described.num_running_statistics > 0 and not has_all
     draws_frozen = described.num_frozen > 0 and not has_all
     held = ["what the run trains"]
     held += ["what is not trained"] if described.num_frozen and has_all else []
     held += ["running statistics"] if described.num_running_statistics and has_all else []
-    imports = [*(["import torch"] if draws_frozen or has_norms else [])]
+    imports = ["from pathlib import Path", ""] if form.num_files > 1 else []
+    imports += [*(["import torch"] if draws_frozen or has_norms else [])]
     imports += ["from safetensors.torch import load_file"]
     imports += [*(["from torch.utils.data import DataLoader"] if has_norms else []), ""]
     names = {model.function, *([spec.data.function] if has_norms and spec.data.function else [])}
@@ -200,12 +209,13 @@ def _way_to_load_function(spec: RunSpec, model: FunctionModel, *, has_all: bool)
         *imports,
         "",
         f"module, {'loss, ' if has_norms else ''}*_ = {_call(model.function, model.arguments)}",
-        'module.load_state_dict(load_file("model.safetensors"), strict=False)',
+        *reads,
         *(_way_to_statistics(spec) if has_norms else ()),
         *(["module.eval()"] if described.num_running_statistics and has_all else ()),
         "```",
         "",
-        f"The file has {' and '.join(held)}. All else is as the function makes it."
+        f"{'The file has' if form.num_files == 1 else 'The files have'} {' and '.join(held)}. "
+        "All else is as the function makes it."
         + (
             " Another version of torch may draw other values: 'atoll export --code' writes the run's own."
             if draws_frozen
@@ -253,7 +263,7 @@ def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -
             "```\n"
         )
     if isinstance(spec.model, FunctionModel):
-        return _way_to_load_function(spec, spec.model, has_all=form.has_all)
+        return _way_to_load_function(spec, spec.model, form)
     if problem:
         return (
             f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "

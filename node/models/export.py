@@ -82,6 +82,7 @@ def export_model(
     layout = layout_of(spec)
     if len(parameters) != layout.num_elements:
         raise ValueError(f"{len(parameters)} values do not fill a layout of {layout.num_elements}")
+    num_files = 1
     try:
         if is_taken(out):
             raise CannotCreateError(f"{out} exists already", next_step="name a new folder")
@@ -93,7 +94,7 @@ def export_model(
                 own = TORCH_NAMES[dtype]
                 export_state(spec, parameters, beside, base=base, base_name=base_name, dtype=own)
             else:
-                _write_weights(
+                num_files = _write_weights(
                     beside,
                     layout,
                     parameters,
@@ -106,6 +107,7 @@ def export_model(
                 is_merged=base is not None,
                 base_name=base_name,
                 has_all=code is not None,
+                num_files=num_files,
             )
             problem = _write_settings(beside, spec, origin, tokenizer or {}, form)
             _make_durable(beside)
@@ -221,8 +223,8 @@ def _write_weights(
     dtype: DType,
     shard_bytes: int,
     rest: Mapping[str, "Tensor"],
-) -> None:
-    """`rest` goes into the last file, as it is."""
+) -> int:
+    """Returns the number of files; `rest` goes into the last one, as it is."""
     from safetensors.torch import save_file
 
     from node.island.models.describing import narrowed, only_read
@@ -251,6 +253,7 @@ def _write_weights(
         num_bytes = sum(tensor.nbytes for tensor in rest.values())
         total = {"total_size": value_bytes * layout.num_elements + num_bytes}
         _write_json(folder / INDEX, {"metadata": total, "weight_map": weight_map})
+    return len(shards)
 
 
 def _shards_of(layout: Layout, value_bytes: int, shard_bytes: int) -> Iterator[list[TensorPlace]]:

@@ -629,12 +629,17 @@ def test_functions_in_a_run_file_are_checked() -> None:
 
 
 def loaded_as_its_card_says(
-    spec: RunSpec, out: Path, monkeypatch: pytest.MonkeyPatch, *, code: Path | None = None
+    spec: RunSpec,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    code: Path | None = None,
+    **how: int,
 ) -> nn.Module:
     """What the code of the model card makes of an export, each of whose values is 1 more than at first."""
     trained = first_vector(spec) + 1
     origin = Origin(run="my-run", run_digest=spec.digest(), round=3, outer_digest=Digest(bytes(32)))
-    export_model(spec=spec, parameters=trained, origin=origin, out=out, code=code)
+    export_model(spec=spec, parameters=trained, origin=origin, out=out, code=code, **how)
     lines = (out / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(out)
     found: dict[str, Any] = {}
@@ -700,6 +705,19 @@ def test_with_the_run_s_code_an_export_has_what_is_not_trained_whatever_a_later_
     with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
         loaded_as_its_card_says(drawn_otherwise, tmp_path / "no", monkeypatch, code=tmp_path)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("has_code", [False, True])
+def test_a_model_of_several_files_is_read_whole_as_its_card_says(
+    has_code: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of("tests.run_functions:net_with_frozen_table")
+    code, out = tmp_path if has_code else None, tmp_path / "out"
+    module = loaded_as_its_card_says(spec, out, monkeypatch, code=code, shard_bytes=256)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    first = random_module(spec).state_dict()
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, first[name] + (0 if name == "table.weight" else 1)), name
 
 
 def test_an_export_says_how_the_function_makes_its_model_again(

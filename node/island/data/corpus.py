@@ -193,8 +193,8 @@ def text_files(patterns: Iterable[str], folder: Path) -> list[TextFile]:
             what = "matches only folders" if matches else "matches no file"
             raise NoInputError(
                 f"{pattern!r} of [data] paths {what} (looked for {whole})",
-                next_step="put the text there, or correct the path; "
-                "'folder/**/*.txt' takes all below a folder",
+                next_step="start where the text lies, put it there, or name it: data in node.toml, or 'atoll "
+                "node start --data PATH'; 'folder/**/*.txt' takes all below a folder",
             )
         for path in files:
             name = path.relative_to(root).as_posix()
