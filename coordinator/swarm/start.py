@@ -481,7 +481,7 @@ def finished_reason(state: SwarmState) -> str:
         )
     if is_evaluated(state):
         return f"{reason}; the held-out loss is {state.held_out[-1].loss:.3f}"
-    return f"{reason}; nobody could evaluate the final state in time"
+    return f"{reason}; no node that can evaluate the final state did so in time"
 
 
 def _wait_for_evaluation(turn: Turn) -> None:

@@ -74,7 +74,7 @@ def test_the_run_finishes_without_an_evaluation_when_its_time_is_over() -> None:
     assert not scene.state.is_finished
     scene.wait(1)
     assert scene.state.is_finished
-    assert scene.reason.endswith("nobody could evaluate the final state in time")
+    assert scene.reason.endswith("no node that can evaluate the final state did so in time")
     scene.attach("node-c", at=1, digest=digest_of("state 1"))
     assert not scene.asked(RoundOpened)
 
@@ -181,7 +181,7 @@ def test_when_nobody_applies_what_was_taken_back_the_run_ends_without_a_loss() -
         scene.leave(name)
     scene.wait(2 * scene.state.rules.apply_seconds)
     assert scene.state.is_finished
-    assert scene.reason.endswith("nobody could evaluate the final state in time")
+    assert scene.reason.endswith("no node that can evaluate the final state did so in time")
 
 
 def test_who_returns_with_the_final_state_has_the_others_waited_for_anew() -> None:

@@ -66,8 +66,8 @@ def check_functions(spec: RunSpec, *, allowed: Sequence[str], code: Path | None)
             continue
         raise ProtocolMismatchError(
             what,
-            next_step="get the folder that the run was made with, as it is, and name it as code in "
-            "node.toml",
+            next_step="get the folder that the run was made with, as it is, and name it: code in "
+            "node.toml, or --code FOLDER",
         )
 
 
@@ -185,8 +185,8 @@ def file_of(function: str, code: Path | None) -> Path:
         raise NoInputError(
             f"the run's function {function} is not on this machine: there is no module {module!r}"
             + (f" in {code} or installed" if code is not None else " installed"),
-            next_step='name the folder that has it: in node.toml, as code = "/path/to/folder"; of '
-            "'atoll init' with --from",
+            next_step='name the folder that has it: in node.toml, as code = "/path/to/folder", or with '
+            "--code FOLDER; of 'atoll init' with --from",
         )
     return Path(spec.origin)
 
