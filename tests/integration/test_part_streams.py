@@ -362,3 +362,27 @@ def test_the_answer_to_a_sender_that_is_ahead_waits_for_the_others_briefly() -> 
         await serving
 
     run_in_virtual_time(scene())
+
+
+def test_what_comes_behind_a_part_whose_answer_is_held_back_is_taken_all_the_same() -> None:
+    """It may be of the body that all others wait for: then nobody would ever catch up."""
+
+    async def scene() -> None:
+        receiver = Receiver(Limits())
+        ahead = make_payload(CONTRIBUTION, body=BODY, round=7)
+        awaited = make_payload(CONTRIBUTION, body=BODY[::-1], round=7)
+        for sender in (SENDER, *(NodeId(name) for name in "xyz")):
+            receiver.begin(sender, ahead.header, ahead.digest, PART)
+        body = receiver.begin(SENDER, awaited.header, awaited.digest, PART)
+        stream, reader, answers = fed_stream()
+        serving = asyncio.create_task(take_parts(stream, SENDER, receiver))
+        for payload, index in ((ahead, 0), (ahead, 1), (ahead, 2), (awaited, 0)):
+            reader.feed_data(framed(part_of(payload, index)) + bytes(PART))
+        await asyncio.sleep(0.1)
+        assert answers.held == [False, False]
+        assert body.assembly.held == {0}
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+    run_in_virtual_time(scene())

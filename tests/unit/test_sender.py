@@ -11,6 +11,7 @@ from node.exchange.transport.rates.uplink import Evenness, Uplink
 from node.exchange.transport.sender import (
     MOST_BODIES,
     MOST_BREAKS,
+    WORTH_KEEPING,
     Action,
     Begin,
     Carry,
@@ -231,6 +232,43 @@ def test_less_is_under_way_of_bodies_that_are_waited_for_one_by_one() -> None:
             scene.answer(stream)  # its window is open now
         num_under_way.append(sum(len(stream.under_way) for stream in scene.sender.streams))
     assert num_under_way[1] == num_under_way[0] - PARTS_IN_WINDOW
+
+
+def test_no_stream_takes_more_than_a_window_while_others_are_being_opened() -> None:
+    scene = Scene()
+    first = scene.push(WORTH_KEEPING)
+    for _ in range(WORTH_KEEPING):
+        scene.answer(scene.sender.streams[0])
+    scene.end(first, most_at_rest=1)
+    (kept,) = scene.sender.streams
+    assert kept.is_wide
+
+    body = OutgoingBody(8 * PART)
+    scene.do(scene.sender.add(body, now=scene.now)[1:])
+    opening = []
+    waiting = scene.sender.offered(body, num_streams=3, now=scene.now)
+    while waiting:
+        match waiting.pop(0):
+            case Open(stream=stream):
+                opening.append(stream)
+            case Carry(stream=stream, part=part):
+                waiting += scene.sender.wrote(stream, part, now=scene.now)
+    assert len(opening) == 2
+    assert len(kept.under_way) == PARTS_IN_WINDOW
+    for stream in opening:
+        scene.do(scene.sender.opened(stream, now=scene.now))
+    assert [len(stream.under_way) for stream in opening] == [PARTS_IN_WINDOW] * 2
+    assert len(kept.under_way) >= PARTS_IN_WINDOW
+
+
+def test_a_body_gets_more_streams_when_others_have_left_their_shares_of_the_link() -> None:
+    scene = Scene()
+    scene.push(20)
+    assert len(scene.sender.streams) == 1
+    scene.do(scene.sender.looked(now=0.01, num_streams=3))
+    assert len(scene.sender.streams) == 3
+    scene.do(scene.sender.looked(now=0.02, num_streams=1))
+    assert len(scene.sender.streams) == 3
 
 
 def test_an_answer_that_waited_for_others_says_nothing_of_the_way() -> None:

@@ -270,27 +270,39 @@ def test_what_was_lost_and_what_was_answered_too_early_says_nothing() -> None:
     assert uplink.bytes_per_second is None
 
 
-@pytest.mark.parametrize("peers", [("only",), ("one", "other")])
-def test_a_queue_before_the_only_peer_is_not_yielded_to_below_what_the_uplink_has_carried(
-    peers: tuple[str, ...],
+@pytest.mark.parametrize(
+    ("peers", "is_paced_below", "is_held_to"),
+    [
+        (("only",), False, True),
+        (("one", "other"), False, False),  # it may be ours, and nobody else keeps it short
+        (("one", "other"), True, True),
+    ],
+)
+@pytest.mark.parametrize("has_measured", [True, False])
+def test_a_queue_that_may_be_before_the_peers_is_not_yielded_to_below_what_the_uplink_has_carried(
+    peers: tuple[str, ...], is_paced_below: bool, is_held_to: bool, has_measured: bool
 ) -> None:
-    uplink = Uplink(LIMITS)
-    for exchange in range(LEAST_MEASUREMENTS):
+    uplink = Uplink(LIMITS, is_paced_below=lambda: is_paced_below)
+    for exchange in range(LEAST_MEASUREMENTS if has_measured else 0):
         uplink.meter.begin(100.0 * exchange)
         uplink.meter.moved(int(10 * RATE), since=100.0 * exchange, now=100.0 * exchange + 10)
         uplink.meter.end(100.0 * exchange + 10)
-    assert uplink.meter.most_bytes_per_second == pytest.approx(RATE)
     now = 1000.0
-    for seconds in (0.05, *[0.05 + 3 * QUEUE_SECONDS] * 8):
-        for _ in range(2 * LEAST_ANSWERS):
+
+    def exchange_at(rate: float, answered_after: float, num_epochs: int) -> None:
+        nonlocal now
+        for _ in range(2 * num_epochs * LEAST_ANSWERS):
             now += EPOCH_SECONDS / LEAST_ANSWERS
-            for peer in peers:  # they carry a tenth of that now
-                size = int(0.1 * RATE * EPOCH_SECONDS / LEAST_ANSWERS / len(peers))
-                part = uplink.begin(peer, size, now=now - seconds)
-                part.is_out(now - seconds)
+            for peer in peers:
+                size = int(rate * EPOCH_SECONDS / LEAST_ANSWERS / len(peers))
+                part = uplink.begin(peer, size, now=now - answered_after)
+                part.is_out(now - answered_after)
                 part.answered(now)
+
+    exchange_at(RATE, 0.05, 3)
+    exchange_at(0.1 * RATE, 0.05 + 3 * QUEUE_SECONDS, 30)
     assert uplink.bytes_per_second is not None
-    if len(peers) == 1:
+    if is_held_to and (has_measured or is_paced_below):
         assert 0.8 * RATE < uplink.bytes_per_second < RATE
     else:
         assert uplink.bytes_per_second < 0.2 * RATE

@@ -289,11 +289,6 @@ class PartStream:
         has_room = self.is_wide or len(self.under_way) < PARTS_IN_WINDOW
         return self.is_open and not self.is_writing and has_room
 
-    @property
-    def num_in_window(self) -> int:
-        """Parts that a window lets be under way, though it may never have opened."""
-        return min(len(self.under_way), PARTS_IN_WINDOW)
-
 
 class PeerState(StrEnum):
     """What a sender is at."""
@@ -516,8 +511,12 @@ class PeerSender:
             return [Fail(body, failed) for body in self._offered]
         return self._next(now)
 
-    def looked(self, *, now: float) -> list[Action]:
-        """Some time has passed: see `Limits.widen_seconds`."""
+    def looked(self, *, now: float, num_streams: int = 1) -> list[Action]:
+        """Some time has passed: see `Limits.widen_seconds`. A body would begin with so many streams now.
+
+        That is more than it began with where others have ended meanwhile, and left their shares of the link.
+        """
+        self._num_streams = max(self._num_streams, num_streams)
         return self._next(now)
 
     def close(self) -> list[Action]:
@@ -559,9 +558,14 @@ class PeerSender:
         """Of the streams that are ready one whose window has room takes the next part."""
         actions: list[Action] = []
         while ready := [stream for stream in self.streams if stream.is_ready]:
-            if not self._has_room(now) or (taken := self._take(now)) is None:
+            if not self._has_room(now):
                 break
-            stream = min(ready, key=lambda each: each.num_in_window)
+            stream = min(ready, key=lambda each: len(each.under_way))
+            is_opening = not all(each.is_open for each in self.streams)
+            if len(stream.under_way) >= PARTS_IN_WINDOW and is_opening:
+                break  # it might wait for its window, and others will soon be there
+            if (taken := self._take(now)) is None:
+                break
             part = self._sent(*taken, now=now)
             stream.under_way.append(part)
             stream.is_writing = True

@@ -211,7 +211,8 @@ class Sending:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(self._limits.widen_seconds)
-            self._do(self._sender.looked(now=self._traffic.clock()))
+            num_streams = self._num_at_first(self._sender.round_trip_seconds)
+            self._do(self._sender.looked(num_streams=num_streams, now=self._traffic.clock()))
 
     def _end(self, stream: PartStream, task: asyncio.Task[None]) -> None:
         del self._tasks[stream], self._inboxes[stream]

@@ -8,6 +8,7 @@ member, is the transport's business. Pushes of our own are node.exchange.transpo
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import blake3
 
@@ -37,6 +38,9 @@ from node.exchange.transport.streams import (
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CONTRIBUTION, Payload, PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
+
+MOST_DUE = 64
+"""Answers that one stream owes: no sender that keeps to its window waits for so many."""
 
 Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
 """Payload.verified, off the event loop where that pays; raises PayloadError."""
@@ -229,9 +233,28 @@ def forget_in_time(receiver: Receiver, seconds: float) -> None:
 async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver) -> None:
     """Serves one stream: takes parts, of whichever body, until its sender has no more.
 
-    Never waits for an offer: parts of other bodies would wait behind it. Raises FrameError, or
+    Never waits for an offer: parts of other bodies would wait behind it. Nor does it stop reading while an
+    answer is held back: behind it may be parts of a body that all others wait for. Raises FrameError, or
     streams.BROKEN when the sender is gone in the middle of a part.
     """
+    due: asyncio.Queue[_Answer | None] = asyncio.Queue(MOST_DUE)
+    reading = asyncio.ensure_future(_read_parts(stream, sender, receiver, due))
+    answering = asyncio.ensure_future(_give_answers(stream, sender, receiver, due))
+    try:
+        await asyncio.wait((reading, answering), return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            await answering
+        await reading
+        await answering
+    finally:
+        reading.cancel()
+        answering.cancel()
+        await asyncio.gather(reading, answering, return_exceptions=True)
+
+
+async def _read_parts(
+    stream: TransferStream, sender: NodeId, receiver: Receiver, due: "asyncio.Queue[_Answer | None]"
+) -> None:
     limits, dropped_bytes = receiver.limits, 0
     while True:
         try:
@@ -240,12 +263,13 @@ async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver)
         except asyncio.IncompleteReadError as error:
             if error.partial:
                 raise
+            await due.put(None)
             return  # closed between two parts
         began_at = stream.traffic.clock()
         digest = Digest(part.digest)
         if (body := receiver.find(sender, digest)) is not None:
             dropped_bytes = 0
-            await _take_part(stream, sender, receiver, body, part, began_at=began_at)
+            await due.put(await _taken(stream, sender, receiver, body, part, began_at=began_at))
             continue
         if dropped_bytes + part.num_bytes > limits.most_dropped_bytes:
             raise FrameError(
@@ -255,17 +279,20 @@ async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver)
         now = stream.traffic.clock()
         if early is None:
             dropped_bytes += part.num_bytes
-            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+            answer = _Answer(part.index, wire.TRANSFER_STATUS_PART_DROPPED)
         elif (body := receiver.find(sender, digest)) is not None:  # it has come meanwhile
-            await _take_part(stream, sender, receiver, body, part, began_at=began_at, early=early)
+            answer = await _taken(
+                stream, sender, receiver, body, part, began_at=began_at, early=early
+            )
         elif receiver.early.keep((sender, digest), part.index, early, now=now):
             forget_in_time(receiver, limits.early_seconds)
             # Counted with the next part: what kind it is, its offer will say.
             stream.traffic.moved(received_bytes=part.num_bytes, since=began_at)
-            await _answer(stream, part, wire.TRANSFER_STATUS_PART_KEPT)
+            answer = _Answer(part.index, wire.TRANSFER_STATUS_PART_KEPT)
         else:
             dropped_bytes += part.num_bytes
-            await _answer(stream, part, wire.TRANSFER_STATUS_PART_DROPPED)
+            answer = _Answer(part.index, wire.TRANSFER_STATUS_PART_DROPPED)
+        await due.put(answer)
 
 
 async def _read_early(stream: TransferStream, num_bytes: int, most_bytes: int) -> bytes | None:
@@ -277,7 +304,7 @@ async def _read_early(stream: TransferStream, num_bytes: int, most_bytes: int) -
     return None
 
 
-async def _take_part(
+async def _taken(
     stream: TransferStream,
     sender: NodeId,
     receiver: Receiver,
@@ -286,8 +313,8 @@ async def _take_part(
     *,
     began_at: float,
     early: bytes | None = None,
-) -> None:
-    """Puts a part in its place: from the stream, unless it was read already."""
+) -> "_Answer":
+    """Puts a part in its place: from the stream, unless it was read already. Returns what to answer."""
     try:
         span = body.assembly.begin(part.index)
     except PartError as error:
@@ -307,8 +334,28 @@ async def _take_part(
     stream.moved(received_bytes=part.num_bytes, since=began_at)
     body.tell()
     receiver.moved(sender, body.header, part.num_bytes)
-    is_held = body.header.kind == CONTRIBUTION and await waited_for_others(receiver, sender)
-    await _answer(stream, part, wire.TRANSFER_STATUS_PART_RECEIVED, is_held=is_held)
+    may_wait = body.header.kind == CONTRIBUTION and receiver.evenness.is_ahead(sender)
+    return _Answer(part.index, wire.TRANSFER_STATUS_PART_RECEIVED, may_wait=may_wait)
+
+
+class _Answer(NamedTuple):
+    """What a part is answered with."""
+
+    part: int
+    status: "wire.TransferStatus.ValueType"
+    may_wait: bool = False
+    """For those who are behind: until then its sender sends no more than its window lets it."""
+
+
+async def _give_answers(
+    stream: TransferStream, sender: NodeId, receiver: Receiver, due: "asyncio.Queue[_Answer | None]"
+) -> None:
+    """In the order of the parts, until there is nothing more to answer."""
+    while (answer := await due.get()) is not None:
+        is_held = answer.may_wait and await waited_for_others(receiver, sender)
+        await stream.send(
+            wire.TransferResponse(status=answer.status, part=answer.part, is_held=is_held)
+        )
 
 
 async def waited_for_others(receiver: Receiver, sender: NodeId) -> bool:
@@ -320,16 +367,6 @@ async def waited_for_others(receiver: Receiver, sender: NodeId) -> bool:
             while receiver.evenness.is_ahead(sender):
                 await receiver.news.wait()
     return True
-
-
-async def _answer(
-    stream: TransferStream,
-    part: wire.Part,
-    status: "wire.TransferStatus.ValueType",
-    *,
-    is_held: bool = False,
-) -> None:
-    await stream.send(wire.TransferResponse(status=status, part=part.index, is_held=is_held))
 
 
 async def complete(

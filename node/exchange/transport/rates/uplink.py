@@ -178,6 +178,7 @@ class Uplink:
         self._limits = limits
         self._is_paced_below = is_paced_below
         self._busy_since = 0.0
+        self._fastest: list[float] = []  # two epochs of this busy time, for one may be wrong
         self._lately: deque[_Epoch] = deque(maxlen=MEMORY)
         self._rates: deque[float] = deque(maxlen=RATES)
         self._epoch: _Epoch | None = None
@@ -208,6 +209,7 @@ class Uplink:
         if not self._num_under_way and now - self._last_ended_at > self._limits.epoch_seconds:
             self._epoch = None
             self._busy_since = now
+            self._fastest = []
             if self._is_paced_below():
                 self.bytes_per_second = None
         self._num_under_way += 1
@@ -235,7 +237,9 @@ class Uplink:
             and epoch.num_answers >= LEAST_ANSWERS
         ):
             if epoch.is_known:
-                self._learn(epoch, epoch.num_bytes / (now - epoch.began_at))
+                rate = epoch.num_bytes / (now - epoch.began_at)
+                self._fastest = sorted([*self._fastest, rate])[-2:]
+                self._learn(epoch, rate)
             is_early = (
                 self._is_paced_below() and now - self._busy_since < self._limits.lasting_seconds
             )
@@ -255,11 +259,19 @@ class Uplink:
         if has_queue or self.bytes_per_second is not None:
             carried = sorted(self._rates)[-2:][0]
             self.bytes_per_second = (_DRAIN if has_queue else _PROBE) * carried
-            best = self.meter.most_bytes_per_second
-            if len(self._peers) == 1 and best is not None:
-                # A queue before the only peer, to which others send too, looks like ours: who yielded to it
-                # would get ever less of that peer's link, and ours has carried so much.
-                self.bytes_per_second = max(_DRAIN * best, self.bytes_per_second)
+            self.bytes_per_second = max(self.bytes_per_second, self._least())
+
+    def _least(self) -> float:
+        """How far a queue is yielded to: it may be before a peer's link, to which others send too.
+
+        Who yielded to that would get ever less of the peer's link, and ours has carried more. So it is before
+        an only peer. Of many all may be full, or send so much themselves that their answers wait for it, as a
+        helper's do. Where TCP finds the rate, that is not undone for what may be a peer's.
+        """
+        seen = self.meter.most_bytes_per_second or 0.0
+        if self._is_paced_below():
+            return _DRAIN * max(seen, min(self._fastest, default=0.0))
+        return _DRAIN * seen if len(self._peers) == 1 else 0.0
 
     def _queue_seconds(self, epoch: _Epoch) -> float:
         """How long what is sent waits before our link.
