@@ -4,9 +4,12 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from typed_commands import Swarm, atoll, done, refused, until
 
 from node.kept import kept_model
@@ -22,6 +25,13 @@ RUN = tiny_text(
     deadlines={"train": 3, "contribute": 20, "commit": 30},
     evaluation={"every_rounds": 2, "prompts": ["def ", "class "], "prompt_tokens": 20},
 )
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path / "swarm", RUN, is_typed=True)
+    yield swarm
+    swarm.end()
 
 
 def asked(swarm: Swarm, command: str) -> Any:
