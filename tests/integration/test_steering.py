@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typed_commands import Swarm, atoll, done, refused, until
+from typed_commands import Swarm, atoll, done, refused, typed_here, until
 
 from protocol.v1 import status_pb2
 from tests.tiny_runs import tiny_text
@@ -20,7 +20,7 @@ RUN = tiny_text(
 
 
 def owner(swarm: Swarm, *arguments: str) -> str:
-    return done(atoll(*arguments, "--dir", swarm.home))
+    return done(typed_here(*arguments, "--dir", swarm.home))
 
 
 def run_of(swarm: Swarm) -> status_pb2.RunStatus:
@@ -303,7 +303,7 @@ def test_a_viewer_looks_on_and_may_do_nothing_else(swarm: Swarm) -> None:
     done(atoll("rounds", "--dir", viewer))
     refused(atoll("node", "start", "--dir", viewer), 77, "is a viewer's folder")
     for command in (("invite", "list"), ("nodes", "expel", "x"), ("run", "pause"), ("audit",)):
-        refused(atoll(*command, "--dir", viewer), 77, "only the run owner may do this")
+        refused(typed_here(*command, "--dir", viewer), 77, "only the run owner may do this")
     owner(swarm, "nodes", "expel", "press")
     refused(atoll("status", "--dir", viewer), 79, "the run owner has expelled press")
     swarm.coordinator.stop(signal.SIGTERM)

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -88,18 +87,23 @@ def atoll(*arguments: str | Path, stdin: str = "", **environment: str) -> Typed:
     return Typed(code=ran.returncode, out=ran.stdout, err=ran.stderr)
 
 
-def typed_here(*arguments: str | Path) -> Typed:
+def typed_here(*arguments: str | Path, **environment: str) -> Typed:
     """As `atoll`, in this process: for what only leads to what a test is about.
 
-    A process takes half a second to import what the command needs.
+    A process takes half a second to import what the command needs. What comes of another process that the
+    command starts is not in the answer.
     """
-    out, err = StringIO(), StringIO()
-    with patch.dict(os.environ), redirect_stdout(out), redirect_stderr(err):
-        for name in [name for name in os.environ if name.startswith("ATOLL_")]:
-            del os.environ[name]
-        code = console.run(cli.root, [str(argument) for argument in arguments])
-    assert "a bug in Atoll" not in err.getvalue(), err.getvalue()
-    return Typed(code=code, out=out.getvalue(), err=err.getvalue())
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("ATOLL_")}
+    with (
+        patch.dict(os.environ, kept | environment, clear=True),
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        with redirect_stdout(out), redirect_stderr(err):
+            code = console.run(cli.root, [str(argument) for argument in arguments])
+        said, complained = (stream.seek(0) or stream.read() for stream in (out, err))
+    assert "a bug in Atoll" not in complained, complained
+    return Typed(code=code, out=said, err=complained)
 
 
 def done(typed: Typed) -> str:
