@@ -25,8 +25,6 @@ ROUND = 5.0
 DOWN = 8.0
 """That the coordinator is down."""
 LONGEST = float(DEADLINES["commit"])
-MANY_ROUNDS = 20
-"""Of a copy's age; an older one differs by how long it takes."""
 IN_FLIGHT, BETWEEN = 2.5, 0.1
 """When in a round the copy is made: while nodes train, or right after the commit of the one before."""
 
@@ -88,6 +86,11 @@ CASES = {
     "one never comes back": Case(rounds_old=8, late=(1, 2, 3, 4, None), min_nodes=3),
     "a hundred rounds old": Case(rounds_old=100, late=(30, 1), min_nodes=2),
 }
+LONG = (
+    "of the first round, a lost disk comes first and the others an hour late",
+    "a hundred rounds old",
+)
+"""They differ from others by how long they take."""
 
 
 async def be_hit(case: Case, disks: Path, node: SimulatedNode, place: int) -> None:
@@ -141,9 +144,7 @@ def run_of(case: Case, corpus: Corpus, disks: Path) -> tuple[SimulatedRun, int]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case, id=name, marks=[pytest.mark.nightly] if case.rounds_old > MANY_ROUNDS else []
-        )
+        pytest.param(case, id=name, marks=[pytest.mark.nightly] if name in LONG else [])
         for name, case in CASES.items()
     ],
 )
@@ -204,7 +205,7 @@ def test_a_run_that_was_finished_without_its_nodes_ends_with_what_they_had_commi
     [
         (3, IN_FLIGHT),
         (3, BETWEEN),
-        (6, IN_FLIGHT),
+        pytest.param(6, IN_FLIGHT, marks=pytest.mark.nightly),
         pytest.param(6, BETWEEN, marks=pytest.mark.nightly),
     ],
 )

@@ -75,7 +75,7 @@ def states_of(ruling: Ruling, run: SimulatedRun) -> tuple[Digest | None, Digest]
     return run.commits[round - 1].outer_digest, run.commits[round].base_digest
 
 
-@pytest.mark.parametrize("at", [32.0, 35.0])
+@pytest.mark.parametrize("at", [32.0, pytest.param(35.0, marks=pytest.mark.nightly)])
 def test_all_go_on_from_the_state_after_the_round_and_later_rounds_are_trained_anew(
     corpus: Corpus, tmp_path: Path, at: float
 ) -> None:
@@ -136,8 +136,15 @@ def says_to_keep(*rounds: int) -> Callable[[Message], Message]:
     return says
 
 
-@pytest.mark.parametrize("retention", [Retention(), Retention(keep=100, every=2)])
-@pytest.mark.parametrize("num_others", [1, 2])
+@pytest.mark.parametrize(
+    ("num_others", "retention"),
+    [
+        (1, Retention(keep=100, every=2)),
+        (2, Retention()),
+        pytest.param(1, Retention(), marks=pytest.mark.nightly),
+        pytest.param(2, Retention(keep=100, every=2), marks=pytest.mark.nightly),
+    ],
+)
 def test_where_no_disk_has_the_state_after_all_the_run_goes_on_from_what_it_had(
     corpus: Corpus,
     tmp_path: Path,
@@ -197,7 +204,7 @@ def test_the_run_goes_back_twice_the_second_time_behind_the_first(
     assert [commit.incarnation for commit in run.commits] == [0, 0, *[2] * 6]
 
 
-@pytest.mark.parametrize("returns_at", [36.0, 50.0])
+@pytest.mark.parametrize("returns_at", [36.0, pytest.param(50.0, marks=pytest.mark.nightly)])
 def test_a_node_that_was_away_drops_what_it_knows_of_undone_rounds(
     corpus: Corpus, tmp_path: Path, returns_at: float
 ) -> None:
@@ -206,7 +213,7 @@ def test_a_node_that_was_away_drops_what_it_knows_of_undone_rounds(
     assert [commit.incarnation for commit in run.commits] == [0, 0, 0, *[1] * 5]
 
 
-@pytest.mark.parametrize("copied_at", [9.0, 27.0])
+@pytest.mark.parametrize("copied_at", [9.0, pytest.param(27.0, marks=pytest.mark.nightly)])
 def test_a_coordinator_from_an_older_copy_learns_that_rounds_are_undone(
     corpus: Corpus, tmp_path: Path, copied_at: float
 ) -> None:

@@ -21,11 +21,28 @@ STEADY = Life(seconds_per_inner_step=SECONDS_PER_STEP)
 """Takes five virtual seconds for a round."""
 
 
-@pytest.fixture(params=["a snapshot a round", "results between snapshots"], autouse=True)
+SNAPSHOTS, RESULTS = "a snapshot a round", "results between snapshots"
+"""Disks are fast enough for everything, or nothing is written that need not be."""
+
+
+@pytest.fixture
 def disk_pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disks are fast enough for everything, or nothing is written that need not be."""
-    if request.param == "results between snapshots":
+    if request.param == RESULTS:
         monkeypatch.setattr(DiskBudget, "seconds_between", lambda *_: LONGEST_SECONDS)
+
+
+at_both_paces = pytest.mark.parametrize("disk_pace", [SNAPSHOTS, RESULTS], indirect=True)
+
+
+def at_each(name: str, by_day: dict[str, float], *others: float) -> pytest.MarkDecorator:
+    """At both paces with all values, of which a day sees one for each pace."""
+    cases = [pytest.param(pace, value, id=f"{pace}, {value}") for pace, value in by_day.items()]
+    for value in sorted({*by_day.values(), *others}):
+        for pace in (SNAPSHOTS, RESULTS):
+            if by_day[pace] != value:
+                marks = pytest.mark.nightly
+                cases.append(pytest.param(pace, value, id=f"{pace}, {value}", marks=marks))
+    return pytest.mark.parametrize(("disk_pace", name), cases, indirect=["disk_pace"])
 
 
 def assert_sound(run: SimulatedRun, *, rounds: int) -> None:
@@ -39,6 +56,8 @@ def assert_sound(run: SimulatedRun, *, rounds: int) -> None:
     assert run.final.ledger.leased == ()
 
 
+@at_both_paces
+@pytest.mark.usefixtures("disk_pace")
 def test_a_node_that_returns_goes_on_from_its_disk(corpus: Corpus, tmp_path: Path) -> None:
     mortal = Life(seconds_per_inner_step=1.0, absences=((12.5, 40),))
     spec = tiny(run={"rounds": 12, "min_nodes": 2}, deadlines=DEADLINES)
@@ -78,7 +97,8 @@ def run_with_a_round_taken_back(
     return run
 
 
-@pytest.mark.parametrize("dies_at", [50.5, 60.5])
+@at_each("dies_at", {SNAPSHOTS: 50.5, RESULTS: 60.5})
+@pytest.mark.usefixtures("disk_pace")
 def test_what_nobody_holds_any_more_is_taken_back_and_who_applied_it_comes_round(
     corpus: Corpus, tmp_path: Path, dies_at: float
 ) -> None:
@@ -91,7 +111,8 @@ def test_what_nobody_holds_any_more_is_taken_back_and_who_applied_it_comes_round
     assert all(outcome.digest is None for outcome in run.commits[2].slices)
 
 
-@pytest.mark.parametrize("dies_at", [50.5, 60.5])
+@at_each("dies_at", {SNAPSHOTS: 60.5, RESULTS: 50.5})
+@pytest.mark.usefixtures("disk_pace")
 def test_what_was_taken_back_holds_again_when_who_applied_it_returns_before_anything_else_commits(
     corpus: Corpus, tmp_path: Path, dies_at: float
 ) -> None:
@@ -103,6 +124,8 @@ def test_what_was_taken_back_holds_again_when_who_applied_it_returns_before_anyt
     assert any(outcome.digest is not None for outcome in run.commits[2].slices)
 
 
+@at_both_paces
+@pytest.mark.usefixtures("disk_pace")
 def test_a_coordinator_that_dies_in_mid_round_commits_that_round_once(
     corpus: Corpus, tmp_path: Path
 ) -> None:
@@ -114,7 +137,8 @@ def test_a_coordinator_that_dies_in_mid_round_commits_that_round_once(
     assert run.final.token_clock == 8 * 3 * 5 * 4 * 32
 
 
-@pytest.mark.parametrize("copied_at", [3.0, 12.5, 20.0])
+@at_each("copied_at", {SNAPSHOTS: 3.0, RESULTS: 12.5}, 20.0)
+@pytest.mark.usefixtures("disk_pace")
 def test_a_coordinator_restored_from_an_old_copy_learns_what_it_lacks_from_its_nodes(
     corpus: Corpus, tmp_path: Path, copied_at: float
 ) -> None:

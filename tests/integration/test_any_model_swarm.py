@@ -273,6 +273,7 @@ torch.save(model.state_dict(), sys.argv[3])
 """
 
 
+@pytest.mark.nightly
 def test_a_residual_network_with_batch_norm_is_as_good_in_a_swarm_s_loops_as_alone(
     swarm_of: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.attacks import QUICK
 
 ROOT = Path(__file__).parents[2]
@@ -12,6 +14,7 @@ MOST_LOSS = 1.03
 """Times the clean run's: both end at 1.00 after six rounds, and above 1.05 with nothing against them."""
 
 
+@pytest.mark.nightly
 def test_two_liars_of_eight_bend_no_run_and_every_honest_node_holds_the_same_state(
     tmp_path: Path,
 ) -> None:

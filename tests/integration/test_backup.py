@@ -281,6 +281,7 @@ def test_a_backup_of_a_damaged_database_is_refused_and_so_is_a_start(swarm: Swar
     assert not copy.exists()
 
 
+@pytest.mark.nightly
 def test_a_damaged_key_of_the_authority_is_said_and_no_copy_of_it_drives_whole_ones_out(
     swarm: Swarm,
 ) -> None:
@@ -389,11 +390,21 @@ def test_one_line_keeps_copies_of_a_run_in_full_flight_and_the_newest_is_restore
     swarm.coordinator.stop(signal.SIGTERM)
 
 
-def test_failures_are_said_and_tried_again_and_no_copy_goes_meanwhile(swarm: Swarm) -> None:
+def test_backups_that_cannot_be_made_again_and_again_are_refused_at_once(swarm: Swarm) -> None:
     row = swarm.folder / "row"
     command = ("coordinator", "backup", swarm.home)
     refused(atoll(*command, row, "--keep", "2"), 64, "--keep 2", "--every")
     refused(atoll(*command, row, "--every", "0s"), 64, "less than a second")
+    swarm.coordinator.stop(signal.SIGTERM)
+    refused(atoll("coordinator", "start", swarm.home, "--backup", "s4://b/c"), 65, "s4://b/c")
+    every = ("--backup", row, "--backup-every", "soon")
+    refused(atoll("coordinator", "start", swarm.home, *every), 64, "time span")
+
+
+@pytest.mark.nightly
+def test_failures_are_said_and_tried_again_and_no_copy_goes_meanwhile(swarm: Swarm) -> None:
+    row = swarm.folder / "row"
+    command = ("coordinator", "backup", swarm.home)
     swarm.coordinator.stop(signal.SIGTERM)
     backups = swarm.start(*command, row, "--every", "1s", "--keep", "2")
     backups.says("copied run 'kept' at round 0", times=3)
@@ -408,7 +419,3 @@ def test_failures_are_said_and_tried_again_and_no_copy_goes_meanwhile(swarm: Swa
     backups.stop(signal.SIGTERM)
     assert len(copies_in(row)) in (2, 3)  # it may have ended before the oldest went
     assert not [path for path in row.iterdir() if path.name not in copies_in(row)]
-
-    refused(atoll("coordinator", "start", swarm.home, "--backup", "s4://b/c"), 65, "s4://b/c")
-    every = ("--backup", row, "--backup-every", "soon")
-    refused(atoll("coordinator", "start", swarm.home, *every), 64, "time span")

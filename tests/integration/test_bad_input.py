@@ -1,5 +1,6 @@
-"""What new users get wrong, typed for real: one clear sentence each, and nothing half done.
+"""What new users get wrong: one clear sentence each, and nothing half done.
 
+Of each command some mistakes are typed for real; of long lists of them, the command runs in this process.
 Exit codes stand as numbers: they are an interface.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typed_commands import Swarm, atoll, done, refused
+from typed_commands import Swarm, atoll, done, refused, typed_here
 
 from node.config import load_settings
 from protocol.trust.invite import Invite
@@ -88,7 +89,7 @@ def test_a_wrong_run_file_is_refused_with_place_and_value(
 ) -> None:
     run_file = tmp_path / "run.toml"
     run_file.write_text(text)
-    typed = atoll("coordinator", "init", tmp_path / "home", "--run", run_file)
+    typed = typed_here("coordinator", "init", tmp_path / "home", "--run", run_file)
     refused(typed, 78, words, str(run_file))
     assert list(tmp_path.iterdir()) == [run_file]
 
@@ -118,11 +119,11 @@ def test_an_invite_that_does_not_hold_is_refused_and_leaves_no_trace(
     home = tmp_path / "node"
     good = Invite.decode(swarm.invite())
     for span in ("0s", "0"):
-        never = atoll("invite", "create", "--expires", span, "--dir", swarm.home)
+        never = typed_here("invite", "create", "--expires", span, "--dir", swarm.home)
         refused(never, 64, "an invite cannot be valid for 0 s", "--expires more than 0")
     used_up, expired, revoked = swarm.invite(), swarm.invite("--expires", "0.1s"), swarm.invite()
-    done(atoll("join", used_up, "--dir", tmp_path / "user"))
-    done(atoll("invite", "revoke", Invite.decode(revoked).invite_id, "--dir", swarm.home))
+    done(typed_here("join", used_up, "--dir", tmp_path / "user"))
+    done(typed_here("invite", "revoke", Invite.decode(revoked).invite_id, "--dir", swarm.home))
     text = good.encode()
     for invite, code, words in (
         (used_up, 77, "is used up: 1 of 1 nodes joined with it"),
@@ -140,8 +141,10 @@ def test_an_invite_that_does_not_hold_is_refused_and_leaves_no_trace(
         ("atoll9-abc", 65, "another version of Atoll: atoll9"),
         ("x" * 5000, 65, "invites begin with 'atoll1-'"),
     ):
-        refused(atoll("join", invite, "--dir", home), code, words)
+        refused(typed_here("join", invite, "--dir", home), code, words)
         assert not home.exists(), words
+    refused(atoll("join", used_up, "--dir", home), 77, "is used up: 1 of 1 nodes joined with it")
+    assert not home.exists()
 
 
 def joined_at_a_terminal(invite: str, home: Path) -> str:
@@ -180,12 +183,14 @@ def test_an_invite_is_taken_from_a_file_standard_input_the_environment_and_a_ter
     assert "joined" in asked and invite not in asked
     file.write_text("\n")
     home = ("--dir", tmp_path / "d")
-    refused(atoll("join", file, *home), 65, f"{file} holds no invite: it is empty")
+    refused(typed_here("join", file, *home), 65, f"{file} holds no invite: it is empty")
     refused(atoll("join", "-", *home), 65, "standard input holds no invite")
     refused(atoll("join", *home), 64, "no invite given and ATOLL_INVITE is not set")
-    refused(atoll("join", tmp_path / "none", *home), 66, f"there is no file {tmp_path / 'none'}")
-    refused(atoll("join", tmp_path, *home), 66, f"{tmp_path} cannot be read: Is a directory")
-    refused(atoll("join", "~nobody-of-that-name/invite", *home), 66, "no home folder")
+    refused(
+        typed_here("join", tmp_path / "none", *home), 66, f"there is no file {tmp_path / 'none'}"
+    )
+    refused(typed_here("join", tmp_path, *home), 66, f"{tmp_path} cannot be read: Is a directory")
+    refused(typed_here("join", "~nobody-of-that-name/invite", *home), 66, "no home folder")
     assert not (tmp_path / "d").exists()
 
 
@@ -193,17 +198,19 @@ def test_a_folder_joins_once_and_a_damaged_one_may_again(
     swarm: Swarm, other_swarm: Swarm, tmp_path: Path
 ) -> None:
     home = tmp_path / "node"
-    done(atoll("join", swarm.invite(), "--dir", home))
+    done(typed_here("join", swarm.invite(), "--dir", home))
     before = contents(home)
     invite = other_swarm.invite()
-    refused(atoll("join", invite, "--dir", home), 73, f"{home} is a member of 'tried'")
+    refused(typed_here("join", invite, "--dir", home), 73, f"{home} is a member of 'tried'")
     refused(
-        atoll("join", invite, "--dir", swarm.home), 73, f"{swarm.home} is a coordinator's folder"
+        typed_here("join", invite, "--dir", swarm.home),
+        73,
+        f"{swarm.home} is a coordinator's folder",
     )
     assert contents(home) == before
     (home / "client.key").write_text("nonsense")
     refused(atoll("node", "start", "--dir", home), 65, f"the credentials in {home} are damaged")
-    done(atoll("join", invite, "--dir", home))
+    done(typed_here("join", invite, "--dir", home))
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     refused(atoll("join", invite, "--dir", locked), 71, f"{locked / 'lock'} cannot be opened")
@@ -275,7 +282,9 @@ def test_a_wrong_option_of_a_node_is_refused(member: Path, tmp_path: Path) -> No
 def test_a_model_that_is_not_there_yet_cannot_be_exported(member: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     refused(atoll("export", out, "--dir", member), 66, f"the node in {member} holds no committed")
-    refused(atoll("export", out, "--dir", tmp_path / "none"), 66, f"no swarm joined in {tmp_path}")
+    refused(
+        typed_here("export", out, "--dir", tmp_path / "none"), 66, f"no swarm joined in {tmp_path}"
+    )
     assert not out.exists()
 
 
@@ -283,7 +292,7 @@ def test_a_coordinator_that_is_away_or_of_another_swarm_is_told_apart(
     swarm: Swarm, other_swarm: Swarm, free_port: int, tmp_path: Path
 ) -> None:
     home = tmp_path / "node"
-    done(atoll("join", swarm.invite(), "--dir", home))
+    done(typed_here("join", swarm.invite(), "--dir", home))
     link = home / "link.toml"
     text = link.read_text()
     for port, code, words, options in (

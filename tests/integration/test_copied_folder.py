@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 
+import pytest
 from typed_commands import Swarm, atoll, done
 
 from protocol.v1 import status_pb2
@@ -22,6 +23,7 @@ def fits(out: str) -> str:
     return out
 
 
+@pytest.mark.nightly
 def test_the_copy_of_a_folder_waits_is_told_so_and_takes_over_when_the_first_is_killed(
     swarm: Swarm,
 ) -> None:

@@ -33,6 +33,7 @@ def swarm(tmp_path: Path) -> Iterator[Swarm]:
     swarm.end()
 
 
+@pytest.mark.nightly
 def test_a_node_without_the_first_weights_fetches_them_from_the_one_that_has_them(
     swarm: Swarm,
 ) -> None:

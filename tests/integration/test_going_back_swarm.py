@@ -18,6 +18,7 @@ RUN = tiny_text(
 )
 
 
+@pytest.mark.nightly
 def test_a_run_goes_back_and_on_and_what_was_exported_before_is_exported_again(
     swarm: Swarm,
 ) -> None:

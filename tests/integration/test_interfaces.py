@@ -42,6 +42,7 @@ def swarm(lab: NetworkLab, tmp_path: Path) -> Iterator[Swarm]:
         yield swarm
 
 
+@pytest.mark.nightly
 def test_peers_are_told_of_the_named_interface_and_bodies_take_it(
     lab: NetworkLab, swarm: Swarm
 ) -> None:

@@ -174,6 +174,7 @@ def test_who_reduces_backwards_is_audited_and_put_out_and_what_it_made_is_undone
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.nightly
 def test_who_makes_results_that_do_not_decode_is_put_out_at_once_and_no_round_waits(
     scene_of: Callable[..., Scene],
 ) -> None:

@@ -337,8 +337,15 @@ FROM_ONE = identity_of(2).node_id
     ("keeps", "most_longer"),
     [
         pytest.param(lambda header, peer: True, 2, id="from all"),
-        pytest.param(lambda header, peer: peer == FROM_ONE, 2, id="from one"),
-        pytest.param(lambda header, peer: header.round % 3 == 0, 5, id="in each third round"),
+        pytest.param(
+            lambda header, peer: peer == FROM_ONE, 2, id="from one", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            lambda header, peer: header.round % 3 == 0,
+            5,
+            id="in each third round",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             lambda header, peer: peer == identity_of(2 + header.round % 3).node_id,
             10,
@@ -500,7 +507,7 @@ def test_who_makes_results_that_do_not_decode_is_put_out_in_the_same_round_and_n
     assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
 
 
-@pytest.mark.parametrize("keeps_from", ["all", "most"])
+@pytest.mark.parametrize("keeps_from", ["all", pytest.param("most", marks=pytest.mark.nightly)])
 def test_who_keeps_its_results_has_another_one_make_them_and_no_round_lasts_to_its_deadline(
     keeps_from: str, clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def link_of(swarm: Swarm, name: str) -> dict[str, object]:
     return tomllib.loads((swarm.folder / name / "link.toml").read_text())
 
 
+@pytest.mark.nightly
 def test_nodes_find_a_coordinator_at_the_address_that_it_was_said_to_move_to(swarm: Swarm) -> None:
     invite = swarm.invite("--uses", "3")
     running = {}

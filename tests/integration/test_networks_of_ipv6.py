@@ -73,6 +73,7 @@ def test_who_cannot_reach_a_coordinator_by_its_kind_of_address_or_size_of_packet
             done(atoll("join", invite, "--dir", home))
 
 
+@pytest.mark.nightly
 def test_a_swarm_trains_where_there_is_ipv6_alone_and_no_packet_is_larger_than_1280_bytes(
     tmp_path: Path,
 ) -> None:

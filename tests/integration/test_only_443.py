@@ -91,6 +91,7 @@ def test_two_offices_that_let_out_443_alone_train_by_a_coordinator_and_a_helper_
     assert lab.traffic(*OFFICES).delivered_packets == 0
 
 
+@pytest.mark.nightly
 def test_an_office_with_a_proxy_joins_trains_and_asks_through_it(
     lab: NetworkLab, swarm: Swarm
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_loop_and_ranks_train_one_model_bit_by_bit_and_each_sample_once(tmp_pa
         scene.end()
 
 
+@pytest.mark.nightly
 def test_a_loop_that_ends_or_is_killed_or_hangs_is_replaced_and_the_run_goes_on(
     tmp_path: Path,
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_loop_outlives_its_node_and_goes_on_with_the_next_and_hears_of_an_amen
         scene.end()
 
 
+@pytest.mark.nightly
 def test_a_loop_in_bf16_trains_ahead_while_bytes_travel_and_holds_the_rounded_state(
     tmp_path: Path,
 ) -> None:

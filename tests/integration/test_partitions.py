@@ -84,6 +84,7 @@ def test_a_run_finishes_though_two_nodes_never_reach_each_other(
     assert all(node["committed_tokens"] > 0 for node in nodes)
 
 
+@pytest.mark.nightly
 def test_a_node_that_falls_out_of_the_network_in_mid_run_is_missed_and_comes_back(
     lab: NetworkLab, swarm: Swarm
 ) -> None:

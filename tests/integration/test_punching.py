@@ -137,7 +137,7 @@ async def _member(lab: NetworkLab, host: str, has_ipv6: bool) -> AsyncIterator[P
     ("one", "other"),
     [
         ("port restricted", "port restricted"),
-        ("full cone", "port restricted"),
+        pytest.param("full cone", "port restricted", marks=pytest.mark.nightly),
         ("symmetric", "restricted"),
     ],
 )

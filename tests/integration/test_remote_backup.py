@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -15,7 +16,7 @@ from urllib.request import Request, urlopen
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from typed_commands import Swarm, atoll, done, refused
+from typed_commands import Swarm, atoll, done, refused, typed_here
 
 from coordinator.backups import CopyName
 from coordinator.config import Home
@@ -43,12 +44,23 @@ class Storage:
 
 
 @pytest.fixture(params=["file", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """A place of its own for each test, on one server for all."""
     if request.param == "file":
         (tmp_path / "storage" / "copy").mkdir(parents=True)
         url = f"file://{tmp_path}/storage/copy"
-        yield Storage(url=url, files=fsspec.filesystem("file"), environment={})
-        return
+        return Storage(url=url, files=fsspec.filesystem("file"), environment={})
+    server: Storage = request.getfixturevalue("server")
+    bucket = f"backups-{next(BUCKETS)}"
+    server.files.mkdir(bucket)
+    return replace(server, url=f"s3://{bucket}/copy")
+
+
+BUCKETS = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Storage]:
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -69,8 +81,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
             use_listings_cache=False,
             skip_instance_cache=True,
         )
-        files.mkdir("backups")
-        yield Storage(url="s3://backups/copy", files=files, environment=environment)
+        yield Storage(url="s3://", files=files, environment=environment)
         server.stdin.close()
 
 
@@ -116,20 +127,20 @@ def test_what_was_changed_or_is_not_whole_is_no_backup(
 ) -> None:
     back = tmp_path / "back"
     typed = ("coordinator", "restore", storage.url, back)
-    refused(atoll(*typed, **storage.environment), 66, "no whole backup lies at")
-    done(atoll("coordinator", "backup", swarm.home, storage.url, **storage.environment))
+    refused(typed_here(*typed, **storage.environment), 66, "no whole backup lies at")
+    done(typed_here("coordinator", "backup", swarm.home, storage.url, **storage.environment))
     path = storage.url.partition("://")[2]
     listing = json.loads(storage.files.cat_file(f"{path}/backup.json"))
     assert listing["run"] == "kept" and "atoll.db" in listing["files"]
 
     sent = storage.files.cat_file(f"{path}/run.toml")
     storage.files.pipe_file(f"{path}/run.toml", sent.replace(b"kept", b"lost"))  # as long
-    refused(atoll(*typed, **storage.environment), 65, "run.toml is not what was sent")
+    refused(typed_here(*typed, **storage.environment), 65, "run.toml is not what was sent")
     storage.files.rm(f"{path}/run.toml")
-    refused(atoll(*typed, **storage.environment), 65, "lacks run.toml")
+    refused(typed_here(*typed, **storage.environment), 65, "lacks run.toml")
     elsewhere = dict(listing, files={"../run.toml": listing["files"]["run.toml"]})
     storage.files.pipe_file(f"{path}/backup.json", json.dumps(elsewhere).encode())
-    refused(atoll(*typed, **storage.environment), 65, "names that lead elsewhere")
+    refused(typed_here(*typed, **storage.environment), 65, "names that lead elsewhere")
     assert not back.exists() and not os.path.lexists(tmp_path / "run.toml")
 
 
@@ -150,7 +161,7 @@ def test_a_bucket_that_is_not_there_is_said(swarm: Swarm, storage: Storage) -> N
 
 
 @pytest.mark.parametrize(
-    "storage", [pytest.param("file", marks=pytest.mark.nightly), "s3"], indirect=True
+    "storage", ["file", pytest.param("s3", marks=pytest.mark.nightly)], indirect=True
 )
 def test_copies_follow_each_other_and_the_newest_whole_one_comes_back(
     swarm: Swarm, storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,6 +210,7 @@ def know_no_key_after(endpoint: str, num_calls: int) -> None:
         assert answer.status == 200
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("storage", ["s3"], indirect=True)
 def test_a_key_that_was_taken_back_is_the_first_that_the_run_owner_reads(
     swarm: Swarm, storage: Storage, monkeypatch: pytest.MonkeyPatch

@@ -88,6 +88,7 @@ def test_a_coordinator_and_a_node_are_ready_live_and_stop(
             swarm.end()
 
 
+@pytest.mark.nightly
 def test_a_node_whose_machine_is_taken_away_leaves_with_its_work(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

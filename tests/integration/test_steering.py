@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typed_commands import Swarm, atoll, done, refused, until
+from typed_commands import Swarm, atoll, done, refused, typed_here, until
 
 from protocol.v1 import status_pb2
 from tests.tiny_runs import tiny_text
@@ -20,7 +20,7 @@ RUN = tiny_text(
 
 
 def owner(swarm: Swarm, *arguments: str) -> str:
-    return done(atoll(*arguments, "--dir", swarm.home))
+    return done(typed_here(*arguments, "--dir", swarm.home))
 
 
 def run_of(swarm: Swarm) -> status_pb2.RunStatus:
@@ -33,6 +33,7 @@ def committed(swarm: Swarm, more: int) -> None:
     until(lambda: run_of(swarm).committed_round >= wanted, f"round {wanted}")
 
 
+@pytest.mark.nightly
 def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_and_expelled(
     swarm: Swarm,
 ) -> None:
@@ -247,6 +248,51 @@ def test_a_fork_goes_on_with_the_momentum_the_schedule_and_the_samples_of_its_ru
             child.end()
 
 
+def test_all_that_a_run_owner_types_is_obeyed_before_anybody_trains_and_told_in_the_audit(
+    swarm: Swarm,
+) -> None:
+    """What nodes make of it: test_members.py, tests/chaos, and the long test above."""
+    swarm.join("a", swarm.invite("--needs-approval", "--label", "the rack"))
+    refused(atoll("run", "resume", "--dir", swarm.home), 64, "the run is not paused")
+    owner(swarm, "run", "pause", "--reason", "the cluster moves")
+    assert run_of(swarm).paused.endswith("'atoll run resume' goes on")
+    swarm.coordinator.process.send_signal(signal.SIGKILL)
+    swarm.coordinator.process.wait()
+    swarm.start_coordinator()
+    assert "paused by the run owner since" in run_of(swarm).reason, "a restart has lost the pause"
+    refused(atoll("run", "pause", "--dir", swarm.home), 64, "paused already", "atoll run resume")
+    owner(swarm, "run", "resume")
+    assert not run_of(swarm).paused
+
+    said = owner(swarm, "run", "amend", "inner.learning_rate=0.002", "exchange.uplink='ec2'")
+    assert "inner.learning_rate = 0.002" in said and 'exchange.uplink = "ec2/2"' in said
+    assert "run.rounds = 450" in owner(swarm, "run", "extend", "50")
+    assert (run_of(swarm).total_rounds, len(run_of(swarm).amendments)) == (450, 2)
+    refused(
+        atoll("run", "amend", "inner.learning_rate=-1", "--dir", swarm.home), 78, "learning_rate"
+    )
+    refused(atoll("run", "rollback", "300", "--dir", swarm.home), 64, "round 300 is not behind")
+    move = ("run", "move", "127.0.0.1", "--port", "7710", "--enrolment-port", "7711")
+    owner(swarm, *move, "--reason", "a larger machine")
+    refused(atoll(*move, "--dir", swarm.home), 64, "told already", "127.0.0.1, port 7710")
+
+    assert "may take part" in owner(swarm, "nodes", "approve", "a")
+    owner(swarm, "nodes", "quarantine", "a", "--reason", "an odd loss")
+    owner(swarm, "nodes", "readmit", "a")
+    assert "is expelled" in owner(swarm, "nodes", "expel", "a", "--reason", "it sends noise")
+    refused(atoll("status", "--dir", swarm.folder / "a"), 79, "it sends noise")
+    swarm.start_node("a").ends_with(79, "the run owner has expelled a", "it sends noise")
+
+    refused(atoll("run", "stop", "--dir", swarm.home), 64, "no round has begun")
+    told: list[dict[str, Any]] = json.loads(owner(swarm, "audit", "--json"))
+    assert [ruling["kind"] for ruling in told] == [
+        *("invited", "joined", "paused", "resumed", "amended", "amended", "moved"),
+        *("approved", "quarantined", "readmitted", "expelled"),
+    ]
+    assert [ruling["before"] for ruling in told[1:]] == [ruling["digest"] for ruling in told[:-1]]
+    assert "11 rulings, all signed, none missing" in owner(swarm, "audit")
+
+
 def test_a_viewer_looks_on_and_may_do_nothing_else(swarm: Swarm) -> None:
     viewer = swarm.folder / "viewer"
     invite = swarm.invite("--role", "viewer", "--label", "the press")
@@ -257,7 +303,7 @@ def test_a_viewer_looks_on_and_may_do_nothing_else(swarm: Swarm) -> None:
     done(atoll("rounds", "--dir", viewer))
     refused(atoll("node", "start", "--dir", viewer), 77, "is a viewer's folder")
     for command in (("invite", "list"), ("nodes", "expel", "x"), ("run", "pause"), ("audit",)):
-        refused(atoll(*command, "--dir", viewer), 77, "only the run owner may do this")
+        refused(typed_here(*command, "--dir", viewer), 77, "only the run owner may do this")
     owner(swarm, "nodes", "expel", "press")
     refused(atoll("status", "--dir", viewer), 79, "the run owner has expelled press")
     swarm.coordinator.stop(signal.SIGTERM)

@@ -69,6 +69,7 @@ def test_nodes_on_tokens_end_in_one_state_and_learn(folder: Path) -> None:
     assert again.digests == finished.digests
 
 
+@pytest.mark.nightly
 def test_a_real_swarm_trains_on_tokens_and_a_flipped_byte_ends_its_node_alone(
     folder: Path, tmp_path: Path
 ) -> None:

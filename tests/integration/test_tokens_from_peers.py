@@ -87,6 +87,7 @@ def test_two_nodes_with_half_of_the_shards_each_train_a_whole_epoch_each_sample_
         assert kept >= others - own and not kept & (own - others)
 
 
+@pytest.mark.nightly
 def test_a_flipped_byte_is_named_by_the_node_that_asked_which_waits_for_a_member_that_has_it_right(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typed_commands import Swarm, atoll, done, refused
+from typed_commands import Swarm, atoll, done, refused, typed_here
 
 from node.island.models.generate import decoder_of
 from node.kept import kept_model
@@ -42,7 +42,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_jsonl(folder.parent / "text.jsonl", 300)
     tokens = folder.parent / "tokens"
     done(
-        atoll(
+        typed_here(
             "data", "prepare", folder.parent / "text.jsonl", "--tokenizer", folder, "--out", tokens
         )
     )
@@ -76,18 +76,18 @@ def test_a_folder_is_trained_by_two_nodes_and_loads_again_as_the_same_kind_of_mo
         node.ends(set())
     models = [kept_model(home) for home in homes]
     assert models[0].outer_digest == models[1].outer_digest
-    told = json.loads(done(atoll("status", "--json", "--dir", swarm.home)))["run"]
+    told = json.loads(done(typed_here("status", "--json", "--dir", swarm.home)))["run"]
     first, *_, last = [measured["loss"] for measured in told["held_out_losses"]]
     assert last < first - 0.3
-    assert " bits a byte" in done(atoll("status", "--dir", swarm.home))
+    assert " bits a byte" in done(typed_here("status", "--dir", swarm.home))
     out, as_it_came = swarm.folder / "out", swarm.folder / "as-it-came"
-    assert " in bf16, rounded" in done(atoll("export", as_it_came, "--dir", homes[0]))
+    assert " in bf16, rounded" in done(typed_here("export", as_it_came, "--dir", homes[0]))
     loaded = transformers.AutoModelForCausalLM.from_pretrained(as_it_came)
     assert loaded.dtype == torch.bfloat16, "as the folder that the run began with"
-    done(atoll("export", out, "--dir", homes[0], "--dtype", "fp32"))
-    written = done(atoll("sample", "--dir", homes[0], "--prompt", "word1x1", "--tokens", "5"))
+    done(typed_here("export", out, "--dir", homes[0], "--dtype", "fp32"))
+    written = done(typed_here("sample", "--dir", homes[0], "--prompt", "word1x1", "--tokens", "5"))
     refused(
-        atoll("sample", "--dir", homes[0], "--bytes", "5"),
+        typed_here("sample", "--dir", homes[0], "--bytes", "5"),
         64,
         "--bytes 5 is for a run whose tokens",
     )

@@ -24,6 +24,7 @@ def may_make_namespaces() -> None:
             pytest.skip(f"no network namespace of our own here: {error.stderr.strip()}")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("may_make_namespaces")
 def test_the_bytes_that_nodes_count_are_those_that_the_network_carried() -> None:
     command = [

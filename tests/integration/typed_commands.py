@@ -10,8 +10,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from small_machine import SmallDisk
 
@@ -23,11 +25,13 @@ from lab.processes.family import (
     atoll_environment,
     maps_of,
 )
+from protocol.terminal import cli, console
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
 from tests.ports import free_port
 
 ROOT = SOURCES
+LOCAL = "127.0.0.1"
 PATIENCE_SECONDS = (
     120.0  # for anything that takes a few seconds on a machine with nothing else to do
 )
@@ -81,6 +85,25 @@ def atoll(*arguments: str | Path, stdin: str = "", **environment: str) -> Typed:
     )
     assert "Traceback" not in ran.stderr and "a bug in Atoll" not in ran.stderr, ran.stderr
     return Typed(code=ran.returncode, out=ran.stdout, err=ran.stderr)
+
+
+def typed_here(*arguments: str | Path, **environment: str) -> Typed:
+    """As `atoll`, in this process: for what only leads to what a test is about.
+
+    A process takes half a second to import what the command needs. What comes of another process that the
+    command starts is not in the answer.
+    """
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("ATOLL_")}
+    with (
+        patch.dict(os.environ, kept | environment, clear=True),
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        with redirect_stdout(out), redirect_stderr(err):
+            code = console.run(cli.root, [str(argument) for argument in arguments])
+        said, complained = (stream.seek(0) or stream.read() for stream in (out, err))
+    assert "a bug in Atoll" not in complained, complained
+    return Typed(code=code, out=said, err=complained)
 
 
 def done(typed: Typed) -> str:
@@ -235,7 +258,8 @@ class Swarm:
     """A coordinator's folder and what is started for it; `end` stops all of it.
 
     The coordinator's own folder lies on `disk`, if given; `complete` adds what else belongs to it. Files of
-    `beside` lie beside the run file that it is made of.
+    `beside` lie beside the run file that it is made of. Commands that end at once are processes if they are
+    to be typed, or on a host of the laboratory, which processes alone are within.
     """
 
     def __init__(
@@ -243,13 +267,15 @@ class Swarm:
         folder: Path,
         run_text: str,
         *,
-        host: str = "127.0.0.1",
+        host: str = LOCAL,
         disk: SmallDisk | None = None,
         complete: Callable[[Path], object] = lambda _: None,
         init_options: Sequence[str | Path] = (),
         beside: Sequence[Path] = (),
+        is_typed: bool = False,
     ) -> None:
         self.folder = folder
+        self._type = atoll if is_typed or host != LOCAL else typed_here
         self._disk = disk
         self.home = (disk.path if disk else folder) / "coordinator"
         folder.mkdir()
@@ -257,7 +283,7 @@ class Swarm:
         run_file.write_text(run_text)
         for file in beside:
             shutil.copy(file, folder)
-        done(atoll("init", self.home, "--run", run_file, *_ports_of(host), *init_options))
+        done(self._type("init", self.home, "--run", run_file, *_ports_of(host), *init_options))
         complete(self.home)
         self._begin()
 
@@ -266,8 +292,9 @@ class Swarm:
         """One whose run file 'atoll init' writes; `changes` are keys of it that are then written over."""
         swarm = cls.__new__(cls)
         swarm.folder, swarm._disk, swarm.home = folder, None, folder / "coordinator"
+        swarm._type = typed_here
         folder.mkdir()
-        done(atoll("init", swarm.home, *options, *_ports_of("127.0.0.1")))
+        done(typed_here("init", swarm.home, *options, *_ports_of(LOCAL)))
         text = (swarm.home / "run.toml").read_text()
         for key, value in changes.items():
             text, number = re.subn(rf"(?m)^{key} = [^#\n]*", f"{key} = {value} ", text, count=1)
@@ -315,11 +342,11 @@ class Swarm:
         return self._ports[0]
 
     def invite(self, *options: str) -> str:
-        return done(atoll("invite", "create", "--dir", self.home, *options)).split()[-1]
+        return done(self._type("invite", "create", "--dir", self.home, *options)).split()[-1]
 
     def join(self, name: str, invite: str) -> Path:
         home = self.folder / name
-        done(atoll("join", invite, "--dir", home, "--name", name))
+        done(self._type("join", invite, "--dir", home, "--name", name))
         return home
 
     def start_node(self, name: str, *options: str, stderr: Path | None = None) -> Running:

@@ -54,7 +54,10 @@ LIKE_QWEN = MODEL.model_copy(
 LIKE_MISTRAL = MODEL.model_copy(
     update={"sliding_window": 5, "sliding_layers": (0, 2, 4), "logit_softcap": 2.0}
 )
-STEPS = 5
+LIKE_BOTH = LIKE_QWEN.model_copy(
+    update=LIKE_MISTRAL.model_dump(include={"sliding_window", "sliding_layers", "logit_softcap"})
+)
+STEPS = 3
 PATIENCE_SECONDS = 600  # for a hang only
 
 Figures = tuple[float, float, float, list[float], list[int], set[tuple[str, torch.dtype]]]

@@ -84,12 +84,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Outcome]:
 @pytest.mark.parametrize(
     ("kind", "shape", "local"),
     [
-        (MEAN, MeshShape(replicate=2), PLAIN),
+        pytest.param(MEAN, MeshShape(replicate=2), PLAIN, marks=pytest.mark.nightly),
         (COUNTED, MeshShape(replicate=2), LocalTraining(micro_batch=3)),
         (COUNTED, MeshShape(shard=2), LocalTraining(activation_checkpointing="full")),
         (SPARSE, MeshShape(shard=2), PLAIN),
         (SPARSE, MeshShape(shard=2, zero=1), PLAIN),
-        (SPARSE, MeshShape(shard=2, tensor=2), PLAIN),
+        pytest.param(SPARSE, MeshShape(shard=2, tensor=2), PLAIN, marks=pytest.mark.nightly),
         (MEAN, MeshShape(tensor=2), PLAIN),
         (MUON, MeshShape(shard=2), PLAIN),
     ],

@@ -135,9 +135,16 @@ async def scene(vectors: SharedVectors, folder: Path, spec: RunSpec = SPEC) -> A
             yield Scene(desk, vectors, folder, spec)
 
 
-@pytest.mark.timeout(900)  # sixteen ranks, one island after the other
+@pytest.mark.timeout(900)  # ten ranks, one island after the other
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param([(STAGES, 2), (MeshShape(shard=3, zero=1), 3)], id="by day"),
+        pytest.param([(FOUR, 2), (TRIPLE, 3)], id="more", marks=pytest.mark.nightly),
+    ],
+)
 async def test_the_state_is_bit_for_bit_the_same_on_other_meshes_and_more_hosts(
-    vectors: SharedVectors, folder: Path
+    later: list[tuple[MeshShape, int]], vectors: SharedVectors, folder: Path
 ) -> None:
     async with scene(vectors, folder) as disks:
         async with disks.started(disks.island(SHARDS, 1)) as island:
@@ -149,16 +156,7 @@ async def test_the_state_is_bit_for_bit_the_same_on_other_meshes_and_more_hosts(
         assert sorted(first) == sorted(f"{kind}/{each.name}" for kind in kinds for each in places)
         assert all(bool(tensor.any()) and not tensor.isnan().any() for tensor in first.values())
 
-        for round_, (shape, num_hosts) in enumerate(
-            [
-                (SHARDS, 2),
-                (STAGES, 2),
-                (FOUR, 2),
-                (TRIPLE, 3),
-                (MeshShape(shard=3, zero=1), 3),
-            ],
-            start=2,
-        ):
+        for round_, (shape, num_hosts) in enumerate([(SHARDS, 2), *later], start=2):
             async with disks.started(disks.island(shape, num_hosts)) as island:
                 await island.keep(round_, is_last=True)
             sizes = disks.passed_bytes(round_ - 1)

@@ -393,7 +393,7 @@ def has_ended(process: int) -> bool:
     return bool(ended)
 
 
-@pytest.mark.parametrize("load", [1.0, 0.1])
+@pytest.mark.parametrize("load", [1.0, pytest.param(0.1, marks=pytest.mark.nightly)])
 def test_ranks_in_training_end_at_once_when_the_daemon_is_killed(folder: Path, load: float) -> None:
     script = folder / "daemon.py"
     script.write_text(DAEMON)

@@ -66,20 +66,25 @@ def tensors_of(folder: CheckpointFolder) -> list[dict[str, torch.Tensor]]:
     return [_load_state_dict_from_keys(checkpoint_id=str(c.path)) for c in folder.whole()]
 
 
-MESHES = [
-    MeshShape(),
+EACH_KIND = [
     MeshShape(tensor=2),
-    MeshShape(pipeline=2),
     MeshShape(shard=2, zero=1),
     MeshShape(pipeline=2, schedule="zbv"),
-    MeshShape(shard=2, tensor=2),
     MeshShape(shard=2),
 ]
+MORE = [MeshShape(), MeshShape(pipeline=2), MeshShape(shard=2, tensor=2), MeshShape(shard=2)]
 
 
-@pytest.mark.timeout(900)  # fifteen processes, one island after the other
+@pytest.mark.timeout(900)  # ten processes, one island after the other
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param(EACH_KIND, id="each kind"),
+        pytest.param(MORE, id="more", marks=pytest.mark.nightly),
+    ],
+)
 async def test_the_state_is_bit_for_bit_the_same_from_mesh_to_mesh(
-    vectors: SharedVectors, place: Path, folder: CheckpointFolder
+    meshes: list[MeshShape], vectors: SharedVectors, place: Path, folder: CheckpointFolder
 ) -> None:
     async with started(
         island_of(SPEC, vectors, place, shape=MeshShape(shard=2), checkpoints=folder)
@@ -91,7 +96,7 @@ async def test_the_state_is_bit_for_bit_the_same_from_mesh_to_mesh(
     kinds = ("step", "exp_avg", "exp_avg_sq")
     assert sorted(first) == sorted(f"{kind}/{name}" for kind in kinds for name in names)
     assert all(bool(tensor.any()) for tensor in first.values())
-    for round_, shape in enumerate(MESHES, start=2):
+    for round_, shape in enumerate(meshes, start=2):
         async with started(
             island_of(SPEC, vectors, place, shape=shape, checkpoints=folder)
         ) as island:
@@ -191,7 +196,7 @@ async def test_a_killed_rank_costs_no_more_than_the_round_in_flight(
         await lasting.stop()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])
 async def test_a_rank_that_is_stopped_is_found_out_and_the_ranks_start_again(
     victim: int, vectors: SharedVectors, place: Path
 ) -> None:

@@ -132,7 +132,7 @@ def people_of(draw: st.DrawFn) -> list[Person]:
 worlds = st.composite(people_of)()
 
 
-@settings(examples(100), deadline=None)
+@settings(examples(50), deadline=None)
 @given(
     people=worlds,
     wanted=st.integers(1, ROUNDS - 1),

@@ -96,7 +96,7 @@ def taken_by_last(
 @pytest.mark.parametrize(
     "kept_rounds", [pytest.param(0, marks=pytest.mark.nightly), 16]
 )  # who comes back takes a snapshot, or replays
-@examples(300)
+@examples(150)
 @given(rounds=st.lists(ROUND, min_size=1, max_size=6))
 @example(rounds=[MISSED] * 4)
 @in_virtual_time
@@ -107,7 +107,7 @@ async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
     await live(await Scene.of(A, B, C, most_owed=math.inf), rounds)
 
 
-@examples(150)
+@examples(75)
 @given(
     rounds=st.lists(ROUND, min_size=1, max_size=6),
     uplinks=st.lists(st.sampled_from(["fp32", "int8", "int4", "topk256"]), min_size=7, max_size=7),
@@ -126,7 +126,7 @@ async def test_so_they_are_where_contributions_are_encoded_otherwise_in_each_rou
 
 
 @pytest.mark.parametrize("kept_rounds", [0, 16])
-@examples(150)
+@examples(75)
 @given(rounds=st.lists(ROUND, min_size=1, max_size=6))
 @in_virtual_time
 async def test_so_they_are_where_nodes_are_killed_that_write_snapshots_only_where_they_must(

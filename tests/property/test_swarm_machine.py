@@ -256,7 +256,7 @@ class SwarmMachine(RuleBasedStateMachine):
             self.world.recover()
 
 
-SwarmMachine.TestCase.settings = settings(examples(300), stateful_step_count=40)
+SwarmMachine.TestCase.settings = settings(examples(150), stateful_step_count=40)
 TestSwarmMachine = SwarmMachine.TestCase
 
 

@@ -20,8 +20,10 @@ from protocol.terminal.cli import root
 STAND_IN = """
 import json, sys
 from pathlib import Path
-from transformers import AutoModelForCausalLM, AutoTokenizer
 given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+if given["--tasks"] == "none":
+    sys.exit(3)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = given["--model_args"].removeprefix("pretrained=")
 model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 prompt = tokenizer("def ", return_tensors="pt")
@@ -29,7 +31,6 @@ loss = model(**prompt, labels=prompt.input_ids).loss.item()
 about = json.loads((Path(folder) / "atoll.json").read_text())
 told = {"command": sys.argv[1], "given": given, "loss": loss, "round": about["round"]}
 Path(given["--output_path"]).write_text(json.dumps(told))
-sys.exit(3 if given["--tasks"] == "none" else 0)
 """
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -52,19 +53,27 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def described_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command that describes a run runs in this process, which has loaded torch and transformers.
 
-    Other tests start it, as 'atoll init' does, which takes four seconds. Their log wants `capfd`.
+    One test starts it, as 'atoll init' does, which takes four seconds. Their log wants `capfd`.
     """
 
     def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
         words = command[command.index(cli.__name__) + 1 :]
+        path, modules = list(sys.path), set(sys.modules)
         with TemporaryFile("w+") as answer:
             with redirect_stdout(answer):
                 code = console.run(cli.root, words)
             answer.seek(0)
+            sys.path[:] = path
+            for name in (sys.modules.keys() - modules) & {
+                file.stem for file in EXAMPLES.glob("*.py")
+            }:
+                del sys.modules[name]  # the code of a run, which may be another the next time
             return subprocess.CompletedProcess(command, code, stdout=answer.read())
 
     here = SimpleNamespace(run=run, PIPE=subprocess.PIPE)
     monkeypatch.setattr(asking, "subprocess", here)
+    # Changed within a second and of the same length, code would be taken for what was compiled before.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 def made(folder: Path, *arguments: object) -> RunSpec:
@@ -74,8 +83,9 @@ def made(folder: Path, *arguments: object) -> RunSpec:
     return load_run_folder(folder, "run.toml")
 
 
+@pytest.mark.usefixtures("described_here")
 def test_adapters_are_one_command_and_say_what_nodes_need(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "run"
     tokens = llama.parent / "tokens"
@@ -85,13 +95,14 @@ def test_adapters_are_one_command_and_say_what_nodes_need(
     assert spec.description is not None and spec.description.num_frozen > spec.num_parameters
     assert spec.inner.learning_rate == pytest.approx(2e-2), "ten times a fifth of a new model's"
     assert spec.data.digest == read_manifest(tokens).digest().hex()
-    told = capsys.readouterr().out
+    told = capfd.readouterr().out
     assert f"  atoll node start --base {llama}\n" in told
     assert f"--base {llama} --weights {home / 'first.safetensors'}\n" in told
 
 
+@pytest.mark.usefixtures("described_here")
 def test_a_function_is_one_command_and_its_run_is_named_by_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "digits"
     spec = made(
@@ -100,12 +111,13 @@ def test_a_function_is_one_command_and_its_run_is_named_by_its_folder(
     )
     assert (spec.run.name, spec.model.context, spec.inner.batch) == ("digits", 1, 16)
     assert spec.data.function == "vision:data"
-    started = json.loads(capsys.readouterr().out)["start"]
+    started = json.loads(capfd.readouterr().out)["start"]
     allowed = f"digits@{code_digest(spec)[:16]}"
     assert started["nodes"] == f"atoll node start --allow-function {allowed} --code {EXAMPLES}"
     assert started["first_weights"] == f"--weights {home / 'first.safetensors'}"
 
 
+@pytest.mark.usefixtures("described_here")
 def test_a_fork_of_a_function_keeps_its_weights_though_its_code_or_data_change(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -436,6 +448,7 @@ def test_on_a_terminal_a_folder_that_is_taken_is_refused_before_anything_is_aske
         command.init.main([str(tmp_path)], standalone_mode=False)
 
 
+@pytest.mark.usefixtures("described_here")
 def test_a_run_file_goes_on_saying_all_of_it_with_its_code_beside(tmp_path: Path) -> None:
     spec = made(tmp_path / "run", "--run", EXAMPLES / "vision.toml", "--from", EXAMPLES)
     assert spec.description is not None and spec.description.sources

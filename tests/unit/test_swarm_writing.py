@@ -99,7 +99,7 @@ def test_why_nothing_was_written_is_kept_instead(
 
 
 def test_texts_of_a_long_run_are_bounded_and_lie_further_apart_the_older_they_are() -> None:
-    num_rounds = 40 * KEPT_WRITTEN
+    num_rounds = 10 * KEPT_WRITTEN
     scene = scene_of(rounds=num_rounds + 1)
     scene.attach(*NODES)
     for _ in range(num_rounds):
@@ -110,7 +110,7 @@ def test_texts_of_a_long_run_are_bounded_and_lie_further_apart_the_older_they_ar
     assert len(kept) <= KEPT_WRITTEN and kept == sorted(kept)
     assert kept[0] == 1 and kept[-1] == num_rounds
     assert kept[-10:] == [*range(num_rounds - 9, num_rounds + 1)]
-    assert kept[1] - kept[0] > 100
+    assert kept[1] - kept[0] > num_rounds / 26
     assert len(scene.state.writing) <= 4
 
 
