@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +18,14 @@ from urllib.request import Request, urlopen
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from typed_commands import Swarm, atoll, done, refused, typed_here
+from typed_commands import Swarm, atoll, done, refused, typed_here, until
 
 from coordinator.backups import CopyName
 from coordinator.config import Home
 from coordinator.remote_backup import RemoteCopies
+from lab.processes.family import atoll_command, atoll_environment
 from protocol.errors import BadDataError
+from tests.deployed import coordinator_in
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(run={"name": "kept", "rounds": 100, "min_nodes": 1})
@@ -253,3 +257,47 @@ def test_what_a_storage_keeps_otherwise_than_it_was_sent_is_no_copy(
     with pytest.raises(BadDataError, match=r"server\.key is not what was sent"):
         copies.add(swarm.home, "second")
     assert copies.found()["first"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("storage", ["s3"], indirect=True)
+@pytest.mark.parametrize("name", ["compose.yaml", "kubernetes.yaml"])
+def test_what_deploy_starts_copies_itself_to_a_bucket_and_comes_back_from_there(
+    swarm: Swarm, storage: Storage, tmp_path: Path, name: str
+) -> None:
+    """By the scripts of its files; only the page's port is another one."""
+    swarm.join("node", swarm.invite())
+    swarm.coordinator.stop(signal.SIGTERM)
+    (programs := tmp_path / "programs").mkdir()
+    (programs / "atoll").write_text(f'#!/bin/sh\nexec {shlex.join(atoll_command())} "$@"\n')
+    (programs / "atoll").chmod(0o755)
+    place = tmp_path / "data"
+    place.mkdir()
+    swarm.home.rename(place / "run")
+    script = coordinator_in(name)[0].replace("127.0.0.1:9101", "127.0.0.1:0")
+    if name == "compose.yaml":  # which fills its environment in by itself
+        script = script.replace("/backups/run", storage.url)
+    changes = {"PATH": f"{programs}:{os.environ['PATH']}", "ATOLL_BACKUP": storage.url}
+    environment = atoll_environment(storage.environment | changes) | changes
+
+    def run_until(words: str, **more: str) -> str:
+        with (
+            (tmp_path / "log").open("w+") as log,
+            subprocess.Popen(
+                ["sh", "-euc", script], cwd=place, env=environment | more, stdout=log, stderr=log
+            ) as coordinator,
+        ):
+            try:
+                until(lambda: words in (tmp_path / "log").read_text(), f"{words!r} in its log")
+                assert "node joined with invite" in done(atoll("audit", "--dir", place / "run"))
+            finally:
+                coordinator.terminate()
+        assert coordinator.returncode == 0
+        return (tmp_path / "log").read_text()
+
+    run_until("backup made")
+    shutil.rmtree(place / "run")
+    if name == "compose.yaml":
+        script = script.replace('test -z ""', 'test -z "yes"')
+    said = run_until("coordinator ready", ATOLL_RESTORE="yes")
+    assert "restored run 'kept' at round 0" in said

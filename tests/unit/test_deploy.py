@@ -9,15 +9,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from test_docs import check_command_line
 
-from protocol.run import run_spec
+from tests.deployed import DEPLOY, coordinator_in, documents
 
-DEPLOY = Path(run_spec.__file__).parents[2] / "deploy"
 WITHOUT_SCHEMAS = "the schemas come with pip install -c constraints.txt '.[dev]'"
 FILES = sorted(path for path in DEPLOY.iterdir() if path.is_file())
 
@@ -52,10 +49,6 @@ def test_a_command_line_with_a_mistake_would_be_found() -> None:
 def test_what_was_never_run_says_so(path: Path) -> None:
     if path.name != "healthy.py":
         assert "Not run: no " in path.read_text()
-
-
-def documents(name: str) -> list[Any]:
-    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
 def test_containers_answer_their_health_check_on_its_port() -> None:
@@ -116,22 +109,6 @@ def test_no_container_runs_as_root_but_what_hands_out_the_invite() -> None:
 def test_quotes_let_the_shell_fill_in_what_the_image_is_built_with() -> None:
     for line in (DEPLOY / "Dockerfile").read_text().splitlines():
         assert not re.search(r"'[^']*\$[^']*'", line), line
-
-
-def coordinator_in(name: str) -> tuple[str, set[str]]:
-    """The script that starts it, as its shell gets it, and where its volumes appear."""
-    if name == "compose.yaml":
-        told = documents(name)[0]["services"]["coordinator"]
-        # Compose fills in ${…} from its own environment, which has none here, and makes $ of $$.
-        script = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", told["command"][0]).replace("$$", "$")
-        return script, {one.split(":")[1] for one in told["volumes"]}
-    (spec,) = (
-        each["spec"]["template"]["spec"]["containers"][0]
-        for each in documents(name)
-        if each["metadata"]["name"] == "atoll-coordinator" and each["kind"] == "StatefulSet"
-    )
-    assert spec["envFrom"] == [{"secretRef": {"name": "atoll-backup", "optional": True}}]
-    return spec["args"][0], {one["mountPath"] for one in spec["volumeMounts"]}
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "kubernetes.yaml"])
