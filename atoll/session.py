@@ -327,7 +327,8 @@ class Session:
         ]
         try:
             check_model(self._model, places)
-            check_frozen(self._model, welcome["frozen_values"])
+            if self._frozen is None:  # of a large body it takes seconds; later changes are watched
+                check_frozen(self._model, welcome["frozen_values"])
             if self._optimizer is not None:
                 check_optimizer(self._model, self._optimizer, places)
             self._watch_buffers(places)

@@ -12,7 +12,7 @@ from torch import nn
 from node.island.data.functions import FunctionData, traits_of
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.models.architecture import BufferWatch, tensors_of
+from node.island.models.architecture import SUMS, BufferWatch, tensors_of
 from node.island.models.code import (
     check_functions,
     code_digest,
@@ -565,9 +565,8 @@ def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -
     trainer.take_base(None)
     trainer.train(work_of(3), lambda progress: None)
     assert spec.description is not None and spec.description.frozen_digest is not None
-    assert spec.description.frozen_values.keys() == {
-        name for name, p in random_module(spec).named_parameters() if not p.requires_grad
-    }
+    frozen = [name for name, p in random_module(spec).named_parameters() if not p.requires_grad]
+    assert spec.description.frozen_values.keys() == {*frozen, *(name + SUMS for name in frozen)}
     other = spec.description.model_copy(update={"frozen_digest": "0" * 64})
     with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
         trainer_of(spec.model_copy(update={"description": other})).take_base(None)
