@@ -48,7 +48,7 @@ from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
 from node.machine.addresses import ROUTER_LOOKS, Reachability, address_changes, has_ipv6
 from node.machine.hardware import Hardware, congestion_control, has_compilers, likely_devices
-from node.machine.placement import local_training_of, mesh_for, num_ranks_of
+from node.machine.placement import local_training_of, mesh_for, num_ranks_of, parted_batch
 from node.machine.usage import Usage
 from node.models.reading import read_first
 from node.models.writing import TextWriter
@@ -364,6 +364,8 @@ async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:
         return found
 
     local = local_training_of(settings, spec, shape, kind=kind, has_compilers=may_compile)
+    if why := parted_batch(spec, shape, local):
+        log.warning(why)
     return _Ranks(
         devices=usable.names,
         shape=shape,

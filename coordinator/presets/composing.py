@@ -131,7 +131,7 @@ def run_of_file(run_file: Path, source: Path | None, folder: Path) -> NewRun:
     facts = described(folder, source)
     if fork is not None:
         facts = _going_on(fork, run_file.parent, folder, facts)
-    return NewRun(text=text, plan=plan, facts=facts)
+    return NewRun(text=text, plan=plan, notes=tuple(facts.notes), facts=facts)
 
 
 def _fork_beside(run_file: Path) -> RunSpec | None:

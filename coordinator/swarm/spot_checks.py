@@ -72,7 +72,7 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
     state = turn.state
     kept = [c for c in state.spot_checks if c.round > closed.number - AUDIT_ROUNDS]
     turn.state = replace(state, spot_checks=tuple(kept))
-    if state.rules.has_private_data:
+    if state.rules.has_private_data or state.rules.compares_samples:
         return
     convicted = {conviction.node_id for conviction in state.convicted}
     for node_id, samples in sorted(_wholly_taken(commit).items()):

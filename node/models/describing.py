@@ -49,6 +49,12 @@ TOKENIZER = "tokenizer.json"
 MOST_SAMPLES = 1 << 12
 """Of one step of one device: nobody wants more, however small the model is."""
 
+COMPARES_SAMPLES = (
+    "the loss compares samples of a batch with each other, so that of one says nothing: whether members have "
+    "trained the samples that they were leased is not checked in this run, and micro_batch and copies, which "
+    "part a batch, have to be alike on all nodes"
+)
+
 Tables = dict[str, dict[str, Any]]
 
 
@@ -96,7 +102,8 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     if asked.by == "transformers" and source is not None and not has_weights(source):
         notes.append(f"{source} has no weights, so the run begins with random ones")
         facts["is_new"] = True
-    return facts | _facts_of(_describe(folder, spec, source), source)
+    found = _facts_of(_describe(folder, spec, source), source)
+    return {**facts, **found, "notes": [*notes, *found["notes"]]}
 
 
 def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> dict[str, Any]:
@@ -115,6 +122,10 @@ def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> dict[
 
 def in_words(facts: Mapping[str, Any]) -> str:
     """What `describe_run` found, for a person."""
+    return "\n".join((_size_in_words(facts), *facts["notes"]))
+
+
+def _size_in_words(facts: Mapping[str, Any]) -> str:
     count = count_in_words(facts["num_parameters"])
     if not facts["first_digest"]:
         return f"{count} parameters, drawn from the run's seed"
@@ -139,6 +150,7 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
         "first_weights": "" if not given else str(source) if is_decoder else FIRST_WEIGHTS,
         "code_digest": code_digest(spec)[:DIGITS] if functions_of(spec) else "",
         "machine": _machine(spec, look_around("auto")),
+        "notes": [COMPARES_SAMPLES] if spec.description.compares_samples else [],
     }
 
 

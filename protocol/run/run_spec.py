@@ -538,6 +538,7 @@ LATER_KEYS = (
     ("description", "first_fragments"),
     ("description", "num_running_statistics"),
     ("description", "frozen_values"),
+    ("description", "compares_samples"),
 )
 """Of tables that were there already: a new key of a run file goes here, and never changes its default, which
 is what was so before."""

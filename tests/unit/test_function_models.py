@@ -558,6 +558,35 @@ def test_what_is_done_layer_by_layer_is_refused_where_there_are_none() -> None:
             check_local(spec, local)
 
 
+@pytest.mark.parametrize(
+    ("kind", "compares"),
+    [
+        ("mean", False),
+        ("weighted", False),
+        ("counted", False),
+        ("noisy", False),
+        ("negatives", True),
+        ("noisy negatives", True),
+        ("over the batch", True),
+        ("of two", True),
+    ],
+)
+def test_a_loss_over_samples_of_a_batch_together_is_known(kind: str, compares: bool) -> None:
+    assert trying_a_loss(kind).compares_samples == compares
+
+
+def test_a_loss_that_is_a_sum_over_its_batch_is_refused_with_what_to_return() -> None:
+    with pytest.raises(BadDataError, match="is a sum over its batch: ") as caught:
+        trying_a_loss("sum")
+    assert "(sum, count)" in caught.value.next_step
+
+
+def trying_a_loss(kind: str) -> Description:
+    spec = undescribed("tests.run_functions:net_with_a_loss", "tests.run_functions:pairs")
+    model = spec.model.model_copy(update={"arguments": {"kind": kind}})
+    return describe(spec.model_copy(update={"model": model}), None)
+
+
 def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -> None:
     spec = spec_of("tests.run_functions:net_with_frozen_table")
     assert "table.weight" not in [t.name for t in spec.tensors]

@@ -217,12 +217,15 @@ def test_checks_are_drawn_by_a_secret_and_by_their_share() -> None:
     assert all(5 <= len(each) <= 25 for each in drawn.values()), "about 15 of 50"
 
 
-def test_nobody_is_checked_where_data_are_private_or_the_share_is_0() -> None:
-    assert not do_round(scene_of(*NAMES, share=0.0), *NAMES)
+@pytest.mark.parametrize("why", ["has_private_data", "compares_samples"])
+def test_nobody_is_checked_where_single_samples_say_nothing(why: str) -> None:
     scene = scene_of(*NAMES)
-    rules = replace(scene.state.rules, has_private_data=True)
-    scene.state = replace(scene.state, rules=rules)
+    scene.state = replace(scene.state, rules=replace(scene.state.rules, **{why: True}))
     assert not [order for _ in range(3) for order in do_round(scene, *NAMES)]
+
+
+def test_nobody_is_checked_where_the_share_is_0() -> None:
+    assert not do_round(scene_of(*NAMES, share=0.0), *NAMES)
 
 
 def test_only_who_was_asked_is_heard_and_once() -> None:
