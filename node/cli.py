@@ -546,8 +546,14 @@ def _prints_to_standard_error() -> Iterator[None]:
 @click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 @click.option("--asked", help="Instead of DIR's run.toml: JSON of 'atoll init'.", hidden=True)
+@click.option("--data", "looks_at_data", is_flag=True, help="Look at its data alone.", hidden=True)
 def describe(
-    directory: Path, source: Path | None, force: bool, is_json: bool, asked: str | None
+    directory: Path,
+    source: Path | None,
+    force: bool,
+    is_json: bool,
+    asked: str | None,
+    looks_at_data: bool,
 ) -> None:
     """Find out what the model of the run in DIR is by building it, and write that down there.
 
@@ -558,6 +564,12 @@ def describe(
     """
     import json
 
+    if looks_at_data:
+        from node.island.data.opening import look_at_run_data
+        from protocol.run.run_spec import load_run_folder
+
+        look_at_run_data(load_run_folder(directory, "run.toml"), Path.cwd())
+        return
     require_installed(to="describe a model")
     from node.models.describing import Asked, describe_asked, describe_run, in_words
     from protocol.terminal.logging import start_logging

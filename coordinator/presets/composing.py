@@ -37,6 +37,7 @@ from protocol.run.models import FIRST_WEIGHTS
 from protocol.run.run_spec import (
     DESCRIPTION_FILE,
     RunSpec,
+    description_file,
     load_run_file,
     load_run_folder,
     validated,
@@ -139,7 +140,7 @@ def _fork_beside(run_file: Path) -> RunSpec | None:
     made = run_file.parent
     if not (made / DESCRIPTION_FILE).is_file() or not (made / FIRST_WEIGHTS).is_file():
         return None
-    found = load_run_folder(made, run_file.name)
+    found = load_run_folder(made, run_file.name, may_be_stale=True)
     is_fork = found.description is not None and found.description.first_fragments is not None
     return found if is_fork else None
 
@@ -164,7 +165,8 @@ def _going_on(fork: RunSpec, made: Path, folder: Path, facts: Facts) -> Facts:
     description = described_anew.description.model_copy(
         update={key: getattr(fork.description, key) for key in first}
     )
-    write_atomically(folder / DESCRIPTION_FILE, description.to_json())
+    described_anew = described_anew.model_copy(update={"description": description})
+    write_atomically(folder / DESCRIPTION_FILE, description_file(described_anew))
     with refusing(folder / FIRST_WEIGHTS):
         shutil.copyfile(made / FIRST_WEIGHTS, folder / FIRST_WEIGHTS)
     return replace(facts, first_digest=fork.description.first_digest or "")

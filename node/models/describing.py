@@ -41,7 +41,14 @@ from protocol.run.models import (
     TransformersModel,
     layout_of,
 )
-from protocol.run.run_spec import DESCRIPTION_FILE, DataSection, RunSpec, load_run_file, validated
+from protocol.run.run_spec import (
+    DESCRIPTION_FILE,
+    DataSection,
+    RunSpec,
+    description_file,
+    load_run_file,
+    validated,
+)
 from protocol.terminal.console import count_in_words
 
 RUN_FILE = "run.toml"
@@ -328,8 +335,9 @@ def _most_samples(spec: RunSpec, num_bytes: int, kind: DeviceKind) -> int:
 def _describe(folder: Path, spec: RunSpec, source: Path | None) -> RunSpec:
     """The run with its description, which is written; so are first weights that torch has made."""
     description = _described(spec, folder, source)
-    write_atomically(folder / DESCRIPTION_FILE, description.to_json())
-    return spec.model_copy(update={"description": description})
+    described = spec.model_copy(update={"description": description})
+    write_atomically(folder / DESCRIPTION_FILE, description_file(described))
+    return described
 
 
 def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:

@@ -117,7 +117,7 @@ def read_corpus(data: DataSection, *, context: int, batch: int, folder: Path) ->
     Raises NoInputError when a path or glob matches nothing, a file cannot be read, or there are
     fewer samples than one batch.
     """
-    files = stdlib_files() if data.source == "python-stdlib" else text_files(data.paths, folder)
+    files = _files_of(data, folder)
     texts = {file.path: _read(file.path) for file in files}
     sizes = {path: len(text) for path, text in texts.items()}
     training, held_out = _split(_whole(files, sizes), data.held_out)
@@ -131,6 +131,10 @@ def read_corpus(data: DataSection, *, context: int, batch: int, folder: Path) ->
     return corpus
 
 
+def _files_of(data: DataSection, folder: Path) -> list[TextFile]:
+    return stdlib_files() if data.source == "python-stdlib" else text_files(data.paths, folder)
+
+
 def sizes_of_splits(files: Sequence[TextFile], held_out: float) -> tuple[int, int]:
     """Bytes that `read_corpus` would train on and hold out, by the sizes of the files: none is read."""
     sizes = {file.path: file.path.stat().st_size for file in files}
@@ -140,7 +144,7 @@ def sizes_of_splits(files: Sequence[TextFile], held_out: float) -> tuple[int, in
 
 def look_at_text(data: DataSection, *, context: int, batch: int, folder: Path) -> None:
     """Raises NoInputError where `read_corpus` would for too little text, or for none; reads no file."""
-    training, held_out = sizes_of_splits(text_files(data.paths, folder), data.held_out)
+    training, held_out = sizes_of_splits(_files_of(data, folder), data.held_out)
     _check_enough(training, held_out, context=context, batch=batch)
 
 
