@@ -499,7 +499,8 @@ class Daemon:
                 next_step=f"let {self._spec.data.function} give the same samples on all nodes: a seed for "
                 "what it draws, sorted names for what it lists, the same files"
                 if self._spec.data.source == "function"
-                else "name the very data that the run was made with, as data in node.toml",
+                else "name the very data that the run was made with, as data in node.toml; a file that was "
+                "added or changed since makes them others",
             )
         self._other_data = attachment.other_data_names
         if attachment.committed_round > self._outer.round:

@@ -406,6 +406,8 @@ class SwarmState:
     norms: tuple[SeenNorms, ...] = ()  # what the latest commits of each fragment applied
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
     held_out: tuple[HeldOut, ...] = ()
+    held_out_text: str = ""  # what the latest of them is of, by its digests; "": nobody knows
+    held_out_text_from: int = 0  # the first round that was evaluated on it
     evaluating: Evaluating | None = None
     writing: tuple[Writing, ...] = ()  # who has yet to answer, the latest last
     written: tuple[Written, ...] = ()  # by rounds

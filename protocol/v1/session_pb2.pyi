@@ -148,6 +148,7 @@ class CorpusSummary(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     NUM_HELD_OUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HELD_OUT_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_OUT_DIGEST_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """Digest over the files of the training split, or of the manifest of tokens, 32 bytes."""
     num_samples: _builtins.int
@@ -158,6 +159,10 @@ class CorpusSummary(_message.Message):
     """Tokens in the held-out split."""
     num_held_out_bytes: _builtins.int
     """Bytes of text in the held-out split; 0 where nobody knows."""
+    held_out_digest: _builtins.bytes
+    """Digest over the files of the held-out split, 32 bytes; empty where `digest` covers it too, and from
+    nodes that do not tell it.
+    """
     def __init__(
         self,
         *,
@@ -166,10 +171,11 @@ class CorpusSummary(_message.Message):
         num_bytes: _builtins.int = ...,
         num_held_out_tokens: _builtins.int = ...,
         num_held_out_bytes: _builtins.int = ...,
+        held_out_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_bytes", b"num_bytes", "num_held_out_bytes", b"num_held_out_bytes", "num_held_out_tokens", b"num_held_out_tokens", "num_samples", b"num_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "held_out_digest", b"held_out_digest", "num_bytes", b"num_bytes", "num_held_out_bytes", b"num_held_out_bytes", "num_held_out_tokens", b"num_held_out_tokens", "num_samples", b"num_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

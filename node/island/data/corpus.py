@@ -66,6 +66,7 @@ class Corpus:
     held_out: Text
     context: int
     digest: Digest  # of the names and bytes of the training split
+    held_out_digest: Digest | None = None  # likewise
 
     @property
     def num_samples(self) -> int:
@@ -93,6 +94,7 @@ class Corpus:
             num_bytes=len(self.training),
             num_held_out_tokens=len(self.held_out),
             num_held_out_bytes=len(self.held_out),
+            held_out_digest=self.held_out_digest,
         )
 
     def batch(self, split: Split, indices: Indices) -> Batch:
@@ -126,6 +128,7 @@ def read_corpus(data: DataSection, *, context: int, batch: int, folder: Path) ->
         held_out=_joined(held_out, texts),
         context=context,
         digest=_digest_of(training, texts),
+        held_out_digest=_digest_of(held_out, texts),
     )
     _check_enough(len(corpus.training), len(corpus.held_out), context=context, batch=batch)
     return corpus
