@@ -128,8 +128,10 @@ def join(
         click.echo(
             f"a helper does not train: {', '.join(vain)} means nothing to it, and is not kept"
         )
-    _look_around(home, is_helper=is_helper)
-    click.echo(f"next: atoll {'helper' if is_helper else 'node'} start{suffix}")
+    command = ["atoll", "helper" if is_helper else "node", "start"]
+    if folder is not None:
+        command += ["--dir", str(folder)]
+    _look_around(home, command, is_helper=is_helper)
 
 
 async def _elsewhere(proxy: Proxy | None, invite: Invite) -> Sequence[Invite]:
@@ -146,16 +148,17 @@ async def _elsewhere(proxy: Proxy | None, invite: Invite) -> Sequence[Invite]:
         return ()
 
 
-def _look_around(home: Path, *, is_helper: bool) -> None:
-    """Says what the new member may expect, and its machine; nothing of that undoes the joining."""
+def _look_around(home: Path, command: list[str], *, is_helper: bool) -> None:
+    """Says what the new member may expect, its machine, and what to type; nothing undoes the joining."""
     try:
         require_installed(HELPER if is_helper else NODE, to="take part")
         from node.first_look import first_look
 
-        for line in first_look(home, is_helper=is_helper):
+        for line in first_look(home, command, is_helper=is_helper):
             click.echo(line)
     except AtollError as error:
         click.echo(f"before it can start: {error}")
+        click.echo(f"next: {shlex.join(command)}")
 
 
 @click.group()

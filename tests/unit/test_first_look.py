@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 from node.config import NodeSettings
-from node.first_look import expected_a_day, share_of_day, what_is_over
+from node.first_look import expected_a_day, share_of_day, start_options, what_is_over
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import look_at_data, look_at_run_data, open_dataset
 from node.island.data.places import DataPlaces
+from node.island.models.code import DIGITS, code_digest, sources_of
 from node.island.models.describing import describe
 from node.machine.hardware import Hardware
 from node.machine.limits import Limits, hours_of
 from node.machine.placement import what_a_start_checks
 from protocol.errors import AtollError, BadDataError, NoInputError, NotPermittedError
-from protocol.run.models import FunctionModel
-from protocol.run.run_spec import DataSection, InnerSection, RunSpec
+from protocol.run.models import Description, FunctionModel, TransformersModel
+from protocol.run.run_spec import DataSection, InnerSection, LoraSection, RunSpec
 from protocol.v1.session_pb2 import HeartbeatRequest, Utilisation, WireCount
 from protocol.v1.status_pb2 import (
     NODE_STATE_LEFT,
@@ -200,3 +201,35 @@ def test_who_joins_is_told_of_all_that_starting_will_ask_for() -> None:
     assert "trains with code of its own" in told and "--allow-function" in told
     assert found(NodeSettings(name="n", allow_functions=(own_code.run.name,)), own_code) == []
     assert found(NodeSettings(name="n", loop=True), own_code) == []
+
+
+def test_who_joins_is_given_the_line_that_starts_with_all_that_node_toml_does_not_say(
+    tmp_path: Path,
+) -> None:
+    def options(spec: RunSpec, **settings: object) -> list[str]:
+        return start_options(NodeSettings.model_validate({"name": "n"} | settings), spec)
+
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "mine.py").write_text("def model(): ...")
+    spec = RunSpec(
+        model=FunctionModel(source="function", function="mine:model"),
+        data=DataSection(source="function", function="mine:data"),
+    )
+    sources = Description(sources=sources_of(spec, code))
+    spec = spec.model_copy(update={"description": sources})
+    allowed = f"my-run@{code_digest(spec)[:DIGITS]}"
+    assert options(spec) == ["--allow-function", allowed, "--code", "CODE"]
+    assert options(spec, code=str(code)) == ["--allow-function", allowed]
+    assert options(spec, allow_functions=(allowed,)) == ["--code", "CODE"]
+    assert options(spec, allow_functions=("my-run",), code=str(code)) == []
+    assert options(spec, loop=True) == []
+
+    adapted = RunSpec(
+        model=TransformersModel(source="transformers", context=8),
+        data=DataSection(source="tokens", private=True),
+        lora=LoraSection(rank=2),
+    )
+    assert options(adapted) == ["--base", "MODEL", "--data", "PATH"]
+    assert options(adapted, base="here", data="there") == []
+    assert options(RunSpec()) == []
