@@ -168,8 +168,8 @@ def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iter
     options = [] if is_helper else start_options(settings, spec)
     if not is_helper and spec.first_digest is not None and run.committed_round == 0:
         yield (
-            "the run begins with given weights: one member starts with --weights FILE as well, and the others "
-            "fetch them from it"
+            "the run begins with given weights: one member starts with --weights FILE as well, and the "
+            "others fetch them from it"
         )
     yield f"next: {shlex.join([*command, *options])}"
 

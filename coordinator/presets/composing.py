@@ -390,17 +390,20 @@ def _share_of_data(spec: RunSpec, facts: Facts) -> str:
     if num_tokens is None:
         return ""
     batch, context = spec.inner.batch, spec.model.context
-    if num_tokens < batch * context and not facts.are_packed:
+    samples, held_out = (
+        sum(n // (context + 1) if facts.are_packed else max(0, n - 1) // context for n in shards)
+        for shards in (facts.training_shards, facts.held_out_shards)
+    )
+    if samples < batch:
         raise NoInputError(
-            f"the data have {num_tokens:,} tokens to train on, and one batch takes {batch * context:,}: "
-            f"{batch} samples of {context}",
+            f"the data have {num_tokens:,} tokens to train on, which are {samples:,} samples of {context:,}, "
+            f"and one batch takes {batch:,}",
             next_step="prepare more text, or ask for smaller batches: --batch, --context",
         )
-    held_out = facts.num_held_out_tokens
-    if held_out is not None and held_out < (1 if facts.are_packed else context):
+    if held_out < 1:
         raise NoInputError(
-            f"of the data {held_out:,} tokens are held out, and one sample takes {context:,}: nothing would "
-            "say how good the model is",
+            f"of the data {sum(facts.held_out_shards):,} tokens are held out, and none of their shards has "
+            f"a sample of {context:,}: nothing would say how good the model is",
             next_step="give more text, or hold more of it out when tokens are made ('atoll data prepare "
             "--held-out 0.1'), or ask for shorter samples: --context",
         )

@@ -208,7 +208,8 @@ def _data_of(
     table = {"source": "tokens", "paths": paths, "digest": manifest.digest().hex()}
     there = {
         "num_tokens": manifest.num_tokens("training"),
-        "num_held_out_tokens": manifest.num_tokens("held_out"),
+        "training_shards": [shard.num_tokens for shard in manifest.training],
+        "held_out_shards": [shard.num_tokens for shard in manifest.held_out],
         "are_packed": manifest.row is not None,
     }
     return table, manifest.vocab_size, there
@@ -241,11 +242,13 @@ def _look_at_text(paths: Sequence[str], notes: list[str]) -> dict[str, Any]:
     if not are_all_here:
         return {}
     data = DataSection(source="text", paths=tuple(paths))
-    sizes = sizes_of_splits(text_files(data.paths, Path.cwd()), data.held_out)
-    training, held_out = (
-        max(0, num_bytes - 1) for num_bytes in sizes
-    )  # the first is not predicted
-    return {"num_tokens": training, "num_held_out_tokens": held_out}
+    training, held_out = sizes_of_splits(text_files(data.paths, Path.cwd()), data.held_out)
+    num_tokens = max(0, training - 1)  # the first is not predicted
+    return {
+        "num_tokens": num_tokens,
+        "training_shards": [training],
+        "held_out_shards": [held_out],
+    }
 
 
 def _private_data(source: Path | None, named: str | None) -> tuple[dict[str, Any], int | None]:

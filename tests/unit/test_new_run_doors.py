@@ -366,11 +366,14 @@ def test_tokens_that_are_no_batch_are_refused_when_the_run_is_made(
 ) -> None:
     tokens = llama.parent / "tokens"
     there = read_manifest(tokens).num_tokens("training")
-    batch = there // 32 + 1
+    batch = sum((shard.num_tokens - 1) // 32 for shard in read_manifest(tokens).training) + 1
     words = ["init", str(tmp_path / "run"), "--data", str(tokens), "--context", "32", "--batch"]
     assert console.run(cli.root, [*words, str(batch), "--from", str(llama)]) == 66
     told = capfd.readouterr().err
-    assert f"{there:,} tokens to train on, and one batch takes {batch * 32:,}" in told
+    assert (
+        f"{there:,} tokens to train on, which are {batch - 1:,} samples of 32, and one batch"
+        in told
+    )
     assert not (tmp_path / "run").exists()
     made(tmp_path / "run", "--data", tokens, "--context", 32, "--batch", batch - 1, "--from", llama)
 
@@ -387,8 +390,8 @@ def test_text_that_is_not_here_is_told_when_the_run_is_made(
 @pytest.mark.parametrize(
     ("num_bytes", "context", "told"),
     [
-        (40_000, 512, "tokens to train on, and one batch takes 65,536: 128 samples of 512"),
-        (900_000, 131_072, "tokens are held out, and one sample takes 131,072"),
+        (40_000, 512, "samples of 512, and one batch takes 128"),
+        (900_000, 131_072, "tokens are held out, and none of their shards has a sample of 131,072"),
     ],
 )
 def test_text_that_every_node_would_refuse_as_too_little_is_refused_when_the_run_is_made(
@@ -402,6 +405,26 @@ def test_text_that_every_node_would_refuse_as_too_little_is_refused_when_the_run
     assert told in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
     made(tmp_path / "run", "--data", text, "--context", 64, "--batch", 4)
+
+
+@pytest.mark.parametrize("held_out", [[40] * 9, [90, 10]])
+def test_no_sample_is_counted_that_would_go_from_one_shard_into_the_next(
+    held_out: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of nine held-out shards of 40 tokens none has a sample of 64, and of 90 tokens there is one."""
+    facts = Facts(
+        data={"source": "tokens", "paths": ["tokens"], "digest": "ab" * 32},
+        num_tokens=100_000,
+        training_shards=[100_000],
+        held_out_shards=held_out,
+    )
+    monkeypatch.setattr(composing, "facts_of_wanted", lambda wanted, folder: facts)
+    wanted = Wanted(data=("tokens",), context=64, batch=4)
+    if max(held_out) > 64:
+        composing.new_run(wanted, tmp_path)
+        return
+    with pytest.raises(NoInputError, match="360 tokens are held out, and none of their shards"):
+        composing.new_run(wanted, tmp_path)
 
 
 FACTS = Facts(
