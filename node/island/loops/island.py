@@ -150,10 +150,7 @@ class LoopIsland:
             )
         if loop.is_fresh:
             await self.adopt()
-        is_amended = work.progress_begin is not None
-        self._was_last_round = (
-            work.progress_end >= 1 if is_amended else work.round >= self._spec.run.rounds
-        )
+        self._was_last_round = work.round >= (work.num_rounds or self._spec.run.rounds)
         try:
             answers = await self._carried_out(
                 loop, train(self._spec, work), work=work, on_progress=on_progress
