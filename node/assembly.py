@@ -31,6 +31,7 @@ from node.heavy import ExchangeTime, Meters, in_thread
 from node.hosts.desk import HostDesk
 from node.hosts.leading import HostsIsland
 from node.hosts.wire import LeaderKey, interface_of
+from node.installed import software_of
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.fetching import is_url
 from node.island.data.held import TokensHere
@@ -165,6 +166,7 @@ async def _run_in(
         version=release(),
         mesh=_mesh_in_words(ranks),
         congestion_control=congestion_control() or "",
+        software="" if ranks.devices in ((), (OWN_LOOP,)) else software_of(spec),
         exchange_speed=await in_thread(
             partial(measured_speed, rulings.in_force, outer.uplink.tiles)
         ),

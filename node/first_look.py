@@ -14,6 +14,7 @@ from statistics import median
 
 from node.config import NodeSettings, load_settings
 from node.disk.history import History
+from node.installed import software_of
 from node.island.data.opening import look_at_data
 from node.island.data.places import reads_in_words
 from node.island.models.code import (
@@ -148,6 +149,8 @@ def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iter
         + (", each member's own" if spec.data.private else "")
     )
     yield from what_is_over(status)
+    if not (is_helper or settings.loop):
+        yield from other_software(software_of(spec), status)
     if not is_helper:
         yield f"it reads: {reads_in_words(spec.data, own=settings.data)}"
     yield from _takes(folder, settings, spec, hardware, is_helper=is_helper)
@@ -189,6 +192,18 @@ def what_is_over(status: status_pb2.GetStatusResponse) -> Iterator[str]:
         "export OUT' gets the model, typed where a node has taken part"
     )
     yield f"the run is finished: {comes_to}; 'atoll run extend', typed by the run owner, opens it again"
+
+
+def other_software(ours: str, status: status_pb2.GetStatusResponse) -> Iterator[str]:
+    """That members compute with other versions than this machine would."""
+    members = sorted(filter(is_present, status.nodes), key=lambda node: node.node_name)
+    others = [n for n in members if n.heartbeat.software not in ("", ours)]
+    if not others or any(n.heartbeat.software == ours for n in members):
+        return
+    yield (
+        f"versions: {ours} here, and {others[0].heartbeat.software} on {others[0].node_name}: what is "
+        "computed of the same samples may differ, so install what members have"
+    )
 
 
 async def _run_of(folder: Path) -> RunSpec:
