@@ -163,8 +163,8 @@ def check_frozen(model: nn.Module, few: Mapping[str, Sequence[float]]) -> None:
     names them. Whole numbers, as in a quantised model, and other names are not compared.
     """
     for name, values in (*_frozen(model), *_kept_buffers(model)):
-        known = next((each for each in (name, canonical(name)) if few.get(each)), None)
-        if known is None or not values.is_floating_point():
+        known = _known(name, values, few)
+        if known is None:
             continue
         theirs = few[known]
         ours = few_values(values, len(theirs))
@@ -182,6 +182,42 @@ def check_frozen(model: nn.Module, few: Mapping[str, Sequence[float]]) -> None:
         for own, of_the_run in zip(whole.sums, sums, strict=True):
             if not abs(own - of_the_run) <= share * whole.norm:
                 raise _another(name, "a few of its values are the same, and all together are not")
+
+
+def _known(name: str, values: Tensor, few: Mapping[str, Sequence[float]]) -> str | None:
+    """By which name the run tells values of it; None where they cannot be compared."""
+    if not values.is_floating_point():
+        return None
+    return next((each for each in (name, canonical(name)) if few.get(each)), None)
+
+
+def digest_of_the_rest(model: nn.Module, few: Mapping[str, Sequence[float]]) -> str:
+    """Of what is frozen and the run cannot compare, as a body of 4 bits; empty where there is none.
+
+    Loops compare it with each other's. Buffers of floating point are left out: devices compute them.
+    """
+    buffers = [(n, b) for n, b in _kept_buffers(model) if not b.is_floating_point()]
+    rest = [
+        (canonical(name), values)
+        for name, values in (*_frozen(model), *buffers)
+        if _known(name, values, few) is None
+    ]
+    if not rest:
+        return ""
+    hasher = hashlib.blake2b(digest_size=6)
+    for name, values in sorted(rest, key=lambda each: each[0]):
+        whole = _whole(values).contiguous().reshape(-1)
+        hasher.update(f"{name}:{values.dtype}:{tuple(values.shape)};".encode())
+        octets: Any = whole.cpu().view(torch.uint8).numpy()
+        hasher.update(octets)
+    return hasher.hexdigest()
+
+
+def software_of(model: nn.Module, few: Mapping[str, Sequence[float]]) -> str:
+    """What decides what a loop computes of a sample, in words that are equal where it is the same."""
+    found = f"a loop with torch {'.'.join(torch.__version__.split('.')[:2])}"
+    rest = digest_of_the_rest(model, few)
+    return f"{found} and the frozen values {rest}" if rest else found
 
 
 def _another(name: str, why: str) -> ModelMismatchError:

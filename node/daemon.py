@@ -449,7 +449,7 @@ class Daemon:
             utilisation=self._duties.utilisation,
             mesh=self._facts.mesh,
             congestion_control=self._facts.congestion_control,
-            software=self._facts.software,
+            software=self._facts.software or self._island.ability.software,
             let_go_rounds=self._outer.owing.let_go_rounds,
             upload_pace=self._transport.upload_pace,
             exchange_speed=self._facts.exchange_speed,

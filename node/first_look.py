@@ -40,6 +40,7 @@ from protocol.trust.credentials import Credentials
 from protocol.v1 import status_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire.channel import open_channel
+from protocol.wire.rounds import OWN_LOOP
 
 _DAY_SECONDS = 86_400
 _MINUTES_OF_DAY = 24 * 60
@@ -196,7 +197,8 @@ def what_is_over(status: status_pb2.GetStatusResponse) -> Iterator[str]:
 
 def other_software(ours: str, status: status_pb2.GetStatusResponse) -> Iterator[str]:
     """That members compute with other versions than this machine would."""
-    members = sorted(filter(is_present, status.nodes), key=lambda node: node.node_name)
+    ranks = [node for node in status.nodes if is_present(node) and node.device != OWN_LOOP]
+    members = sorted(ranks, key=lambda node: node.node_name)
     others = [n for n in members if n.heartbeat.software not in ("", ours)]
     if not others or any(n.heartbeat.software == ours for n in members):
         return

@@ -19,6 +19,7 @@ from protocol.terminal.node_words import (
     screening_in_words,
 )
 from protocol.v1 import status_pb2 as pb
+from protocol.wire.rounds import OWN_LOOP
 
 PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
     pb.RUN_PHASE_WAITING: ("waiting", "yellow"),
@@ -204,8 +205,15 @@ def releases_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
 
 
 def software_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
-    """Who computes with which versions; nothing where all that tell it have the same."""
-    who = _who_has_which((n for n in nodes if n.heartbeat.software), lambda n: n.heartbeat.software)
+    """Who computes with which versions, and loops also on which frozen values; nothing where all are alike.
+
+    Ranks are compared with ranks, and loops with loops, which tell other things.
+    """
+    told = [node for node in nodes if node.heartbeat.software]
+    kinds = ([n for n in told if (n.device == OWN_LOOP) == is_loop] for is_loop in (False, True))
+    who = "; ".join(
+        filter(None, (_who_has_which(kind, lambda n: n.heartbeat.software) for kind in kinds))
+    )
     return f"{who}: what nodes compute of the same samples may differ" if who else ""
 
 

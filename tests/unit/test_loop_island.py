@@ -518,7 +518,8 @@ async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_pa
             return next(model.parameters()).flatten()[0].item()
 
         thread = await one.joined(train, model=model, evaluate=evaluate)
-        assert one.island.ability == Ability(trains=True, evaluates=True)
+        able = one.island.ability
+        assert able.trains and able.evaluates and able.software.startswith("a loop with torch ")
         await one.train(work(steps=1))
         evaluation = await one.island.evaluate()
         assert evaluation is not None and (evaluation.loss, evaluation.tokens) == (1.5, 99)
@@ -916,7 +917,7 @@ def come_in_bare(
     )
     if version == VERSION:
         connection.hear()
-        connection.say({"kind": "ready"})
+        connection.say({"kind": "ready", "software": ""})
     return connection
 
 

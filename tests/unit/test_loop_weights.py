@@ -1,5 +1,6 @@
 """A loop's model beside the outer state: names, what is refused, and the arithmetic of rounding."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import atoll
-from atoll.buffers import check_frozen, few_values, summed
+from atoll.buffers import check_frozen, few_values, software_of, summed
 from atoll.weights import (
     Overlap,
     Place,
@@ -398,6 +399,29 @@ def test_a_buffer_of_the_checkpoint_that_the_run_names_is_compared_and_statistic
         check_frozen(model, few)
     few = few_values_of({"scales": torch.arange(5.0), "norm.running_mean": torch.ones(3)})
     check_frozen(model, few)
+
+
+def test_loops_compare_with_each_other_what_the_run_cannot() -> None:
+    """A body of 4 bits, or a teacher beside the model: of them the run tells nothing."""
+
+    def quantised(seed: int) -> Small:
+        model = head_on_a_body(3)
+        draws = torch.Generator().manual_seed(seed)
+        packed = torch.randint(0, 255, (ROWS, COLUMNS // 2), generator=draws, dtype=torch.uint8)
+        model.first.weight = nn.Parameter(packed, requires_grad=False)
+        model.register_buffer("codes", torch.arange(4))
+        return model
+
+    few = frozen_of(head_on_a_body(3))
+    assert "frozen" not in software_of(head_on_a_body(3), few), "the run tells all of it"
+    assert "frozen" not in software_of(head_on_a_body(3, torch.bfloat16), few)
+    told = software_of(quantised(1), few)
+    assert re.fullmatch(r"a loop with torch \d+\.\d+ and the frozen values [0-9a-f]{12}", told)
+    assert told == software_of(quantised(1), few) == software_of(torch.compile(quantised(1)), few)  # type: ignore[arg-type]
+    assert told != software_of(quantised(2), few)
+    changed = quantised(1)
+    changed.codes[3] = 9  # type: ignore[index, operator]
+    assert told != software_of(changed, few)
 
 
 def test_of_many_frozen_parameters_all_have_sums_and_none_that_json_cannot_hold() -> None:

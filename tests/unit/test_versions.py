@@ -22,7 +22,7 @@ from protocol.run.run_spec import LATER_KEYS, DataSection, RunSpec, run_from_jso
 from protocol.terminal.status_words import releases_in_words, software_in_words
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2
-from protocol.wire.rounds import Digest, NodeId
+from protocol.wire.rounds import OWN_LOOP, Digest, NodeId
 from protocol.wire.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire, release
 from tests.unit.golden.golden_file import golden_bytes, matches_golden
 from tests.unit.swarm_scene import PLAIN_RULES as RULES
@@ -138,10 +138,17 @@ def test_a_status_says_whose_torch_and_python_compute_where_they_differ() -> Non
     told = software_in_words([*same, node("c", old)])
     assert told == f"{old}: c; {new}: a, b: what nodes compute of the same samples may differ"
 
+    loops = [node(name, f"a loop with the frozen values {name}") for name in ("e", "f")]
+    for loop in loops:
+        loop.device = OWN_LOOP
+    assert software_in_words([*same, loops[0]]) == "", "a loop tells other things than ranks"
+    assert "values e: e; a loop with the frozen values f: f: what" in software_in_words(loops)
+
     def joining(ours: str, *members: Any) -> str:
         return " ".join(other_software(ours, status_pb2.GetStatusResponse(nodes=members)))
 
     assert joining(new, *same) == joining(old, *same, node("c", old)) == joining(old) == ""
+    assert joining(old, *loops) == ""
     assert f"{old} here, and {new} on a: what is computed" in joining(old, *same)
 
 

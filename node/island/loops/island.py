@@ -100,7 +100,9 @@ class LoopIsland:
     def ability(self) -> Ability:
         """See Island. A loop trains once all its ranks are here."""
         here = self._whole
-        return Ability(trains=here is not None, evaluates=here is not None and here.evaluates)
+        if here is None:
+            return Ability(trains=False, evaluates=False)
+        return Ability(evaluates=here.evaluates, software=here.software)
 
     async def start(self) -> CorpusSummary:
         """See Island. Does not wait for a loop: the node can be of use without."""
@@ -271,6 +273,7 @@ class LoopIsland:
         self._watch.heard()
         match word:
             case Ready():
+                loop.software = word.software
                 self._is_ready(loop, rank)
             case Stepped():
                 self._stepped(loop, word)
