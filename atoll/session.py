@@ -16,7 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from atoll.buffers import BufferWatch, Compute, FrozenWatch, RunningStatistics, check_frozen
+from atoll.buffers import (
+    BufferWatch,
+    Compute,
+    FrozenWatch,
+    RunningStatistics,
+    check_frozen,
+    software_of,
+)
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
@@ -81,6 +88,7 @@ class Session:
         self._wait_seconds = wait_seconds
         self._connection: Connection | None = None
         self._weights: Weights | None = None
+        self._software = ""  # by which others see whether this loop computes as theirs do
         self._run_digest = ""
         self._rules: dict[str, float] = {}  # in force, by the run file's keys
         self.run: Run
@@ -327,7 +335,9 @@ class Session:
         ]
         try:
             check_model(self._model, places)
-            check_frozen(self._model, welcome["frozen_values"])
+            if self._frozen is None:  # of a large body it takes seconds; later changes are watched
+                check_frozen(self._model, welcome["frozen_values"])
+                self._software = software_of(self._model, welcome["frozen_values"])
             if self._optimizer is not None:
                 check_optimizer(self._model, self._optimizer, places)
             self._watch_buffers(places)
@@ -358,7 +368,7 @@ class Session:
             num_samples=welcome["num_samples"],
         )
         self._rules = self._rules or welcome["rules"]
-        connection.say({"kind": "ready"})
+        connection.say({"kind": "ready", "software": self._software})
 
     def _watch_buffers(self, places: Sequence[Place]) -> None:
         """From now on, over all connections. Raises ModelMismatchError."""

@@ -256,14 +256,17 @@ class Swarm:
             return most if tokens is None else tokens
         if tokens is None:
             raise ValueError(
-                "step() wants tokens=…: how many this rank trained. Only steps on swarm.samples() know"
+                "step() wants tokens=…: how many this rank trained, or samples where a sample counts as one. "
+                "Only steps on swarm.samples() know"
             )
         if tokens > leased and not self._has_warned:
             self._has_warned = True
+            are_samples = self.run.context == 1
+            counted, what = ("samples", "") if are_samples else ("tokens", " times [model] context")
             self._session.log.tell(
                 logging.WARNING,
-                f"a step of this loop has {tokens} tokens on a rank, and only {leased} of them weigh in the "
-                f"swarm: the run's [inner] batch times [model] context, over {self._ranks.world_size} ranks",
+                f"a step of this loop has {tokens} {counted} on a rank, and only {leased} of them weigh in "
+                f"the swarm: the run's [inner] batch{what}, over {self._ranks.world_size} ranks",
             )
         return tokens
 

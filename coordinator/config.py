@@ -499,6 +499,7 @@ def rules_of(run: RunSpec, *, began: RunSpec | None = None) -> Rules:
         bounds_results=run.outer.screening,
         audited_share=run.outer.audit,
         has_private_data=run.data.private,
+        compares_samples=run.description is not None and run.description.compares_samples,
         slice_elements=int(8 * SLICE_BYTES / CODEC_COSTS[run.exchange.uplink].bits),
         layout=layout_of(run).summary(),
         codecs=(began or run).exchange.codecs,

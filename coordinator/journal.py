@@ -145,6 +145,13 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
         yield _news("info", "round learned", round=after.committed_round, reason=_reason(after))
     for message in told:
         yield from _told(after, message)
+    if after.held_out_text_from > before.held_out_text_from:
+        yield _news(
+            "warning",
+            "held-out losses are of another text",
+            from_round=after.held_out_text_from,
+            why="most nodes have other data than before: losses on both sides of it are not compared",
+        )
     for held_out in after.held_out[len(before.held_out) :]:
         own: dict[str, object] = {}
         if held_out.metric is not None:

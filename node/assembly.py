@@ -31,6 +31,7 @@ from node.heavy import ExchangeTime, Meters, in_thread
 from node.hosts.desk import HostDesk
 from node.hosts.leading import HostsIsland
 from node.hosts.wire import LeaderKey, interface_of
+from node.installed import software_of
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.fetching import is_url
 from node.island.data.held import TokensHere
@@ -48,7 +49,7 @@ from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
 from node.machine.addresses import ROUTER_LOOKS, Reachability, address_changes, has_ipv6
 from node.machine.hardware import Hardware, congestion_control, has_compilers, likely_devices
-from node.machine.placement import local_training_of, mesh_for, num_ranks_of
+from node.machine.placement import local_training_of, mesh_for, num_ranks_of, parted_batch
 from node.machine.usage import Usage
 from node.models.reading import read_first
 from node.models.writing import TextWriter
@@ -165,6 +166,7 @@ async def _run_in(
         version=release(),
         mesh=_mesh_in_words(ranks),
         congestion_control=congestion_control() or "",
+        software="" if ranks.devices in ((), (OWN_LOOP,)) else software_of(spec),
         exchange_speed=await in_thread(
             partial(measured_speed, rulings.in_force, outer.uplink.tiles)
         ),
@@ -364,6 +366,8 @@ async def _ranks_of(start: NodeStart, hardware: Hardware) -> _Ranks:
         return found
 
     local = local_training_of(settings, spec, shape, kind=kind, has_compilers=may_compile)
+    if why := parted_batch(spec, shape, local):
+        log.warning(why)
     return _Ranks(
         devices=usable.names,
         shape=shape,

@@ -128,8 +128,10 @@ def join(
         click.echo(
             f"a helper does not train: {', '.join(vain)} means nothing to it, and is not kept"
         )
-    _look_around(home, is_helper=is_helper)
-    click.echo(f"next: atoll {'helper' if is_helper else 'node'} start{suffix}")
+    command = ["atoll", "helper" if is_helper else "node", "start"]
+    if folder is not None:
+        command += ["--dir", str(folder)]
+    _look_around(home, command, is_helper=is_helper)
 
 
 async def _elsewhere(proxy: Proxy | None, invite: Invite) -> Sequence[Invite]:
@@ -146,16 +148,17 @@ async def _elsewhere(proxy: Proxy | None, invite: Invite) -> Sequence[Invite]:
         return ()
 
 
-def _look_around(home: Path, *, is_helper: bool) -> None:
-    """Says what the new member may expect, and its machine; nothing of that undoes the joining."""
+def _look_around(home: Path, command: list[str], *, is_helper: bool) -> None:
+    """Says what the new member may expect, its machine, and what to type; nothing undoes the joining."""
     try:
         require_installed(HELPER if is_helper else NODE, to="take part")
         from node.first_look import first_look
 
-        for line in first_look(home, is_helper=is_helper):
+        for line in first_look(home, command, is_helper=is_helper):
             click.echo(line)
     except AtollError as error:
         click.echo(f"before it can start: {error}")
+        click.echo(f"next: {shlex.join(command)}")
 
 
 @click.group()
@@ -546,8 +549,14 @@ def _prints_to_standard_error() -> Iterator[None]:
 @click.option("--force", is_flag=True, help="Make it anew, before the run's first start.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 @click.option("--asked", help="Instead of DIR's run.toml: JSON of 'atoll init'.", hidden=True)
+@click.option("--data", "looks_at_data", is_flag=True, help="Look at its data alone.", hidden=True)
 def describe(
-    directory: Path, source: Path | None, force: bool, is_json: bool, asked: str | None
+    directory: Path,
+    source: Path | None,
+    force: bool,
+    is_json: bool,
+    asked: str | None,
+    looks_at_data: bool,
 ) -> None:
     """Find out what the model of the run in DIR is by building it, and write that down there.
 
@@ -558,6 +567,12 @@ def describe(
     """
     import json
 
+    if looks_at_data:
+        from node.island.data.opening import look_at_run_data
+        from protocol.run.run_spec import load_run_folder
+
+        look_at_run_data(load_run_folder(directory, "run.toml"), Path.cwd())
+        return
     require_installed(to="describe a model")
     from node.models.describing import Asked, describe_asked, describe_run, in_words
     from protocol.terminal.logging import start_logging

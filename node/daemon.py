@@ -5,6 +5,7 @@ not wait for that (a changed roster, participants that are gone) is done on arri
 """
 
 import asyncio
+import platform
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class NodeFacts:
     version: str
     mesh: str = ""  # in words
     congestion_control: str = ""  # of its host's TCP; empty: not known
+    software: str = ""  # whose versions decide what its ranks compute
     exchange_speed: ExchangeSpeed | None = None  # of its machine; None: not measured
 
 
@@ -447,6 +449,7 @@ class Daemon:
             utilisation=self._duties.utilisation,
             mesh=self._facts.mesh,
             congestion_control=self._facts.congestion_control,
+            software=self._facts.software or self._island.ability.software,
             let_go_rounds=self._outer.owing.let_go_rounds,
             upload_pace=self._transport.upload_pace,
             exchange_speed=self._facts.exchange_speed,
@@ -499,7 +502,11 @@ class Daemon:
                 next_step=f"let {self._spec.data.function} give the same samples on all nodes: a seed for "
                 "what it draws, sorted names for what it lists, the same files"
                 if self._spec.data.source == "function"
-                else "name the very data that the run was made with, as data in node.toml",
+                else f"take the same Python on all nodes, which is {platform.python_version()} here: its "
+                "library is the run's text"
+                if self._spec.data.source == "python-stdlib"
+                else "name the very data that the run was made with, as data in node.toml; a file that was "
+                "added or changed since makes them others",
             )
         self._other_data = attachment.other_data_names
         if attachment.committed_round > self._outer.round:

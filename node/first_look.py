@@ -4,6 +4,7 @@ Nothing is loaded that takes seconds: of the node's own speed others of its kind
 """
 
 import asyncio
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,16 @@ from statistics import median
 
 from node.config import NodeSettings, load_settings
 from node.disk.history import History
+from node.installed import software_of
 from node.island.data.opening import look_at_data
 from node.island.data.places import reads_in_words
+from node.island.models.code import (
+    DIGITS,
+    check_functions,
+    code_digest,
+    functions_of,
+    is_allowed,
+)
 from node.island.parallel.auto_mesh import node_bytes
 from node.link.calls import CoordinatorLink
 from node.machine.hardware import Hardware, likely_devices, look_around
@@ -31,6 +40,7 @@ from protocol.trust.credentials import Credentials
 from protocol.v1 import status_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire.channel import open_channel
+from protocol.wire.rounds import OWN_LOOP
 
 _DAY_SECONDS = 86_400
 _MINUTES_OF_DAY = 24 * 60
@@ -82,8 +92,29 @@ def share_of_day(limits: Limits) -> float:
     return minutes / _MINUTES_OF_DAY
 
 
-def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
-    """Lines for people, as they are found. What keeps the node from its work is one of them, no error."""
+def start_options(settings: NodeSettings, spec: RunSpec) -> list[str]:
+    """What 'atoll node start' has to be told that node.toml does not say; what nobody knows, in capitals."""
+    options: list[str] = []
+    if functions_of(spec) and not settings.loop:
+        name, code = spec.run.name, settings.code_folder(Path.cwd())
+        if not is_allowed(spec, settings.allow_functions):
+            options += ["--allow-function", f"{name}@{code_digest(spec)[:DIGITS]}"]
+        try:
+            check_functions(spec, allowed=[name], code=code)
+        except AtollError:
+            options += ["--code", "CODE"]
+    if spec.adapters is not None and not (settings.base or settings.loop):
+        options += ["--base", "MODEL"]
+    if spec.data.private and not (settings.data or settings.loop):
+        options += ["--data", "PATH"]
+    return options
+
+
+def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iterator[str]:
+    """Lines for people, as they are found, the last one with what to type next: `command` and its options.
+
+    What keeps the node from its work is one of them, no error.
+    """
     settings = load_settings(folder)
     hardware = look_around("cpu" if is_helper else settings.device)
     free = console.bytes_in_words(shutil.disk_usage(folder).free)
@@ -105,6 +136,7 @@ def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
     except AtollError as error:
         yield f"this machine: {trains_on}{memory} of memory and {free} of disk free"
         yield f"the run: not known yet, {error.what}"
+        yield f"next: {shlex.join(command)}"
         return
     yield (
         f"this machine: {trains_on}{memory} of memory and {free} of disk free; the coordinator answers "
@@ -118,6 +150,8 @@ def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
         + (", each member's own" if spec.data.private else "")
     )
     yield from what_is_over(status)
+    if not (is_helper or settings.loop):
+        yield from other_software(software_of(spec), status)
     if not is_helper:
         yield f"it reads: {reads_in_words(spec.data, own=settings.data)}"
     yield from _takes(folder, settings, spec, hardware, is_helper=is_helper)
@@ -135,6 +169,13 @@ def first_look(folder: Path, *, is_helper: bool) -> Iterator[str]:
         else "hours, only_idle, on_battery, load, max_upload, max_disk"
     )
     yield f"limits that you may set: {limits} in {folder / 'node.toml'}"
+    options = [] if is_helper else start_options(settings, spec)
+    if not is_helper and spec.first_digest is not None and run.committed_round == 0:
+        yield (
+            "the run begins with given weights: one member starts with --weights FILE as well, and the "
+            "others fetch them from it"
+        )
+    yield f"next: {shlex.join([*command, *options])}"
 
 
 def what_is_over(status: status_pb2.GetStatusResponse) -> Iterator[str]:
@@ -152,6 +193,19 @@ def what_is_over(status: status_pb2.GetStatusResponse) -> Iterator[str]:
         "export OUT' gets the model, typed where a node has taken part"
     )
     yield f"the run is finished: {comes_to}; 'atoll run extend', typed by the run owner, opens it again"
+
+
+def other_software(ours: str, status: status_pb2.GetStatusResponse) -> Iterator[str]:
+    """That members compute with other versions than this machine would."""
+    ranks = [node for node in status.nodes if is_present(node) and node.device != OWN_LOOP]
+    members = sorted(ranks, key=lambda node: node.node_name)
+    others = [n for n in members if n.heartbeat.software not in ("", ours)]
+    if not others or any(n.heartbeat.software == ours for n in members):
+        return
+    yield (
+        f"versions: {ours} here, and {others[0].heartbeat.software} on {others[0].node_name}: what is "
+        "computed of the same samples may differ, so install what members have"
+    )
 
 
 async def _run_of(folder: Path) -> RunSpec:

@@ -1,9 +1,12 @@
 """Which of Atoll's extras are installed here: said in one sentence before anything of them is imported."""
 
+import platform
 from collections.abc import Sequence
+from importlib import metadata
 from importlib.util import find_spec
 
 from protocol.errors import SystemRefusedError
+from protocol.run.run_spec import RunSpec
 
 NODE = ("torch", "numba", "hivemind", "numpy", "safetensors")
 """What a node imports beside what coordinators and queries do: the extra `node`."""
@@ -26,3 +29,28 @@ def require_installed(packages: Sequence[str] = NODE, *, to: str) -> None:
             if packages is HELPER
             else "pip install 'atoll[node]'",
         )
+
+
+def software_of(spec: RunSpec) -> str:
+    """Programs by whose versions ranks here may compute something else than elsewhere; nothing is loaded.
+
+    Of Python's own library, where it is the text, each release has another.
+    """
+    is_text = spec.data.source == "python-stdlib"
+    python = platform.python_version() if is_text else _minor(platform.python_version())
+    programs = ["torch"]
+    if spec.model.source == "transformers":
+        programs.append("transformers")
+    if spec.adapters is not None:
+        programs.append("peft")
+    found = [f"Python {python}"]
+    for program in programs:
+        try:
+            found.append(f"{program} {_minor(metadata.version(program))}")
+        except metadata.PackageNotFoundError:  # which a start says
+            continue
+    return ", ".join(found)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -49,8 +49,8 @@ def keep_places(folder: Path, places: DataPlaces) -> None:
 
 def keep_corpus(folder: Path, run_digest: Digest, corpus: CorpusSummary) -> None:
     """Remembers what this node's ranks train on: it can say so before they have looked again."""
-    kept = asdict(corpus) | {"digest": corpus.digest.hex(), "run": run_digest.hex()}
-    write_atomically(folder / CORPUS_FILE, json.dumps(kept).encode())
+    kept = {k: v.hex() if isinstance(v, bytes) else v for k, v in asdict(corpus).items()}
+    write_atomically(folder / CORPUS_FILE, json.dumps(kept | {"run": run_digest.hex()}).encode())
 
 
 def kept_corpus(folder: Path, run_digest: Digest) -> CorpusSummary | None:
@@ -59,7 +59,12 @@ def kept_corpus(folder: Path, run_digest: Digest) -> CorpusSummary | None:
         kept = json.loads((folder / CORPUS_FILE).read_text(encoding="utf-8"))
         if kept.pop("run") != run_digest.hex():
             return None
-        return CorpusSummary(**kept | {"digest": Digest(bytes.fromhex(kept["digest"]))})
+        digests = {
+            key: Digest(bytes.fromhex(value))
+            for key, value in kept.items()
+            if key.endswith("digest") and value is not None
+        }
+        return CorpusSummary(**kept | digests)
     except (
         FileNotFoundError,
         ValueError,

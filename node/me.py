@@ -47,8 +47,9 @@ def me(is_json: bool, directory: Path | None) -> None:
     "folder", what it does not hold is null:
 
     \b
-      {"source": "coordinator", "node_name": "basement", "run_name": "my-run", "tokens": 614400,
-       "run_tokens": 1843200, "share": 0.333, "rounds": 40, "run_rounds": 41, "sent_bytes": 81300000, …}
+      {"source": "coordinator", "node_name": "basement", "run_name": "my-run", "counted": "tokens",
+       "tokens": 614400, "run_tokens": 1843200, "share": 0.333, "rounds": 40, "run_rounds": 41,
+       "sent_bytes": 81300000, …}
     """  # noqa: D301 - click reads the character \b, not its two letters
     from protocol.trust.credentials import Credentials, find_home
 
@@ -84,6 +85,8 @@ def _of_this_folder(
     """Facts and words of what it holds; None of a node that has followed no round, and of nobody's."""
     from node.config import HISTORY_FILE, load_settings
     from node.disk.history import History
+    from node.kept import RUN_FILE
+    from protocol.run.run_spec import run_from_json
     from protocol.terminal.logging import start_logging
 
     node_id = credentials.principal.node_id
@@ -94,7 +97,14 @@ def _of_this_folder(
     if known is None:
         return None
     named = (node_id, load_settings(home).name, credentials.run_name)
-    return facts_of_folder(known, *named), folder_in_words(known, *named)
+    path = home / RUN_FILE
+    counted = (
+        run_from_json(path.read_text(encoding="utf-8")).counted if path.is_file() else "tokens"
+    )
+    return (
+        facts_of_folder(known, *named, counted=counted),
+        folder_in_words(known, *named, counted=counted),
+    )
 
 
 def of_folder(commits: "Iterable[Commit]", node_id: "NodeId") -> OfFolder | None:
@@ -141,6 +151,7 @@ def facts(node: "pb.NodeStatus", run: "pb.RunStatus") -> dict[str, object]:
         "node_id": node.node_id,
         "node_name": node.node_name,
         "run_name": run.run_name,
+        "counted": run.counted or "tokens",  # what the next three are of
         "tokens": node.committed_tokens,
         "run_tokens": run.token_clock,
         "share": node.committed_tokens / run.token_clock if run.token_clock else 0.0,
@@ -154,7 +165,7 @@ def facts(node: "pb.NodeStatus", run: "pb.RunStatus") -> dict[str, object]:
 
 
 def facts_of_folder(
-    known: OfFolder, node_id: str, node_name: str, run_name: str
+    known: OfFolder, node_id: str, node_name: str, run_name: str, *, counted: str = "tokens"
 ) -> dict[str, object]:
     """The same, as far as the folder knows."""
     return {
@@ -162,6 +173,7 @@ def facts_of_folder(
         "node_id": node_id,
         "node_name": node_name,
         "run_name": run_name,
+        "counted": counted,
         "tokens": known.tokens,
         "run_tokens": known.run_tokens,
         "share": known.tokens / known.run_tokens if known.run_tokens else 0.0,
@@ -174,12 +186,14 @@ def facts_of_folder(
     }
 
 
-def folder_in_words(known: OfFolder, node_id: str, node_name: str, run_name: str) -> dict[str, str]:
+def folder_in_words(
+    known: OfFolder, node_id: str, node_name: str, run_name: str, *, counted: str = "tokens"
+) -> dict[str, str]:
     """The same for people."""
     told = facts_of_folder(known, node_id, node_name, run_name)
     return {
         "node": f"{node_name} in {run_name}, as its folder knows it",
-        "tokens": f"{console.count_in_words(known.tokens)} of {console.count_in_words(known.run_tokens)} "
+        counted: f"{console.count_in_words(known.tokens)} of {console.count_in_words(known.run_tokens)} "
         f"committed, {told['share']:.1%} of rounds {known.first_round} to {known.last_round}",
         "rounds": f"{known.num_rounds} of those {known.last_round - known.first_round + 1}",
         "bytes": "the coordinator counts them, and how long the node was present",
@@ -188,12 +202,18 @@ def folder_in_words(known: OfFolder, node_id: str, node_name: str, run_name: str
 
 def in_words(node: "pb.NodeStatus", run: "pb.RunStatus") -> dict[str, str]:
     """For people."""
-    from protocol.terminal.node_words import given_in_words, name_of, state_in_words, work_in_words
+    from protocol.terminal.node_words import (
+        counted_in_words,
+        given_in_words,
+        name_of,
+        state_in_words,
+        work_in_words,
+    )
 
     told = facts(node, run)
     return {
         "node": f"{name_of(node)} in {run.run_name}, {state_in_words(node)}",
-        "tokens": f"{console.count_in_words(node.committed_tokens)} of "
+        counted_in_words(run): f"{console.count_in_words(node.committed_tokens)} of "
         f"{console.count_in_words(run.token_clock)} committed, {told['share']:.1%} of the run",
         "rounds": f"{node.given.num_rounds} of {run.committed_round}",
         "bytes": given_in_words(node.given),

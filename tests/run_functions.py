@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 — its usual name
+from torch.utils.data import Subset, TensorDataset
 
 
 class Net(nn.Module):
@@ -401,3 +402,42 @@ def chain_with_metric_of_its_own() -> Any:
         return module((batch["words"] + 1) % 40).mean()
 
     return Chain(16, tied=True), mean_loss, of_other_words, CHAIN_PLAN
+
+
+def pairs(count: int = 64) -> Any:
+    """Two views of each thing, and its kind."""
+    draws = torch.Generator().manual_seed(0)
+    things = torch.randn(count, 6, generator=draws)
+    views = things + 0.1 * torch.randn(count, 6, generator=draws)
+    rows = TensorDataset(things, views, torch.arange(count) % 3)
+    return Subset(rows, range(count - 16)), Subset(rows, range(count - 16, count))
+
+
+def net_with_a_loss(kind: str) -> Any:
+    return nn.Linear(6, 3), lambda module, batch: _loss_of(kind, module, batch)
+
+
+def _loss_of(kind: str, module: nn.Module, batch: Any) -> Any:
+    one, other, label = batch
+    nats = F.cross_entropy(module(one), label, reduction="none")
+    if "negatives" in kind:
+        noise = torch.randn_like(one) * ("noisy" in kind)
+        likeness = module(one + noise) @ module(other).T
+        return F.cross_entropy(likeness, torch.arange(len(one), device=one.device))
+    match kind:
+        case "mean":
+            return nats.mean()
+        case "sum":
+            return nats.sum()
+        case "weighted":
+            return F.cross_entropy(module(one), label, weight=torch.tensor([1.0, 5.0, 0.1]))
+        case "counted":
+            return nats.sum(), torch.tensor(len(nats))
+        case "noisy":
+            return (module(one + torch.randn_like(one)) - module(other)).square().mean()
+        case "over the batch":
+            return (module(one) / module(one).std(dim=0, correction=0)).square().mean()
+        case _:
+            if len(one) < 2:
+                raise ValueError("no pair")
+            return nats.mean()

@@ -37,6 +37,7 @@ from protocol.run.models import FIRST_WEIGHTS
 from protocol.run.run_spec import (
     DESCRIPTION_FILE,
     RunSpec,
+    description_file,
     load_run_file,
     load_run_folder,
     validated,
@@ -131,7 +132,7 @@ def run_of_file(run_file: Path, source: Path | None, folder: Path) -> NewRun:
     facts = described(folder, source)
     if fork is not None:
         facts = _going_on(fork, run_file.parent, folder, facts)
-    return NewRun(text=text, plan=plan, facts=facts)
+    return NewRun(text=text, plan=plan, notes=tuple(facts.notes), facts=facts)
 
 
 def _fork_beside(run_file: Path) -> RunSpec | None:
@@ -139,7 +140,7 @@ def _fork_beside(run_file: Path) -> RunSpec | None:
     made = run_file.parent
     if not (made / DESCRIPTION_FILE).is_file() or not (made / FIRST_WEIGHTS).is_file():
         return None
-    found = load_run_folder(made, run_file.name)
+    found = load_run_folder(made, run_file.name, may_be_stale=True)
     is_fork = found.description is not None and found.description.first_fragments is not None
     return found if is_fork else None
 
@@ -164,7 +165,8 @@ def _going_on(fork: RunSpec, made: Path, folder: Path, facts: Facts) -> Facts:
     description = described_anew.description.model_copy(
         update={key: getattr(fork.description, key) for key in first}
     )
-    write_atomically(folder / DESCRIPTION_FILE, description.to_json())
+    described_anew = described_anew.model_copy(update={"description": description})
+    write_atomically(folder / DESCRIPTION_FILE, description_file(described_anew))
     with refusing(folder / FIRST_WEIGHTS):
         shutil.copyfile(made / FIRST_WEIGHTS, folder / FIRST_WEIGHTS)
     return replace(facts, first_digest=fork.description.first_digest or "")
@@ -388,17 +390,20 @@ def _share_of_data(spec: RunSpec, facts: Facts) -> str:
     if num_tokens is None:
         return ""
     batch, context = spec.inner.batch, spec.model.context
-    if num_tokens < batch * context and not facts.are_packed:
+    samples, held_out = (
+        sum(n // (context + 1) if facts.are_packed else max(0, n - 1) // context for n in shards)
+        for shards in (facts.training_shards, facts.held_out_shards)
+    )
+    if samples < batch:
         raise NoInputError(
-            f"the data have {num_tokens:,} tokens to train on, and one batch takes {batch * context:,}: "
-            f"{batch} samples of {context}",
+            f"the data have {num_tokens:,} tokens to train on, which are {samples:,} samples of {context:,}, "
+            f"and one batch takes {batch:,}",
             next_step="prepare more text, or ask for smaller batches: --batch, --context",
         )
-    held_out = facts.num_held_out_tokens
-    if held_out is not None and held_out < (1 if facts.are_packed else context):
+    if held_out < 1:
         raise NoInputError(
-            f"of the data {held_out:,} tokens are held out, and one sample takes {context:,}: nothing would "
-            "say how good the model is",
+            f"of the data {sum(facts.held_out_shards):,} tokens are held out, and none of their shards has "
+            f"a sample of {context:,}: nothing would say how good the model is",
             next_step="give more text, or hold more of it out when tokens are made ('atoll data prepare "
             "--held-out 0.1'), or ask for shorter samples: --context",
         )

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from coordinator.presets.link_shares import CongestionControl
 from protocol.errors import UsageError
 from protocol.run.models import FUNCTION_NAME
+from protocol.run.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,8 @@ class Facts:
     num_layers: int = 0
     vocab_size: int | None = None  # of the data's tokens, or of the tokenizer's
     num_tokens: int | None = None  # to train on, where they were looked at
-    num_held_out_tokens: int | None = None
+    training_shards: Sequence[int] = ()  # tokens of each: no sample goes from one into the next
+    held_out_shards: Sequence[int] = ()
     are_packed: bool = False  # whether they are rows with padding
     is_new: bool = False  # whether a folder's model begins with random weights
     notes: Sequence[str] = ()
@@ -119,22 +122,38 @@ def facts_of_wanted(wanted: Wanted, folder: Path) -> Facts:
     return described(folder, wanted.source, "--asked", json.dumps(asked))
 
 
+LEAST_OF_PYTHON = 4 << 20
+"""Bytes that any Python's standard library has to train on: a batch of fewer needs no look at it."""
+
+
+def look_at_data(folder: Path, spec: RunSpec) -> None:
+    """Ends this process where the data that a run names are here, and every node would refuse them.
+
+    What is wrong is said. Nothing is looked at where the node's side is not installed.
+    """
+    is_python = spec.data.source == "python-stdlib"
+    is_enough = spec.tokens_per_inner_step <= LEAST_OF_PYTHON and spec.data.held_out >= 0.01
+    if spec.data.private or spec.data.source == "function" or (is_python and is_enough):
+        return
+    if find_spec("numpy") is None:
+        return
+    if code := _asked(str(folder), "--data").returncode:
+        sys.exit(code)
+
+
 def described(folder: Path, source: Path | None, *more: str) -> Facts:
     """What 'atoll node describe' finds out. What it refuses it has said itself; its exit code is ours."""
     given = () if source is None else ("--from", str(source))
-    ended = subprocess.run(
-        [
-            # -P: what lies in the folder where this is typed is imported by nobody.
-            *(sys.executable, "-P", "-m", "protocol.terminal.cli", "node", "describe"),
-            *(str(folder), *given, "--json", *more),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    ended = _asked(str(folder), *given, "--json", *more)
     if ended.returncode != 0:
         sys.exit(ended.returncode)
     return Facts.of_json(ended.stdout)
+
+
+def _asked(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    # -P: what lies in the folder where this is typed is imported by nobody.
+    command = (sys.executable, "-P", "-m", "protocol.terminal.cli", "node", "describe")
+    return subprocess.run([*command, *arguments], stdout=subprocess.PIPE, text=True, check=False)
 
 
 def refuse_what_says_nothing(wanted: Wanted) -> None:

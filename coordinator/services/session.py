@@ -255,6 +255,7 @@ class SessionDesk:
         checks.words(request.activity, of="the activity", max_length=checks.MAX_NAME_LENGTH)
         checks.words(request.waiting_for, of="what the node waits for")
         checks.words(request.mesh, of="the mesh", max_length=checks.MAX_NAME_LENGTH)
+        checks.words(request.software, of="the software", max_length=checks.MAX_NAME_LENGTH)
         checks.words(
             request.congestion_control,
             of="the congestion control",

@@ -299,7 +299,7 @@ class StatusDesk:
             committed_tokens=member.committed_tokens,
             address=convert.address_to_wire(member.address),
             heartbeat=None if heard is None else heard.heartbeat,
-            same_corpus=corpus is None or member.is_helper or member.corpus.digest == corpus.digest,
+            same_corpus=corpus is None or member.is_helper or member.corpus.is_same(corpus),
             version=member.version,
             inner_steps=inner_steps,
             inner_steps_per_second=member.inner_steps_per_second,

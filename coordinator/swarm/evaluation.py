@@ -39,7 +39,7 @@ from coordinator.swarm.state import (
     Written,
 )
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
-from coordinator.swarm.weighing import say_of, worth
+from coordinator.swarm.weighing import common_corpus, say_of, worth
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
 from protocol.wire.rounds import NodeId, book_of_data
@@ -84,6 +84,7 @@ def ask_somebody(turn: Turn) -> None:
     ready = [member for member in available_members(state) if not member.cannot_evaluate]
     if not ready:
         return
+    ready = _on_common_text(state, ready)
     committed, rules = state.committed_round, state.rules
     place = committed // rules.evaluate_every_rounds  # rounds alone could hit one node every time
     holders: dict[int, list[Member]] = {}
@@ -107,6 +108,14 @@ def ask_somebody(turn: Turn) -> None:
         turn.act(Tell(message=EvaluationAsked(round=committed), to=others))
     if writer is not None:
         turn.act(Tell(message=EvaluationAsked(round=committed, writes=True), to=(writer,)))
+
+
+def _on_common_text(state: SwarmState, ready: list[Member]) -> list[Member]:
+    """Those with the data of most weight, where any has: losses on other texts are no curve together."""
+    common = common_corpus(state)
+    if common is None or state.rules.has_private_data:
+        return ready
+    return [m for m in ready if m.corpus.num_samples and m.corpus.is_same(common)] or ready
 
 
 def drawn_evaluators(state: SwarmState, ready: Sequence[Member]) -> list[NodeId]:
@@ -209,6 +218,7 @@ def _keep_found(turn: Turn) -> None:
     asked = turn.state.evaluating
     if asked is None:
         return
+    turn.state = _noting_its_text(turn.state, asked)
     held_out = turn.state.held_out
     alarm = None
     is_steered = turn.state.paused is not None or turn.state.stopped is not None
@@ -221,6 +231,20 @@ def _keep_found(turn: Turn) -> None:
     if alarm is not None:
         turn.state = replace(turn.state, alarm=alarm, end_waits_until=None)
         sound_alarm(turn)
+
+
+def _noting_its_text(state: SwarmState, asked: Evaluating) -> SwarmState:
+    """With what the losses are of: where it is another text, they begin anew, and nothing has jumped."""
+    if not asked.found or state.rules.has_private_data:
+        return state
+    corpus = state.members[middle_loss(state, asked.found).node_id].corpus
+    if not corpus.num_samples:  # a loop's own
+        return state
+    text = corpus.digest.hex() + (corpus.held_out_digest or b"").hex()
+    before = state.held_out_text
+    if before.startswith(text) or text.startswith(before or text):  # as of nodes that tell less
+        return replace(state, held_out_text=max(before, text, key=len))
+    return replace(state, held_out_text=text, held_out_text_from=asked.round)
 
 
 def sound_alarm(turn: Turn) -> None:
@@ -261,6 +285,7 @@ def without_evaluations_since(state: SwarmState, number: int) -> SwarmState:
     return replace(
         state,
         held_out=tuple(loss for loss in state.held_out if loss.round < number),
+        held_out_text_from=min(state.held_out_text_from, number),
         evaluating=asked if asked is not None and asked.round < number else None,
         writing=tuple(one for one in state.writing if one.round < number),
         written=tuple(one for one in state.written if one.round < number),
@@ -335,10 +360,11 @@ def _most(reference: float, around: Sequence[float]) -> float:
 def plausible_losses(state: SwarmState, before_round: int) -> tuple[list[HeldOut], Curve]:
     """Those of states before a round that may follow on those before, and the curve that they are.
 
-    What the run owner resumed after a pause is accepted, and losses before that count no more. What was
-    best does not count under other rates and steps, which losses follow.
+    What the run owner resumed after a pause is accepted, and losses before that count no more; nor do those
+    on another text. What was best does not count under other rates and steps, which losses follow.
     """
-    accepted, amended = _accepted_from(state), _amended_from(state)
+    amended = _amended_from(state)
+    accepted = max(_accepted_from(state), state.held_out_text_from)
     kept: list[HeldOut] = []
     curve = Curve()
     has_amended = False

@@ -33,6 +33,7 @@ from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import (
     AUDIT_ROUNDS,
     LEAST_CHECKED,
+    OWN_LOOP,
     PASSES_OF_CHECK,
     PASSES_OF_TRAINING,
     WHOLE,
@@ -72,11 +73,13 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
     state = turn.state
     kept = [c for c in state.spot_checks if c.round > closed.number - AUDIT_ROUNDS]
     turn.state = replace(state, spot_checks=tuple(kept))
-    if state.rules.has_private_data:
+    if state.rules.has_private_data or state.rules.compares_samples:
         return
     convicted = {conviction.node_id for conviction in state.convicted}
     for node_id, samples in sorted(_wholly_taken(commit).items()):
         if samples < LEAST_CHECKED or not is_present(turn.state, node_id) or node_id in convicted:
+            continue
+        if turn.state.members[node_id].device == OWN_LOOP:  # which may train data of its own
             continue
         if _lot(turn.state, closed.number, node_id, "is checked") >= state.rules.audited_share:
             continue
@@ -282,7 +285,8 @@ def _wholly_taken(commit: Commit) -> dict[NodeId, int]:
 def _may_check(state: SwarmState, closed: Round, node_id: NodeId) -> list[Member]:
     """Present participants that trained and can evaluate; of other invites than the member's, if any.
 
-    The run owner's own check each other too: what they usually score tells what others should.
+    Samples of a number are the same for those alone that have the same data. The run owner's own check each
+    other too: what they usually score tells what others should.
     """
     checked = state.members[node_id]
     may = [
@@ -294,6 +298,7 @@ def _may_check(state: SwarmState, closed: Round, node_id: NodeId) -> list[Member
         and (member := state.members[a.node_id]).state is not MemberState.DIVERGED
         and not member.is_draining
         and not member.cannot_evaluate
+        and member.corpus.is_same(checked.corpus)
         and not member.standing.is_on_trial
         and member.audits.num_contradicted < MOST_CONTRADICTED
     ]

@@ -380,6 +380,7 @@ class Rules:
     round_steps: int | None = None  # inner steps of all nodes in a round; None: each has its own
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
     has_private_data: bool = False  # whether each node trains samples of its own
+    compares_samples: bool = False  # whether a loss is of samples together, and of one says nothing
     first_digest: Digest | None = None  # of the state that the run begins with, where it is given
     watches_loss: bool = False  # whether the run goes back by itself: coordinator.swarm.evaluation
     bounds_results: bool = True  # whether no result moves the model by much more than others did
@@ -405,6 +406,8 @@ class SwarmState:
     norms: tuple[SeenNorms, ...] = ()  # what the latest commits of each fragment applied
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
     held_out: tuple[HeldOut, ...] = ()
+    held_out_text: str = ""  # what the latest of them is of, by its digests; "": nobody knows
+    held_out_text_from: int = 0  # the first round that was evaluated on it
     evaluating: Evaluating | None = None
     writing: tuple[Writing, ...] = ()  # who has yet to answer, the latest last
     written: tuple[Written, ...] = ()  # by rounds

@@ -252,7 +252,7 @@ def names_with_other_data(state: SwarmState, node_id: NodeId) -> list[str]:
         member.node_name
         for member in state.members.values()
         if member.state in PRESENT and not member.is_helper and member.corpus.num_samples
-        if member.corpus.digest != own.digest
+        if not member.corpus.is_same(own)
     )
 
 

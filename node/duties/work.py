@@ -424,6 +424,9 @@ class Checks:
         if gains is None:
             self._leave_out("ranks here do not measure samples")
             return
+        if not all(map(math.isfinite, gains)):  # ranks by size would call it less than all others
+            self._leave_out("a sample alone has no loss that is a number")
+            return
         self._leased += gains[: len(leased)]
         self._unleased += gains[len(leased) :]
         if len(self._leased) == num:

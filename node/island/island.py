@@ -84,6 +84,7 @@ class Ability:
     trains: bool = True
     evaluates: bool = True
     waits_for: str = "a training loop"  # where it does not train
+    software: str = ""  # of a loop, by which others see whether it computes as theirs do
 
 
 ALL = Ability()

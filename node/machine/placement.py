@@ -58,6 +58,24 @@ def mesh_for(
     return Choice(shape=shape, reason="it is asked for")
 
 
+def parted_batch(spec: RunSpec, shape: MeshShape, local: LocalTraining) -> str:
+    """Why this node trains another loss than the run file's; empty where it does not.
+
+    A loss that compares samples of a batch sees those alone that go through a model together.
+    """
+    if spec.description is None or not spec.description.compares_samples:
+        return ""
+    share = spec.inner.batch // shape.num_data
+    rows = min(share, local.micro_batch or share) // shape.pipeline
+    if rows == spec.inner.batch:
+        return ""
+    return (
+        f"the run's loss compares samples of a batch with each other, and here {rows} of {spec.inner.batch} "
+        "go through the model together: it is another loss than where all do; remove micro_batch, copies "
+        "and shards from node.toml, or have all nodes part their batches alike"
+    )
+
+
 COMPILES_FROM = 50_000_000
 """Parameters: on an H100 compiled layers of 85 million train 1.8 times as fast (docs/performance.md). What is
 smaller may be done before half a minute of compiling has paid."""

@@ -187,6 +187,7 @@ def evaluate(
       atoll evaluate --tasks mine --round 120 -- --include_path ./tasks --limit 100
     """  # noqa: D301 - click reads the character \b, not its two letters
     require_installed(to="evaluate a model")
+    _refuse_to_measure_functions(find_home(folder))
     missing = [name for name in ("lm_eval", "transformers") if find_spec(name) is None]
     if missing:
         raise SystemRefusedError(
@@ -215,6 +216,23 @@ def evaluate(
         raise SystemRefusedError(
             f"lm-eval ended with {code}; its own words stand above",
             next_step="correct --tasks or the options behind --; 'lm-eval run --help' lists them",
+        )
+
+
+def _refuse_to_measure_functions(home: Path) -> None:
+    """Raises UsageError before anybody installs what would not measure this run's model either."""
+    from node.kept import RUN_FILE
+    from protocol.run.run_spec import run_from_json
+
+    path = home / RUN_FILE
+    if not path.is_file():
+        return  # what is missing is said where the model is read
+    spec = run_from_json(path.read_text(encoding="utf-8"))
+    if spec.model.source == "function":
+        raise UsageError(
+            f"lm-eval measures models that transformers loads, and that of run {spec.run.name!r} is a "
+            "function's",
+            next_step="export it with 'atoll export OUT', and measure it by a program of your own",
         )
 
 

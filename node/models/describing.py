@@ -41,13 +41,26 @@ from protocol.run.models import (
     TransformersModel,
     layout_of,
 )
-from protocol.run.run_spec import DESCRIPTION_FILE, DataSection, RunSpec, load_run_file, validated
+from protocol.run.run_spec import (
+    DESCRIPTION_FILE,
+    DataSection,
+    RunSpec,
+    description_file,
+    load_run_file,
+    validated,
+)
 from protocol.terminal.console import count_in_words
 
 RUN_FILE = "run.toml"
 TOKENIZER = "tokenizer.json"
 MOST_SAMPLES = 1 << 12
 """Of one step of one device: nobody wants more, however small the model is."""
+
+COMPARES_SAMPLES = (
+    "the loss compares samples of a batch with each other, so that of one says nothing: whether members have "
+    "trained the samples that they were leased is not checked in this run, and micro_batch and copies, which "
+    "part a batch, have to be alike on all nodes"
+)
 
 Tables = dict[str, dict[str, Any]]
 
@@ -96,7 +109,8 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     if asked.by == "transformers" and source is not None and not has_weights(source):
         notes.append(f"{source} has no weights, so the run begins with random ones")
         facts["is_new"] = True
-    return facts | _facts_of(_describe(folder, spec, source), source)
+    found = _facts_of(_describe(folder, spec, source), source)
+    return {**facts, **found, "notes": [*notes, *found["notes"]]}
 
 
 def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> dict[str, Any]:
@@ -115,6 +129,10 @@ def describe_run(folder: Path, *, source: Path | None, is_forced: bool) -> dict[
 
 def in_words(facts: Mapping[str, Any]) -> str:
     """What `describe_run` found, for a person."""
+    return "\n".join((_size_in_words(facts), *facts["notes"]))
+
+
+def _size_in_words(facts: Mapping[str, Any]) -> str:
     count = count_in_words(facts["num_parameters"])
     if not facts["first_digest"]:
         return f"{count} parameters, drawn from the run's seed"
@@ -139,6 +157,7 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
         "first_weights": "" if not given else str(source) if is_decoder else FIRST_WEIGHTS,
         "code_digest": code_digest(spec)[:DIGITS] if functions_of(spec) else "",
         "machine": _machine(spec, look_around("auto")),
+        "notes": [COMPARES_SAMPLES] if spec.description.compares_samples else [],
     }
 
 
@@ -189,7 +208,8 @@ def _data_of(
     table = {"source": "tokens", "paths": paths, "digest": manifest.digest().hex()}
     there = {
         "num_tokens": manifest.num_tokens("training"),
-        "num_held_out_tokens": manifest.num_tokens("held_out"),
+        "training_shards": [shard.num_tokens for shard in manifest.training],
+        "held_out_shards": [shard.num_tokens for shard in manifest.held_out],
         "are_packed": manifest.row is not None,
     }
     return table, manifest.vocab_size, there
@@ -222,11 +242,13 @@ def _look_at_text(paths: Sequence[str], notes: list[str]) -> dict[str, Any]:
     if not are_all_here:
         return {}
     data = DataSection(source="text", paths=tuple(paths))
-    sizes = sizes_of_splits(text_files(data.paths, Path.cwd()), data.held_out)
-    training, held_out = (
-        max(0, num_bytes - 1) for num_bytes in sizes
-    )  # the first is not predicted
-    return {"num_tokens": training, "num_held_out_tokens": held_out}
+    training, held_out = sizes_of_splits(text_files(data.paths, Path.cwd()), data.held_out)
+    num_tokens = max(0, training - 1)  # the first is not predicted
+    return {
+        "num_tokens": num_tokens,
+        "training_shards": [training],
+        "held_out_shards": [held_out],
+    }
 
 
 def _private_data(source: Path | None, named: str | None) -> tuple[dict[str, Any], int | None]:
@@ -316,8 +338,9 @@ def _most_samples(spec: RunSpec, num_bytes: int, kind: DeviceKind) -> int:
 def _describe(folder: Path, spec: RunSpec, source: Path | None) -> RunSpec:
     """The run with its description, which is written; so are first weights that torch has made."""
     description = _described(spec, folder, source)
-    write_atomically(folder / DESCRIPTION_FILE, description.to_json())
-    return spec.model_copy(update={"description": description})
+    described = spec.model_copy(update={"description": description})
+    write_atomically(folder / DESCRIPTION_FILE, description_file(described))
+    return described
 
 
 def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:

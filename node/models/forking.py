@@ -26,7 +26,7 @@ from protocol.files.durable import (
     write_atomically,
 )
 from protocol.run.models import FIRST_WEIGHTS, Beginning, Description
-from protocol.run.run_spec import DESCRIPTION_FILE, RunSpec, validated_file
+from protocol.run.run_spec import DESCRIPTION_FILE, RunSpec, description_file, validated_file
 
 if TYPE_CHECKING:
     from protocol.v1.status_pb2 import GetRoundResponse
@@ -81,9 +81,10 @@ def fork(
             f"{_ANEW if beginning is None else _GOES_ON}\n"
         )
         write_atomically(building / RUN_FILE, (header + text).encode())
-        write_atomically(building / DESCRIPTION_FILE, description.to_json())
+        forked = forked.model_copy(update={"description": description})
+        write_atomically(building / DESCRIPTION_FILE, description_file(forked))
         _write_weights(building / FIRST_WEIGHTS, model, momentum)
-    return forked.model_copy(update={"description": description})
+    return forked
 
 
 def _rounds_left(model: KeptModel, rulings: KeptRulings) -> int:

@@ -312,13 +312,15 @@ class Description(Section):
     It is of the canonical vector in `first_fragments` fragments, where that is said. `beginning` is of a fork
     that goes on where its run was: then the file with the weights has the outer optimizer's momentum too.
     `frozen_digest` is that of the `num_frozen` values that are not trained; `frozen_values` are a few of each
-    parameter, by which a loop's are known, rounded or not. `num_running_statistics` is how
+    parameter, and sums of all, by which a loop's are known, rounded or not. `num_running_statistics` is how
     many norms keep some, which are computed anew before evaluation. `activation_bytes` is what
     backward keeps of one sample, in fp32. `tensor_plan` names modules, with `*` for a part of a name, and
     is empty where there is none, with the reason beside it; so are `stages`, which are the whole model one
     after another, for pipelines to cut. `sources` has a digest for each file of the code that the run
     brings, by its path there. `config` and `generation_config` are the JSON files of a transformers folder
-    that the run was made from: exports begin with them.
+    that the run was made from: exports begin with them. `compares_samples` says that the loss of samples
+    together is not made of the losses of each, as with negatives from the same batch: then nobody can tell
+    from single samples who has trained on which.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()
@@ -338,6 +340,7 @@ class Description(Section):
     generation_config: dict[str, Any] = {}
     first_fragments: Positive | None = None
     beginning: Beginning | None = None
+    compares_samples: bool = False
 
     def to_json(self) -> bytes:
         """A file that people may read."""

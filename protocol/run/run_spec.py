@@ -4,6 +4,8 @@ Validated here; its digest stands in every payload.
 """
 
 import json
+import math
+from ctypes import c_float
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -205,6 +207,20 @@ class OuterSection(Section):
     screening: bool = True
     audit: Annotated[float, Field(ge=0, le=1)] = 0.05
     scaling: RateScaling = "none"
+
+    @model_validator(mode="after")
+    def _rates_are_some_in_fp32(self) -> Self:
+        """Nodes compute with them in fp32."""
+        rate, momentum = c_float(self.learning_rate).value, c_float(self.momentum).value
+        if not 0 < rate < math.inf:
+            raise ValueError(
+                f"learning_rate = {self.learning_rate!r} is {rate} in fp32: choose one between 0.01 and 10"
+            )
+        if momentum >= 1:
+            raise ValueError(
+                f"momentum = {self.momentum!r} is {momentum} in fp32: choose one from 0 to 0.9999"
+            )
+        return self
 
     @model_validator(mode="after")
     def _momentum_is_there_to_go_by(self) -> Self:
@@ -538,6 +554,7 @@ LATER_KEYS = (
     ("description", "first_fragments"),
     ("description", "num_running_statistics"),
     ("description", "frozen_values"),
+    ("description", "compares_samples"),
 )
 """Of tables that were there already: a new key of a run file goes here, and never changes its default, which
 is what was so before."""
@@ -602,6 +619,71 @@ def validated_file(tables: dict[str, Any], *, origin: str) -> RunSpec:
 DESCRIPTION_FILE = "description.json"
 """Beside a run.toml whose model was built to be known (`atoll node describe`)."""
 
+MADE_OF = "made_of"
+"""In that file alone, and no part of the run: what of the run file its description follows from."""
+
+
+def description_file(spec: RunSpec) -> bytes:
+    """The file that tells the description of a run, and what it was made of: people may read it."""
+    assert spec.description is not None
+    told = spec.description.model_dump(mode="json", exclude_defaults=True)
+    return (json.dumps({**told, MADE_OF: _made_of(spec)}, indent=1) + "\n").encode()
+
+
+def _made_of(spec: RunSpec) -> dict[str, dict[str, Any]]:
+    """Keys of the run file, by tables, with which another model, or other frozen values, would be built."""
+    model = spec.model.model_dump(mode="json")
+    if spec.model.source == "transformers":
+        del model[
+            "context"
+        ]  # estimates follow from it, and stages, which nodes with pipelines compare
+    found = {"model": model}
+    if spec.adapters is not None:
+        found["lora"] = spec.lora.model_dump(mode="json", include={"rank", "targets"})
+    if spec.data.source == "function":
+        found["data"] = spec.data.model_dump(mode="json", include={"function", "arguments"})
+    if spec.model.source == "function" and spec.description and spec.description.num_frozen:
+        found["run"] = {"seed": spec.run.seed}
+    return found
+
+
+def _refuse_other_than_described(
+    spec: RunSpec, made_of: dict[str, dict[str, Any]], folder: Path, run_file: str
+) -> None:
+    """Raises ConfigError for a run file that was changed since its model was described."""
+    now = _made_of(spec)
+    changed = [
+        (table, key, made_of.get(table, {}).get(key), now.get(table, {}).get(key))
+        for table in dict.fromkeys((*made_of, *now))
+        for key in dict.fromkeys((*made_of.get(table, {}), *now.get(table, {})))
+    ]
+    changed = [each for each in changed if each[2] != each[3]]
+    if isinstance(spec.model, DecoderModel):  # of which only the weights are given
+        try:
+            described = DecoderModel.model_validate(made_of["model"])
+        except (KeyError, ValidationError):
+            return  # of a version that has other keys
+        if [*described.tensors()] == [*spec.model.tensors()]:
+            return
+    if not changed:
+        return
+    table, key, was, is_now = changed[0]
+    is_fork = spec.description is not None and spec.description.first_fragments is not None
+    raise ConfigError(
+        f"{folder / run_file}: [{table}] {key} is {_as_toml(is_now)}, and {DESCRIPTION_FILE} beside it "
+        f"describes the model with {_as_toml(was)}",
+        next_step="write it as it was; or describe the model anew: "
+        + (
+            f"'atoll init NEWDIR --run {folder / run_file} --from CODE', where a function makes it"
+            if is_fork
+            else f"'atoll node describe {folder} --force --from FOLDER', with its weights or its code"
+        ),
+    )
+
+
+def _as_toml(value: object) -> str:
+    return "nothing" if value is None else json.dumps(value)
+
 
 def load_run_file(path: Path) -> RunSpec:
     """Reads a run.toml; raises NoInputError or ConfigError."""
@@ -609,22 +691,26 @@ def load_run_file(path: Path) -> RunSpec:
     return validated_file(tables, origin=str(path))
 
 
-def load_run_folder(folder: Path, run_file: str) -> RunSpec:
+def load_run_folder(folder: Path, run_file: str, *, may_be_stale: bool = False) -> RunSpec:
     """Reads a run.toml with the description beside it; raises NoInputError or ConfigError.
 
-    The second also for a model that needs a description and has none.
+    The second also for a model that needs a description and has none, or has that of another model; the
+    latter `may_be_stale` where it is to be made anew.
     """
     spec = load_run_file(folder / run_file)
     path = folder / DESCRIPTION_FILE
     if path.is_file():
         try:
             description = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            made_of = description.pop(MADE_OF, None)
+        except (OSError, ValueError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"{path} cannot be read: {error}",
                 next_step=f"make it anew: 'atoll node describe {folder} --force'",
             ) from error
         spec = validated({**spec.model_dump(), "description": description}, origin=str(path))
+        if isinstance(made_of, dict) and not may_be_stale:  # there is none from before
+            _refuse_other_than_described(spec, made_of, folder, run_file)
     if not spec.is_described:
         raise ConfigError(
             f'{folder / run_file}: a model with source = "{spec.model.source}" is known only once it was '

@@ -181,6 +181,9 @@ def is_wanted(line: Line, *, begin: str, least_level: str) -> bool:
 
 @click.command()
 @click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--dir", "directory", metavar="DIR", type=click.Path(path_type=Path), help="The same."
+)
 @click.option("-f", "--follow", "is_following", is_flag=True, help="Show new lines until Ctrl-C.")
 @click.option("--since", help="Only what is as new: 30s, 10m, 2h, 1d, or 2030-01-31T12:00.")
 @click.option(
@@ -190,6 +193,7 @@ def is_wanted(line: Line, *, begin: str, least_level: str) -> bool:
 @click.option("--json", "is_json", is_flag=True, help="Print the JSON lines of the files.")
 def logs(
     folder: Path | None,
+    directory: Path | None,
     is_following: bool,
     since: str | None,
     level: str,
@@ -206,9 +210,13 @@ def logs(
       atoll logs --since 10m --level warning
       atoll logs -f my-run
     """  # noqa: D301 - click reads the character \b, not its two letters
-    directory = find_home(folder)
+    if None not in (folder, directory):
+        raise UsageError(
+            f"{folder} and --dir {directory} both name a folder", next_step="leave one of them out"
+        )
+    home = find_home(folder or directory)
     begin = since_of(since, now=datetime.now(UTC)) if since else ""
-    files = Logs(directory)
+    files = Logs(home)
 
     def show(found: Iterable[Line]) -> None:
         for line in found:
@@ -218,7 +226,7 @@ def logs(
     found = [line for line in files.read() if is_wanted(line, begin=begin, least_level=level)]
     if not files.are_any:
         raise NoInputError(
-            f"there are no logs in {directory}: nothing was started there",
+            f"there are no logs in {home}: nothing was started there",
             next_step="give the folder of a node or a coordinator: 'atoll logs DIR'",
         )
     show(found if lines is None else found[max(0, len(found) - lines) :])

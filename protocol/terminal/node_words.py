@@ -401,6 +401,7 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
     told = node_facts(node) | {
         "id": node.node_id,
         "standing": node.standing,
+        "software": beat.software,
         "does": activity_in_words(node, status.run),
         "waits for": beat.waiting_for,
         "loss": f"{beat.loss:.3f}" if beat.loss > 0 else "",

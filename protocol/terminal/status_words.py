@@ -1,7 +1,7 @@
 """What a status says of the run, in words and figures: for the terminal, the page and whoever asks. Pure."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from protocol.terminal.console import (
     age_in_words,
@@ -19,6 +19,7 @@ from protocol.terminal.node_words import (
     screening_in_words,
 )
 from protocol.v1 import status_pb2 as pb
+from protocol.wire.rounds import OWN_LOOP
 
 PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
     pb.RUN_PHASE_WAITING: ("waiting", "yellow"),
@@ -200,16 +201,35 @@ def backups_in_words(run: pb.RunStatus, *, with_place: bool = True) -> str:
 
 def releases_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
     """Who runs which release of Atoll; nothing where all of those here run one."""
-    by_release: dict[str, list[str]] = {}
+    return _who_has_which(nodes, lambda node: node.version)
+
+
+def software_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Who computes with which versions, and loops also on which frozen values; nothing where all are alike.
+
+    Ranks are compared with ranks, and loops with loops, which tell other things.
+    """
+    told = [node for node in nodes if node.heartbeat.software]
+    kinds = ([n for n in told if (n.device == OWN_LOOP) == is_loop] for is_loop in (False, True))
+    who = "; ".join(
+        filter(None, (_who_has_which(kind, lambda n: n.heartbeat.software) for kind in kinds))
+    )
+    return f"{who}: what nodes compute of the same samples may differ" if who else ""
+
+
+def _who_has_which(
+    nodes: Iterable[pb.NodeStatus], version_of: Callable[[pb.NodeStatus], str]
+) -> str:
+    by_version: dict[str, list[str]] = {}
     for node in nodes:
         if node.state in (pb.NODE_STATE_JOINING, pb.NODE_STATE_READY, pb.NODE_STATE_DIVERGED):
-            by_release.setdefault(node.version, []).append(node.node_name)
-    if len(by_release) < 2:
+            by_version.setdefault(version_of(node), []).append(node.node_name)
+    if len(by_version) < 2:
         return ""
     return "; ".join(
-        f"{release}: {', '.join(names[:MOST_NAMED])}"
+        f"{version}: {', '.join(names[:MOST_NAMED])}"
         + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
-        for release, names in sorted(by_release.items())
+        for version, names in sorted(by_version.items())
     )
 
 

@@ -67,9 +67,13 @@ def find_home(explicit: Path | None) -> Path:
 
 
 def folders_here(*markers: str, besides: Path) -> list[str]:
-    """Which folders in the current one have such a file: one of them may be meant where none was named."""
+    """Which folders in the current one have such a file: one of them may be meant where none was named.
+
+    Members' come first: a coordinator's does for queries alone.
+    """
     found = {path.parent for marker in markers for path in Path().glob(f"*/{marker}")}
-    return sorted(str(path) for path in found if path.absolute() != besides.absolute())
+    others = sorted(path for path in found if path.absolute() != besides.absolute())
+    return list(map(str, sorted(others, key=lambda path: not (path / IDENTITY_FILE).is_file())))
 
 
 def in_place_of(folder: Path, *markers: str) -> str:

@@ -148,6 +148,7 @@ class CorpusSummary(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     NUM_HELD_OUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HELD_OUT_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_OUT_DIGEST_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     """Digest over the files of the training split, or of the manifest of tokens, 32 bytes."""
     num_samples: _builtins.int
@@ -158,6 +159,10 @@ class CorpusSummary(_message.Message):
     """Tokens in the held-out split."""
     num_held_out_bytes: _builtins.int
     """Bytes of text in the held-out split; 0 where nobody knows."""
+    held_out_digest: _builtins.bytes
+    """Digest over the files of the held-out split, 32 bytes; empty where `digest` covers it too, and from
+    nodes that do not tell it.
+    """
     def __init__(
         self,
         *,
@@ -166,10 +171,11 @@ class CorpusSummary(_message.Message):
         num_bytes: _builtins.int = ...,
         num_held_out_tokens: _builtins.int = ...,
         num_held_out_bytes: _builtins.int = ...,
+        held_out_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_bytes", b"num_bytes", "num_held_out_bytes", b"num_held_out_bytes", "num_held_out_tokens", b"num_held_out_tokens", "num_samples", b"num_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "held_out_digest", b"held_out_digest", "num_bytes", b"num_bytes", "num_held_out_bytes", b"num_held_out_bytes", "num_held_out_tokens", b"num_held_out_tokens", "num_samples", b"num_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,6 +502,7 @@ class HeartbeatRequest(_message.Message):
     NARROW_IDS_FIELD_NUMBER: _builtins.int
     OUTSIDE_BY_IPV6_FIELD_NUMBER: _builtins.int
     BY_PROXY_IDS_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -531,6 +538,10 @@ class HeartbeatRequest(_message.Message):
     outside_by_ipv6: _builtins.str
     """Where it can be dialled by QUIC over IPv6, which no router translates: a multiaddress. Empty when it cannot, or
     reaches everybody.
+    """
+    software: _builtins.str
+    """Programs whose versions decide what it computes, for example "Python 3.13, torch 2.13, transformers 5.23";
+    empty of helpers, of loops of one's own, and of nodes that do not tell.
     """
     @_builtins.property
     def wire(self) -> _containers.RepeatedCompositeFieldContainer[Global___WireCount]:
@@ -607,10 +618,11 @@ class HeartbeatRequest(_message.Message):
         narrow_ids: _abc.Iterable[_builtins.str] | None = ...,
         outside_by_ipv6: _builtins.str = ...,
         by_proxy_ids: _abc.Iterable[_builtins.str] | None = ...,
+        software: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exchange_speed", b"exchange_speed", "link_rates", b"link_rates", "upload_pace", b"upload_pace", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "by_proxy_ids", b"by_proxy_ids", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "carry_bytes_per_second", b"carry_bytes_per_second", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "narrow_ids", b"narrow_ids", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "outside_by_ipv6", b"outside_by_ipv6", "outside_token", b"outside_token", "punched_ids", b"punched_ids", "reach_back", b"reach_back", "session_id", b"session_id", "through", b"through", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "by_proxy_ids", b"by_proxy_ids", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "carry_bytes_per_second", b"carry_bytes_per_second", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "narrow_ids", b"narrow_ids", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "outside_by_ipv6", b"outside_by_ipv6", "outside_token", b"outside_token", "punched_ids", b"punched_ids", "reach_back", b"reach_back", "session_id", b"session_id", "software", b"software", "through", b"through", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

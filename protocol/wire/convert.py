@@ -416,6 +416,7 @@ def corpus_to_wire(corpus: CorpusSummary) -> session_pb2.CorpusSummary:
         num_bytes=corpus.num_bytes,
         num_held_out_tokens=corpus.num_held_out_tokens,
         num_held_out_bytes=corpus.num_held_out_bytes,
+        held_out_digest=corpus.held_out_digest or b"",
     )
 
 
@@ -427,6 +428,9 @@ def corpus_from_wire(wire: session_pb2.CorpusSummary) -> CorpusSummary:
         num_bytes=wire.num_bytes,
         num_held_out_tokens=wire.num_held_out_tokens,
         num_held_out_bytes=wire.num_held_out_bytes,
+        held_out_digest=digest_from_wire(wire.held_out_digest, of="a held-out split")
+        if wire.held_out_digest
+        else None,
     )
 
 

@@ -325,6 +325,12 @@ class CorpusSummary:
     num_bytes: int
     num_held_out_tokens: int = 0
     num_held_out_bytes: int = 0
+    held_out_digest: Digest | None = None  # None: that above covers it, or the node does not tell
+
+    def is_same(self, other: "CorpusSummary") -> bool:
+        """Whether samples of the same numbers are the same, held-out ones too, as far as both tell."""
+        held_out = {self.held_out_digest, other.held_out_digest} - {None}
+        return self.digest == other.digest and len(held_out) < 2
 
 
 def cut_into_slices(

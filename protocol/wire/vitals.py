@@ -118,6 +118,7 @@ class Vitals:
     utilisation: Utilisation | None = None  # of the round that ended last, if it trained in it
     mesh: str = ""  # how its ranks are laid out, in words
     congestion_control: str = ""  # of its host's TCP; empty: not known
+    software: str = ""  # whose versions decide what it computes; empty: none does
     let_go_rounds: float = 0.0  # of late work, by this process
     upload_pace: UploadPace = NO_UPLOAD
     exchange_speed: ExchangeSpeed | None = None  # None: not measured
@@ -151,6 +152,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         utilisation=_utilisation_to_wire(vitals.utilisation),
         mesh=words_for_people(vitals.mesh, most=SHORT_WORDS),
         congestion_control=vitals.congestion_control,
+        software=words_for_people(vitals.software, most=SHORT_WORDS),
         let_go_rounds=vitals.let_go_rounds,
         upload_pace=_pace_to_wire(vitals.upload_pace),
         exchange_speed=_speed_to_wire(vitals.exchange_speed),

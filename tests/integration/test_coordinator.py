@@ -15,6 +15,7 @@ from coordinator_scene import (
     NUM_ELEMENTS,
     PATIENCE_SECONDS,
     START,
+    FakeNode,
     new_home,
     result,
     serving,
@@ -22,13 +23,23 @@ from coordinator_scene import (
 )
 
 from coordinator.config import RUN_TEMPLATE, Home, run_text
-from protocol.errors import NoInputError, NotPermittedError, SessionEndedError
+from coordinator.swarm.members import MemberState
+from coordinator.swarm.turn import is_present
+from node.link.calls import CoordinatorLink
+from protocol.errors import (
+    AtollError,
+    NoInputError,
+    NotPermittedError,
+    SessionEndedError,
+    SystemRefusedError,
+)
 from protocol.run.run_spec import RunSpec, run_from_json, validated
 from protocol.trust.credentials import Credentials
 from protocol.v1 import operator_pb2, session_pb2, status_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.status_pb2_grpc import StatusServiceStub
 from protocol.wire.channel import open_channel
+from protocol.wire.rounds import NodeId
 
 
 def test_the_template_says_what_holds_without_it_but_for_what_its_head_names() -> None:
@@ -149,6 +160,32 @@ async def test_heartbeats_show_in_the_status_and_a_node_that_leaves_is_gone(
         beat.session_id += 100
         with pytest.raises(SessionEndedError):
             await a.session.Heartbeat(beat)
+
+
+async def test_a_goodbye_that_the_disk_refuses_is_answered_and_has_not_happened(
+    tmp_path: Path,
+) -> None:
+    """The coordinator ends with the reason, and comes back with the node as it was, whose lease ends then."""
+    home = new_home(tmp_path / "home")
+    async with serving(home) as coordinator, two_nodes(home) as (_, b):
+        database = coordinator.driver.store._database
+        database._connection.execute("PRAGMA query_only = ON")  # as on a disk that takes nothing
+        with pytest.raises(AtollError, match=r"atoll\.db cannot be used: attempt to write"):
+            await CoordinatorLink(b.session).detach(b.session_id, "its owner needs the machine")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with pytest.raises(SystemRefusedError, match="cannot be used") as ended:
+                await coordinator.serve_until(asyncio.Event())
+        assert "make room on the disk" in ended.value.next_step
+        assert is_present(coordinator.driver.state, NodeId(b.node_id)), "nobody was told otherwise"
+
+    async with serving(home) as coordinator:
+        states = {m.node_name: m.state for m in coordinator.driver.state.members.values()}
+        assert states == dict.fromkeys(("node-a", "node-b"), MemberState.READY)
+        again = FakeNode(b.identity, b.credentials, "node-b")
+        await again.attach()
+        await CoordinatorLink(again.session).detach(again.session_id, "now")
+        assert not is_present(coordinator.driver.state, NodeId(b.node_id))
+        await again.close()
 
 
 class Process:

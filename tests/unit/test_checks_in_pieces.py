@@ -93,6 +93,16 @@ async def test_what_is_measured_when_a_check_gets_too_old_counts_as_so_many_samp
     )
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+async def test_who_trained_samples_that_alone_have_no_loss_is_not_accused(loss: float) -> None:
+    scene, second = Scene(), ready_of(4, "c")
+    scene.checks.add(ready_of(3))
+    scene.checks.add(second)
+    scene.gain = lambda place: loss if place == 1 else 1.0  # type: ignore[method-assign]
+    await scene.measure(1)
+    assert not scene.reported and scene.checks.of == "c"
+
+
 async def test_fewer_samples_than_show_anything_are_reported_by_nobody() -> None:
     scene = Scene()
     scene.checks.add(ready_of(3))

@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.island.data.corpus import Corpus, read_corpus, sizes_of_splits, stdlib_files, text_files
+from node.kept import keep_corpus, kept_corpus
 from protocol.errors import NoInputError
 from protocol.run.run_spec import DataSection
+from protocol.wire.rounds import CorpusSummary, Digest
 
 CONTEXT = 8
+RUN = Digest(b"r" * 32)
 
 
 def read(folder: Path, *paths: str, held_out: float = 0.3, batch: int = 1) -> Corpus:
@@ -161,3 +164,30 @@ def test_the_standard_library_comes_without_its_tests() -> None:
     assert "asyncio/base_events.py" in names
     assert "json/decoder.py" in names
     assert not [n for n in names if {"test", "tests", "site-packages"} & set(n.split("/"))]
+
+
+def test_a_file_more_shows_in_the_summary_whichever_split_it_is_in(tmp_path: Path) -> None:
+    """As nodes compare them; a node remembers its own whole."""
+    write(tmp_path, 30)
+    before = read(tmp_path, "*.txt").summary()
+    keep_corpus(tmp_path, RUN, before)
+    assert kept_corpus(tmp_path, RUN) == before
+    splits = set()
+    for number in range(40):
+        (tmp_path / f"new{number}.txt").write_bytes(b"what came later " * 9)
+        after = read(tmp_path, "*.txt").summary()
+        (tmp_path / f"new{number}.txt").unlink()
+        assert not after.is_same(before)
+        splits.add(after.digest == before.digest)
+    assert splits == {True, False}, "some were held out"
+    assert replace(before, held_out_digest=None).is_same(before)
+
+
+@pytest.mark.parametrize("held_out_digest", [None, Digest(b"h" * 32)])
+def test_a_node_remembers_what_its_ranks_train_on(
+    tmp_path: Path, held_out_digest: Digest | None
+) -> None:
+    told = CorpusSummary(digest=RUN, num_samples=3, num_bytes=4, held_out_digest=held_out_digest)
+    keep_corpus(tmp_path, RUN, told)
+    assert kept_corpus(tmp_path, RUN) == told
+    assert kept_corpus(tmp_path, Digest(b"o" * 32)) is None

@@ -93,6 +93,11 @@ def test_who_names_no_folder_is_told_of_those_that_are_here(
     with pytest.raises(NoInputError, match=r"is here: --dir 'my node' or --dir my-run$"):
         Credentials.load(tmp_path / "elsewhere")
     assert module.folders_here(module.COORDINATOR_FILE, besides=tmp_path / "my-run") == []
+    for number in range(5):  # of earlier tries
+        joined().save(tmp_path / f"a-run-{number}")
+    (tmp_path / "my node" / module.IDENTITY_FILE).touch()
+    with pytest.raises(NoInputError, match="is here: --dir 'my node' or --dir a-run-0 or"):
+        Credentials.load(tmp_path / "elsewhere")
 
 
 def test_files_that_do_not_belong_together_are_called_damaged(tmp_path: Path) -> None:

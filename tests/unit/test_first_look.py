@@ -1,21 +1,25 @@
 """What a contributor is told to expect of a day, from what the members show."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from node.config import NodeSettings
-from node.first_look import expected_a_day, share_of_day, what_is_over
-from node.island.data.opening import look_at_data, open_dataset
+from node.first_look import expected_a_day, share_of_day, start_options, what_is_over
+from node.island.data.manifest import read_manifest
+from node.island.data.opening import look_at_data, look_at_run_data, open_dataset
 from node.island.data.places import DataPlaces
+from node.island.models.code import DIGITS, code_digest, sources_of
 from node.island.models.describing import describe
 from node.machine.hardware import Hardware
 from node.machine.limits import Limits, hours_of
 from node.machine.placement import what_a_start_checks
-from protocol.errors import AtollError, NoInputError, NotPermittedError
-from protocol.run.models import FunctionModel
-from protocol.run.run_spec import DataSection, RunSpec
+from protocol.errors import AtollError, BadDataError, NoInputError, NotPermittedError
+from protocol.run.models import Description, FunctionModel, TransformersModel
+from protocol.run.run_spec import DataSection, InnerSection, LoraSection, RunSpec
 from protocol.v1.session_pb2 import HeartbeatRequest, Utilisation, WireCount
 from protocol.v1.status_pb2 import (
     NODE_STATE_LEFT,
@@ -27,6 +31,7 @@ from protocol.v1.status_pb2 import (
     RunStatus,
     WireLedger,
 )
+from tests.unit.tokens_scene import prepared
 
 DAY = 86_400
 
@@ -136,6 +141,55 @@ def test_who_joins_is_told_of_data_that_a_start_would_refuse(tmp_path: Path) -> 
     look_at_data(RunSpec(), places)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"inner": {"batch": 400}}, "but one batch takes 400"),
+        ({"model": {"vocab_size": 200}}, "vocab_size is 200"),
+        ({"model": {"context": 20_000}}, "held out: 0 and 0 samples|and 0 samples of 20001"),
+    ],
+)
+def test_a_run_file_changed_by_hand_is_held_against_the_data_that_are_here(
+    tmp_path: Path, change: dict[str, dict[str, int]], words: str
+) -> None:
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_bytes(b"much %d " % number * 400)
+    tokens = tmp_path / "tokens"
+    prepared(tmp_path / "*.txt", out=tokens)
+    digest = read_manifest(tokens).digest().hex()
+    text = DataSection(source="text", paths=("*.txt",))
+    for data in (text, DataSection(source="tokens", paths=("tokens",), digest=digest)):
+        fine = RunSpec(data=data)
+        look_at_run_data(fine, tmp_path)
+        if "model" not in change:
+            look_at_run_data(changed(fine, change), tmp_path / "elsewhere")  # where none of it is
+        with pytest.raises(AtollError) as looked:
+            look_at_run_data(changed(fine, change), tmp_path)
+        with pytest.raises(AtollError) as started:
+            open_dataset(changed(fine, change), DataPlaces(folder=tmp_path))
+        assert str(looked.value) == str(started.value), "what each node would have said"
+        assert data is not text or re.search(words, str(looked.value))
+
+
+def changed(spec: RunSpec, change: Mapping[str, Mapping[str, int]]) -> RunSpec:
+    return RunSpec.model_validate(
+        {t: {**each, **change.get(t, {})} for t, each in spec.model_dump(exclude_none=True).items()}
+    )
+
+
+def test_other_tokens_than_the_run_file_names_are_told_before_anybody_joins(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_bytes(b"much %d " % number * 400)
+    prepared(tmp_path / "*.txt", out=tmp_path / "tokens")
+    data = DataSection(source="tokens", paths=("tokens",), digest="ab" * 32)
+    with pytest.raises(BadDataError, match=r"\[data\] digest says abababababab"):
+        look_at_run_data(RunSpec(data=data), tmp_path)
+    data = DataSection(source="python-stdlib")
+    look_at_run_data(RunSpec(data=data), tmp_path)
+    with pytest.raises(NoInputError, match="but one batch takes 1000000"):
+        look_at_run_data(RunSpec(data=data, inner=InnerSection(batch=1_000_000)), tmp_path)
+
+
 def test_who_joins_is_told_of_all_that_starting_will_ask_for() -> None:
     assert found(NodeSettings(name="n"), RunSpec()) == []
     undescribed = RunSpec(
@@ -147,3 +201,35 @@ def test_who_joins_is_told_of_all_that_starting_will_ask_for() -> None:
     assert "trains with code of its own" in told and "--allow-function" in told
     assert found(NodeSettings(name="n", allow_functions=(own_code.run.name,)), own_code) == []
     assert found(NodeSettings(name="n", loop=True), own_code) == []
+
+
+def test_who_joins_is_given_the_line_that_starts_with_all_that_node_toml_does_not_say(
+    tmp_path: Path,
+) -> None:
+    def options(spec: RunSpec, **settings: object) -> list[str]:
+        return start_options(NodeSettings.model_validate({"name": "n"} | settings), spec)
+
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "mine.py").write_text("def model(): ...")
+    spec = RunSpec(
+        model=FunctionModel(source="function", function="mine:model"),
+        data=DataSection(source="function", function="mine:data"),
+    )
+    sources = Description(sources=sources_of(spec, code))
+    spec = spec.model_copy(update={"description": sources})
+    allowed = f"my-run@{code_digest(spec)[:DIGITS]}"
+    assert options(spec) == ["--allow-function", allowed, "--code", "CODE"]
+    assert options(spec, code=str(code)) == ["--allow-function", allowed]
+    assert options(spec, allow_functions=(allowed,)) == ["--code", "CODE"]
+    assert options(spec, allow_functions=("my-run",), code=str(code)) == []
+    assert options(spec, loop=True) == []
+
+    adapted = RunSpec(
+        model=TransformersModel(source="transformers", context=8),
+        data=DataSection(source="tokens", private=True),
+        lora=LoraSection(rank=2),
+    )
+    assert options(adapted) == ["--base", "MODEL", "--data", "PATH"]
+    assert options(adapted, base="here", data="there") == []
+    assert options(RunSpec()) == []

@@ -12,7 +12,7 @@ from torch import nn
 from node.island.data.functions import FunctionData, traits_of
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.models.architecture import BufferWatch, tensors_of
+from node.island.models.architecture import SUMS, BufferWatch, tensors_of
 from node.island.models.code import (
     check_functions,
     code_digest,
@@ -558,6 +558,35 @@ def test_what_is_done_layer_by_layer_is_refused_where_there_are_none() -> None:
             check_local(spec, local)
 
 
+@pytest.mark.parametrize(
+    ("kind", "compares"),
+    [
+        ("mean", False),
+        ("weighted", False),
+        ("counted", False),
+        ("noisy", False),
+        ("negatives", True),
+        ("noisy negatives", True),
+        ("over the batch", True),
+        ("of two", True),
+    ],
+)
+def test_a_loss_over_samples_of_a_batch_together_is_known(kind: str, compares: bool) -> None:
+    assert trying_a_loss(kind).compares_samples == compares
+
+
+def test_a_loss_that_is_a_sum_over_its_batch_is_refused_with_what_to_return() -> None:
+    with pytest.raises(BadDataError, match="is a sum over its batch: ") as caught:
+        trying_a_loss("sum")
+    assert "(sum, count)" in caught.value.next_step
+
+
+def trying_a_loss(kind: str) -> Description:
+    spec = undescribed("tests.run_functions:net_with_a_loss", "tests.run_functions:pairs")
+    model = spec.model.model_copy(update={"arguments": {"kind": kind}})
+    return describe(spec.model_copy(update={"model": model}), None)
+
+
 def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -> None:
     spec = spec_of("tests.run_functions:net_with_frozen_table")
     assert "table.weight" not in [t.name for t in spec.tensors]
@@ -565,9 +594,8 @@ def test_frozen_parameters_are_no_part_of_the_run_and_proved_by_their_digest() -
     trainer.take_base(None)
     trainer.train(work_of(3), lambda progress: None)
     assert spec.description is not None and spec.description.frozen_digest is not None
-    assert spec.description.frozen_values.keys() == {
-        name for name, p in random_module(spec).named_parameters() if not p.requires_grad
-    }
+    frozen = [name for name, p in random_module(spec).named_parameters() if not p.requires_grad]
+    assert spec.description.frozen_values.keys() == {*frozen, *(name + SUMS for name in frozen)}
     other = spec.description.model_copy(update={"frozen_digest": "0" * 64})
     with pytest.raises(BadDataError, match="what this run leaves as it is differs here"):
         trainer_of(spec.model_copy(update={"description": other})).take_base(None)

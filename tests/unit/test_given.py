@@ -173,6 +173,8 @@ def test_without_a_coordinator_the_commits_of_the_folder_are_counted(scene: Coun
     words = folder_in_words(known, "a", "attic", "run")
     assert words["node"] == "attic in run, as its folder knows it"
     assert words["tokens"].endswith("62.5% of rounds 1 to 3") and words["rounds"] == "3 of those 3"
+    assert "samples" in folder_in_words(known, "a", "attic", "run", counted="samples")
+    assert in_words(a_node(), pb.RunStatus(counted="samples"))["samples"].endswith("of the run")
     told, answer = facts_of_folder(known, "a", "attic", "run"), facts(a_node(), pb.RunStatus())
     assert told.keys() == answer.keys()
     assert (told["source"], answer["source"]) == ("folder", "coordinator")

@@ -78,6 +78,16 @@ def test_a_folder_without_logs_is_told_in_a_sentence(
     assert f"there are no logs in {tmp_path}: nothing was started there" in capsys.readouterr().err
 
 
+def test_the_folder_may_be_named_as_other_commands_name_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "node", a_line(1, "here"))
+    result = CliRunner().invoke(root, ["logs", "--dir", str(tmp_path), "--json"])
+    assert json.loads(result.output)["event"] == "here"
+    assert console.run(root, ["logs", str(tmp_path), "--dir", "elsewhere"]) == ExitCode.USAGE
+    assert "--dir elsewhere both name a folder" in capsys.readouterr().err
+
+
 def test_cut_and_foreign_lines_are_left_out() -> None:
     for text in ('{"at": "2030-01-', "[1]", '{"at": 1, "level": 2, "process": 3, "event": 4}', ""):
         assert line_of(text, "folder") is None

@@ -437,6 +437,36 @@ async def test_a_loss_that_is_no_number_of_ruined_weights_ends_training_with_a_s
         assert "loss is no longer finite at inner step 1; lower the learning rate" in log
 
 
+@pytest.mark.parametrize(
+    ("round", "num_rounds", "said"),
+    [
+        (100, None, "the run is finished"),  # as the run file says
+        (100, 300, "the node has stopped"),
+        (300, 300, "the run is finished"),
+        (60, 60, "the run is finished"),
+    ],
+)
+async def test_a_loop_is_told_the_run_is_finished_by_its_rounds_as_amended(
+    tmp_path: Path, round: int, num_rounds: int | None, said: str
+) -> None:
+    """Extended, a run whose schedule is over goes on, and a stopped node is no end of it."""
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        assert one.spec.run.rounds == 100
+
+        def train(swarm: atoll.Swarm) -> str:
+            while not swarm.is_over:
+                nudge(model)
+                swarm.step(tokens=1, loss=1.0)
+            return swarm.why_over
+
+        thread = await one.joined(train, model=model)
+        progress = {} if num_rounds is None else {"progress_begin": 1.0, "progress_end": 1.0}
+        await one.train(work(round, num_rounds=num_rounds, **progress))
+        await one.stops(thread)
+        assert one.ended == [said]
+
+
 @pytest.mark.parametrize("bad", [*in_two_ways(math.nan), *in_two_ways(math.inf)])
 async def test_steps_that_a_scaler_skips_may_have_a_loss_that_is_no_number(
     tmp_path: Path, bad: float | torch.Tensor
@@ -488,7 +518,8 @@ async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_pa
             return next(model.parameters()).flatten()[0].item()
 
         thread = await one.joined(train, model=model, evaluate=evaluate)
-        assert one.island.ability == Ability(trains=True, evaluates=True)
+        able = one.island.ability
+        assert able.trains and able.evaluates and able.software.startswith("a loop with torch ")
         await one.train(work(steps=1))
         evaluation = await one.island.evaluate()
         assert evaluation is not None and (evaluation.loss, evaluation.tokens) == (1.5, 99)
@@ -886,7 +917,7 @@ def come_in_bare(
     )
     if version == VERSION:
         connection.hear()
-        connection.say({"kind": "ready"})
+        connection.say({"kind": "ready", "software": ""})
     return connection
 
 

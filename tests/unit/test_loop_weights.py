@@ -1,13 +1,16 @@
 """A loop's model beside the outer state: names, what is refused, and the arithmetic of rounding."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import atoll
-from atoll.buffers import check_frozen, few_values
+from atoll.buffers import check_frozen, few_values, software_of, summed
 from atoll.weights import (
     Overlap,
     Place,
@@ -16,7 +19,7 @@ from atoll.weights import (
     check_model,
     check_optimizer,
 )
-from node.island.models.architecture import FEW, few_values_of
+from node.island.models.architecture import FEW, SUMS, few_values_of
 
 ROWS, COLUMNS = 6, 5
 
@@ -308,10 +311,13 @@ def frozen_of(model: nn.Module) -> dict[str, tuple[float, ...]]:
     return few_values_of({n: p for n, p in model.named_parameters() if not p.requires_grad})
 
 
-@pytest.mark.parametrize("shape", [(1,), (3, 2), (7, 11), (64, 129)])
+@pytest.mark.parametrize("shape", [(1,), (3, 2), (7, 11), (64, 129), (1100, 1024)])
 def test_a_loop_chooses_the_values_that_the_run_has_written_down(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape)
-    assert few_values(values, FEW) == pytest.approx(few_values_of({"it": values})["it"], rel=1e-5)
+    written = few_values_of({"it": values})
+    assert few_values(values, FEW) == pytest.approx(written["it"], rel=1e-5)
+    assert summed(values).sums == pytest.approx(written["it" + SUMS], abs=1e-4)
+    assert summed(values).norm == pytest.approx(float(values.double().norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -353,8 +359,75 @@ def test_a_further_trained_body_is_refused_and_whole_numbers_and_other_names_are
     check_frozen(tuned, few)
 
 
-def test_of_many_frozen_parameters_some_are_written_down_and_none_that_json_cannot_hold() -> None:
+@given(seed=st.integers(0, 2**32), num=st.integers(1, 40), in_bf16=st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_a_frozen_body_that_differs_anywhere_is_refused(seed: int, num: int, in_bf16: bool) -> None:
+    """Also where none of the values differs that are written down one by one."""
+    draws = torch.Generator().manual_seed(seed)
+    model = nn.Module()
+    model.body = nn.Parameter(torch.randn(3000, generator=draws), requires_grad=False)
+    few = few_values_of({"body": model.body})
+    kept = {(2 * place + 1) * 3000 // (2 * FEW) for place in range(FEW)}
+    others = [place for place in range(3000) if place not in kept]
+    chosen = torch.tensor(others)[torch.randperm(len(others), generator=draws)]
+    if in_bf16:
+        model.body.data = model.body.data.to(torch.bfloat16)
+        num += 20  # rounding moves the sums as well
+    check_frozen(model, few)
+    model.body[chosen[:num]] += 1.0
+    with pytest.raises(atoll.ModelMismatchError, match=r"body is another one here .* all together"):
+        check_frozen(model, few)
+
+
+def test_a_body_in_other_types_or_of_runs_without_sums_is_compared_as_far_as_it_can_be() -> None:
+    model = head_on_a_body(3)
+    few = frozen_of(model)
+    model.first.to(torch.bfloat16).float()  # a checkpoint of 16 bits, read as fp32
+    check_frozen(model, few)
+    model.first.weight.data[0, 0] += 100.0
+    check_frozen(model, {name: each for name, each in few.items() if SUMS not in name})
+    with pytest.raises(atoll.ModelMismatchError):
+        check_frozen(model, few)
+
+
+def test_a_buffer_of_the_checkpoint_that_the_run_names_is_compared_and_statistics_are_not() -> None:
+    model = nn.Module()
+    model.register_buffer("scales", torch.arange(5.0))
+    model.norm = nn.BatchNorm1d(3)
+    few = few_values_of({n: b + 1 for n, b in model.named_buffers()})
+    with pytest.raises(atoll.ModelMismatchError, match="scales is another one"):
+        check_frozen(model, few)
+    few = few_values_of({"scales": torch.arange(5.0), "norm.running_mean": torch.ones(3)})
+    check_frozen(model, few)
+
+
+def test_loops_compare_with_each_other_what_the_run_cannot() -> None:
+    """A body of 4 bits, or a teacher beside the model: of them the run tells nothing."""
+
+    def quantised(seed: int) -> Small:
+        model = head_on_a_body(3)
+        draws = torch.Generator().manual_seed(seed)
+        packed = torch.randint(0, 255, (ROWS, COLUMNS // 2), generator=draws, dtype=torch.uint8)
+        model.first.weight = nn.Parameter(packed, requires_grad=False)
+        model.register_buffer("codes", torch.arange(4))
+        return model
+
+    few = frozen_of(head_on_a_body(3))
+    assert "frozen" not in software_of(head_on_a_body(3), few), "the run tells all of it"
+    assert "frozen" not in software_of(head_on_a_body(3, torch.bfloat16), few)
+    told = software_of(quantised(1), few)
+    assert re.fullmatch(r"a loop with torch \d+\.\d+ and the frozen values [0-9a-f]{12}", told)
+    assert told == software_of(quantised(1), few) == software_of(torch.compile(quantised(1)), few)  # type: ignore[arg-type]
+    assert told != software_of(quantised(2), few)
+    changed = quantised(1)
+    changed.codes[3] = 9  # type: ignore[index, operator]
+    assert told != software_of(changed, few)
+
+
+def test_of_many_frozen_parameters_all_have_sums_and_none_that_json_cannot_hold() -> None:
     many = {str(number): torch.ones(2) for number in range(1000)}
-    assert 128 <= len(few_values_of(many)) <= 256
+    few = few_values_of(many)
+    assert {name for name in few if SUMS in name} == {name + SUMS for name in many}
+    assert 128 <= sum(len(few[name]) == FEW for name in many) <= 256
     assert few_values_of({}) == few_values_of({"inf": torch.tensor([torch.inf])}) == {}
     assert few_values_of({"none": torch.ones(0), "whole": torch.ones(3, dtype=torch.int8)}) == {}

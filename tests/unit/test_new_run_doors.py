@@ -1,6 +1,7 @@
 """Models, code, adapters and private data of one's own: each door is one `atoll init`."""
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -18,7 +19,7 @@ from coordinator.presets import wanted as asking
 from coordinator.presets.wanted import Facts, Machine, Wanted
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
-from protocol.errors import CannotCreateError
+from protocol.errors import CannotCreateError, ConfigError, NoInputError
 from protocol.run.run_spec import RunSpec, load_run_file, load_run_folder
 from protocol.terminal import cli, console
 from tests.unit.tokens_scene import prepared, write_jsonl, write_tokenizer
@@ -150,6 +151,77 @@ def test_a_fork_of_a_function_keeps_its_weights_though_its_code_or_data_change(
     assert console.run(cli.root, words) == 78
     assert "the code makes another model than the fork has weights of" in capfd.readouterr().err
     assert not (tmp_path / "wider").exists()
+
+
+def rewritten(path: Path, *changes: str) -> None:
+    """Keys of a run file with other values, as a person writes them."""
+    for change in changes:
+        key = re.escape(change.partition(" =")[0])
+        text, count = re.subn(rf"(?m)^#? ?{key} =.*$", lambda _, c=change: c, path.read_text())
+        assert count, f"{key} is no key"
+        path.write_text(text)
+
+
+@pytest.mark.usefixtures("described_here")
+def test_a_run_file_changed_by_hand_no_longer_has_the_model_that_was_described(
+    llama: Path, tmp_path: Path
+) -> None:
+    def refused(home: Path, change: str, *words: str) -> None:
+        kept = (home / "run.toml").read_text()
+        rewritten(home / "run.toml", change)
+        with pytest.raises(ConfigError) as caught:
+            load_run_folder(home, "run.toml")
+        for word in (*words, "write it as it was", f"'atoll node describe {home} --force"):
+            assert word in str(caught.value)
+        (home / "run.toml").write_text(kept)
+
+    own, given, adapted = (tmp_path / name for name in ("own", "given", "adapted"))
+    functions = ("--function", "vision:model", "--data-function", "vision:data")
+    made(own, *functions, "--from", EXAMPLES)
+    refused(own, "arguments = {width = 9}", '[model] arguments is {"width": 9}', "with {}")
+    refused(own, 'function = "vision:other"', '[model] function is "vision:other"')
+    rewritten(own / "run.toml", "rounds = 7", "batch = 3", "seed = 5", "learning_rate = 0.5")
+    load_run_folder(own, "run.toml")  # nothing is frozen that the seed would draw
+
+    asked = ("--from", llama, "--data", llama.parent / "tokens", "--context", 32)
+    made(given, *asked)
+    refused(given, "num_heads = 2", "[model] num_heads is 2", "with 4")
+    rewritten(given / "run.toml", "context = 16", "rope_theta = 5000.0")
+    load_run_folder(given, "run.toml")  # the weights are those of the folder
+
+    made(adapted, *asked, "--lora", 4)
+    refused(adapted, "rank = 8", "[lora] rank is 8, and", "with 4")
+    rewritten(adapted / "run.toml", "alpha = 3.0", "context = 16")
+    load_run_folder(adapted, "run.toml")
+
+
+@pytest.mark.usefixtures("described_here")
+def test_what_a_fork_changes_of_its_model_is_described_by_a_new_run_alone(tmp_path: Path) -> None:
+    """Describing it in its place would draw new weights over the fork's."""
+    fork = tmp_path / "fork"
+    made(fork, "--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
+    told = json.loads((fork / "description.json").read_text())
+    told |= {"first_digest": "ab" * 32, "first_fragments": 1}
+    (fork / "description.json").write_text(json.dumps(told))
+    (fork / "first.safetensors").write_bytes(b"trained weights")
+    run_file = fork / "run.toml"
+    run_file.write_text(run_file.read_text() + '\n[model.arguments]\ndevice = "cpu"\n')
+    with pytest.raises(ConfigError) as caught:
+        load_run_folder(fork, "run.toml")
+    assert f"'atoll init NEWDIR --run {run_file} --from CODE'" in caught.value.next_step
+    assert "describe" not in caught.value.next_step.replace("describe the model anew", "")
+
+
+def test_a_coordinator_does_not_start_a_run_that_every_node_would_refuse(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_bytes(b"much " * 100_000)
+    home = tmp_path / "run"
+    made(home, "--data", tmp_path / "a.txt", "--port", 0, "--enrolment-port", 0)
+    rewritten(home / "run.toml", "batch = 5000")
+    assert console.run(cli.root, ["coordinator", "start", str(home)]) == NoInputError.exit_code
+    assert "but one batch takes 5000" in capfd.readouterr().err
+    assert not (home / "atoll.db").exists(), "and the file may still be changed"
 
 
 @pytest.mark.usefixtures("described_here")
@@ -306,11 +378,14 @@ def test_tokens_that_are_no_batch_are_refused_when_the_run_is_made(
 ) -> None:
     tokens = llama.parent / "tokens"
     there = read_manifest(tokens).num_tokens("training")
-    batch = there // 32 + 1
+    batch = sum((shard.num_tokens - 1) // 32 for shard in read_manifest(tokens).training) + 1
     words = ["init", str(tmp_path / "run"), "--data", str(tokens), "--context", "32", "--batch"]
     assert console.run(cli.root, [*words, str(batch), "--from", str(llama)]) == 66
     told = capfd.readouterr().err
-    assert f"{there:,} tokens to train on, and one batch takes {batch * 32:,}" in told
+    assert (
+        f"{there:,} tokens to train on, which are {batch - 1:,} samples of 32, and one batch"
+        in told
+    )
     assert not (tmp_path / "run").exists()
     made(tmp_path / "run", "--data", tokens, "--context", 32, "--batch", batch - 1, "--from", llama)
 
@@ -327,8 +402,8 @@ def test_text_that_is_not_here_is_told_when_the_run_is_made(
 @pytest.mark.parametrize(
     ("num_bytes", "context", "told"),
     [
-        (40_000, 512, "tokens to train on, and one batch takes 65,536: 128 samples of 512"),
-        (900_000, 131_072, "tokens are held out, and one sample takes 131,072"),
+        (40_000, 512, "samples of 512, and one batch takes 128"),
+        (900_000, 131_072, "tokens are held out, and none of their shards has a sample of 131,072"),
     ],
 )
 def test_text_that_every_node_would_refuse_as_too_little_is_refused_when_the_run_is_made(
@@ -342,6 +417,26 @@ def test_text_that_every_node_would_refuse_as_too_little_is_refused_when_the_run
     assert told in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
     made(tmp_path / "run", "--data", text, "--context", 64, "--batch", 4)
+
+
+@pytest.mark.parametrize("held_out", [[40] * 9, [90, 10]])
+def test_no_sample_is_counted_that_would_go_from_one_shard_into_the_next(
+    held_out: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of nine held-out shards of 40 tokens none has a sample of 64, and of 90 tokens there is one."""
+    facts = Facts(
+        data={"source": "tokens", "paths": ["tokens"], "digest": "ab" * 32},
+        num_tokens=100_000,
+        training_shards=[100_000],
+        held_out_shards=held_out,
+    )
+    monkeypatch.setattr(composing, "facts_of_wanted", lambda wanted, folder: facts)
+    wanted = Wanted(data=("tokens",), context=64, batch=4)
+    if max(held_out) > 64:
+        composing.new_run(wanted, tmp_path)
+        return
+    with pytest.raises(NoInputError, match="360 tokens are held out, and none of their shards"):
+        composing.new_run(wanted, tmp_path)
 
 
 FACTS = Facts(

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +151,10 @@ def test_sgd_without_momentum_is_taken_by_coordinators_and_nodes(tmp_path: Path,
 @pytest.mark.parametrize(
     ("key", "value"), [("learning_rate", 1e-60), ("learning_rate", 1e60), ("momentum", 1 - 1e-12)]
 )
-def test_what_fp32_cannot_hold_is_refused(key: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"\[outer\] {key}"):
-        outer_optimizer_of(OuterSection(**{key: value}))
+def test_what_fp32_cannot_hold_is_refused(tmp_path: Path, key: str, value: float) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[outer]\n{key} = {value!r}\n")
+    with pytest.raises(
+        ConfigError, match=rf"\[outer\].*{key} = {re.escape(repr(value))} is .* in fp32"
+    ):
+        load_run_file(path)

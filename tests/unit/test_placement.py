@@ -18,11 +18,12 @@ from node.machine.placement import (
     local_training_of,
     may_need_compiler,
     mesh_for,
+    parted_batch,
     refuse_small_helper,
     refuse_what_cannot_work,
 )
 from protocol.errors import ConfigError
-from protocol.run.models import DecoderModel, TransformersModel
+from protocol.run.models import DecoderModel, Description, TransformersModel
 from protocol.run.run_spec import InnerSection, RunSpec
 
 GIB = 1 << 30
@@ -204,3 +205,26 @@ def test_torchs_compiler_is_left_out_where_no_rank_needs_it(
 ) -> None:
     """It takes a third of a second of a start; ranks that need it all the same import it themselves."""
     assert may_need_compiler(settings_of(**changes), hardware) is may
+
+
+@pytest.mark.parametrize(
+    ("changes", "together"),
+    [
+        ({}, 8),
+        ({"micro_batch": 8}, 8),
+        ({"micro_batch": 2}, 2),
+        ({"replicate": 2}, 4),
+        ({"shard": 4, "micro_batch": 1}, 1),
+        ({"tp": 2}, 8),
+        ({"pp": 2}, 4),
+    ],
+)
+def test_a_node_says_that_it_parts_a_batch_whose_samples_the_loss_compares(
+    changes: dict[str, int], together: int
+) -> None:
+    settings = settings_of(**changes)
+    shape, local = settings.mesh_shape, settings.local_training
+    assert not parted_batch(LARGE, shape, local)
+    spec = LARGE.model_copy(update={"description": Description(compares_samples=True)})
+    said = parted_batch(spec, shape, local)
+    assert (f"here {together} of 8 go" in said) == bool(said) == (together < 8)

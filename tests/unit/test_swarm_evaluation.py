@@ -1,8 +1,11 @@
 """Which states are evaluated, by whom, and which losses are kept."""
 
-import pytest
-from swarm_scene import Scene, asked_of, digest_of, of_kind
+from dataclasses import replace
 
+import pytest
+from swarm_scene import CORPUS, Scene, asked_of, digest_of, of_kind
+
+from coordinator.swarm.evaluation import plausible_losses
 from coordinator.swarm.events import Tell
 from protocol.wire.messages import EvaluationAsked, RoundOpened
 from protocol.wire.rounds import CorpusSummary
@@ -152,3 +155,67 @@ def test_of_the_same_data_no_holders_are_told_apart() -> None:
     scene.attach(*NODES)
     scene.evaluate("node-a", round=0)
     assert [loss.holders for loss in scene.state.held_out] == [()]
+
+
+OTHER = replace(CORPUS, digest=digest_of("one file more"))
+OTHER_HELD_OUT = replace(CORPUS, held_out_digest=digest_of("one file more"))
+KNOWN_HELD_OUT = replace(CORPUS, held_out_digest=digest_of("as it was"))
+
+
+@pytest.mark.parametrize(
+    ("others", "usual"),
+    [
+        (OTHER, CORPUS),
+        (OTHER_HELD_OUT, KNOWN_HELD_OUT),
+        (replace(CORPUS, num_samples=0), CORPUS),  # a loop's own
+    ],
+)
+@pytest.mark.parametrize("watches_loss", [False, True])
+def test_who_has_other_data_than_most_is_not_asked_for_a_loss(
+    others: CorpusSummary, usual: CorpusSummary, watches_loss: bool
+) -> None:
+    scene = Scene(min_nodes=4, rounds=8, evaluate_every=1)
+    scene.state = replace(scene.state, rules=replace(scene.state.rules, watches_loss=watches_loss))
+    scene.attach("node-b", corpus=others)
+    nodes = ("node-a", "node-c", "node-d")
+    scene.attach(*nodes, corpus=usual)
+    for _ in range(6):
+        scene.commit("node-b", *nodes)
+        scene.apply(digest_of(f"state {scene.state.committed_round}"), "node-b", *nodes)
+    asked = set(asked_of(scene.log, EvaluationAsked))
+    assert asked == set(nodes)
+
+
+def test_a_node_that_tells_nothing_of_its_held_out_text_is_asked_as_before() -> None:
+    scene = Scene(min_nodes=2, rounds=9, evaluate_every=1)
+    scene.attach("node-a", corpus=KNOWN_HELD_OUT)
+    scene.attach("node-b", corpus=CORPUS)  # of the release before
+    for _ in range(3):
+        run_round(scene)
+    assert set(asked_of(scene.log, EvaluationAsked)) == set(NODES)
+
+
+def alone_with(corpus: CorpusSummary, *losses: float) -> Scene:
+    """A swarm of one whose text is another from the last loss on; it goes by the loss."""
+    scene = Scene(min_nodes=1, rounds=20, evaluate_every=1)
+    scene.state = replace(scene.state, rules=replace(scene.state.rules, watches_loss=True))
+    scene.attach("node-a", corpus=KNOWN_HELD_OUT)
+    for number, loss in enumerate(losses[:-1]):
+        scene.evaluate("node-a", round=number, loss=loss)
+        scene.commit("node-a")
+        scene.apply(digest_of(f"state {number + 1}"), "node-a")
+    last = len(losses) - 1
+    scene.attach("node-a", corpus=corpus, at=last, digest=digest_of(f"state {last}"))
+    scene.evaluate("node-a", round=last, loss=losses[-1])
+    return scene
+
+
+def test_a_loss_on_another_text_is_no_jump_of_the_model_and_begins_a_curve_of_its_own() -> None:
+    losses = (3.0, 2.9, 2.8, 2.7, 2.6, 5.0)
+    assert alone_with(KNOWN_HELD_OUT, *losses).state.alarm is not None
+    for corpus in (OTHER, OTHER_HELD_OUT):
+        scene = alone_with(corpus, *losses)
+        assert scene.state.alarm is None
+        assert scene.state.held_out_text_from == 5
+        assert [each.loss for each in scene.state.held_out] == list(losses)
+        assert [each.loss for each in plausible_losses(scene.state, 6)[0]] == [5.0]

@@ -18,8 +18,8 @@ from protocol.trust.evidence import of_spot_checks, proven_by
 from protocol.trust.identity import Identity
 from protocol.trust.rulings import OWN, Ruling, RulingKind
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
-from protocol.wire.rounds import Digest, NodeId
-from tests.unit.swarm_scene import Scene, digest_of
+from protocol.wire.rounds import OWN_LOOP, CorpusSummary, Digest, NodeId
+from tests.unit.swarm_scene import CORPUS, Scene, digest_of, of_kind
 
 STEPS = 64  # of two samples
 NAMES = ("a", "b", "c", "d", "e")
@@ -217,12 +217,51 @@ def test_checks_are_drawn_by_a_secret_and_by_their_share() -> None:
     assert all(5 <= len(each) <= 25 for each in drawn.values()), "about 15 of 50"
 
 
-def test_nobody_is_checked_where_data_are_private_or_the_share_is_0() -> None:
-    assert not do_round(scene_of(*NAMES, share=0.0), *NAMES)
+def test_a_loop_of_a_members_own_is_not_checked_for_samples_that_it_need_not_train() -> None:
+    """It trained what its own loader gave, and was put in quarantine for that."""
     scene = scene_of(*NAMES)
-    rules = replace(scene.state.rules, has_private_data=True)
-    scene.state = replace(scene.state, rules=rules)
+    scene.attach("c", device=OWN_LOOP, cannot_evaluate=True, invite="c")
+
+    rounds = rounds_until_convicted(scene, freeloading("c"), *NAMES, most=20)
+
+    assert rounds == 20 and not convicted(scene)
+    checked = {order.contributor_id for order in of_kind(scene.log, SpotCheckAsked)}
+    assert checked == set(NAMES) - {"c"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(CORPUS, digest=digest_of("another Python's library")),
+        replace(CORPUS, held_out_digest=digest_of("another Python's library")),
+    ],
+)
+def test_who_has_other_data_checks_nobody_and_is_checked_by_those_that_have_the_same(
+    other: CorpusSummary,
+) -> None:
+    """Samples of the same numbers are others there: all would seem to have trained nothing."""
+    scene = scene_of(*NAMES)
+    usual = replace(CORPUS, held_out_digest=digest_of("as it was"))
+    others = {NodeId("d"), NodeId("e")}
+    for name in NAMES:
+        scene.attach(name, invite=name, corpus=other if name in others else usual)
+    asked = [order for _ in range(6) for order in do_round(scene, *NAMES)]
+    assert {order.contributor_id for _, order in asked} == set(NAMES) - others, (
+        "of two one alone would check, who convicts nobody"
+    )
+    for checker, order in asked:
+        assert (checker in others) == (order.contributor_id in others)
+
+
+@pytest.mark.parametrize("why", ["has_private_data", "compares_samples"])
+def test_nobody_is_checked_where_single_samples_say_nothing(why: str) -> None:
+    scene = scene_of(*NAMES)
+    scene.state = replace(scene.state, rules=replace(scene.state.rules, **{why: True}))
     assert not [order for _ in range(3) for order in do_round(scene, *NAMES)]
+
+
+def test_nobody_is_checked_where_the_share_is_0() -> None:
+    assert not do_round(scene_of(*NAMES, share=0.0), *NAMES)
 
 
 def test_only_who_was_asked_is_heard_and_once() -> None:

@@ -5,6 +5,7 @@ import os
 import sqlite3
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message
@@ -13,12 +14,15 @@ from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
 from coordinator.swarm.events import Ruled
 from coordinator.swarm.transition import initial_state, step
+from node.first_look import other_software
+from node.installed import software_of
 from protocol.errors import ProtocolMismatchError
-from protocol.run.run_spec import LATER_KEYS, RunSpec, run_from_json
-from protocol.terminal.status_words import releases_in_words
+from protocol.run.models import TransformersModel
+from protocol.run.run_spec import LATER_KEYS, DataSection, RunSpec, run_from_json
+from protocol.terminal.status_words import releases_in_words, software_in_words
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2
-from protocol.wire.rounds import Digest, NodeId
+from protocol.wire.rounds import OWN_LOOP, Digest, NodeId
 from protocol.wire.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire, release
 from tests.unit.golden.golden_file import golden_bytes, matches_golden
 from tests.unit.swarm_scene import PLAIN_RULES as RULES
@@ -27,6 +31,8 @@ GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parent.parent.parent
 RUN = Digest(b"\x99" * 32)
 NODE = NodeId("a" * 32)
+TOKENS = DataSection(source="tokens", private=True)
+BUILT = TransformersModel(source="transformers", context=8)
 
 ATTACH = session_pb2.AttachRequest(
     node_name="attic",
@@ -117,6 +123,50 @@ def test_a_status_says_who_runs_which_release_where_they_differ() -> None:
     assert releases_in_words([node("a", "0.1.0"), node("b", "0.1.0")]) == ""
     mixed = [node("a", "0.1.0"), node("b", "0.2.0"), node("c", "0.1.0")]
     assert releases_in_words(mixed) == "0.1.0: a, c; 0.2.0: b"
+
+
+def test_a_status_says_whose_torch_and_python_compute_where_they_differ() -> None:
+    def node(name: str, software: str, state: Any = status_pb2.NODE_STATE_READY) -> Any:
+        found = status_pb2.NodeStatus(node_name=name, state=state)
+        found.heartbeat.software = software
+        return found
+
+    new, old = "Python 3.13, torch 2.14", "Python 3.13, torch 2.13"
+    gone = node("d", old, status_pb2.NODE_STATE_LEFT)
+    same = [node("a", new), node("b", new), node("helper", ""), gone]
+    assert software_in_words(same) == ""
+    told = software_in_words([*same, node("c", old)])
+    assert told == f"{old}: c; {new}: a, b: what nodes compute of the same samples may differ"
+
+    loops = [node(name, f"a loop with the frozen values {name}") for name in ("e", "f")]
+    for loop in loops:
+        loop.device = OWN_LOOP
+    assert software_in_words([*same, loops[0]]) == "", "a loop tells other things than ranks"
+    assert "values e: e; a loop with the frozen values f: f: what" in software_in_words(loops)
+
+    def joining(ours: str, *members: Any) -> str:
+        return " ".join(other_software(ours, status_pb2.GetStatusResponse(nodes=members)))
+
+    assert joining(new, *same) == joining(old, *same, node("c", old)) == joining(old) == ""
+    assert joining(old, *loops) == ""
+    assert f"{old} here, and {new} on a: what is computed" in joining(old, *same)
+
+
+@pytest.mark.parametrize(
+    ("spec", "programs"),
+    [
+        (RunSpec(), ["Python 3.12.4", "torch 2.13"]),  # whose own library is the text
+        (RunSpec(data=TOKENS), ["Python 3.12", "torch 2.13"]),
+        (RunSpec(model=BUILT, data=TOKENS), ["Python 3.12", "torch 2.13", "transformers 5.23"]),
+    ],
+)
+def test_a_node_tells_the_versions_that_decide_what_it_computes(
+    spec: RunSpec, programs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"torch": "2.13.0+cpu", "transformers": "5.23.0"}
+    monkeypatch.setattr("node.installed.metadata.version", there.__getitem__)
+    monkeypatch.setattr("node.installed.platform.python_version", lambda: "3.12.4")
+    assert software_of(spec) == ", ".join(programs)
 
 
 # Runs of the release before: a digest that changes ends each of them at an upgrade

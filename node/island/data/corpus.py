@@ -66,6 +66,7 @@ class Corpus:
     held_out: Text
     context: int
     digest: Digest  # of the names and bytes of the training split
+    held_out_digest: Digest | None = None  # likewise
 
     @property
     def num_samples(self) -> int:
@@ -93,6 +94,7 @@ class Corpus:
             num_bytes=len(self.training),
             num_held_out_tokens=len(self.held_out),
             num_held_out_bytes=len(self.held_out),
+            held_out_digest=self.held_out_digest,
         )
 
     def batch(self, split: Split, indices: Indices) -> Batch:
@@ -117,7 +119,7 @@ def read_corpus(data: DataSection, *, context: int, batch: int, folder: Path) ->
     Raises NoInputError when a path or glob matches nothing, a file cannot be read, or there are
     fewer samples than one batch.
     """
-    files = stdlib_files() if data.source == "python-stdlib" else text_files(data.paths, folder)
+    files = _files_of(data, folder)
     texts = {file.path: _read(file.path) for file in files}
     sizes = {path: len(text) for path, text in texts.items()}
     training, held_out = _split(_whole(files, sizes), data.held_out)
@@ -126,9 +128,14 @@ def read_corpus(data: DataSection, *, context: int, batch: int, folder: Path) ->
         held_out=_joined(held_out, texts),
         context=context,
         digest=_digest_of(training, texts),
+        held_out_digest=_digest_of(held_out, texts),
     )
     _check_enough(len(corpus.training), len(corpus.held_out), context=context, batch=batch)
     return corpus
+
+
+def _files_of(data: DataSection, folder: Path) -> list[TextFile]:
+    return stdlib_files() if data.source == "python-stdlib" else text_files(data.paths, folder)
 
 
 def sizes_of_splits(files: Sequence[TextFile], held_out: float) -> tuple[int, int]:
@@ -140,7 +147,7 @@ def sizes_of_splits(files: Sequence[TextFile], held_out: float) -> tuple[int, in
 
 def look_at_text(data: DataSection, *, context: int, batch: int, folder: Path) -> None:
     """Raises NoInputError where `read_corpus` would for too little text, or for none; reads no file."""
-    training, held_out = sizes_of_splits(text_files(data.paths, folder), data.held_out)
+    training, held_out = sizes_of_splits(_files_of(data, folder), data.held_out)
     _check_enough(training, held_out, context=context, batch=batch)
 
 

@@ -8,7 +8,7 @@ is needed, if the run file's path is a URL.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from node.island.data.corpus import look_at_text, read_corpus
+from node.island.data.corpus import look_at_text, read_corpus, text_files
 from node.island.data.dataset import Dataset
 from node.island.data.fetching import (
     MOST_MANIFEST_BYTES,
@@ -57,7 +57,7 @@ def look_at_data(spec: RunSpec, places: DataPlaces) -> None:
 
     Raises AtollError. Data that a holder is still to name are none of its business.
     """
-    if spec.data.source in ("function", "python-stdlib") or (spec.data.private and not places.own):
+    if spec.data.source == "function" or (spec.data.private and not places.own):
         return
     data = _as_here(spec.data, places)
     if data.source == "tokens":
@@ -68,16 +68,47 @@ def look_at_data(spec: RunSpec, places: DataPlaces) -> None:
     look_at_text(data, context=spec.model.context, batch=spec.inner.batch, folder=places.folder)
 
 
+def look_at_run_data(spec: RunSpec, folder: Path) -> None:
+    """What every node would refuse of the data that a run file names, as far as they are here.
+
+    It is for who starts a coordinator, where there may be none of them. Raises AtollError.
+    """
+    data = spec.data
+    if data.private or data.source == "function" or any(map(is_url, data.paths)):
+        return
+    if data.source == "tokens":
+        place = folder / expanded(data.paths[0])
+        if not (place / MANIFEST_FILE).is_file():
+            return
+        manifest = read_manifest(place)
+        check_is_runs(manifest, spec, str(place))
+        _check_fits(manifest, spec)
+        if all((place / name).exists() for name in manifest.files):
+            _open_tokens(spec, DataPlaces(folder=folder))
+        return
+    _check_has_bytes(spec)
+    if data.source == "text":
+        try:
+            text_files(data.paths, folder)
+        except NoInputError:
+            return
+    look_at_text(data, context=spec.model.context, batch=spec.inner.batch, folder=folder)
+
+
 def _check_may_be_text(spec: RunSpec, data: DataSection, places: DataPlaces) -> None:
     """Raises AtollError where the model has no place for bytes, or the owner has not allowed their text."""
+    _check_has_bytes(spec)
+    if data is spec.data:
+        check_reach(data.paths, places)
+
+
+def _check_has_bytes(spec: RunSpec) -> None:
     vocabulary = vocabulary_of(spec)
     if vocabulary is not None and vocabulary < BYTES_VOCABULARY:
         raise ConfigError(
             f"text is read as {BYTES_VOCABULARY} different bytes, and [model] vocab_size is {vocabulary}",
             next_step=f"set [model] vocab_size = {BYTES_VOCABULARY}, or train on tokens",
         )
-    if data is spec.data:
-        check_reach(data.paths, places)
 
 
 def _as_here(data: DataSection, places: DataPlaces) -> DataSection:

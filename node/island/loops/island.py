@@ -100,7 +100,9 @@ class LoopIsland:
     def ability(self) -> Ability:
         """See Island. A loop trains once all its ranks are here."""
         here = self._whole
-        return Ability(trains=here is not None, evaluates=here is not None and here.evaluates)
+        if here is None:
+            return Ability(trains=False, evaluates=False)
+        return Ability(evaluates=here.evaluates, software=here.software)
 
     async def start(self) -> CorpusSummary:
         """See Island. Does not wait for a loop: the node can be of use without."""
@@ -150,10 +152,7 @@ class LoopIsland:
             )
         if loop.is_fresh:
             await self.adopt()
-        is_amended = work.progress_begin is not None
-        self._was_last_round = (
-            work.progress_end >= 1 if is_amended else work.round >= self._spec.run.rounds
-        )
+        self._was_last_round = work.round >= (work.num_rounds or self._spec.run.rounds)
         try:
             answers = await self._carried_out(
                 loop, train(self._spec, work), work=work, on_progress=on_progress
@@ -274,6 +273,7 @@ class LoopIsland:
         self._watch.heard()
         match word:
             case Ready():
+                loop.software = word.software
                 self._is_ready(loop, rank)
             case Stepped():
                 self._stepped(loop, word)

@@ -31,6 +31,7 @@ class Loop:
     is_fresh: bool = True  # it has not adopted the global parameters yet
     unpublished_steps: int = 0
     is_done: bool = False  # it has left with its work
+    software: str = ""  # as its ranks tell it
 
     @property
     def is_whole(self) -> bool:

@@ -32,7 +32,7 @@ from node.island.training.schedule import Position, scale_of_rates, share_of_pea
 from protocol.run.models import Layout, Section
 from protocol.run.run_spec import RunSpec
 
-VERSION = 4
+VERSION = 5
 
 MAX_LINE_BYTES = 1 << 20
 """Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""
@@ -60,6 +60,7 @@ class Ready(Section):
     """The rank's model is the run's: it takes orders."""
 
     kind: Literal["ready"]
+    software: Annotated[str, Field(max_length=100)]  # and frozen values that the run cannot compare
 
 
 class Refuses(Section):

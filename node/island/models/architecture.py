@@ -5,6 +5,8 @@ modules that a function returns. Without torch nothing here works; what the daem
 stands in the run's description (protocol.run.models), by which mesh_shape refuses meshes.
 """
 
+import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -294,21 +296,50 @@ def digest_of_values(values: Mapping[str, Tensor]) -> str:
 FEW, MOST_COMPARED = 8, 256
 """Values of a frozen parameter, and how many parameters, that a run's description tells."""
 
+SUMS, MOST_SUMMED = " sums", 4096
+"""Behind a name: sums of all values of the parameter; and of how many parameters there are some."""
+
+_ROW, _NUM_SUMS, _ROWS_AT_ONCE = 1024, 4, 1 << 10
+
 
 def few_values_of(values: Mapping[str, Tensor]) -> dict[str, tuple[float, ...]]:
-    """A few values of what is frozen, by which a loop's are known that may be rounded.
+    """A few values of what is frozen, and sums of all, by which a loop's are known that may be rounded.
 
-    They are from the middles of equal parts, as atoll.buffers takes them; of many tensors, of some.
+    The few are from the middles of equal parts, as atoll.buffers takes them; of many tensors, of some. Sums
+    stand behind the name with SUMS: packages of loops from before there were any do not look there.
     """
     names = [name for name, value in values.items() if value.is_floating_point() and value.numel()]
     few = {}
-    for name in names[:: -(-len(names) // MOST_COMPARED) or 1]:
+    of_few = -(-len(names) // MOST_COMPARED) or 1
+    for number, name in enumerate(names[:: -(-len(names) // MOST_SUMMED) or 1]):
         flat = values[name].detach().reshape(-1)
-        places = [(2 * place + 1) * len(flat) // (2 * FEW) for place in range(FEW)]
+        sums = sums_of(flat)
+        if not all(map(math.isfinite, sums)):
+            continue
+        count = FEW if number % of_few == 0 else 1
+        places = [(2 * place + 1) * len(flat) // (2 * count) for place in range(count)]
         found = flat[places].to(torch.float64)
-        if found.isfinite().all():
-            few[name] = tuple(float(f"{value:.6g}") for value in found.tolist())
+        few[name] = tuple(float(f"{value:.6g}") for value in found.tolist())
+        few[name + SUMS] = tuple(float(f"{value:.9g}") for value in sums)
     return few
+
+
+def sums_of(flat: Tensor) -> tuple[float, ...]:
+    """Of all values with signs in a fixed lot, as atoll.buffers takes them, which says why."""
+    columns, rows = _signs("places", _ROW), _signs("rows", -(-len(flat) // _ROW))
+    sums = torch.zeros(_NUM_SUMS, dtype=torch.float64)
+    for first in range(0, len(rows), _ROWS_AT_ONCE):
+        part = flat[first * _ROW : (first + _ROWS_AT_ONCE) * _ROW].to("cpu", torch.float32)
+        part = nn.functional.pad(part, (0, -len(part) % _ROW)).view(-1, _ROW)
+        sums += ((part @ columns) * rows[first : first + len(part)]).sum(0, dtype=torch.float64)
+    return tuple(sums.tolist())
+
+
+def _signs(of: str, count: int) -> Tensor:
+    drawn = hashlib.shake_256(f"atoll frozen {of}".encode()).digest(-(-count * _NUM_SUMS // 8))
+    octets = torch.frombuffer(bytearray(drawn), dtype=torch.uint8)
+    bits = (octets[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.reshape(-1)[: count * _NUM_SUMS].view(count, _NUM_SUMS).float() * 2 - 1
 
 
 def check_frozen(values: Mapping[str, Tensor], theirs: str | None, *, where: str) -> None:

@@ -71,16 +71,18 @@ def check_functions(spec: RunSpec, *, allowed: Sequence[str], code: Path | None)
         )
 
 
-def _require_permission(spec: RunSpec, allowed: Sequence[str]) -> None:
+def is_allowed(spec: RunSpec, allowed: Sequence[str]) -> bool:
     """By the run's name, or by that with the beginning of what it runs: `RUN@DIGEST`."""
     digest = code_digest(spec)
-    others = []
-    for entry in allowed:
-        name, _, of_code = entry.partition("@")
-        if name != spec.run.name:
-            others.append(entry)
-        elif digest.startswith(of_code):
-            return
+    named = [entry.partition("@") for entry in allowed]
+    return any(name == spec.run.name and digest.startswith(of_code) for name, _, of_code in named)
+
+
+def _require_permission(spec: RunSpec, allowed: Sequence[str]) -> None:
+    if is_allowed(spec, allowed):
+        return
+    digest = code_digest(spec)
+    others = [entry for entry in allowed if entry.partition("@")[0] != spec.run.name]
     mine = f"{spec.run.name}@{digest[:DIGITS]}"
     line = f"allow_functions = {_toml_list([*others, mine])}"
     other_code = next((each for each in allowed if each not in others), None)

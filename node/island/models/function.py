@@ -7,8 +7,10 @@ The module is called as such, `module(...)`: shards are gathered around that cal
 stages, it is what the first is called with and the last one gives.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -324,6 +326,63 @@ def compute_once(spec: RunSpec, batch: Tree) -> None:
         ) from error
 
 
+def compares_samples(spec: RunSpec, together: Tree, alone: Sequence[Tree]) -> bool:
+    """Whether the loss of samples together is not made of the loss of each, as with in-batch negatives.
+
+    A mean is between them, whatever weighs how much. A loss that draws random numbers is tried several
+    times. Nothing is found out of a model that cannot be computed here. Raises BadDataError for a sum.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: Brought | None = None
+
+    def losses(batch: Tree) -> list[float]:
+        assert found is not None
+        on_device = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+        return [_loss_as_number(found, on_device, seed) for seed in range(_TRIES)]
+
+    try:
+        torch.manual_seed(spec.run.seed)
+        found = brought(spec)
+        found.module.to(device).eval()
+        pair = losses(together)
+    except Exception:  # what of it fails ranks say, and a GPU may be all that it wants
+        return False
+    if not all(map(math.isfinite, pair)):
+        return False
+    try:
+        singles = [losses(each) for each in alone]
+    except Exception:  # as of what normalises over a batch
+        return True
+    if not all(map(math.isfinite, chain(*singles))):
+        return True
+    low, high = min(map(min, singles)), max(map(max, singles))
+    slack = 1e-4 * max(abs(low), abs(high), *map(abs, pair)) + 1e-7
+    if any(low - slack <= each <= high + slack for each in pair):
+        return False
+    sums = [sum(each) for each in zip(*singles, strict=True)]
+    if all(abs(own - added) <= slack for own, added in zip(pair, sums, strict=True)):
+        assert isinstance(spec.model, FunctionModel)
+        raise BadDataError(
+            f"the loss of {spec.model.function} is a sum over its batch: {pair[0]:.6g} of two samples that "
+            f"have {singles[0][0]:.6g} and {singles[1][0]:.6g} alone",
+            next_step="let it return the mean, or (sum, count): rates, clipping and held-out losses go by it",
+        )
+    return True
+
+
+_TRIES = 8
+
+
+def _loss_as_number(found: Brought, batch: Tree, seed: int) -> float:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        result = found.loss(found.module, batch)
+    if isinstance(result, tuple):
+        total, number = result
+        return float(total) / max(1.0, float(number))
+    return float(result)
+
+
 def frozen_of(module: nn.Module) -> dict[str, Tensor]:
     """What of a module is not trained."""
     return {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
@@ -346,10 +405,13 @@ def described_function(
     if found.plan:
         styles_of(found.module, found.plan)  # refuses what does not fit
     batch: Tree = (torch.zeros(2, model.context, dtype=torch.int64),) * 2
+    compares = False
     if spec.data.source == "function":
         data = FunctionData(spec)
         data.summary()  # what nodes read at their start: one that is not there is told here and now
-        batch = data.batch("training", np.arange(2) % spec.inner.batch)
+        two = np.arange(2) % spec.inner.batch
+        batch, *alone = (data.batch("training", own) for own in (two, two[:1], two[1:]))
+        compares = compares_samples(spec, batch, alone)
 
     def loss(one: Tree) -> Tensor:
         result = _checked(found.loss(found.module, one), model.function)
@@ -363,6 +425,7 @@ def described_function(
     description = Description(
         frozen_digest=digest_of_values(frozen) if frozen else None,
         frozen_values=few_values_of(frozen),
+        compares_samples=compares,
         sources=sources,
         tensor_plan=dict(found.plan),
         no_tensor_plan=""
