@@ -27,7 +27,7 @@ from protocol.v1 import status_pb2 as pb
 from protocol.wire import convert
 from protocol.wire.messages import Trained
 from protocol.wire.payload import WireTotals
-from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, Digest, NodeId, Plan
 
 JSON = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="constants")
 
@@ -241,7 +241,7 @@ def save_closed(
     statement = statement_of(message)
     if sign is not None:
         message.signature = sign(statement)
-    plan = convert.plan_to_wire(closed.plan)
+    plan = convert.to_wire(closed.plan, round_pb2.Plan)
     if closed.plan.assignments == commit.assignments:
         plan.ClearField("assignments")  # the commit has them, and they are most of it
     rest = (closed.trained, closed.tokens, closed.seconds, closed.reason, closed.wire)
@@ -291,7 +291,7 @@ def latest_closed(
         commit_message, plan_message, rest = map(unpacked, row[1:])
         signed = convert.commit_from_wire(round_pb2.Commit.FromString(commit_message))
         commit = replace(signed, signature=b"")  # in the core nobody needs it
-        plan = convert.plan_from_wire(round_pb2.Plan.FromString(plan_message))
+        plan = convert.from_wire(round_pb2.Plan.FromString(plan_message), Plan)
         trained, tokens, seconds, reason, wire = _REST.validate_json(rest)
         yield ClosedRound(
             plan=plan if plan.assignments else replace(plan, assignments=commit.assignments),

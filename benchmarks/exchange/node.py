@@ -39,7 +39,7 @@ from protocol.v1 import round_pb2, session_pb2
 from protocol.wire import convert
 from protocol.wire.messages import Held, Reduced, Report
 from protocol.wire.payload import WireCounts
-from protocol.wire.rounds import Commit, Digest
+from protocol.wire.rounds import Commit, Digest, Plan, RosterEntry
 
 RUN = Digest(bytes(32))
 
@@ -109,7 +109,7 @@ class BenchmarkNode:
 
     async def start(self) -> None:
         await self.transport.start(self.exchange)
-        summary = convert.layout_to_wire(self.outer.layout.summary())
+        summary = convert.to_wire(self.outer.layout.summary(), session_pb2.LayoutSummary)
         say(
             said="started",
             public_key=self._public_key.hex(),
@@ -123,11 +123,11 @@ class BenchmarkNode:
         match order["do"]:
             case "roster":
                 roster = session_pb2.Roster.FromString(message)
-                members = tuple(convert.roster_entry_from_wire(m) for m in roster.members)
+                members = tuple(convert.from_wire(m, RosterEntry) for m in roster.members)
                 self.exchange.set_roster(members)
                 say(said="met")
             case "plan":
-                plan = convert.plan_from_wire(round_pb2.Plan.FromString(message))
+                plan = convert.from_wire(round_pb2.Plan.FromString(message), Plan)
                 await self.exchange.open_round(plan)
                 say(said="opened")
             case "contribute":

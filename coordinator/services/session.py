@@ -65,7 +65,7 @@ from protocol.wire.messages import (
     RulingsTold,
 )
 from protocol.wire.payload import PayloadError, PayloadHeader, WireTotals
-from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, CorpusSummary, Digest, LayoutSummary, NodeId, PeerAddress
 from protocol.wire.versions import WIRE, refuse_foreign_wire
 
 MAX_COMMITS = 64
@@ -168,7 +168,7 @@ class SessionDesk:
         event = Attached(
             node_id=node_id,
             node_name=checks.name(request.node_name, of="the node's name"),
-            address=checks.address_of(node_id, convert.address_from_wire(request.address)),
+            address=checks.address_of(node_id, convert.from_wire(request.address, PeerAddress)),
             device=checks.words(request.device, of="the device", max_length=checks.MAX_NAME_LENGTH),
             num_ranks=checks.count(
                 request.num_ranks, of="the number of ranks", most=checks.MAX_RANKS
@@ -177,9 +177,9 @@ class SessionDesk:
                 request.version, of="the version", max_length=checks.MAX_NAME_LENGTH
             ),
             run_digest=convert.digest_from_wire(request.run_digest, of="the run file"),
-            layout=checks.layout(convert.layout_from_wire(request.layout)),
+            layout=checks.layout(convert.from_wire(request.layout, LayoutSummary)),
             codecs=checks.codecs(request.codecs),
-            corpus=convert.corpus_from_wire(request.corpus),
+            corpus=convert.from_wire(request.corpus, CorpusSummary),
             outer_round=checks.count(request.outer_round, of="the round"),
             outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
             outer_incarnation=request.outer_incarnation,

@@ -297,7 +297,7 @@ class StatusDesk:
             silent_seconds=now - (self._started_at if heard is None else heard.at),
             is_unheard=heard is None,
             committed_tokens=member.committed_tokens,
-            address=convert.address_to_wire(member.address),
+            address=convert.to_wire(member.address, session_pb2.PeerAddress),
             heartbeat=None if heard is None else heard.heartbeat,
             same_corpus=corpus is None or member.is_helper or member.corpus.digest == corpus.digest,
             version=member.version,

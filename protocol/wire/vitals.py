@@ -148,13 +148,13 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         tokens_per_second=vitals.tokens_per_second,
         wire=convert.wire_counts_to_wire(vitals.wire),
         link_rates=_rates_to_wire(vitals.link_rates),
-        utilisation=_utilisation_to_wire(vitals.utilisation),
+        utilisation=_unless_none(vitals.utilisation, pb.Utilisation),
         mesh=words_for_people(vitals.mesh, most=SHORT_WORDS),
         congestion_control=vitals.congestion_control,
         let_go_rounds=vitals.let_go_rounds,
         upload_pace=_pace_to_wire(vitals.upload_pace),
-        exchange_speed=_speed_to_wire(vitals.exchange_speed),
-        reach_back=[pb.RoundSpan(first=s.first, last=s.last) for s in vitals.reach_back],
+        exchange_speed=_unless_none(vitals.exchange_speed, pb.ExchangeSpeed),
+        reach_back=map(convert.fields_to_wire, vitals.reach_back),
         cannot_train=not vitals.trains,
         cannot_evaluate=not vitals.evaluates,
         outside_token=vitals.outside_token,
@@ -167,24 +167,8 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
     )
 
 
-def _utilisation_to_wire(utilisation: Utilisation | None) -> pb.Utilisation | None:
-    if utilisation is None:
-        return None
-    return pb.Utilisation(
-        round=utilisation.round,
-        tokens_per_second=utilisation.tokens_per_second,
-        flops_per_second=utilisation.flops_per_second,
-        mfu=utilisation.mfu,
-        peak_flops_per_second=utilisation.peak_flops_per_second,
-        is_peak_measured=utilisation.is_peak_measured,
-        compute_share=utilisation.compute_share,
-        publish_share=utilisation.publish_share,
-        adopt_share=utilisation.adopt_share,
-        waiting_share=utilisation.waiting_share,
-        local_communication_share=utilisation.local_communication_share,
-        exchange_share=utilisation.exchange_share,
-        peak_memory_bytes=utilisation.peak_memory_bytes,
-    )
+def _unless_none(value: object | None, kind: type[convert.W]) -> convert.W | None:
+    return None if value is None else convert.to_wire(value, kind)
 
 
 def _rates_to_wire(rates: LinkRates) -> pb.LinkRates | None:
@@ -201,12 +185,4 @@ def _pace_to_wire(pace: UploadPace) -> pb.UploadPace | None:
         return None
     return pb.UploadPace(
         held_by=pace.held_by or "", bytes_per_second=pace.bytes_per_second, num_peers=pace.num_peers
-    )
-
-
-def _speed_to_wire(speed: ExchangeSpeed | None) -> pb.ExchangeSpeed | None:
-    if speed is None:
-        return None
-    return pb.ExchangeSpeed(
-        bytes_per_second=speed.bytes_per_second, uplink=speed.uplink, downlink=speed.downlink
     )

@@ -59,7 +59,7 @@ def attach_request() -> session_pb2.AttachRequest:
         node_name="node-a",
         address=session_pb2.PeerAddress(public_key=NODE.public_key, multiaddrs=["/ip4/::1"]),
         run_digest=RunSpec().digest(),
-        layout=convert.layout_to_wire(layout_of(RunSpec()).summary()),
+        layout=convert.to_wire(layout_of(RunSpec()).summary(), session_pb2.LayoutSummary),
         codecs=["int4/1", "int4/1"],
         corpus=session_pb2.CorpusSummary(digest=DIGEST, num_samples=1, num_bytes=1),
         outer_digest=DIGEST,
