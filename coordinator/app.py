@@ -46,12 +46,12 @@ from coordinator.relay.one_port import HERE, OnePort
 from coordinator.relay.through import Through
 from coordinator.services.answering import Gate
 from coordinator.services.certificates import Certificates
-from coordinator.services.enrolment import ControlEndpoint, EnrolmentDesk, EnrolmentServicer
-from coordinator.services.operator import Entrance, OperatorDesk, OperatorServicer
+from coordinator.services.enrolment import ControlEndpoint, EnrolmentDesk, enrolment_service
+from coordinator.services.operator import Entrance, OperatorDesk, operator_service
 from coordinator.services.outside import Lookout, listen
 from coordinator.services.ruling import Rulings, refuse_replaced_key, tell_of_clock
-from coordinator.services.session import SessionDesk, SessionServicer
-from coordinator.services.status import Past, StatusDesk, StatusServicer
+from coordinator.services.session import SessionDesk, session_service
+from coordinator.services.status import Past, StatusDesk, status_service
 from coordinator.store import Store
 from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
@@ -465,10 +465,10 @@ def _add_member_services(
         random_bytes=secrets.token_bytes,
     )
     add_SessionServiceServicer_to_server(
-        SessionServicer(session, gate, certificates), ports.control
+        session_service(session, gate, certificates), ports.control
     )
-    add_StatusServiceServicer_to_server(StatusServicer(status, gate), ports.control)
-    add_OperatorServiceServicer_to_server(OperatorServicer(operator, gate), ports.control)
+    add_StatusServiceServicer_to_server(status_service(status, gate), ports.control)
+    add_OperatorServiceServicer_to_server(operator_service(operator, gate), ports.control)
     return status
 
 
@@ -504,7 +504,7 @@ def _add_enrolment(
         write=driver.write,
     )
     add_EnrolmentServiceServicer_to_server(
-        EnrolmentServicer(desk, on_refused=log_refusal, clock=driver.clock.now), ports.enrolment
+        enrolment_service(desk, on_refused=log_refusal, clock=driver.clock.now), ports.enrolment
     )
 
 

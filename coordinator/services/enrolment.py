@@ -1,16 +1,15 @@
 """Trades an invite for a certificate, and ended certificates for new ones. All that strangers can reach."""
 
-# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
-
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 from urllib.parse import unquote
 
 from cryptography import x509
 
 from coordinator.services import checks
-from coordinator.services.answering import Context, Write, answered, answered_when_durable
+from coordinator.services.answering import Write, for_all, service
 from coordinator.services.certificates import MAX_REQUEST_BYTES, SIGNATURE_BYTES, Certificates
 from coordinator.services.ruling import Rulings
 from coordinator.store import Store
@@ -211,57 +210,42 @@ def host_of(peer: str) -> str:
     return unquote(peer).partition(":")[2].rpartition(":")[0] or peer
 
 
-class EnrolmentServicer(EnrolmentServiceServicer):
+def enrolment_service(
+    desk: EnrolmentDesk,
+    *,
+    on_refused: Callable[[str, AtollError], None],
+    clock: Callable[[], float],
+) -> EnrolmentServiceServicer:
     """The desk on gRPC, for anybody. `on_refused` is told of refusals, for the log.
 
     Not of all: whoever keeps trying is not to fill a disk with lines.
     """
+    logged: deque[float] = deque(maxlen=MAX_LOGGED)  # when
 
-    def __init__(
-        self,
-        desk: EnrolmentDesk,
-        *,
-        on_refused: Callable[[str, AtollError], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._desk = desk
-        self._on_refused = on_refused
-        self._clock = clock
-        self._logged: deque[float] = deque(maxlen=MAX_LOGGED)  # when
-
-    async def Enrol(self, request: pb.EnrolRequest, context: Context) -> pb.EnrolResponse:
-        """See EnrolmentDesk.enrol."""
-
-        async def answer(host: str) -> pb.EnrolResponse:
-            try:
-                return await self._desk.enrol(host, request)
-            except AtollError as error:
-                self._tell(host, error)
-                raise
-
-        return await answered_when_durable(context, lambda called: host_of(called.peer()), answer)
-
-    async def Challenge(
-        self, request: pb.ChallengeRequest, context: Context
-    ) -> pb.ChallengeResponse:
-        """See Certificates.challenge."""
-        return await answered(context, lambda _: None, lambda _: self._desk.challenge(request))
-
-    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
-        """See EnrolmentDesk.renew."""
-
-        def answer(host: str) -> pb.RenewResponse:
-            try:
-                return self._desk.renew(host, request)
-            except AtollError as error:
-                self._tell(host, error)
-                raise
-
-        return await answered(context, lambda called: host_of(called.peer()), answer)
-
-    def _tell(self, host: str, error: AtollError) -> None:
-        now = self._clock()
-        is_full = len(self._logged) == MAX_LOGGED and now - self._logged[0] < MAX_LOGGED
+    def tell(host: str, error: AtollError) -> None:
+        is_full = len(logged) == MAX_LOGGED and clock() - logged[0] < MAX_LOGGED
         if not is_full and not isinstance(error, TemporaryError):  # its ten attempts were told
-            self._logged.append(now)
-            self._on_refused(host, error)
+            logged.append(clock())
+            on_refused(host, error)
+
+    async def enrol(host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
+        try:
+            return await desk.enrol(host, request)
+        except AtollError as error:
+            tell(host, error)
+            raise
+
+    def renew(host: str, request: pb.RenewRequest) -> pb.RenewResponse:
+        try:
+            return desk.renew(host, request)
+        except AtollError as error:
+            tell(host, error)
+            raise
+
+    calls = service(
+        lambda context: host_of(context.peer()),
+        Enrol=enrol,
+        Challenge=for_all(desk.challenge),
+        Renew=renew,
+    )
+    return cast("EnrolmentServiceServicer", calls)

@@ -4,21 +4,20 @@
 `SessionServicer` puts it on the wire, for callers that are enrolled nodes.
 """
 
-# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import cast
 
 import structlog
 
 from coordinator.driver import Driver, Session
 from coordinator.journal import log_copy
 from coordinator.services import checks
-from coordinator.services.answering import Context, Gate, answered, answered_when_durable, refuse
+from coordinator.services.answering import Context, Gate, for_all, refuse, service
 from coordinator.services.certificates import Certificates
 from coordinator.services.outside import Lookout
 from coordinator.services.ruling import Rulings
@@ -50,7 +49,6 @@ from protocol.trust.rulings import MOST_RULINGS, digest_of
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
-from protocol.v1.enrolment_pb2 import RenewRequest, RenewResponse
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 from protocol.wire import convert
 from protocol.wire.convert_messages import message_to_wire, report_from_wire, rulings_from_wire
@@ -587,88 +585,40 @@ def _rates_of(request: pb.HeartbeatRequest) -> Rates:
     return Rates(up=told.up_bytes_per_second or None, down=told.down_bytes_per_second or None)
 
 
-class SessionServicer(SessionServiceServicer):
+def session_service(
+    desk: SessionDesk, gate: Gate, certificates: Certificates
+) -> SessionServiceServicer:
     """The desk on gRPC; every caller is an enrolled node."""
+    calls = service(
+        gate.node,
+        GetRun=desk.get_run,
+        Attach=desk.attach,
+        Renew=certificates.renew_in_session,
+        Heartbeat=desk.heartbeat,
+        Report=desk.report,
+        ListCommits=for_all(desk.list_commits),
+        SubmitCommits=desk.submit_commits,
+        SubmitRulings=desk.submit_rulings,
+        Detach=desk.detach,
+    )
+    attach = calls.Attach
 
-    def __init__(self, desk: SessionDesk, gate: Gate, certificates: Certificates) -> None:
-        self._desk = desk
-        self._gate = gate
-        self._certificates = certificates
-
-    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        """See SessionDesk.get_run."""
-        return await answered(
-            context, self._gate.node, lambda node_id: self._desk.get_run(node_id, request)
-        )
-
-    async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
-        """See SessionDesk.attach."""
-        answer = await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.attach(node_id, request)
-        )
-        answer.renew_in_seconds, answer.unix_seconds = self._gate.times(context)
+    async def attach_and_tell_times(
+        request: pb.AttachRequest, context: Context
+    ) -> pb.AttachResponse:
+        answer: pb.AttachResponse = await attach(request, context)
+        answer.renew_in_seconds, answer.unix_seconds = gate.times(context)
         return answer
 
-    async def Renew(self, request: RenewRequest, context: Context) -> RenewResponse:
-        """See Certificates.renew_in_session."""
-        return await answered(
-            context,
-            self._gate.node,
-            lambda node_id: self._certificates.renew_in_session(node_id, request),
-        )
-
-    async def Heartbeat(
-        self, request: pb.HeartbeatRequest, context: Context
-    ) -> pb.HeartbeatResponse:
-        """See SessionDesk.heartbeat."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.heartbeat(node_id, request)
-        )
-
-    async def Subscribe(
-        self, request: pb.SubscribeRequest, context: Context
+    async def subscribe(
+        request: pb.SubscribeRequest, context: Context
     ) -> AsyncIterator[pb.SubscribeResponse]:
-        """See SessionDesk.subscribe."""
         try:
-            node_id = self._gate.node(context)
-            async with aclosing(self._desk.subscribe(node_id, request)) as events:
+            async with aclosing(desk.subscribe(gate.node(context), request)) as events:
                 async for event in events:
                     yield event
         except AtollError as error:
             await refuse(context, error)
 
-    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
-        """See SessionDesk.report."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.report(node_id, request)
-        )
-
-    async def ListCommits(
-        self, request: pb.ListCommitsRequest, context: Context
-    ) -> pb.ListCommitsResponse:
-        """See SessionDesk.list_commits."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda _: self._desk.list_commits(request)
-        )
-
-    async def SubmitCommits(
-        self, request: pb.SubmitCommitsRequest, context: Context
-    ) -> pb.SubmitCommitsResponse:
-        """See SessionDesk.submit_commits."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.submit_commits(node_id, request)
-        )
-
-    async def SubmitRulings(
-        self, request: pb.SubmitRulingsRequest, context: Context
-    ) -> pb.SubmitRulingsResponse:
-        """See SessionDesk.submit_rulings."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.submit_rulings(node_id, request)
-        )
-
-    async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachResponse:
-        """See SessionDesk.detach."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.detach(node_id, request)
-        )
+    calls.Attach, calls.Subscribe = attach_and_tell_times, subscribe
+    return cast("SessionServiceServicer", calls)

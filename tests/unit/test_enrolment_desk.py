@@ -17,8 +17,8 @@ from coordinator.services.enrolment import (
     MAX_LOGGED,
     ControlEndpoint,
     EnrolmentDesk,
-    EnrolmentServicer,
     Failures,
+    enrolment_service,
     host_of,
 )
 from coordinator.services.ruling import Rulings
@@ -141,7 +141,7 @@ async def test_strangers_fill_no_log() -> None:
     desk, _ = enrolment_desk()
     told: list[str] = []
     now = 0.0
-    servicer = EnrolmentServicer(
+    servicer = enrolment_service(
         desk, on_refused=lambda host, _: told.append(host), clock=lambda: now
     )
     wrong = enrol_request()
