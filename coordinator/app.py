@@ -14,7 +14,7 @@ import click
 import grpc.aio
 
 from coordinator.authority_key import refuse_damaged
-from coordinator.backup_record import BackupRecords, add_to, has_any
+from coordinator.backups import BackupRecords, add_to, has_any
 from coordinator.config import (
     AUTHORITY_KEY_FILE,
     RUN_FILE,
@@ -27,9 +27,8 @@ from coordinator.connections import Connections, Limits, most_connections
 from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
-from coordinator.dashboard.timeline import RoundTally, Timeline
-from coordinator.dashboard.times_file import TimesFile
-from coordinator.disk_room import DiskRoom
+from coordinator.dashboard.timeline import RoundTally, Timeline, TimesFile
+from coordinator.database import DiskRoom
 from coordinator.driver import Driver, LoopClock, seconds_since_boot
 from coordinator.journal import (
     log_backup,
@@ -45,8 +44,12 @@ from coordinator.relay.line import Carriage
 from coordinator.relay.one_port import HERE, OnePort
 from coordinator.relay.through import Through
 from coordinator.services.answering import Gate
-from coordinator.services.certificates import Certificates
-from coordinator.services.enrolment import ControlEndpoint, EnrolmentDesk, enrolment_service
+from coordinator.services.enrolment import (
+    Certificates,
+    ControlEndpoint,
+    EnrolmentDesk,
+    enrolment_service,
+)
 from coordinator.services.operator import Entrance, OperatorDesk, operator_service
 from coordinator.services.outside import Lookout, listen
 from coordinator.services.ruling import Rulings, refuse_replaced_key, tell_of_clock

@@ -235,8 +235,7 @@ def backup(
       atoll coordinator backup my-run s3://backups/my-run-monday
       atoll coordinator backup my-run s3://backups/my-run --every 10m --keep 24
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from coordinator.backup_record import BackupRecords, without_password
-    from coordinator.backups import Made, Waits, copies_at, once
+    from coordinator.backups import BackupRecords, Made, Waits, copies_at, once, without_password
 
     records = BackupRecords(directory)
     if every is None:

@@ -1,15 +1,16 @@
-"""The coordinator's memory on disk: the swarm's state, closed rounds, invites, enrolled nodes.
+"""The coordinator's memory on disk: its run file, the state, closed rounds, invites, enrolled nodes.
 
 What was answered is on the disk. What to remember is the core's decision; nothing is decided here
 except whether an invite can be redeemed, because that must be one transaction.
 """
 
+import json
 import sqlite3
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -25,7 +26,6 @@ from coordinator.database import (
     without_rows,
 )
 from coordinator.invite_rows import EnrolledMember, Invite, InviteRecord
-from coordinator.kept_run import keep_or_compare
 from coordinator.round_rows import JSON, KeptCommit, Sign, load_round, save_round
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger, ledger_of
@@ -44,6 +44,7 @@ from coordinator.swarm.state import (
 from coordinator.swarm.steering import with_rulings
 from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError
+from protocol.run.amendments import AMENDABLE
 from protocol.run.run_spec import RunSpec
 from protocol.trust.pki import Role
 from protocol.trust.rulings import SignedRuling, ruling_from_json
@@ -52,6 +53,79 @@ from protocol.v1.status_pb2 import RoundSummary
 from protocol.wire import convert
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.rounds import Assignment, Commit, Digest, NodeId
+
+# The run file that a database belongs to, kept in it: so that a changed one is refused by key and value.
+
+
+MOST_NAMED = 3
+"""Changed keys that a refusal names, and the number of the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunChange:
+    """One key of the run file with its value when the run began, and now; None: left out."""
+
+    table: str
+    key: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"[{self.table}] {self.key} was {_value(self.before)} and is {_value(self.after)}"
+
+    @property
+    def undone(self) -> str:
+        """What to type to have it as it was."""
+        if self.before is None:
+            return f"remove {self.key} from [{self.table}]"
+        return f"write {self.key} = {_value(self.before)} into [{self.table}]"
+
+
+def changes_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[RunChange]:
+    """Keys whose values differ, in the order of the tables."""
+    for table in dict.fromkeys((*after, *before)):
+        old, new = before.get(table) or {}, after.get(table) or {}
+        for key in dict.fromkeys((*new, *old)):
+            if old.get(key) != new.get(key):
+                yield RunChange(table=table, key=key, before=old.get(key), after=new.get(key))
+
+
+def keep_or_compare(database: Database, run: RunSpec, path: Path) -> None:
+    """Keeps the run file with the first state of the run; raises ConfigError when it changed since."""
+    with database.reading() as connection:
+        has_begun = row_of(connection, "swarm") is not None
+        row = row_of(connection, "run_file")
+    text = run.canonical_json()
+    if not has_begun and row != (1, text):
+        with database.writing() as connection:
+            put(connection, "run_file", [(1, text)])
+    if not has_begun or row is None:
+        return
+    changes = list(changes_between(json.loads(row[1]), json.loads(text)))
+    if not changes:
+        return
+    named = "; ".join(map(str, changes[:MOST_NAMED]))
+    more = f"; and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
+    undone = ", ".join(change.undone for change in changes[:MOST_NAMED])
+    keys = [f"{change.table}.{change.key}" for change in changes]
+    amend = ""
+    is_given = all(change.after is not None for change in changes)
+    if is_given and all(key in AMENDABLE for key in keys):
+        values = " ".join(
+            f"{key}={_value(change.after)}" for key, change in zip(keys, changes, strict=True)
+        )
+        amend = f", and type 'atoll run amend {values}'"
+    raise ConfigError(
+        f"{path} has changed since the run began: {named}{more}",
+        next_step=f"{undone} of {path}, then start again{amend}; or start a new run with "
+        f"'atoll coordinator init NEWDIR --run {path}'",
+    )
+
+
+def _value(value: object) -> str:
+    """As TOML has it."""
+    return "left out" if value is None else json.dumps(value)
+
 
 CLOCK_SAVE_SECONDS = 5.0
 """The clock is written this often when nothing else is: what a crash can add to a deadline."""

@@ -15,7 +15,7 @@ import click
 from benchmarks.measurement import markdown
 from coordinator.config import RUN_TEMPLATE, CoordinatorConfig
 from coordinator.dashboard.run_metrics import RUN_METRICS
-from coordinator.presets.composing import USUAL_NODES
+from coordinator.presets.composing import NAMED_MODELS, USUAL_NODES
 from coordinator.presets.cost import (
     DISK_BYTES,
     FP32_BYTES,
@@ -24,7 +24,6 @@ from coordinator.presets.cost import (
     Situation,
     bytes_per_round,
 )
-from coordinator.presets.model_sizes import NAMED_MODELS
 from node.config import OF_HELPERS, TEMPLATE
 from protocol.run.node_memory import daemon_bytes
 from protocol.terminal import cli

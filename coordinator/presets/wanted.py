@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coordinator.presets.link_shares import CongestionControl
+from coordinator.presets.cost import CongestionControl
 from protocol.errors import UsageError
 from protocol.run.models import FUNCTION_NAME
 

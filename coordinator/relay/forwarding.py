@@ -16,7 +16,7 @@ import structlog
 from coordinator.config import CoordinatorConfig, Home
 from coordinator.database import DATABASE_NAME
 from coordinator.relay.doors import EVERYWHERE, Doors, Limits, Place, Places, listening_socket
-from coordinator.relay.serving import until_stopped
+from coordinator.relay.server import until_stopped
 from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
 from coordinator.store import Store
 from protocol.errors import NoInputError, UsageError

@@ -18,7 +18,7 @@ from coordinator.driver import Driver, Session
 from coordinator.journal import log_copy
 from coordinator.services import checks
 from coordinator.services.answering import Context, Gate, for_all, refuse, service
-from coordinator.services.certificates import Certificates
+from coordinator.services.enrolment import Certificates
 from coordinator.services.outside import Lookout
 from coordinator.services.ruling import Rulings
 from coordinator.streams import Telemetry

@@ -14,13 +14,12 @@ from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.streams import Telemetry
 from coordinator.swarm.committed import awaits_first_weights, recent_screening
-from coordinator.swarm.contradiction import waiting_in_words
-from coordinator.swarm.conviction import next_round
+from coordinator.swarm.conviction import next_round, waiting_in_words
 from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
 from coordinator.swarm.going_back import books_after
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, used_up
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
-from coordinator.swarm.punching import is_symmetric
+from coordinator.swarm.reach import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written

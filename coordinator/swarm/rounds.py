@@ -11,13 +11,14 @@ from coordinator.swarm.audit import (
     pending_audits,
 )
 from coordinator.swarm.committed import agree_on, book
-from coordinator.swarm.contradiction import note_contradicted, votes_of
 from coordinator.swarm.conviction import (
     contradict,
     errors_after,
     forget_errors,
+    note_contradicted,
     refuse_untraced,
     rest_of_void,
+    votes_of,
 )
 from coordinator.swarm.deadlines import device_of, measured, times_at_commit, times_when_applied
 from coordinator.swarm.events import Tell

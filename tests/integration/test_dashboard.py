@@ -28,8 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.app import Coordinator
 from coordinator.backup import Backup
-from coordinator.backup_record import BackupRecords
-from coordinator.backups import Made
+from coordinator.backups import BackupRecords, Made
 from coordinator.config import Home, create_home
 from coordinator.dashboard.pages import EVERY_SECONDS
 from coordinator.dashboard.run_metrics import RUN_METRICS

@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 from structlog.testing import capture_logs
 
-from coordinator.swarm.contradiction import MOST_AGAINST
+from coordinator.swarm.conviction import MOST_AGAINST
 from coordinator.swarm.members import Against, MemberState
 from coordinator.swarm.slices import MOST_TIMES_USUAL
 from coordinator.swarm.takeover import STUCK_LEAST_SECONDS

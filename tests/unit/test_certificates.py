@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.services.answering import Gate
-from coordinator.services.certificates import CHALLENGE_SECONDS, Certificates
+from coordinator.services.enrolment import CHALLENGE_SECONDS, Certificates
 from coordinator.store import Store
 from protocol.errors import (
     AtollError,

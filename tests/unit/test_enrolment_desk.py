@@ -9,12 +9,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.config import rules_of
 from coordinator.driver import Driver, LoopClock
-from coordinator.services.certificates import Certificates
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,
     MAX_AT_ONCE,
     MAX_FAILURES,
     MAX_LOGGED,
+    Certificates,
     ControlEndpoint,
     EnrolmentDesk,
     Failures,

@@ -5,8 +5,7 @@ import tomllib
 import pytest
 
 from coordinator.config import RUN_TEMPLATE
-from coordinator.presets.settling import settled, wants_settling
-from coordinator.presets.toml_edit import CannotEditError, with_values
+from coordinator.presets.settling import CannotEditError, settled, wants_settling, with_values
 from coordinator.presets.view import prediction_lines
 from protocol.errors import ConfigError
 from protocol.run.run_spec import validated
