@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from coordinator import invite_rows, round_rows
+from coordinator import round_rows
 from coordinator.database import (
     Change,
     DamagedError,
@@ -25,7 +25,7 @@ from coordinator.database import (
     to_save,
     without_rows,
 )
-from coordinator.invite_rows import EnrolledMember, Invite, InviteRecord
+from coordinator.invite_rows import Invites
 from coordinator.round_rows import JSON, KeptCommit, Sign, load_round, save_round
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger, ledger_of
@@ -46,13 +46,12 @@ from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError
 from protocol.run.amendments import AMENDABLE
 from protocol.run.run_spec import RunSpec
-from protocol.trust.pki import Role
 from protocol.trust.rulings import SignedRuling, ruling_from_json
 from protocol.v1 import round_pb2
 from protocol.v1.status_pb2 import RoundSummary
 from protocol.wire import convert
 from protocol.wire.channel import RETRY_CAP_SECONDS
-from protocol.wire.rounds import Assignment, Commit, Digest, NodeId
+from protocol.wire.rounds import Assignment, Commit, Digest
 
 # The run file that a database belongs to, kept in it: so that a changed one is refused by key and value.
 
@@ -155,8 +154,7 @@ class Store:
         with database.reading() as connection:
             if (row := row_of(connection, "clock")) is not None:
                 self._saved_now = row[1]
-            invite_rows.records(connection)
-            self._enrolled = invite_rows.members(connection)
+        self.invites = Invites(database)
 
     @classmethod
     def open(cls, directory: Path, *, sign: Sign | None = None) -> Self:
@@ -433,97 +431,6 @@ class Store:
             for (table,) in names.fetchall():
                 for _ in rows_of(connection, table):
                     pass
-
-    # Invites and enrolment
-
-    def add_invite(
-        self,
-        *,
-        invite_id: str,
-        secret_hash: bytes,
-        max_uses: int,
-        expires_utc_seconds: float,
-        host: str,
-        label: str = "",
-        needs_approval: bool = False,
-        role: Role = Role.NODE,
-    ) -> None:
-        """Remembers a new invite; of its secret only the hash."""
-        with self._database.writing() as connection:
-            invite_rows.add(
-                connection,
-                invite_id=invite_id,
-                secret_hash=secret_hash,
-                max_uses=max_uses,
-                expires_utc_seconds=expires_utc_seconds,
-                host=host,
-                label=label,
-                needs_approval=needs_approval,
-                role=role,
-            )
-
-    def invites(self) -> tuple[InviteRecord, ...]:
-        """All invites, newest first."""
-        with self._database.reading() as connection:
-            return invite_rows.records(connection)
-
-    def has_invite(self, invite_id: str, secret_hash: bytes) -> bool:
-        """Whether there is such an invite with this secret, of use or not."""
-        with self._database.reading() as connection:
-            return invite_rows.has(connection, invite_id, secret_hash)
-
-    def revoke_invite(self, invite_id: str) -> bool:
-        """Makes an invite useless; False when there is none of that name."""
-        with self._database.writing() as connection:
-            return invite_rows.revoke(connection, invite_id)
-
-    def redeem(
-        self,
-        invite_id: str,
-        secret_hash: bytes,
-        *,
-        node_id: NodeId,
-        node_name: str,
-        public_key: bytes,
-        now: float,
-    ) -> Invite:
-        """Enrols a node, or raises NotPermittedError: see coordinator.invite_rows."""
-        with self._database.writing() as connection:
-            invite = invite_rows.redeem(
-                connection,
-                invite_id,
-                secret_hash,
-                node_id=node_id,
-                node_name=node_name,
-                public_key=public_key,
-                now=now,
-            )
-            enrolled = invite_rows.members(connection)
-        self._enrolled = enrolled  # only now, when it is on the disk
-        return invite
-
-    def record_certificate(self, invite_id: str, node_id: NodeId, serial: int) -> None:
-        """Remembers which certificate an enrolled node got last."""
-        with self._database.writing() as connection:
-            invite_rows.record_certificate(connection, invite_id, node_id, serial)
-
-    def enrolled(self) -> tuple[EnrolledMember, ...]:
-        """All who have ever redeemed an invite, in the order of their ids."""
-        return tuple(member for _, member in sorted(self._enrolled.items()))
-
-    def enrolled_member(self, node_id: NodeId) -> EnrolledMember | None:
-        """What is known of who has redeemed an invite. Asked at every call."""
-        return self._enrolled.get(node_id)
-
-    def is_helper(self, node_id: NodeId) -> bool:
-        """Whether it joined as a helper; not one that never did, as in a simulation."""
-        enrolled = self._enrolled.get(node_id)
-        return enrolled is not None and enrolled.role is Role.HELPER
-
-    def invite_of(self, node_id: NodeId) -> str:
-        """The invite that the node joined with; empty for one that never did, as in a simulation."""
-        enrolled = self._enrolled.get(node_id)
-        return "" if enrolled is None else enrolled.invite_id
 
 
 def _whole_commits_after(connection: sqlite3.Connection, round_number: int) -> tuple[Commit, ...]:

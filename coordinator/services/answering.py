@@ -129,7 +129,7 @@ class Gate:
         return principal.role
 
     def _member(self, node_id: NodeId, context: Context) -> NodeId:
-        member = self._store.enrolled_member(node_id)
+        member = self._store.invites.member(node_id)
         if member is None:
             raise NotPermittedError(
                 f"node {node_id} is not enrolled here",

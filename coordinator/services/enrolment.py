@@ -122,7 +122,7 @@ class Certificates:
         return self._renewed(node_id, request)
 
     def _renewed(self, node_id: NodeId, request: pb.RenewRequest) -> pb.RenewResponse:
-        member = self._store.enrolled_member(node_id)
+        member = self._store.invites.member(node_id)
         if member is None:
             raise NotPermittedError(
                 f"node {node_id} is not enrolled here",
@@ -242,7 +242,7 @@ class EnrolmentDesk:
         Raises NotPermittedError for an invite that does not hold or an expelled key, BadDataError for a
         request that cannot be right, TemporaryError for a host that keeps trying.
         """
-        is_known = self._store.has_invite(request.invite_id, hash_of_secret(request.invite_secret))
+        is_known = self._store.invites.has(request.invite_id, hash_of_secret(request.invite_secret))
         if not is_known:
             self._failures.check(host)
         try:
@@ -291,7 +291,7 @@ class EnrolmentDesk:
         if not is_known:
             self._failures.check(host)  # once more: others of this host had their turn meanwhile
         node_id = node_id_of(request.public_key)
-        invite = self._store.redeem(
+        invite = self._store.invites.redeem(
             request.invite_id,
             hash_of_secret(request.invite_secret),
             node_id=node_id,
@@ -304,7 +304,7 @@ class EnrolmentDesk:
             request.certificate_request, node_id, role=Role(invite.role)
         )
         serial = x509.load_pem_x509_certificate(certificate_pem).serial_number
-        self._store.record_certificate(request.invite_id, node_id, serial)
+        self._store.invites.record_certificate(request.invite_id, node_id, serial)
         return pb.EnrolResponse(
             swarm_id=self._certificates.swarm_id,
             node_id=node_id,

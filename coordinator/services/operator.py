@@ -126,7 +126,7 @@ class OperatorDesk:
         changes = (*(((MAX_NODES, most),) if most else ()), *(OWN if request.own else ()))
         expires_utc_seconds = self._wall_clock() + valid_seconds
         await self._driver.write(
-            lambda: self._store.add_invite(
+            lambda: self._store.invites.add(
                 invite_id=invite.invite_id,
                 secret_hash=hash_of_secret(invite.secret),
                 max_uses=max_uses,
@@ -167,7 +167,7 @@ class OperatorDesk:
                     max_nodes=state.invite_limits.get(invite.invite_id, 0),
                     num_present=len(members_by(state, invite.invite_id)),
                 )
-                for invite in self._store.invites()
+                for invite in self._store.invites.records()
             ]
         )
 
@@ -177,7 +177,7 @@ class OperatorDesk:
         return pb.RevokeInviteResponse()
 
     async def _revoke(self, invite_id: str) -> None:
-        await self._driver.write(lambda: self._store.revoke_invite(invite_id))
+        await self._driver.write(lambda: self._store.invites.revoke(invite_id))
         await self._rulings.make(self._rulings.event(RulingKind.REVOKED, invite_id=invite_id))
 
     async def own_invite(self, request: pb.OwnInviteRequest) -> pb.OwnInviteResponse:
@@ -223,7 +223,7 @@ class OperatorDesk:
     def _invite(self, asked: str) -> InviteRecord:
         """Raises NoInputError when there is none of that name."""
         invite_id = checks.name(asked, of="the invite's name")
-        for invite in self._store.invites():
+        for invite in self._store.invites.records():
             if invite.invite_id == invite_id:
                 return invite
         raise NoInputError(
@@ -238,7 +238,7 @@ class OperatorDesk:
         kind = _OF_NODES.get(request.verdict)
         if kind is None:
             raise BadDataError("it is not said what becomes of the node")
-        member = self._store.enrolled_member(node_id)
+        member = self._store.invites.member(node_id)
         if kind is RulingKind.APPROVED and (member is None or not member.needs_approval):
             raise UsageError(
                 f"{node_name} needs no approval",
@@ -284,7 +284,7 @@ class OperatorDesk:
         now = self._wall_clock()
         return [
             invite.invite_id
-            for invite in self._store.invites()
+            for invite in self._store.invites.records()
             if node_id in invite.node_ids
             and not invite.is_revoked
             and invite.expires_utc_seconds > now

@@ -44,6 +44,7 @@ from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
 from protocol.trust.evidence import equivocation_in, of_equivocation, of_omission
+from protocol.trust.pki import Role
 from protocol.trust.receipts import Receipt, omission_in
 from protocol.trust.rulings import MOST_RULINGS, digest_of
 from protocol.trust.signing import CommitSigner, statement_of
@@ -163,6 +164,7 @@ class SessionDesk:
         Raises CopyAttachedError while another process of the node is attached.
         """
         refuse_foreign_wire(request.wire_version, whose="the node")
+        joined = self._driver.store.invites.member(node_id)  # None: never did, as in a simulation
         event = Attached(
             node_id=node_id,
             node_name=checks.name(request.node_name, of="the node's name"),
@@ -184,8 +186,8 @@ class SessionDesk:
             process_id=request.process_id,
             cannot_train=request.cannot_train,
             cannot_evaluate=request.cannot_evaluate,
-            invite_id=self._driver.store.invite_of(node_id),
-            is_helper=self._driver.store.is_helper(node_id),
+            invite_id="" if joined is None else joined.invite_id,
+            is_helper=joined is not None and joined.role is Role.HELPER,
         )
         checks.count(event.corpus.num_samples, of="the number of samples")
         checks.count(event.corpus.num_bytes, of="the size of the text")

@@ -136,7 +136,7 @@ class StatusDesk:
     def _never_attached(self, state: SwarmState) -> list[pb.NodeStatus]:
         """Nodes that have joined and are held back, and were not here since."""
         found = []
-        for one in self._driver.store.enrolled():
+        for one in self._driver.store.invites.members():
             standing = state.latest_rulings.get(one.node_id)
             if one.node_id in state.members or one.role is Role.VIEWER:
                 continue

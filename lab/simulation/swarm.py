@@ -353,8 +353,8 @@ class SimulatedNode:
     def _join(self, invite_id: str) -> None:
         """Redeems an invite, which is made for the first that does."""
         secret_hash, store = bytes(32), self._coordinator.store
-        if not store.has_invite(invite_id, secret_hash):
-            store.add_invite(
+        if not store.invites.has(invite_id, secret_hash):
+            store.invites.add(
                 invite_id=invite_id,
                 secret_hash=secret_hash,
                 max_uses=1 << 16,
@@ -362,7 +362,7 @@ class SimulatedNode:
                 host="",
                 role=Role.HELPER if self._life.is_helper else Role.NODE,
             )
-        store.redeem(
+        store.invites.redeem(
             invite_id,
             secret_hash,
             node_id=self.node_id,

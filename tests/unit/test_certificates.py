@@ -51,7 +51,7 @@ class Scene:
         self.standing: Ruling | None = None
         self.store = Store.in_memory()
         secret = hash_of_secret(b"s" * 32)
-        self.store.add_invite(
+        self.store.invites.add(
             invite_id="inv",
             secret_hash=secret,
             max_uses=1,
@@ -59,7 +59,7 @@ class Scene:
             host="h",
             role=role,
         )
-        self.store.redeem(
+        self.store.invites.redeem(
             "inv",
             secret,
             node_id=NODE.node_id,
