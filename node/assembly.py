@@ -21,8 +21,8 @@ from node.daemon import Counterparts, Daemon, Holdings, NodeFacts, Tokens
 from node.disk.history import History, KeptRulings
 from node.exchange.codecs.codec import Tiles, remove_unused_kernels, threads_beside
 from node.exchange.codecs.registry import measured_speed
-from node.exchange.outer import Outer, codecs_in_force, merging_of
-from node.exchange.outer_optimizer import outer_optimizer_of
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import outer_rules_of
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -286,10 +286,7 @@ def _outer_at_start(
         sent=disk.sent,
         momentum=momentum,
     )
-    outer.codecs_in = codecs_in_force(rulings.spec_in, tiles)
-    outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
-    outer.owing.decay_in = lambda round: rulings.spec_in(round).exchange.residual_decay
-    outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
+    outer.go_by(rulings.made_in(partial(outer_rules_of, tiles=tiles)))
     outer.compile_kernels()
     log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)
     remove_unused_kernels()

@@ -20,8 +20,8 @@ from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
-from node.exchange.outer import Outer, OuterRules
-from node.exchange.outer_optimizer import RateScale, Sgd
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import OuterRules, RateScale, Sgd
 from node.exchange.owing import Owing
 from node.exchange.peers import Limits, Patience, Waits
 from node.exchange.reduction import Sender
@@ -72,7 +72,7 @@ class BenchmarkNode:
             layout=layout,
             parameters=parameters,
             published=rng.standard_normal(num_elements, dtype=np.float32),
-            uplink=rules.uplink,
+            rules=rules,
             residual=Residual(num_elements, error_feedback=False),
             reducer_error=ReducerError(rule="drop"),
             sender=sender,

@@ -236,7 +236,7 @@ def exchange(
             slice=part,
             contributions={n: sent[n][part.index] for n in sent.keys() - late},
             late=sent.keys() & late,
-            uplink=outer.codecs_in(plan.round).uplink,
+            uplink=outer.rules_in(plan.round).uplink,
             context=context,
         )
         result = outer.result_of(reduction, plan.fragment)

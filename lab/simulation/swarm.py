@@ -30,10 +30,9 @@ from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
 from node.disk.history import History, KeptRulings
 from node.disk.round_folder import Retention
 from node.disk.snapshots import SnapshotWriting
-from node.exchange.codecs.codec import ONE_THREAD
 from node.exchange.giving import HeldResults
-from node.exchange.outer import Outer, codecs_in_force, merging_of
-from node.exchange.outer_optimizer import outer_optimizer_of
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import outer_rules_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.heavy import Meters, in_place
 from node.island.data.dataset import Dataset
@@ -391,10 +390,7 @@ class SimulatedNode:
             path=None if self._disk is None else self._disk / "rulings",
             verifier=self._coordinator.verifier,
         )
-        self.outer.codecs_in = codecs_in_force(rulings.spec_in, ONE_THREAD)
-        self.outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
-        self.outer.owing.decay_in = lambda round: rulings.spec_in(round).exchange.residual_decay
-        self.outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
+        self.outer.go_by(rulings.made_in(outer_rules_of))
         history = History(None if self._disk is None else self._disk / "history")
         disk: MortalDisk | None = None
         if self._disk is not None:

@@ -262,7 +262,7 @@ class Auditor:
             raise NotGivenError("its report is not the one that it has signed with its result")
         named = zip(asked.reduced.contributors, asked.reduced.contributions, strict=True)
         places = asyncio.Semaphore(INPUTS_AT_ONCE)
-        uplink = self.outer.codecs_in(asked.round).uplink
+        uplink = self.outer.rules_in(asked.round).uplink
 
         async def given(node_id: NodeId, digest: bytes) -> Payload:
             want = WantInput(
@@ -300,7 +300,7 @@ class Auditor:
 
     def _check(self, header: PayloadHeader) -> None:
         """Raises NotGivenError unless it is a contribution of this very slice, signed by its maker."""
-        uplink = self.outer.codecs_in(self.asked.round).uplink
+        uplink = self.outer.rules_in(self.asked.round).uplink
         why = self.donors.forgery(header) or misfit(header, self.slice, uplink)
         if not why and header.base_digest != self.inputs.plan.base_digest:
             why = f"the contribution of {header.sender_id} is from another state"

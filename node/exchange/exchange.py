@@ -136,7 +136,7 @@ class Exchange:
         self._held.forget_from(plan.round)
         now = asyncio.get_running_loop().time()
         ahead, self._ahead = self._ahead, (plan.round + 1, now) if plan.ahead else None
-        codecs = self.outer.codecs_in(plan.round)
+        codecs = self.outer.rules_in(plan.round)
         self._round = RoundRunner(
             plan,
             replace(self._rules, uplink=codecs.uplink, downlink=codecs.downlink),

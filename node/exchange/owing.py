@@ -23,8 +23,9 @@ import structlog
 
 from node.disk.history import SentLog, SentSlice
 from node.disk.snapshots import Owed
-from node.exchange.codecs.codec import Codec, Opened
+from node.exchange.codecs.codec import Opened
 from node.exchange.error_feedback import ReducerError, Residual
+from node.exchange.outer_optimizer import OuterRules
 from node.exchange.reduction import Sender, SliceResult
 from node.outer_state import Vector
 from protocol.run.models import Layout
@@ -75,7 +76,7 @@ class Owing:
         layout: Layout,
         parameters: Vector,
         published: Vector,
-        uplink: Codec,
+        rules: OuterRules,
         residual: Residual,
         reducer_error: ReducerError,
         sender: Sender,
@@ -99,11 +100,8 @@ class Owing:
         self._layout = layout
         self._parameters = parameters
         self._published = published
-        self.uplink_in: Callable[[int], Codec] = lambda round: uplink
-        """What contributions to a round are encoded with."""
-        own_decay = residual.decay
-        self.decay_in: Callable[[int], float] = lambda round: own_decay
-        """What part of an encoding error is still owed after the commit of a round."""
+        self.rules_in: Callable[[int], OuterRules] = lambda round: rules
+        """Of a round: amendments change them."""
         self._sender = sender
         self._node_id = sender.node_id
         self._sent = sent or SentLog(None)
@@ -132,7 +130,7 @@ class Owing:
             # Other fragments were handed in since, in the same memory.
             self._published[: aside.published.size] = aside.published
         span = self._layout.fragments[fragment].span
-        if self.residual.goes_by(self.uplink_in(round)):
+        if self.residual.goes_by(self.rules_in(round).uplink):
             # What a coarse codec has left out is late work for one that sends all of it at once.
             self._late_fragments.update(range(len(self._layout.fragments)))
         if fragment in self._late_fragments:
@@ -199,7 +197,7 @@ class Owing:
         Raises AlreadySignedError when this process has contributed something else by the same plan.
         """
         assert self.pending is not None, "accumulate comes first"
-        uplink = self.uplink_in(self.pending.round)
+        uplink = self.rules_in(self.pending.round).uplink
         with self._room(part.num_elements) as room:
             encoded = uplink.encoded(self.accumulated(part.start, part.num_elements, out=room))
         payload = Payload.seal(
@@ -323,7 +321,7 @@ class Owing:
         pending = self.pending
         if pending is not None and pending.round != commit.round:
             pending = None
-        self.residual.decay = self.decay_in(commit.round)
+        self.residual.decay = self.rules_in(commit.round).residual_decay
         fates = {each.index: self._fate_of(each, commit.round, pending) for each in commit.slices}
         let_go = cut = 0.0
         for outcome in commit.slices:

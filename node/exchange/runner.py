@@ -374,7 +374,7 @@ class RoundRunner:
                         self._take_fetched,
                         of=self._donors,
                         peers=peers,
-                        codecs_in=self._outer.codecs_in,
+                        rules_in=self._outer.rules_in,
                     )
         finally:
             self.feed(FetchEnded(is_committed=fetch.is_committed))

@@ -212,7 +212,7 @@ class SpotChecks:
 
     def _put_half(self, half: Vector, given: Payload, result: Payload, size: int) -> None:
         try:
-            codecs = self._outer.codecs_in(given.header.round)
+            codecs = self._outer.rules_in(given.header.round)
             contributed = codecs.uplink.decode(given.body, size)
             merged = codecs.downlink.decode(result.body, size)
         except CodecError as error:
@@ -230,7 +230,7 @@ class SpotChecks:
             contributor_id=asked.contributor_id,
             digest=outcome.contributions[place],
         )
-        uplink = self._outer.codecs_in(asked.round).uplink
+        uplink = self._outer.rules_in(asked.round).uplink
         if part.reducer_id == self._outer.node_id:
             given = await self._heavy(partial(self._audits.supply, want, None))
         else:
