@@ -77,9 +77,7 @@ class BenchmarkNode:
             reducer_error=ReducerError(rule="drop"),
             sender=sender,
         )
-        self.outer = Outer(
-            layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender
-        )
+        self.outer = Outer(owing)
         self.transport = Libp2pTransport(
             identity=identity,
             counts=self._counts,

@@ -97,23 +97,15 @@ class Position(NamedTuple):
 class Outer:
     """Global parameters, momentum and what this node owes, at one round."""
 
-    def __init__(
-        self,
-        *,
-        layout: Layout,
-        parameters: Vector,
-        rules: OuterRules,
-        owing: Owing,
-        sender: Sender,
-        momentum: Vector | None = None,
-    ) -> None:
-        """`owing` is of the same layout and parameters; with None the momentum is zero."""
-        self.layout = layout
-        self.layout_digest = layout.summary().digest
+    def __init__(self, owing: Owing, *, momentum: Vector | None = None) -> None:
+        """Of the same layout, parameters and rules as what is owed. With None the momentum is zero."""
+        rules, parameters = owing.rules, owing.parameters
+        self.layout = owing.layout
+        self.layout_digest = self.layout.summary().digest
         self.uplink = rules.uplink  # of the run file, as this one
         self.downlink = rules.downlink
-        self.rules_in: Callable[[int], OuterRules] = lambda round: rules
-        """Of a round: those of the run file in all, until `go_by` has others."""
+        self.rules_in = owing.rules_in
+        """Of a round: see `go_by`."""
         self._parameters = parameters
         self._momentum: Vector = np.zeros_like(parameters) if momentum is None else momentum
         self.owing = owing
@@ -122,8 +114,8 @@ class Outer:
         """Of a snapshot that is being written: it hears of each change before it is made."""
         self._optimizer = rules.optimizer
         self._rate_scale = rules.rate_scale
-        self._sender = sender
-        self.node_id = sender.node_id
+        self._sender = owing.sender
+        self.node_id = owing.sender.node_id
         self._opened: dict[tuple[str, Digest, int], Opened] = {}  # results since the last commit
         self._missed: dict[
             NodeId, int
@@ -176,14 +168,7 @@ class Outer:
             sender=sender,
             sent=sent,
         )
-        return cls(
-            layout=layout,
-            parameters=parameters,
-            rules=rules,
-            owing=owing,
-            sender=sender,
-            momentum=momentum,
-        )
+        return cls(owing, momentum=momentum)
 
     @property
     def round(self) -> int:

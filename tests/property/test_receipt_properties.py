@@ -75,7 +75,7 @@ def outer_of(signer: PayloadSigner) -> Outer:
         reducer_error=ReducerError(rule="drop", num_fragments=1),
         sender=sender,
     )
-    return Outer(layout=LAYOUT, parameters=parameters, rules=rules, owing=owing, sender=sender)
+    return Outer(owing)
 
 
 async def nothing(*_: object) -> tuple[Commit, ...]:

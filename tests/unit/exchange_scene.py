@@ -108,7 +108,7 @@ def outer_of(
         sender=sender,
         sent=sent,
     )
-    return Outer(layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender)
+    return Outer(owing)
 
 
 def plan_for(
