@@ -60,7 +60,7 @@ from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import BadDataError, ConfigError, UnavailableError
-from protocol.files.descriptors import allow_open_files, require_open_files
+from protocol.files.leftovers import allow_open_files, require_open_files
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging

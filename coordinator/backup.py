@@ -25,13 +25,13 @@ from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError
 from protocol.files.durable import (
+    LOCK_NAME,
     clear_unfinished,
     is_taken,
     unfinished_in,
     whole_folder,
     write_atomically,
 )
-from protocol.files.folder_lock import LOCK_NAME
 from protocol.run.run_spec import DESCRIPTION_FILE
 from protocol.trust.credentials import LINK_FILE
 

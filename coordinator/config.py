@@ -56,7 +56,7 @@ from protocol.run.run_spec import (
     load_run_folder,
     validated,
 )
-from protocol.terminal.typed import seconds_of, web_address_of
+from protocol.terminal.console import seconds_of, web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,
     CERTIFICATE_FILE,

@@ -32,7 +32,7 @@ from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import Member
 from coordinator.swarm.state import ClosedRound, HeldOut, SwarmState, Written
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 from protocol.terminal.console import bytes_in_words
 from protocol.trust.rulings import Ruling
 from protocol.v1 import status_pb2 as pb

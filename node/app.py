@@ -33,9 +33,8 @@ from node.machine.placement import (
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import AtollError
-from protocol.files.descriptors import require_open_files
-from protocol.files.folder_lock import FolderLock
-from protocol.files.leftovers import temporary_directory
+from protocol.files.durable import FolderLock
+from protocol.files.leftovers import require_open_files, temporary_directory
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import ServiceManager
 from protocol.trust.credentials import IDENTITY_FILE, Credentials

@@ -21,9 +21,9 @@ from node.config import (
 )
 from node.installed import HELPER, NODE, require_installed
 from protocol.errors import AtollError, NotPermittedError
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 from protocol.service.unit import PRINT, SYSTEM, install_service
-from protocol.terminal.typed import as_seconds
+from protocol.terminal.console import as_seconds
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Role

@@ -39,7 +39,7 @@ from protocol.errors import (
 )
 from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.run.models import Section, nearest_key
-from protocol.terminal.typed import bits_per_second_of, web_address_of
+from protocol.terminal.console import bits_per_second_of, web_address_of
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Role

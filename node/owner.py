@@ -13,8 +13,7 @@ from pathlib import Path
 from node.config import SETTINGS_FILE, load_settings, require_node_folder
 from node.stopping import GOODBYE_SECONDS
 from protocol.errors import SystemRefusedError, UsageError
-from protocol.files.durable import remove_durably, write_atomically
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock, remove_durably, write_atomically
 
 PAUSED_FILE = "paused"
 

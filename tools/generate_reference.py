@@ -28,8 +28,7 @@ from node.config import OF_HELPERS, TEMPLATE
 from protocol.run.node_memory import daemon_bytes
 from protocol.terminal import cli
 from protocol.terminal.console import bytes_in_words, count_in_words, seconds_in_words
-from protocol.web.metrics import Metric
-from protocol.web.node_metrics import NODE_METRICS
+from protocol.web.metrics import NODE_METRICS, Metric
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 WIDTH = 118

@@ -22,7 +22,7 @@ from protocol.errors import ConfigError
 from protocol.files.durable import TOML_ENCODING, read_toml
 from protocol.run.models import Positive, Section
 from protocol.run.run_spec import RunSpec, validated, validated_file
-from protocol.terminal.typed import directions_of, seconds_of
+from protocol.terminal.console import directions_of, seconds_of
 
 # Sets keys in the text of a TOML file that people wrote, and leaves all else as it stands.
 #

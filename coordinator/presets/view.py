@@ -10,7 +10,7 @@ from coordinator.presets.loss import Above
 from coordinator.presets.reasons import counted, every
 from protocol.run.node_memory import NODE_PROCESS_BYTES, daemon_bytes
 from protocol.terminal import console
-from protocol.terminal.typed import rate_in_words
+from protocol.terminal.console import rate_in_words
 
 
 def show(plan: Plan) -> None:

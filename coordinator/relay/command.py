@@ -7,7 +7,7 @@ import click
 
 from protocol.errors import UsageError
 from protocol.service.unit import PRINT, SYSTEM, install_service
-from protocol.terminal.typed import bits_per_second_of
+from protocol.terminal.console import bits_per_second_of
 
 DEFAULT_PORT = 7720
 DEFAULT_PORTS = "7700-7719"
@@ -129,7 +129,7 @@ def service(directory: Path, options: tuple[str, ...], is_system: bool, prints: 
     Example: atoll relay install-service my-relay --print -- --advertise relay.example.org
     """
     from coordinator.relay.server import HELPER_SECONDS, STOP_SECONDS
-    from protocol.files.folder_lock import FolderLock
+    from protocol.files.durable import FolderLock
 
     if not directory.is_dir():
         raise UsageError(

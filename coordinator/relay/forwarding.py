@@ -20,7 +20,7 @@ from coordinator.relay.server import until_stopped
 from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
 from coordinator.store import Store
 from protocol.errors import NoInputError, UsageError
-from protocol.files.descriptors import require_open_files
+from protocol.files.leftovers import require_open_files
 from protocol.terminal.logging import start_logging
 from protocol.trust.invite import endpoint_of
 from protocol.trust.rulings import Address, Ruling, checked_chain, moved_to

@@ -29,9 +29,8 @@ from coordinator.relay.stream import (
 )
 from coordinator.services.outside import TOKEN_BYTES, Listening, listen
 from protocol.errors import AtollError, ProtocolMismatchError, SystemRefusedError
-from protocol.files.descriptors import require_open_files
-from protocol.files.durable import make_folder, write_atomically
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock, make_folder, write_atomically
+from protocol.files.leftovers import require_open_files
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.console import printable

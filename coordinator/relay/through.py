@@ -30,7 +30,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.terminal.console import printable
-from protocol.trust.pinned import client_context, has_pin
+from protocol.trust.handshake import client_context, has_pin
 from protocol.wire.channel import RETRY_CAP_SECONDS, retried
 
 SPARES = 4

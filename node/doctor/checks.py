@@ -26,8 +26,8 @@ from node.machine.hardware import Hardware, congestion_control, likely_devices, 
 from node.machine.metadata import NoAnswerError, cloud_here, service_of
 from node.machine.placement import num_ranks_of
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.files.descriptors import require_open_files
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
+from protocol.files.leftovers import require_open_files
 from protocol.run.models import layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.terminal import console

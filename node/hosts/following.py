@@ -52,8 +52,7 @@ from protocol.errors import (
     ProtocolMismatchError,
     UnavailableError,
 )
-from protocol.files.durable import make_folder
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock, make_folder
 from protocol.run.models import Layout, layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.wire.rounds import Digest

@@ -35,7 +35,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.files.durable import refusing, write_atomically
-from protocol.trust.pinned import PinnedKey, client_context, has_pin
+from protocol.trust.handshake import PinnedKey, client_context, has_pin
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

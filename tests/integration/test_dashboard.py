@@ -35,7 +35,7 @@ from coordinator.dashboard.run_metrics import RUN_METRICS
 from coordinator.swarm.state import HeldOut
 from protocol.errors import SystemRefusedError
 from protocol.v1 import session_pb2
-from protocol.web.node_metrics import NODE_METRICS, PARTS
+from protocol.web.metrics import NODE_METRICS, PARTS
 
 PATIENCE_SECONDS = 60.0
 PATIENT = f"{RUN}[deadlines]\nlease = 300\n"  # nodes here beat only when a test says so

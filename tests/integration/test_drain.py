@@ -12,13 +12,13 @@ import pytest
 from node import owner
 from node.owner import drain_node
 from protocol.errors import NoInputError, SystemRefusedError
-from protocol.files.folder_lock import LOCK_NAME
+from protocol.files.durable import LOCK_NAME
 from protocol.trust.credentials import IDENTITY_FILE
 
 NODE = """
 import signal, sys
 from pathlib import Path
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 
 left = int(sys.argv[2])  # signals that it does not mind
 def hear(*_):

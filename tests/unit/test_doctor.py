@@ -19,7 +19,7 @@ from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware, congestion_control
 from node.records import Records
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 from protocol.run.amendments import amended
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec

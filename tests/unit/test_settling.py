@@ -9,7 +9,7 @@ from coordinator.presets.settling import CannotEditError, settled, wants_settlin
 from coordinator.presets.view import prediction_lines
 from protocol.errors import ConfigError
 from protocol.run.run_spec import validated
-from protocol.terminal.typed import bits_per_second_of, directions_of, rate_in_words, seconds_of
+from protocol.terminal.console import bits_per_second_of, directions_of, rate_in_words, seconds_of
 
 ASKED = """\
 [run]

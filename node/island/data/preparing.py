@@ -60,8 +60,15 @@ from protocol.errors import (
     CannotCreateError,
     SystemRefusedError,
 )
-from protocol.files.durable import is_taken, make_folder, refusing, sync_folder, write_atomically
-from protocol.files.folder_lock import LOCK_NAME, FolderLock
+from protocol.files.durable import (
+    LOCK_NAME,
+    FolderLock,
+    is_taken,
+    make_folder,
+    refusing,
+    sync_folder,
+    write_atomically,
+)
 
 MOST_SHARD_BYTES = 256 << 20
 LEAST_SHARD_BYTES = 4 << 20
