@@ -21,9 +21,14 @@ from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
 from node.island.ranks.output import rank_output
 from node.kept import refuse_what_nobody_gives
 from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
-from node.machine.freed_memory import keep_freed_memory
-from node.machine.hardware import Hardware, likely_devices, look_around, require_processes
-from node.machine.metadata import heeding_notices
+from node.machine.hardware import (
+    Hardware,
+    keep_freed_memory,
+    likely_devices,
+    look_around,
+    require_processes,
+)
+from node.machine.notices import heeding_notices
 from node.machine.placement import (
     may_need_compiler,
     num_ranks_of,

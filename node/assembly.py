@@ -28,8 +28,7 @@ from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.whereabouts import told_by
 from node.heavy import ExchangeTime, Meters, in_thread
-from node.hosts.desk import HostDesk
-from node.hosts.leading import HostsIsland
+from node.hosts.leading import HostDesk, HostsIsland
 from node.hosts.wire import LeaderKey, interface_of
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.fetching import is_url
@@ -48,15 +47,14 @@ from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
 from node.machine.addresses import ROUTER_LOOKS, Reachability, address_changes, has_ipv6
 from node.machine.hardware import Hardware, congestion_control, has_compilers, likely_devices
+from node.machine.limits import Usage
 from node.machine.placement import local_training_of, mesh_for, num_ranks_of
-from node.machine.usage import Usage
 from node.models.reading import read_first
 from node.models.writing import TextWriter
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
-from node.owner import why_paused
 from node.records import Records
-from node.stopping import StopSignals
+from node.stopping import StopSignals, why_paused
 from protocol.files.durable import expanded
 from protocol.run.amendments import changes_codecs
 from protocol.run.models import layout_of

@@ -408,7 +408,7 @@ def drain(folder: Path | None, within: float) -> None:
 
     Example: atoll node drain --within 20s
     """
-    from node.owner import drain_node
+    from node.stopping import drain_node
 
     drain_node(find_home(folder), within_seconds=within, say=click.echo)
     click.echo("it has left")
@@ -423,7 +423,7 @@ def pause(folder: Path | None) -> None:
 
     Example: atoll node pause
     """
-    from node.owner import pause_node
+    from node.stopping import pause_node
 
     pause_node(find_home(folder), say=click.echo)
 
@@ -435,7 +435,7 @@ def resume(folder: Path | None) -> None:
 
     Example: atoll node resume
     """
-    from node.owner import resume_node
+    from node.stopping import resume_node
 
     resume_node(find_home(folder), say=click.echo)
 
@@ -458,7 +458,7 @@ def snapshots(folder: Path | None, is_json: bool) -> None:
       [{"round": 40, "num_bytes": 9437312, "digest": "8f3a…", "damage": "", "loss": 2.1,
         "held_out": 2.2, "tokens": 184320}, …]
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from node.snapshots_list import list_snapshots
+    from node.kept import list_snapshots
 
     list_snapshots(find_home(folder), is_json=is_json)
 

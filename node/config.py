@@ -16,8 +16,7 @@ import structlog
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from node.disk.budget import DiskBudget
-from node.disk.round_folder import Retention
+from node.disk.round_folder import DiskBudget, Retention
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import (
     Accumulating,

@@ -31,7 +31,7 @@ from node.island.ranks.faults import TrainingDivergedError
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import NodeSide, Session
 from node.machine.addresses import address_changes, most_useful
-from node.owner import LOOK_SECONDS
+from node.stopping import LOOK_SECONDS
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import NOBODY, ServiceManager

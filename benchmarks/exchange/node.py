@@ -31,7 +31,7 @@ from node.exchange.state.sources import StateHere
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.machine.addresses import Reachability
-from node.machine.freed_memory import keep_freed_memory
+from node.machine.hardware import keep_freed_memory
 from protocol.run.models import Layout
 from protocol.trust.identity import Identity
 from protocol.trust.receipts import PayloadSigner

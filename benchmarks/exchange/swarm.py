@@ -20,7 +20,7 @@ from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from lab.network.lab import NetworkLab
-from lab.processes.processor_time import ProcessorTime, processor_time
+from lab.processes.family import ProcessorTime, processor_time
 from protocol.errors import SystemRefusedError
 from protocol.run.models import Layout
 from protocol.run.run_spec import ExchangeSection

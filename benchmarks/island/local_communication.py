@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.measurement import parser_of
-from lab.processes.ending import nothing_left
-from lab.processes.family import SOURCES
-from lab.simulation.lone_work import lone_work, unseen
+from lab.processes.family import SOURCES, nothing_left
+from lab.simulation.inline_island import lone_work, unseen
 from node.island import measuring
 from node.island.data.corpus import read_corpus
 from node.island.models.first_weights import initial_parameters

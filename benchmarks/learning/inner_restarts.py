@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.learning.data_parallel import demo_spec
 from benchmarks.measurement import parser_of
-from lab.simulation.lone_work import lone_work, unseen
+from lab.simulation.inline_island import lone_work, unseen
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.checkpoints.writer import CheckpointWriter
 from node.island.data.corpus import Corpus, read_corpus

@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
 from benchmarks.race import TRAINED
-from lab.simulation.lone_work import unseen
+from lab.simulation.inline_island import unseen
 from lab.simulation.plain_calls import LocalNode, exchange, plan_of, spec_of, work_of
 from node.exchange.codecs.registry import codec_named
 from node.island.data.corpus import Corpus, read_corpus

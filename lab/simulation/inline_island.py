@@ -3,6 +3,7 @@
 Its calls never yield to the event loop, so a daemon must not use it.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,27 @@ from node.island.training.trainer import Clock, Trainer
 from node.outer_state import Vector
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary
+
+# What an island trains that has no swarm: what a plan for one participant would ask, without an end.
+
+
+def lone_work(spec: RunSpec, inner_steps: int, *, round: int = 1) -> InnerWork:
+    """A round of so many inner steps, after others that were as long."""
+    samples, done = inner_steps * spec.inner.batch, round - 1
+    return InnerWork(
+        round=round,
+        inner_steps=inner_steps,
+        first_sample=done * samples,
+        num_samples=samples,
+        token_clock=done * inner_steps * spec.tokens_per_inner_step,
+        round_tokens=inner_steps * spec.tokens_per_inner_step,
+        max_seconds=math.inf,
+        num_participants=1,
+    )
+
+
+def unseen(progress: Progress) -> None:
+    """For those who wait for the report."""
 
 
 class InlineIsland:

@@ -13,12 +13,13 @@ from typing import Any
 
 import structlog
 
-from node.disk.budget import DiskBudget
-from node.hosts.orders import (
+from node.disk.round_folder import DiskBudget
+from node.hosts.wire import (
     Adopt,
     End,
     Evaluate,
     Hold,
+    HostToken,
     KeepPart,
     OpenShelf,
     Order,
@@ -30,10 +31,12 @@ from node.hosts.orders import (
     Stop,
     TakeOver,
     Train,
+    Wire,
     answer_to_wire,
+    connect,
     from_wire,
+    interface_of,
 )
-from node.hosts.wire import HostToken, Wire, connect, interface_of
 from node.island.checkpoints.folder import Checkpoint, CheckpointFolder
 from node.island.data.places import DataPlaces
 from node.island.island import InnerReport, InnerWork, Progress

@@ -11,9 +11,15 @@ from node.disk.history import History, KeptRulings
 from node.doctor import checks
 from node.doctor.checks import router_finding
 from node.doctor.command import as_json, line_of, run_doctor, summary_of
-from node.doctor.findings import Finding, exit_code_of, wrong
-from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
-from node.doctor.network import Network, what_to_use
+from node.doctor.network import (
+    LARGE_BUFFER_BYTES,
+    Finding,
+    Network,
+    exit_code_of,
+    kernel_findings,
+    what_to_use,
+    wrong,
+)
 from node.kept import keep_run
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware, congestion_control
