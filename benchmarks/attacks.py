@@ -54,7 +54,7 @@ from node.exchange.codecs.registry import codec_named
 from node.exchange.mean import norm_of
 from node.exchange.reduction import Reduction, SliceResult
 from node.exchange.screening import CONTRADICTS_BELOW
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.dataset import Corpus, read_corpus
 from node.outer_state import Vector
 from protocol.errors import AtollError
 from protocol.run.run_spec import OuterSection

@@ -17,8 +17,7 @@ import structlog
 from node.config import NodeSettings
 from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, code_digest, functions_of, in_words
-from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
-from node.island.ranks.output import rank_output
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver, rank_output
 from node.kept import refuse_what_nobody_gives
 from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
 from node.machine.hardware import (
@@ -205,7 +204,7 @@ def _refuse_or_tell(
 
 def _tell_what_is_read(patterns: tuple[str, ...], places: DataPlaces) -> None:
     """Says which files of this machine the run file names, before any is read. Raises AtollError."""
-    from node.island.data.corpus import text_files
+    from node.island.data.dataset import text_files
 
     check_reach(patterns, places)
     files = [file.path for file in text_files(patterns, places.folder)]

@@ -20,7 +20,7 @@ from benchmarks.measurement import parser_of
 from lab.processes.family import SOURCES, nothing_left
 from lab.simulation.inline_island import lone_work, unseen
 from node.island import measuring
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape

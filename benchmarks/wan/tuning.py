@@ -29,7 +29,7 @@ from benchmarks.measurement import Rows
 from benchmarks.wan import command as wan
 from lab.processes.family import nothing_left
 from lab.simulation.plain_calls import Setting, train_swarm
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 from protocol.errors import UsageError
 from protocol.run.run_spec import validated
 

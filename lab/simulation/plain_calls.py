@@ -16,7 +16,7 @@ import torch
 
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh

@@ -43,9 +43,8 @@ from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.code import check_functions
 from node.island.ranks.commands import Keep, MeetingPoint
 from node.island.ranks.devices import usable_devices
-from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver, rank_output
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from node.island.ranks.output import rank_output
 from node.outer_state import SharedVectors, Vector, tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import (

@@ -16,7 +16,7 @@ from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
 from node.disk.round_folder import LONGEST_SECONDS, DiskBudget, Retention
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from protocol.errors import UsageError
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import session_pb2

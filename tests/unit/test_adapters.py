@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from node.island.data.corpus import read_corpus
-from node.island.data.dataset import held_out_choice
+from node.island.data.dataset import held_out_choice, read_corpus
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.generate import model_that_writes
 from node.island.models.transformers import NextToken, saved_model

@@ -42,7 +42,6 @@ from node.island.data.manifest import (
     check_sizes,
     entry_of_file,
 )
-from node.island.data.packing import pack
 from node.island.data.shard_writing import (
     HASHES,
     Encoding,
@@ -50,6 +49,7 @@ from node.island.data.shard_writing import (
     ShardJob,
     ShardWriter,
     bits_of,
+    pack,
     token_bytes_of,
     write_shard,
 )
