@@ -164,23 +164,22 @@ class SessionDesk:
         Raises CopyAttachedError while another process of the node is attached.
         """
         refuse_foreign_wire(request.wire_version, whose="the node")
+        checks.said(request, of="the attaching node")
         joined = self._driver.store.invites.member(node_id)  # None: never did, as in a simulation
         event = Attached(
             node_id=node_id,
             node_name=checks.name(request.node_name, of="the node's name"),
             address=checks.address_of(node_id, convert.from_wire(request.address, PeerAddress)),
-            device=checks.words(request.device, of="the device", max_length=checks.MAX_NAME_LENGTH),
+            device=request.device,
             num_ranks=checks.count(
                 request.num_ranks, of="the number of ranks", most=checks.MAX_RANKS
             ),
-            version=checks.words(
-                request.version, of="the version", max_length=checks.MAX_NAME_LENGTH
-            ),
+            version=request.version,
             run_digest=convert.digest_from_wire(request.run_digest, of="the run file"),
             layout=checks.layout(convert.from_wire(request.layout, LayoutSummary)),
             codecs=checks.codecs(request.codecs),
             corpus=convert.from_wire(request.corpus, CorpusSummary),
-            outer_round=checks.count(request.outer_round, of="the round"),
+            outer_round=request.outer_round,
             outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
             outer_incarnation=request.outer_incarnation,
             process_id=request.process_id,
@@ -189,10 +188,6 @@ class SessionDesk:
             invite_id="" if joined is None else joined.invite_id,
             is_helper=joined is not None and joined.role is Role.HELPER,
         )
-        checks.count(event.corpus.num_samples, of="the number of samples")
-        checks.count(event.corpus.num_bytes, of="the size of the text")
-        checks.count(event.corpus.num_held_out_tokens, of="the number of held-out tokens")
-        checks.count(event.corpus.num_held_out_bytes, of="the size of the held-out text")
         try:
             state = (await self._driver.apply(event)).state
         except CopyAttachedError:
@@ -225,11 +220,11 @@ class SessionDesk:
         self, node_id: NodeId, request: pb.HeartbeatRequest
     ) -> pb.HeartbeatResponse:
         """Renews the lease; raises SessionEndedError when the session is not the node's."""
+        checks.said(request, of="the heartbeat")
         most = len(self._driver.state.members) + MAX_STRANGERS
         checks.at_most(request.unreachable_ids, most, of="members out of reach")
         checks.at_most(request.punched_ids, most, of="members behind holes in routers")
         punched = self._members_among(request.punched_ids)
-        checks.finite(request.carry_bytes_per_second, of="what it may carry")
         checks.at_most(request.through, most, of="members that others carry to")
         through = self._carriers_among(request.through)
         checks.at_most(request.narrow_ids, most, of="members that only small packets get to")
@@ -239,7 +234,7 @@ class SessionDesk:
         event = HeartbeatSeen(
             node_id=node_id,
             session_id=request.session_id,
-            outer_round=checks.count(request.outer_round, of="the round"),
+            outer_round=request.outer_round,
             outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
             outer_incarnation=request.outer_incarnation,
             unreachable=self._members_among(request.unreachable_ids),
@@ -252,31 +247,6 @@ class SessionDesk:
             carry_bytes_per_second=request.carry_bytes_per_second,
             through=through,
         )
-        checks.words(request.activity, of="the activity", max_length=checks.MAX_NAME_LENGTH)
-        checks.words(request.waiting_for, of="what the node waits for")
-        checks.words(request.mesh, of="the mesh", max_length=checks.MAX_NAME_LENGTH)
-        checks.words(
-            request.congestion_control,
-            of="the congestion control",
-            max_length=checks.MAX_NAME_LENGTH,
-        )
-        checks.words(
-            request.upload_pace.held_by,
-            of="what holds uploads back",
-            max_length=checks.MAX_NAME_LENGTH,
-        )
-        checks.finite(request.upload_pace.bytes_per_second, of="the pace of uploads")
-        speed = request.exchange_speed
-        for codec in (speed.uplink, speed.downlink):
-            checks.words(codec, of="a codec", max_length=checks.MAX_NAME_LENGTH)
-        checks.finite(speed.bytes_per_second, of="the speed of exchanges")
-        checks.finite(request.loss, of="the loss")
-        checks.finite(request.tokens_per_second, of="the training speed")
-        checks.finite(request.let_go_rounds, of="the late work let go")
-        if request.HasField("utilisation"):
-            checks.utilisation(request.utilisation)
-        checks.finite(request.link_rates.up_bytes_per_second, of="the rate of uploads")
-        checks.finite(request.link_rates.down_bytes_per_second, of="the rate of downloads")
         wire = checks.wire(convert.wire_counts_from_wire(request.wire))
         state = (await self._driver.apply(event)).state
         now = self._driver.clock.now()
