@@ -13,7 +13,7 @@ import torch
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.trainer import Clock, Trainer
@@ -43,7 +43,7 @@ def unseen(progress: Progress) -> None:
     """For those who wait for the report."""
 
 
-class InlineIsland:
+class InlineIsland(Island):
     """Trains one model on the CPU in the calling thread; implements Island.
 
     `corpus` spares many islands of one simulation the reading of the same text.
@@ -68,11 +68,6 @@ class InlineIsland:
         self._clock = clock
         self._local = local
         self._trainer: Trainer | None = None
-
-    @property
-    def ability(self) -> Ability:
-        """See Island."""
-        return ALL
 
     async def start(self) -> CorpusSummary:
         """Builds the model and reads the text."""

@@ -42,7 +42,14 @@ from node.hosts.wire import (
     zeros,
 )
 from node.island.checkpoints.folder import Checkpoint, Kept, Loaded
-from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress, rebases
+from node.island.island import (
+    Evaluation,
+    InnerReport,
+    InnerWork,
+    Island,
+    Progress,
+    rebases,
+)
 from node.island.ranks.commands import Keep, MeetingPoint
 from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.ranks.launcher import ProcessIsland
@@ -266,7 +273,7 @@ COME_BACK_SECONDS = 60.0
 """How long ranks that are started again wait for a host that is gone."""
 
 
-class HostsIsland:
+class HostsIsland(Island):
     """The ranks of all hosts as one; implements Island.
 
     The first ranks are this host's. Global parameters go to the other hosts before they are
@@ -294,11 +301,6 @@ class HostsIsland:
         self._store: Aside | None = None
         self._has_started = False
         self._come_back_seconds = come_back_seconds
-
-    @property
-    def ability(self) -> Ability:
-        """See Island."""
-        return ALL
 
     async def start(self) -> CorpusSummary:
         """See Island. Waits for the hosts; for good the first time, as somebody has to start them."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from node.island.checkpoints.folder import About, CheckpointFolder, Kept, Loaded
 from node.island.checkpoints.resuming import Resuming
 from node.island.data.places import DataPlaces
-from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
 from node.island.parallel.mesh_shape import (
     PLAIN,
     LocalTraining,
@@ -221,7 +221,7 @@ class RanksHere:
         return range(self.mesh.num_ranks) if self.ranks is None else self.ranks
 
 
-class ProcessIsland:
+class ProcessIsland(Island):
     """Ranks in processes of their own; implements Island."""
 
     def __init__(
@@ -259,11 +259,6 @@ class ProcessIsland:
     def process_ids(self) -> tuple[int, ...]:
         """Process ids of the ranks, in their order."""
         return tuple(member.process.pid or 0 for member in self._members)
-
-    @property
-    def ability(self) -> Ability:
-        """See Island."""
-        return ALL
 
     def meet_at(self, point: MeetingPoint) -> None:
         """Where the ranks of several hosts meet when they are started next."""
