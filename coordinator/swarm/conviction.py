@@ -68,9 +68,7 @@ def left_out(turn: Turn, event: LeftOutProven) -> None:
     if commit is not None and commit.slices[index].digest is not None:
         go_back_before(turn, omission.round, f"{name} is convicted: {reason}", event.evidence)
     elif commit is None:
-        refused = replace(progress, refused=f"{name} is convicted: {reason}")
-        slices = (*current.slices[:index], refused, *current.slices[index + 1 :])
-        turn.put_round(replace(current, slices=slices))
+        turn.put_slice(current, replace(progress, refused=f"{name} is convicted: {reason}"))
 
 
 def sound_convictions(turn: Turn) -> None:
@@ -203,12 +201,7 @@ def refuse_untraced(turn: Turn, index: int) -> None:
     progress = current.slices[index]
     if progress.reduced is None or not (why := _untraced(state, current, progress)):
         return
-    slices = (
-        *current.slices[:index],
-        replace(progress, refused=why),
-        *current.slices[index + 1 :],
-    )
-    turn.put_round(replace(current, slices=slices))
+    turn.put_slice(current, replace(progress, refused=why))
     strike(turn, progress.slice.reducer_id)
 
 
