@@ -195,7 +195,7 @@ def _node_file() -> Iterator[Row]:
         found = [re.fullmatch(r"(\w+) = (.*)", line) for line in lines if not line.startswith("#")]
         pairs = [(match[1], match[2]) for match in found if match is not None]
         defaults = dict.fromkeys(
-            "the folder's" if value == "{name}" else f"`{value}`" for _, value in pairs
+            "the folder's" if key == "name" else f"`{value}`" for key, value in pairs
         )
         yield (
             ", ".join(f"`{key}`" for key, _ in pairs),
