@@ -84,32 +84,32 @@ def _fields_of(kind: Any) -> tuple[_Field, ...]:
 def _field(kind: str, name: str, hint: Any) -> _Field:
     """A list of node ids is named so on the wire; an empty digest is none; other None are not there."""
     of = f"{name.replace('_', ' ')} of {kind}"
-    write, on_wire, told = _as_it_is, name, attrgetter(name)
-    read: Callable[[WireMessage], Any] = told
-    if get_origin(hint) is tuple:
-        item = get_args(hint)[0]
-        if item is NodeId and not name.endswith("_ids"):
-            on_wire = f"{name}_ids"
-            told = attrgetter(on_wire)
-        if _has_fields(item):
-            write = partial(map, fields_to_wire)
-            read = lambda wire: tuple([from_wire(each, item) for each in told(wire)])  # noqa: E731
-        else:
-            read = lambda wire: tuple(told(wire))  # noqa: E731
-    elif _has_fields(hint):
+    within = get_args(hint)[0] if get_args(hint) else hint  # of a list, or of what may be None
+    is_list, may_be_none = get_origin(hint) is tuple, type(None) in get_args(hint)
+    has_fields = is_dataclass(within)
+    on_wire = name
+    if is_list and within is NodeId and not name.endswith("_ids"):
+        on_wire = f"{name}_ids"
+    told: Callable[[Any], Any] = attrgetter(on_wire)
+    write, read = _as_it_is, told
+    if is_list and has_fields:
+        write = partial(map, fields_to_wire)
+        read = lambda wire: tuple([from_wire(each, within) for each in told(wire)])  # noqa: E731
+    elif is_list:
+        read = lambda wire: tuple(told(wire))  # noqa: E731
+    elif may_be_none and has_fields:
+        write = lambda value: None if value is None else fields_to_wire(value)  # noqa: E731
+        read = lambda wire: from_wire(told(wire), within) if wire.HasField(name) else None  # noqa: E731
+    elif has_fields:
         write = fields_to_wire
-        read = lambda wire: from_wire(told(wire), hint)  # noqa: E731
-    elif hint is Digest:
+        read = lambda wire: from_wire(told(wire), within)  # noqa: E731
+    elif within is Digest and not may_be_none:
         read = lambda wire: digest_from_wire(told(wire), of=of)  # noqa: E731
-    elif hint == Digest | None:
+    elif within is Digest:
         read = lambda wire: optional_digest_from_wire(told(wire), of=of)  # noqa: E731
-    elif type(None) in get_args(hint):
+    elif may_be_none:
         read = lambda wire: told(wire) if wire.HasField(name) else None  # noqa: E731
     return _Field(name=name, on_wire=on_wire, write=write, read=read)
-
-
-def _has_fields(hint: Any) -> bool:
-    return is_dataclass(hint)
 
 
 def _as_it_is(value: Any) -> Any:
