@@ -48,7 +48,7 @@ from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
-from protocol.wire.payload import WIRE_KINDS, WireCounts
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import PASSES_OF_TRAINING, Commit, Digest, NodeId
 
 Wire = TypeVar("Wire", bound=Message)
@@ -101,7 +101,6 @@ class SimulatedRun:
     digests: dict[NodeId, Digest]  # of the outer state of every node that lived to the end
     parameters: Vector
     bytes_sent: dict[NodeId, int]
-    bytes_of_kind: dict[str, int]  # sent by all nodes
     seconds: float  # virtual
     compute_seconds: dict[NodeId, float]  # of each node: virtual seconds in inner steps
     num_audits: int = 0  # that members were asked for
@@ -272,9 +271,6 @@ async def _simulate(
             bytes_sent={
                 node.node_id: sum(sent for sent, _ in node.counts.totals().values())
                 for node in nodes
-            },
-            bytes_of_kind={
-                kind: sum(node.counts.totals()[kind][0] for node in nodes) for kind in WIRE_KINDS
             },
             seconds=asyncio.get_running_loop().time(),
             compute_seconds={node.node_id: node.compute_seconds for node in nodes},

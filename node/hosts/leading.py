@@ -83,10 +83,9 @@ Answer = TypeVar("Answer")
 class Host:
     """One that follows. It gets one order at a time; `is_gone` says that it went."""
 
-    def __init__(self, wire: Wire, *, name: str, device_kind: str) -> None:
+    def __init__(self, wire: Wire, *, name: str) -> None:
         self._wire = wire
         self.name = name
-        self.device_kind = device_kind
         self.address = wire.peer
         self._number = 0
         self._answer: asyncio.Future[Any] | None = None
@@ -261,7 +260,7 @@ class HostDesk:
         await wire.send({"welcome": True})
         async with self._come:
             name = str(hello.get("name"))[:64]
-            self._hosts.append(Host(wire, name=name, device_kind=self._device_kind))
+            self._hosts.append(Host(wire, name=name))
             log.info("a host follows", host=name, address=wire.peer, hosts=len(self._hosts))
             self._come.notify_all()
 

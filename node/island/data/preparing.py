@@ -100,7 +100,6 @@ class Prepared:
     """What a preparation has made."""
 
     manifest: Manifest
-    input_bytes: int
     num_empty: int
 
 
@@ -167,7 +166,6 @@ def prepare(
         lock.release()
     return Prepared(
         manifest=manifest,
-        input_bytes=sum(job.num_bytes for job in jobs),
         num_empty=sum(receipt.num_empty for receipt in receipts),
     )
 
