@@ -40,13 +40,7 @@ from benchmarks.lies import ATTACKS, SECONDS_A_STEP, Attack, Known
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
 from coordinator.swarm.members import BARRED
 from lab.simulation.plain_calls import spec_of
-from lab.simulation.swarm import (
-    Life,
-    RunStuckError,
-    SimulatedRun,
-    identity_of,
-    simulate,
-)
+from lab.simulation.swarm import Life, RunStuckError, SimulatedRun, identity_of, simulate
 from node.island.data.dataset import Corpus, read_corpus
 from node.outer_state import Vector
 from protocol.errors import AtollError

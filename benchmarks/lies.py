@@ -11,9 +11,7 @@ from blake3 import blake3
 from google.protobuf.message import Message
 
 from lab.misreading import Misreading
-from lab.simulation.swarm import (
-    SimulatedNode,
-)
+from lab.simulation.swarm import SimulatedNode
 from node.exchange.codecs.registry import codec_named
 from node.exchange.mean import norm_of
 from node.exchange.reduction import Reduction, SliceResult

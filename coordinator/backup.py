@@ -14,13 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.authority_key import is_encrypted, refuse_damaged
-from coordinator.config import (
-    AUTHORITY_KEY_FILE,
-    HOME_FILES,
-    SOME_HOME_FILES,
-    Home,
-    rules_in_force,
-)
+from coordinator.config import AUTHORITY_KEY_FILE, HOME_FILES, SOME_HOME_FILES, Home, rules_in_force
 from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError

@@ -20,13 +20,7 @@ import structlog
 
 from coordinator.relay.doors import Doors, Limits, Pace, Place, Places, listening_socket, source_of
 from coordinator.relay.line import LINE_FILE, PORTS_FILE, KeptPorts, RelayKey
-from coordinator.relay.stream import (
-    CHUNK_BYTES,
-    PING_SECONDS,
-    Connection,
-    Message,
-    joined,
-)
+from coordinator.relay.stream import CHUNK_BYTES, PING_SECONDS, Connection, Message, joined
 from coordinator.services.outside import TOKEN_BYTES, Listening, listen
 from protocol.errors import AtollError, ProtocolMismatchError, SystemRefusedError
 from protocol.files.durable import FolderLock, make_folder, write_atomically

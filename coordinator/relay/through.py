@@ -14,13 +14,7 @@ from typing import Any
 import structlog
 
 from coordinator.relay.line import Carriage, RelayLine
-from coordinator.relay.stream import (
-    CHUNK_BYTES,
-    SILENT_SECONDS,
-    Connection,
-    Message,
-    joined,
-)
+from coordinator.relay.stream import CHUNK_BYTES, SILENT_SECONDS, Connection, Message, joined
 from coordinator.services.outside import Lookout
 from protocol.errors import (
     AtollError,

@@ -16,13 +16,7 @@ from coordinator.swarm.state import KEPT_ROUNDS
 from coordinator.swarm.turn import present_members
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.run.amendments import INNER_RATES
-from protocol.trust.invite import (
-    MOST_MEMBERS,
-    SECRET_BYTES,
-    Invite,
-    hash_of_secret,
-    named_members,
-)
+from protocol.trust.invite import MOST_MEMBERS, SECRET_BYTES, Invite, hash_of_secret, named_members
 from protocol.trust.pki import JOINING, Role
 from protocol.trust.rulings import (
     MAX_NODES,

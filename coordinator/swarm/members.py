@@ -10,13 +10,7 @@ from operator import attrgetter
 from coordinator.swarm.slices import UNKNOWN, Rates
 from protocol.wire.messages import SpotChecked
 from protocol.wire.payload import WireTotals
-from protocol.wire.rounds import (
-    CorpusSummary,
-    Digest,
-    NodeId,
-    PeerAddress,
-    RoundSpan,
-)
+from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress, RoundSpan
 
 
 class MemberState(StrEnum):

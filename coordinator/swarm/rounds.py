@@ -4,12 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm import spot_checks
-from coordinator.swarm.audit import (
-    audits_in_words,
-    draw,
-    draw_what_leads_elsewhere,
-    pending_audits,
-)
+from coordinator.swarm.audit import audits_in_words, draw, draw_what_leads_elsewhere, pending_audits
 from coordinator.swarm.committed import agree_on, book
 from coordinator.swarm.conviction import (
     contradict,

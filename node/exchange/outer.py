@@ -14,23 +14,11 @@ import structlog
 
 from node.disk.history import SentLog
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
-from node.exchange.codecs.codec import (
-    ONE_THREAD,
-    CodecError,
-    Opened,
-    Tiles,
-)
+from node.exchange.codecs.codec import ONE_THREAD, CodecError, Opened, Tiles
 from node.exchange.codecs.dense import round_to_bf16
 from node.exchange.codecs.registry import compile_kernels
 from node.exchange.error_feedback import ReducerError, Residual
-from node.exchange.mean import (
-    BlockSums,
-    Encoded,
-    agreement,
-    largest_norm,
-    norm_of,
-    weighted_sum,
-)
+from node.exchange.mean import BlockSums, Encoded, agreement, largest_norm, norm_of, weighted_sum
 from node.exchange.outer_optimizer import (
     OuterOptimizer,
     OuterRules,
@@ -48,16 +36,7 @@ from protocol.trust.identity import Identity
 from protocol.trust.receipts import PayloadSigner
 from protocol.wire.messages import SignedT
 from protocol.wire.payload import Payload, PayloadHeader
-from protocol.wire.rounds import (
-    BLOCK,
-    WHOLE,
-    Commit,
-    Digest,
-    NodeId,
-    Plan,
-    Slice,
-    SliceOutcome,
-)
+from protocol.wire.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, Plan, Slice, SliceOutcome
 
 log = structlog.get_logger()
 

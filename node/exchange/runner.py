@@ -16,12 +16,7 @@ import structlog
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import Pushes, Turns
-from node.exchange.peers import (
-    Admission,
-    TransferRefusedError,
-    Transport,
-    WantResult,
-)
+from node.exchange.peers import Admission, TransferRefusedError, Transport, WantResult
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -54,11 +49,7 @@ from node.exchange.round.state import (
     opened,
     refusal,
 )
-from node.exchange.round.transition import (
-    is_complete,
-    is_wanted,
-    step,
-)
+from node.exchange.round.transition import is_complete, is_wanted, step
 from node.exchange.state.sources import StateHere
 from protocol.errors import BadDataError
 from protocol.run.amendments import LOWER_RATES

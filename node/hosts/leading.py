@@ -42,14 +42,7 @@ from node.hosts.wire import (
     zeros,
 )
 from node.island.checkpoints.folder import Checkpoint, Kept, Loaded
-from node.island.island import (
-    Evaluation,
-    InnerReport,
-    InnerWork,
-    Island,
-    Progress,
-    rebases,
-)
+from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress, rebases
 from node.island.ranks.commands import Keep, MeetingPoint
 from node.island.ranks.faults import RankDiedError, RankFailedError, TrainingDivergedError
 from node.island.ranks.launcher import ProcessIsland

@@ -22,14 +22,7 @@ from node.config import HISTORY_FILE
 from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
 from node.models.families import config_of, why_none
-from node.models.reading import (
-    CONFIG,
-    GENERATION_CONFIG,
-    INDEX,
-    WEIGHTS,
-    read_json,
-    read_weights,
-)
+from node.models.reading import CONFIG, GENERATION_CONFIG, INDEX, WEIGHTS, read_json, read_weights
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, CannotCreateError, NoInputError, UsageError
 from protocol.files.durable import is_taken, refusal_to_write, whole_folder

@@ -14,9 +14,7 @@ from rich.text import Text
 
 from protocol.errors import TemporaryError, UnavailableError
 from protocol.terminal import console
-from protocol.terminal.console import (
-    count_in_words,
-)
+from protocol.terminal.console import count_in_words
 from protocol.terminal.node_words import (
     GONE,
     SILENT_SECONDS,

@@ -54,12 +54,7 @@ from node.island.data.shard_writing import (
     write_shard,
 )
 from node.island.data.tokenizing import Encoded, Tokenizer, tokenizer_files
-from protocol.errors import (
-    AtollError,
-    BadDataError,
-    CannotCreateError,
-    SystemRefusedError,
-)
+from protocol.errors import AtollError, BadDataError, CannotCreateError, SystemRefusedError
 from protocol.files.durable import (
     LOCK_NAME,
     FolderLock,
