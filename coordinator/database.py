@@ -279,8 +279,6 @@ Value = int | float | str | bytes | None
 """What a column holds. A column of type REAL gives a float back, so it must be given one."""
 
 DIGEST_BYTES = 16
-PACKED_FROM = 512
-"""Bytes; what is shorter would hardly be smaller."""
 
 
 class DamagedError(sqlite3.DatabaseError):
@@ -314,16 +312,6 @@ def row_of(
 ) -> tuple[Any, ...] | None:
     """The first of those rows; None when there is none."""
     return next(rows_of(connection, table, rest, parameters), None)
-
-
-def packed(message: bytes) -> bytes:
-    """What to write for a message: long ones name the same nodes again and again."""
-    return message if len(message) < PACKED_FROM else b"\0" + zlib.compress(message, level=1)
-
-
-def unpacked(written: bytes) -> bytes:
-    """The message that was packed. Messages begin with no zero byte, so one tells what is packed."""
-    return zlib.decompress(written[1:]) if written[:1] == b"\0" else written
 
 
 def _digest(table: str, values: Sequence[object]) -> bytes:

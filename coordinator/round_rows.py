@@ -10,6 +10,7 @@ and figures for curves: of rounds that are older, every tenth; ten times as old,
 """
 
 import sqlite3
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import ConfigDict, TypeAdapter
 
-from coordinator.database import packed, put, row_of, rows_of, unpacked
+from coordinator.database import put, row_of, rows_of
 from coordinator.swarm.committed import all_reduce_bytes, screenings_of
 from coordinator.swarm.members import Screening
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Round, SliceProgress, SwarmState
@@ -39,6 +40,20 @@ _AGREEMENTS = TypeAdapter(dict[int, float])
 
 Key = tuple[str, int, str]
 """What a row holds ("slice", "held", …), of which slice, of which node."""
+
+
+PACKED_FROM = 512
+"""Bytes; what is shorter would hardly be smaller."""
+
+
+def packed(message: bytes) -> bytes:
+    """What to write for a message: long ones name the same nodes again and again."""
+    return message if len(message) < PACKED_FROM else b"\0" + zlib.compress(message, level=1)
+
+
+def unpacked(written: bytes) -> bytes:
+    """The message that was packed. Messages begin with no zero byte, so one tells what is packed."""
+    return zlib.decompress(written[1:]) if written[:1] == b"\0" else written
 
 
 def load_round(connection: sqlite3.Connection) -> Round | None:
