@@ -26,7 +26,7 @@ from benchmarks.measurement import markdown
 from lab.simulation.memory_transport import QueuedNetwork
 from lab.simulation.plain_calls import spec_of
 from lab.simulation.swarm import Life, SimulatedRun, simulate
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.dataset import Corpus, read_corpus
 
 NODES = 8
 SECONDS_A_STEP = 0.05  # virtual

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.outer_arithmetic import RoundsOfOneNode, Stages
 from node.disk.snapshot_folder import SnapshotFolder
 from node.exchange.codecs.codec import ONE_THREAD
-from node.machine.freed_memory import keep_freed_memory
+from node.machine.hardware import keep_freed_memory
 from protocol.files.leftovers import TemporaryFolder
 
 MILLION = 1 << 20

@@ -13,16 +13,17 @@ import structlog
 
 from benchmarks.measurement import parser_of
 from coordinator.presets.choosing import Plan, chosen
+from coordinator.presets.composing import NAMED_MODELS
 from coordinator.presets.cost import (
+    CUBIC,
     INSTANT_HOST,
     ROUND_TRIPS,
+    CongestionControl,
     Prediction,
     Setting,
     Situation,
     predicted,
 )
-from coordinator.presets.link_shares import CUBIC, CongestionControl
-from coordinator.presets.model_sizes import NAMED_MODELS
 from lab.simulation.memory_transport import QueuedNetwork
 from lab.simulation.swarm import Life, simulate
 from protocol.run.run_spec import RunSpec, validated

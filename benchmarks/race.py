@@ -39,10 +39,10 @@ from benchmarks.learning.data_parallel import train_data_parallel
 from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
 from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import FP32_BYTES, Setting, Situation, predicted
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 from lab.simulation.plain_calls import Setting as Tables
 from lab.simulation.plain_calls import spec_of, train_swarm
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 
 RESULTS = Path("docs/results/race.jsonl")
 CEILING, PLAIN, OVERLAPPED, ATOLL = (

@@ -14,7 +14,7 @@ import click
 import grpc.aio
 
 from coordinator.authority_key import refuse_damaged
-from coordinator.backup_record import BackupRecords, add_to, has_any
+from coordinator.backups import BackupRecords, add_to, has_any
 from coordinator.config import (
     AUTHORITY_KEY_FILE,
     RUN_FILE,
@@ -27,9 +27,8 @@ from coordinator.connections import Connections, Limits, most_connections
 from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
-from coordinator.dashboard.timeline import RoundTally, Timeline
-from coordinator.dashboard.times_file import TimesFile
-from coordinator.disk_room import DiskRoom
+from coordinator.dashboard.timeline import RoundTally, Timeline, TimesFile
+from coordinator.database import DiskRoom
 from coordinator.driver import Driver, LoopClock, seconds_since_boot
 from coordinator.journal import (
     log_backup,
@@ -45,19 +44,23 @@ from coordinator.relay.line import Carriage
 from coordinator.relay.one_port import HERE, OnePort
 from coordinator.relay.through import Through
 from coordinator.services.answering import Gate
-from coordinator.services.certificates import Certificates
-from coordinator.services.enrolment import ControlEndpoint, EnrolmentDesk, EnrolmentServicer
-from coordinator.services.operator import Entrance, OperatorDesk, OperatorServicer
+from coordinator.services.enrolment import (
+    Certificates,
+    ControlEndpoint,
+    EnrolmentDesk,
+    enrolment_service,
+)
+from coordinator.services.operator import Entrance, OperatorDesk, operator_service
 from coordinator.services.outside import Lookout, listen
 from coordinator.services.ruling import Rulings, refuse_replaced_key, tell_of_clock
-from coordinator.services.session import SessionDesk, SessionServicer
-from coordinator.services.status import Past, StatusDesk, StatusServicer
+from coordinator.services.session import SessionDesk, session_service
+from coordinator.services.status import Past, StatusDesk, status_service
 from coordinator.store import Store
 from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import BadDataError, ConfigError, UnavailableError
-from protocol.files.descriptors import allow_open_files, require_open_files
+from protocol.files.leftovers import allow_open_files, require_open_files
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
@@ -465,10 +468,10 @@ def _add_member_services(
         random_bytes=secrets.token_bytes,
     )
     add_SessionServiceServicer_to_server(
-        SessionServicer(session, gate, certificates), ports.control
+        session_service(session, gate, certificates), ports.control
     )
-    add_StatusServiceServicer_to_server(StatusServicer(status, gate), ports.control)
-    add_OperatorServiceServicer_to_server(OperatorServicer(operator, gate), ports.control)
+    add_StatusServiceServicer_to_server(status_service(status, gate), ports.control)
+    add_OperatorServiceServicer_to_server(operator_service(operator, gate), ports.control)
     return status
 
 
@@ -504,7 +507,7 @@ def _add_enrolment(
         write=driver.write,
     )
     add_EnrolmentServiceServicer_to_server(
-        EnrolmentServicer(desk, on_refused=log_refusal, clock=driver.clock.now), ports.enrolment
+        enrolment_service(desk, on_refused=log_refusal, clock=driver.clock.now), ports.enrolment
     )
 
 

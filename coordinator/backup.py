@@ -14,24 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.authority_key import is_encrypted, refuse_damaged
-from coordinator.config import (
-    AUTHORITY_KEY_FILE,
-    HOME_FILES,
-    SOME_HOME_FILES,
-    Home,
-    rules_in_force,
-)
+from coordinator.config import AUTHORITY_KEY_FILE, HOME_FILES, SOME_HOME_FILES, Home, rules_in_force
 from coordinator.database import DATABASE_NAME
 from coordinator.store import Store
 from protocol.errors import AtollError, CannotCreateError, NoInputError, SystemRefusedError
 from protocol.files.durable import (
+    LOCK_NAME,
     clear_unfinished,
     is_taken,
     unfinished_in,
     whole_folder,
     write_atomically,
 )
-from protocol.files.folder_lock import LOCK_NAME
 from protocol.run.run_spec import DESCRIPTION_FILE
 from protocol.trust.credentials import LINK_FILE
 

@@ -19,7 +19,7 @@ from protocol.files.durable import expanded
 from protocol.service.beside import ENDS_WITH_STDIN
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal import console
-from protocol.terminal.typed import as_seconds
+from protocol.terminal.console import as_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -187,7 +187,7 @@ def service(directory: Path | None, is_system: bool, prints: bool) -> None:
     """
     from coordinator.app import STOP_SECONDS
     from coordinator.config import Home
-    from protocol.files.folder_lock import FolderLock
+    from protocol.files.durable import FolderLock
 
     folder = folder_of(directory).absolute()
     install_service(
@@ -241,8 +241,7 @@ def backup(
       atoll coordinator backup my-run s3://backups/my-run-monday
       atoll coordinator backup my-run s3://backups/my-run --every 10m --keep 24
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from coordinator.backup_record import BackupRecords, without_password
-    from coordinator.backups import Made, Waits, copies_at, once
+    from coordinator.backups import BackupRecords, Made, Waits, copies_at, once, without_password
 
     records = BackupRecords(directory)
     if every is None:

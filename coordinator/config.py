@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -56,7 +57,7 @@ from protocol.run.run_spec import (
     load_run_folder,
     validated,
 )
-from protocol.terminal.typed import seconds_of, web_address_of
+from protocol.terminal.console import seconds_of, web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,
     CERTIFICATE_FILE,
@@ -120,121 +121,8 @@ def _checked_span(text: str) -> str:
 
 Span = Annotated[str, AfterValidator(_checked_span)]
 
-RUN_TEMPLATE = """\
-# The run: what is trained, on what, how, and by which rules. What is left out has the value that it
-# has here, but for name, min_nodes, qk_norm, merge, and the inner optimizer with its rates. Every node
-# works by this file and every round carries its digest: change it before the first 'atoll coordinator start',
-# never after.
-
-[run]
-name = "my-run"             # lower-case letters, digits and hyphens
-seed = 0                    # of the initial weights and of the sample order
-rounds = 100                # outer steps; then the run is finished
-min_nodes = 2               # a round opens when at least so many nodes are ready; left out: 1
-
-[model]
-source = "decoder"          # the Llama-style decoder that comes with Atoll
-vocab_size = 256            # tokens that there are; 256 for text that is read as bytes
-hidden_size = 64            # width; a multiple of num_heads
-num_layers = 3              # decoder layers
-num_heads = 4               # attention heads
-num_kv_heads = 2            # key and value heads; num_heads is a multiple of it
-# head_size = 16            # values of a head; left out: hidden_size / num_heads
-ffn_size = 192              # inner width of the feed-forward part
-context = 128               # tokens of a sample
-rope_theta = 10000.0        # base of the rotary position embedding
-norm_epsilon = 1e-5         # added to the mean square in every norm
-tie_embeddings = true       # whether the output layer is the embedding itself
-qk_norm = true              # norms of each query and key, as Qwen 3 has them; left out: none
-# attention_bias = "qkv"    # "none"; of queries, keys and values; or "all", the output's too
-# mlp_bias = true           # biases in the feed-forward part; left out: none
-# logit_softcap = 15.0      # keeps logits smoothly within ± it; left out: as they are
-# sliding_window = 4096     # positions that a layer attends to; left out: all before
-# sliding_layers = [0, 2]   # the layers that do, from 0; left out: all
-# rope_scaling = {factor = 8.0, original_context = 8192}  # as Llama 3.1 stretches contexts; left out: not
-
-[data]
-source = "python-stdlib"    # or "text", read as bytes; or "tokens", of 'atoll data prepare'
-paths = []                  # of "text" files or globs, of "tokens" their folder; node.toml may say other ones
-private = false             # whether each node trains data of its own: node.toml's data, not paths
-# tokenizer = "…"           # with private "tokens": what 'atoll data prepare' printed of it
-# most_weight = 0.5         # with private: the largest part of a mean that one data holder has
-held_out = 0.05             # part of the files that is never trained on; of tokens it is settled
-# digest = "…"              # of "tokens": what 'atoll data prepare' printed
-across_documents = true     # whether attention reaches from one document of "tokens" into the next
-# function = "data:samples" # of "function": gives (training, held out), two datasets of samples
-# arguments = {size = 8}    # of that function
-
-[lora]
-rank = 0                    # of adapters, 16 for example: they are trained, and the model stays as it is
-alpha = 32.0                # what adapters add is scaled by alpha / rank
-targets = []                # ends of names of modules, as "q_proj"; none: all linear layers but the head
-
-[inner]
-optimizer = "muon"          # on the layers' matrices, with adamw on all else; or "adamw", as left out
-steps = 15                  # inner steps of a node in a round, of slower nodes fewer
-# round_tokens = 30720      # instead of steps: what all nodes together train in a round, whoever is here
-batch = 8                   # samples in an inner step of one node
-learning_rate = 5e-2        # AdamW's peak; 1e-2 where it trains matrices too, as left out
-beta1 = 0.9                 # AdamW's decay of the mean gradient
-beta2 = 0.95                # AdamW's decay of the mean square
-weight_decay = 0.1          # AdamW's and Muon's, on matrices
-muon_learning_rate = 1.2e-2 # Muon's peak; left out: learning_rate, as its steps are AdamW's size
-# muon_momentum = 0.95      # Muon's decay of the mean gradient
-sparse = false              # whether rows of a table that a batch does not touch stay as they are
-clip = 1.0                  # largest norm of a gradient
-schedule = "cosine"         # "constant", "linear" or "wsd"; on the closed rounds of the run
-# warmup_tokens = 100000    # tokens of the whole swarm over which the rate rises; left out: a tenth
-# total_tokens = 10000000   # of the whole swarm: the schedule goes by them; left out: by the rounds
-# decay_fraction = 0.2      # of the run: the end over which "wsd" falls, constant before it
-final_fraction = 0.1        # of learning_rate, at the end of any schedule but "constant"
-scaling = "none"            # of the rates, by participants / min_nodes: or "linear" or "sqrt"
-
-[outer]
-optimizer = "nesterov"      # or "sgd"; applies what a round commits
-learning_rate = 0.7         # with momentum 0.9 about 0.4, 0.6, 0.6, 0.8 for 1, 2, 4, 8 nodes
-momentum = 0.6              # 0.3 below 32 exchanges, 0.9 from a thousand; sgd has none: remove it there
-merge = "agreeing"          # the mean without what most of the others point against; or the plain "mean",
-                            # as left out, or others: docs/coordinators.md
-screening = true            # contributions and results much longer than others are cut, or left out
-audit = 0.05                # so many of the committed slices another member makes again; after a lie
-                            # the run goes back. So many contributions are spot-checked: whether their
-                            # leased samples were trained. 0 where all nodes are your own
-scaling = "none"            # of the rate, by tokens / a full round of min_nodes: or "sqrt", "cbrt"
-
-# Instead of codecs, fragments and overlap, write preset = "auto", link = "100mbit" (of the slowest
-# node) and inner_step = "1.2s": the first start then writes down what it chose, and why.
-[exchange]
-uplink = "int4"             # codec of contributions, with bits a value: "fp32" 32, "bf16" 16,
-                            # "int8" 8.1, "int4" 4.1, "ec3" 3.1, "ec2" 2.1, "int2" 2.0, "ec1" 1.1,
-                            # "sign" 1.0, "topk256" 0.45, "topk64" 0.15;
-                            # below 4 bits better with error_feedback, below 2 only so
-downlink = "int4"           # codec of results, likewise; 2 bits or more lost nothing measurable
-error_feedback = true       # whether a node still owes what encoding rounds away
-residual_decay = 1.0        # what part of that it still owes; sparse codecs may want 0.95
-reducer_error = "keep"      # what encoding a result rounds away: to its next mean; or "own", "drop"
-fragments = 1               # parts of the model, exchanged in turn, one a round; at most num_layers:
-                            # each comes round every fragments * steps inner steps, the fewer the better
-overlap = "none"            # "keep" or "blend": train on while bytes travel, and take results later,
-                            # sooner with more fragments of fewer steps; many steps late costs loss
-# blend = 0.5               # part of their own weights that ranks hold on to when they take results
-
-[deadlines]
-train = 600                 # seconds from the start of a round until training stops
-contribute = 660            # … until reducers take the mean of what has arrived
-commit = 720                # … until the round commits what it can
-apply = 60                  # seconds from the commit until the round is over
-lease = 15                  # seconds of silence after which a node is given up
-adapt = true                # follow what rounds really take; the first four are then upper bounds
-floor = 5                   # with adapt: no part of a round gets fewer seconds, bounds apart
-
-[evaluation]
-every_rounds = 5            # how often the held-out loss is measured
-samples = 64                # held-out samples for that
-go_back = true              # three nodes measure it; where it jumps or rises, the run goes back by itself
-prompts = []                # texts, up to 8; one node's model goes on from each, where it is evaluated
-# prompt_tokens = 64        # … with so many tokens
-"""
+RUN_TEMPLATE = (resources.files("coordinator") / "run_template.toml").read_text(encoding="utf-8")
+"""What a new folder has."""
 
 
 class CoordinatorConfig(Section):

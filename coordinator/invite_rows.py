@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from datetime import UTC, datetime
 
-from coordinator.database import put, rows_of
+from coordinator.database import Database, put, rows_of
 from protocol.errors import NotPermittedError
 from protocol.trust.pki import Role
 from protocol.wire.rounds import NodeId
@@ -69,37 +69,122 @@ class Enrolled:
     certificate_serial: str = ""  # of its latest certificate, in hexadecimal digits
 
 
-def add(
-    connection: sqlite3.Connection,
-    *,
-    invite_id: str,
-    secret_hash: bytes,
-    max_uses: int,
-    expires_utc_seconds: float,
-    host: str,
-    label: str,
-    needs_approval: bool,
-    role: Role,
-) -> None:
-    """Remembers a new invite."""
-    place = 1 + max((invite.place for invite in _invites(connection)), default=0)
-    invite = Invite(
-        place=place,
-        invite_id=invite_id,
-        secret_hash=secret_hash,
-        max_uses=max_uses,
-        expires_utc_seconds=float(expires_utc_seconds),
-        is_revoked=False,
-        host=host,
-        label=label,
-        needs_approval=needs_approval,
-        role=str(role),
-    )
-    _put(connection, "invites", invite)
+class Invites:
+    """All invites of the run, and all who joined. Of who joined memory has a copy: each call asks for it."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        with database.reading() as connection:
+            _records(connection)  # what cannot be read is found at the start
+            self._members = _members(connection)
+
+    def add(
+        self,
+        *,
+        invite_id: str,
+        secret_hash: bytes,
+        max_uses: int,
+        expires_utc_seconds: float,
+        host: str,
+        label: str = "",
+        needs_approval: bool = False,
+        role: Role = Role.NODE,
+    ) -> None:
+        """Remembers a new invite; of its secret only the hash."""
+        with self._database.writing() as connection:
+            place = 1 + max((invite.place for invite in _invites(connection)), default=0)
+            invite = Invite(
+                place=place,
+                invite_id=invite_id,
+                secret_hash=secret_hash,
+                max_uses=max_uses,
+                expires_utc_seconds=float(expires_utc_seconds),
+                is_revoked=False,
+                host=host,
+                label=label,
+                needs_approval=needs_approval,
+                role=str(role),
+            )
+            _put(connection, "invites", invite)
+
+    def records(self) -> tuple[InviteRecord, ...]:
+        """All invites, newest first."""
+        with self._database.reading() as connection:
+            return _records(connection)
+
+    def revoke(self, invite_id: str) -> bool:
+        """Makes an invite useless; False when there is none of that name."""
+        with self._database.writing() as connection:
+            invite = _invite(connection, invite_id)
+            if invite is not None:
+                _put(connection, "invites", replace(invite, is_revoked=True))
+            return invite is not None
+
+    def has(self, invite_id: str, secret_hash: bytes) -> bool:
+        """Whether there is such an invite with this secret, of use or not; either takes equally long."""
+        with self._database.reading() as connection:
+            return _with_secret(connection, invite_id, secret_hash) is not None
+
+    def redeem(
+        self,
+        invite_id: str,
+        secret_hash: bytes,
+        *,
+        node_id: NodeId,
+        node_name: str,
+        public_key: bytes,
+        now: float,
+    ) -> Invite:
+        """Enrols a node at wall clock time `now` (UTC seconds), or raises NotPermittedError.
+
+        A node that has redeemed the invite before may do so again: its first answer may have been lost. An
+        unknown invite and a wrong secret read the same, so that names cannot be probed.
+        """
+        with self._database.writing() as connection:
+            invite = _with_secret(connection, invite_id, secret_hash)
+            if invite is None:
+                raise _refused(f"{invite_id!r} is not an invite of this swarm")
+            if invite.is_revoked:
+                raise _refused(f"invite {invite_id} was revoked")
+            if now >= invite.expires_utc_seconds:
+                expired_at = datetime.fromtimestamp(invite.expires_utc_seconds, UTC)
+                raise _refused(f"invite {invite_id} expired at {expired_at:%Y-%m-%d %H:%M} UTC")
+            known = {one.node_id: one for one in enrolled(connection, invite_id)}
+            if node_id not in known and len(known) >= invite.max_uses:
+                raise _refused(
+                    f"invite {invite_id} is used up: {len(known)} of {invite.max_uses} "
+                    "nodes joined with it"
+                )
+            before = known.get(node_id)
+            joined = Enrolled(
+                invite_id=invite_id,
+                node_id=node_id,
+                node_name=node_name,
+                public_key=public_key if before is None else before.public_key,
+                certificate_serial="" if before is None else before.certificate_serial,
+            )
+            _put(connection, "enrolled", joined)
+            members = _members(connection)
+        self._members = members  # only now, when it is on the disk
+        return invite
+
+    def record_certificate(self, invite_id: str, node_id: NodeId, serial: int) -> None:
+        """Remembers which certificate an enrolled node got last."""
+        with self._database.writing() as connection:
+            for one in enrolled(connection, invite_id):
+                if one.node_id == node_id:
+                    _put(connection, "enrolled", replace(one, certificate_serial=f"{serial:x}"))
+
+    def members(self) -> tuple[EnrolledMember, ...]:
+        """All who have ever redeemed an invite, in the order of their ids."""
+        return tuple(member for _, member in sorted(self._members.items()))
+
+    def member(self, node_id: NodeId) -> EnrolledMember | None:
+        """What is known of who has redeemed an invite; None of one that never did, as in a simulation."""
+        return self._members.get(node_id)
 
 
-def records(connection: sqlite3.Connection) -> tuple[InviteRecord, ...]:
-    """All invites, newest first."""
+def _records(connection: sqlite3.Connection) -> tuple[InviteRecord, ...]:
     joined: dict[str, list[Enrolled]] = {}
     for one in enrolled(connection):  # in the order of node ids
         joined.setdefault(one.invite_id, []).append(one)
@@ -120,8 +205,7 @@ def records(connection: sqlite3.Connection) -> tuple[InviteRecord, ...]:
     )
 
 
-def members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
-    """All who joined, by their ids."""
+def _members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
     invites = {invite.invite_id: invite for invite in _invites(connection)}
     found: dict[NodeId, EnrolledMember] = {}
     for one in enrolled(connection):
@@ -137,73 +221,6 @@ def members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
             role=min(roles, key=MOST_FIRST.index),
         )
     return found
-
-
-def revoke(connection: sqlite3.Connection, invite_id: str) -> bool:
-    """Makes an invite useless; False when there is none of that name."""
-    invite = _invite(connection, invite_id)
-    if invite is not None:
-        _put(connection, "invites", replace(invite, is_revoked=True))
-    return invite is not None
-
-
-def has(connection: sqlite3.Connection, invite_id: str, secret_hash: bytes) -> bool:
-    """Whether there is such an invite with this secret; both answers take equally long."""
-    invite = _invite(connection, invite_id)
-    known_hash = bytes(32) if invite is None else invite.secret_hash
-    return hmac.compare_digest(known_hash, secret_hash) and invite is not None
-
-
-def redeem(
-    connection: sqlite3.Connection,
-    invite_id: str,
-    secret_hash: bytes,
-    *,
-    node_id: NodeId,
-    node_name: str,
-    public_key: bytes,
-    now: float,
-) -> Invite:
-    """Enrols a node at wall clock time `now` (UTC seconds), or raises NotPermittedError; returns the invite.
-
-    A node that has redeemed the invite before may do so again: its first answer may have been lost. An
-    unknown invite and a wrong secret read the same, so that names cannot be probed.
-    """
-    invite = _invite(connection, invite_id)
-    if invite is None or not has(connection, invite_id, secret_hash):
-        raise _refused(f"{invite_id!r} is not an invite of this swarm")
-    if invite.is_revoked:
-        raise _refused(f"invite {invite_id} was revoked")
-    if now >= invite.expires_utc_seconds:
-        expired_at = datetime.fromtimestamp(invite.expires_utc_seconds, UTC)
-        raise _refused(f"invite {invite_id} expired at {expired_at:%Y-%m-%d %H:%M} UTC")
-    known = {one.node_id: one for one in enrolled(connection, invite_id)}
-    if node_id not in known and len(known) >= invite.max_uses:
-        raise _refused(
-            f"invite {invite_id} is used up: {len(known)} of {invite.max_uses} nodes joined with it"
-        )
-    before = known.get(node_id)
-    _put(
-        connection,
-        "enrolled",
-        Enrolled(
-            invite_id=invite_id,
-            node_id=node_id,
-            node_name=node_name,
-            public_key=public_key if before is None else before.public_key,
-            certificate_serial="" if before is None else before.certificate_serial,
-        ),
-    )
-    return invite
-
-
-def record_certificate(
-    connection: sqlite3.Connection, invite_id: str, node_id: NodeId, serial: int
-) -> None:
-    """Remembers which certificate an enrolled node got last."""
-    for one in enrolled(connection, invite_id):
-        if one.node_id == node_id:
-            _put(connection, "enrolled", replace(one, certificate_serial=f"{serial:x}"))
 
 
 def enrolled(connection: sqlite3.Connection, invite_id: str | None = None) -> Iterator[Enrolled]:
@@ -244,6 +261,14 @@ def _invites(connection: sqlite3.Connection) -> Iterator[Invite]:
 
 def _invite(connection: sqlite3.Connection, invite_id: str) -> Invite | None:
     return next((one for one in _invites(connection) if one.invite_id == invite_id), None)
+
+
+def _with_secret(
+    connection: sqlite3.Connection, invite_id: str, secret_hash: bytes
+) -> Invite | None:
+    invite = _invite(connection, invite_id)
+    known_hash = bytes(32) if invite is None else invite.secret_hash
+    return invite if hmac.compare_digest(known_hash, secret_hash) else None
 
 
 def _put(connection: sqlite3.Connection, table: str, record: Invite | Enrolled) -> None:

@@ -11,7 +11,7 @@ import click
 from coordinator.cli import DIR_OPTION, operator_of
 from protocol.errors import UsageError
 from protocol.terminal import console
-from protocol.terminal.typed import as_seconds
+from protocol.terminal.console import as_seconds
 
 if TYPE_CHECKING:
     from protocol.v1.operator_pb2 import InviteStatus

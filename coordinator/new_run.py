@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from coordinator.presets.link_shares import CongestionControl
+from coordinator.presets.cost import CongestionControl
 from protocol.errors import AtollError, UsageError
 from protocol.files.durable import expanded
 from protocol.terminal import console

@@ -29,8 +29,7 @@ from coordinator.config import (
     rotation_folder,
 )
 from protocol.errors import BadDataError, UsageError
-from protocol.files.durable import read_secret, sync_folder, write_atomically
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock, read_secret, sync_folder, write_atomically
 from protocol.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE
 from protocol.trust.pki import Authority, is_key_of
 from protocol.trust.signing import Bundle

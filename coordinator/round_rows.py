@@ -10,14 +10,15 @@ and figures for curves: of rounds that are older, every tenth; ten times as old,
 """
 
 import sqlite3
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 from blake3 import blake3
 from pydantic import ConfigDict, TypeAdapter
 
-from coordinator.database import packed, put, row_of, rows_of, unpacked
+from coordinator.database import put, row_of, rows_of
 from coordinator.swarm.committed import all_reduce_bytes, screenings_of
 from coordinator.swarm.members import Screening
 from coordinator.swarm.state import KEPT_ROUNDS, ClosedRound, Round, SliceProgress, SwarmState
@@ -27,7 +28,7 @@ from protocol.v1 import status_pb2 as pb
 from protocol.wire import convert
 from protocol.wire.messages import Trained
 from protocol.wire.payload import WireTotals
-from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, Digest, NodeId, Plan
 
 JSON = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="constants")
 
@@ -40,7 +41,19 @@ _AGREEMENTS = TypeAdapter(dict[int, float])
 Key = tuple[str, int, str]
 """What a row holds ("slice", "held", …), of which slice, of which node."""
 
-V = TypeVar("V", bound=Hashable)
+
+PACKED_FROM = 512
+"""Bytes; what is shorter would hardly be smaller."""
+
+
+def packed(message: bytes) -> bytes:
+    """What to write for a message: long ones name the same nodes again and again."""
+    return message if len(message) < PACKED_FROM else b"\0" + zlib.compress(message, level=1)
+
+
+def unpacked(written: bytes) -> bytes:
+    """The message that was packed. Messages begin with no zero byte, so one tells what is packed."""
+    return zlib.decompress(written[1:]) if written[:1] == b"\0" else written
 
 
 def load_round(connection: sqlite3.Connection) -> Round | None:
@@ -86,17 +99,38 @@ def _is_same(before: Round, current: Round) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ByNode:
+    """What a round knows of each node: how one node's is written, and read."""
+
+    write: Callable[[Any], bytes]
+    read: Callable[[bytes], Any]
+
+
+_BY_NODE: Mapping[str, _ByNode] = {
+    "held": _ByNode(
+        write=lambda results: _held_in_words(results).encode(),
+        read=lambda part: _held_of(part.decode()),
+    ),
+    "agreements": _ByNode(
+        write=lambda told: _AGREEMENTS.dump_json(dict(told)), read=_AGREEMENTS.validate_json
+    ),
+    "trained": _ByNode(
+        write=lambda told: _TRAINED.dump_json((told,)),
+        read=lambda part: _TRAINED.validate_json(part)[0],
+    ),
+    "trained_at": _ByNode(write=lambda at: repr(at).encode(), read=float),
+    "applied": _ByNode(
+        write=lambda digest: digest.hex().encode(),
+        read=lambda part: Digest(bytes.fromhex(part.decode())),
+    ),
+}
+"""By the names that a round has for it."""
+
+
 def _head_of(current: Round) -> Round:
-    return replace(
-        current,
-        slices=(),
-        commit=None,
-        trained={},
-        trained_at={},
-        held={},
-        agreements={},
-        applied={},
-    )
+    nothing: dict[str, Any] = {kind: {} for kind in _BY_NODE}
+    return replace(current, slices=(), commit=None, **nothing)
 
 
 def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, bytes]]:
@@ -108,84 +142,43 @@ def _changed(before: Round | None, current: Round) -> Iterator[tuple[Key, bytes]
     if current.commit is not None and (before is None or before.commit != current.commit):
         message = convert.commit_to_wire(current.commit)
         yield ("commit", 0, ""), message.SerializeToString(deterministic=True)
-    if before is None or before.held is not current.held:
-        was = {} if before is None else before.held
-        for node_id, results in current.held.items():
-            if was.get(node_id) is not results:
-                yield ("held", 0, node_id), _held_in_words(results).encode()
-    if before is None or before.agreements is not current.agreements:
-        told = {} if before is None else before.agreements
-        for node_id, agreements in current.agreements.items():
-            if told.get(node_id) is not agreements:
-                yield ("agreements", 0, node_id), _AGREEMENTS.dump_json(dict(agreements))
-    if before is None or before.trained is not current.trained:
-        for node_id, trained in _news({} if before is None else before.trained, current.trained):
-            yield ("trained", 0, node_id), _TRAINED.dump_json((trained,))
-    if before is None or before.trained_at is not current.trained_at:
-        for node_id, at in _news({} if before is None else before.trained_at, current.trained_at):
-            yield ("trained_at", 0, node_id), repr(at).encode()
-    if before is None or before.applied is not current.applied:
-        for node_id, digest in _news({} if before is None else before.applied, current.applied):
-            yield ("applied", 0, node_id), digest.hex().encode()
+    for kind, by_node in _BY_NODE.items():
+        old = {} if before is None else getattr(before, kind)
+        new = getattr(current, kind)
+        if new is not old:
+            for node_id, told in new.items():
+                if old.get(node_id) is not told:
+                    yield (kind, 0, node_id), by_node.write(told)
 
 
 def _gone(before: Round, current: Round) -> Iterator[Key]:
     """The parts that the database holds and that are no more: a slice was taken over."""
-    for kind, old, new in (
-        ("held", before.held, current.held),
-        ("agreements", before.agreements, current.agreements),
-        ("trained", before.trained, current.trained),
-        ("trained_at", before.trained_at, current.trained_at),
-        ("applied", before.applied, current.applied),
-    ):
+    for kind in _BY_NODE:
+        old, new = getattr(before, kind), getattr(current, kind)
         if old is not new:
             for node_id in old.keys() - new.keys():
                 yield kind, 0, node_id
 
 
-def _news(before: Mapping[NodeId, V], after: Mapping[NodeId, V]) -> Iterable[tuple[NodeId, V]]:
-    return after.items() - before.items()
-
-
 def joined(head: Round, parts: Mapping[Key, bytes]) -> Round:
     """The round whose head and parts these are."""
     slices: dict[int, SliceProgress] = {}
-    held: dict[NodeId, Mapping[int, Digest]] = {}
-    agreements: dict[NodeId, Mapping[int, float]] = {}
-    trained: dict[NodeId, Trained] = {}
-    trained_at: dict[NodeId, float] = {}
-    applied: dict[NodeId, Digest] = {}
+    told: dict[str, Any] = {kind: {} for kind in _BY_NODE}
     for (kind, index, node), part in parts.items():
         node_id = NodeId(node)
         match kind:
             case "slice":
                 slices[index] = _SLICE.validate_json(part)[0]
-            case "held":
-                held[node_id] = _held_of(part.decode())
+            case "commit":
+                commit = convert.commit_from_wire(round_pb2.Commit.FromString(part))
+                head = replace(head, commit=commit)
             case "holder":  # one row for each slice, as it was written before "held" was
                 digest = Digest(bytes.fromhex(part.decode()))
-                held[node_id] = {**held.get(node_id, {}), index: digest}
-            case "agreements":
-                agreements[node_id] = _AGREEMENTS.validate_json(part)
-            case "commit":
-                head = replace(
-                    head, commit=convert.commit_from_wire(round_pb2.Commit.FromString(part))
-                )
-            case "trained":
-                trained[node_id] = _TRAINED.validate_json(part)[0]
-            case "trained_at":
-                trained_at[node_id] = float(part)
-            case "applied":
-                applied[node_id] = Digest(bytes.fromhex(part.decode()))
-    return replace(
-        head,
-        slices=tuple(slices[index] for index in sorted(slices)),
-        held=held,
-        agreements=agreements,
-        trained=trained,
-        trained_at=trained_at,
-        applied=applied,
-    )
+                told["held"][node_id] = {**told["held"].get(node_id, {}), index: digest}
+            case _ if kind in _BY_NODE:
+                told[kind][node_id] = _BY_NODE[kind].read(part)
+    in_order = tuple(slices[index] for index in sorted(slices))
+    return replace(head, slices=in_order, **told)
 
 
 def _held_in_words(results: Mapping[int, Digest]) -> str:
@@ -241,7 +234,7 @@ def save_closed(
     statement = statement_of(message)
     if sign is not None:
         message.signature = sign(statement)
-    plan = convert.plan_to_wire(closed.plan)
+    plan = convert.to_wire(closed.plan, round_pb2.Plan)
     if closed.plan.assignments == commit.assignments:
         plan.ClearField("assignments")  # the commit has them, and they are most of it
     rest = (closed.trained, closed.tokens, closed.seconds, closed.reason, closed.wire)
@@ -291,7 +284,7 @@ def latest_closed(
         commit_message, plan_message, rest = map(unpacked, row[1:])
         signed = convert.commit_from_wire(round_pb2.Commit.FromString(commit_message))
         commit = replace(signed, signature=b"")  # in the core nobody needs it
-        plan = convert.plan_from_wire(round_pb2.Plan.FromString(plan_message))
+        plan = convert.from_wire(round_pb2.Plan.FromString(plan_message), Plan)
         trained, tokens, seconds, reason, wire = _REST.validate_json(rest)
         yield ClosedRound(
             plan=plan if plan.assignments else replace(plan, assignments=commit.assignments),

@@ -1,19 +1,20 @@
-"""The coordinator's memory on disk: the swarm's state, closed rounds, invites, enrolled nodes.
+"""The coordinator's memory on disk: its run file, the state, closed rounds, invites, enrolled nodes.
 
 What was answered is on the disk. What to remember is the core's decision; nothing is decided here
 except whether an invite can be redeemed, because that must be one transaction.
 """
 
+import json
 import sqlite3
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from coordinator import invite_rows, round_rows
+from coordinator import round_rows
 from coordinator.database import (
     Change,
     DamagedError,
@@ -24,8 +25,7 @@ from coordinator.database import (
     to_save,
     without_rows,
 )
-from coordinator.invite_rows import EnrolledMember, Invite, InviteRecord
-from coordinator.kept_run import keep_or_compare
+from coordinator.invite_rows import Invites
 from coordinator.round_rows import JSON, KeptCommit, Sign, load_round, save_round
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger, ledger_of
@@ -44,14 +44,87 @@ from coordinator.swarm.state import (
 from coordinator.swarm.steering import with_rulings
 from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError
+from protocol.run.amendments import AMENDABLE
 from protocol.run.run_spec import RunSpec
-from protocol.trust.pki import Role
 from protocol.trust.rulings import SignedRuling, ruling_from_json
 from protocol.v1 import round_pb2
 from protocol.v1.status_pb2 import RoundSummary
 from protocol.wire import convert
 from protocol.wire.channel import RETRY_CAP_SECONDS
-from protocol.wire.rounds import Assignment, Commit, Digest, NodeId
+from protocol.wire.rounds import Assignment, Commit, Digest
+
+# The run file that a database belongs to, kept in it: so that a changed one is refused by key and value.
+
+
+MOST_NAMED = 3
+"""Changed keys that a refusal names, and the number of the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunChange:
+    """One key of the run file with its value when the run began, and now; None: left out."""
+
+    table: str
+    key: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        return f"[{self.table}] {self.key} was {_value(self.before)} and is {_value(self.after)}"
+
+    @property
+    def undone(self) -> str:
+        """What to type to have it as it was."""
+        if self.before is None:
+            return f"remove {self.key} from [{self.table}]"
+        return f"write {self.key} = {_value(self.before)} into [{self.table}]"
+
+
+def changes_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[RunChange]:
+    """Keys whose values differ, in the order of the tables."""
+    for table in dict.fromkeys((*after, *before)):
+        old, new = before.get(table) or {}, after.get(table) or {}
+        for key in dict.fromkeys((*new, *old)):
+            if old.get(key) != new.get(key):
+                yield RunChange(table=table, key=key, before=old.get(key), after=new.get(key))
+
+
+def keep_or_compare(database: Database, run: RunSpec, path: Path) -> None:
+    """Keeps the run file with the first state of the run; raises ConfigError when it changed since."""
+    with database.reading() as connection:
+        has_begun = row_of(connection, "swarm") is not None
+        row = row_of(connection, "run_file")
+    text = run.canonical_json()
+    if not has_begun and row != (1, text):
+        with database.writing() as connection:
+            put(connection, "run_file", [(1, text)])
+    if not has_begun or row is None:
+        return
+    changes = list(changes_between(json.loads(row[1]), json.loads(text)))
+    if not changes:
+        return
+    named = "; ".join(map(str, changes[:MOST_NAMED]))
+    more = f"; and {len(changes) - MOST_NAMED} more" if len(changes) > MOST_NAMED else ""
+    undone = ", ".join(change.undone for change in changes[:MOST_NAMED])
+    keys = [f"{change.table}.{change.key}" for change in changes]
+    amend = ""
+    is_given = all(change.after is not None for change in changes)
+    if is_given and all(key in AMENDABLE for key in keys):
+        values = " ".join(
+            f"{key}={_value(change.after)}" for key, change in zip(keys, changes, strict=True)
+        )
+        amend = f", and type 'atoll run amend {values}'"
+    raise ConfigError(
+        f"{path} has changed since the run began: {named}{more}",
+        next_step=f"{undone} of {path}, then start again{amend}; or start a new run with "
+        f"'atoll coordinator init NEWDIR --run {path}'",
+    )
+
+
+def _value(value: object) -> str:
+    """As TOML has it."""
+    return "left out" if value is None else json.dumps(value)
+
 
 CLOCK_SAVE_SECONDS = 5.0
 """The clock is written this often when nothing else is: what a crash can add to a deadline."""
@@ -81,8 +154,7 @@ class Store:
         with database.reading() as connection:
             if (row := row_of(connection, "clock")) is not None:
                 self._saved_now = row[1]
-            invite_rows.records(connection)
-            self._enrolled = invite_rows.members(connection)
+        self.invites = Invites(database)
 
     @classmethod
     def open(cls, directory: Path, *, sign: Sign | None = None) -> Self:
@@ -359,97 +431,6 @@ class Store:
             for (table,) in names.fetchall():
                 for _ in rows_of(connection, table):
                     pass
-
-    # Invites and enrolment
-
-    def add_invite(
-        self,
-        *,
-        invite_id: str,
-        secret_hash: bytes,
-        max_uses: int,
-        expires_utc_seconds: float,
-        host: str,
-        label: str = "",
-        needs_approval: bool = False,
-        role: Role = Role.NODE,
-    ) -> None:
-        """Remembers a new invite; of its secret only the hash."""
-        with self._database.writing() as connection:
-            invite_rows.add(
-                connection,
-                invite_id=invite_id,
-                secret_hash=secret_hash,
-                max_uses=max_uses,
-                expires_utc_seconds=expires_utc_seconds,
-                host=host,
-                label=label,
-                needs_approval=needs_approval,
-                role=role,
-            )
-
-    def invites(self) -> tuple[InviteRecord, ...]:
-        """All invites, newest first."""
-        with self._database.reading() as connection:
-            return invite_rows.records(connection)
-
-    def has_invite(self, invite_id: str, secret_hash: bytes) -> bool:
-        """Whether there is such an invite with this secret, of use or not."""
-        with self._database.reading() as connection:
-            return invite_rows.has(connection, invite_id, secret_hash)
-
-    def revoke_invite(self, invite_id: str) -> bool:
-        """Makes an invite useless; False when there is none of that name."""
-        with self._database.writing() as connection:
-            return invite_rows.revoke(connection, invite_id)
-
-    def redeem(
-        self,
-        invite_id: str,
-        secret_hash: bytes,
-        *,
-        node_id: NodeId,
-        node_name: str,
-        public_key: bytes,
-        now: float,
-    ) -> Invite:
-        """Enrols a node, or raises NotPermittedError: see coordinator.invite_rows."""
-        with self._database.writing() as connection:
-            invite = invite_rows.redeem(
-                connection,
-                invite_id,
-                secret_hash,
-                node_id=node_id,
-                node_name=node_name,
-                public_key=public_key,
-                now=now,
-            )
-            enrolled = invite_rows.members(connection)
-        self._enrolled = enrolled  # only now, when it is on the disk
-        return invite
-
-    def record_certificate(self, invite_id: str, node_id: NodeId, serial: int) -> None:
-        """Remembers which certificate an enrolled node got last."""
-        with self._database.writing() as connection:
-            invite_rows.record_certificate(connection, invite_id, node_id, serial)
-
-    def enrolled(self) -> tuple[EnrolledMember, ...]:
-        """All who have ever redeemed an invite, in the order of their ids."""
-        return tuple(member for _, member in sorted(self._enrolled.items()))
-
-    def enrolled_member(self, node_id: NodeId) -> EnrolledMember | None:
-        """What is known of who has redeemed an invite. Asked at every call."""
-        return self._enrolled.get(node_id)
-
-    def is_helper(self, node_id: NodeId) -> bool:
-        """Whether it joined as a helper; not one that never did, as in a simulation."""
-        enrolled = self._enrolled.get(node_id)
-        return enrolled is not None and enrolled.role is Role.HELPER
-
-    def invite_of(self, node_id: NodeId) -> str:
-        """The invite that the node joined with; empty for one that never did, as in a simulation."""
-        enrolled = self._enrolled.get(node_id)
-        return "" if enrolled is None else enrolled.invite_id
 
 
 def _whole_commits_after(connection: sqlite3.Connection, round_number: int) -> tuple[Commit, ...]:

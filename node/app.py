@@ -17,13 +17,17 @@ import structlog
 from node.config import NodeSettings
 from node.island.data.places import DataPlaces, check_reach, reads_in_words
 from node.island.models.code import DIGITS, code_digest, functions_of, in_words
-from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
-from node.island.ranks.output import rank_output
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver, rank_output
 from node.kept import refuse_what_nobody_gives
 from node.link.calls import CoordinatorLink, RenewingCalls, run_of_coordinator
-from node.machine.freed_memory import keep_freed_memory
-from node.machine.hardware import Hardware, likely_devices, look_around, require_processes
-from node.machine.metadata import heeding_notices
+from node.machine.hardware import (
+    Hardware,
+    keep_freed_memory,
+    likely_devices,
+    look_around,
+    require_processes,
+)
+from node.machine.notices import heeding_notices
 from node.machine.placement import (
     may_need_compiler,
     num_ranks_of,
@@ -33,9 +37,8 @@ from node.machine.placement import (
 from node.outer_state import tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import AtollError
-from protocol.files.descriptors import require_open_files
-from protocol.files.folder_lock import FolderLock
-from protocol.files.leftovers import temporary_directory
+from protocol.files.durable import FolderLock
+from protocol.files.leftovers import require_open_files, temporary_directory
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import ServiceManager
 from protocol.trust.credentials import IDENTITY_FILE, Credentials
@@ -201,7 +204,7 @@ def _refuse_or_tell(
 
 def _tell_what_is_read(patterns: tuple[str, ...], places: DataPlaces) -> None:
     """Says which files of this machine the run file names, before any is read. Raises AtollError."""
-    from node.island.data.corpus import text_files
+    from node.island.data.dataset import text_files
 
     check_reach(patterns, places)
     files = [file.path for file in text_files(patterns, places.folder)]

@@ -21,15 +21,14 @@ from node.daemon import Counterparts, Daemon, Holdings, NodeFacts, Tokens
 from node.disk.history import History, KeptRulings
 from node.exchange.codecs.codec import Tiles, remove_unused_kernels, threads_beside
 from node.exchange.codecs.registry import measured_speed
-from node.exchange.outer import Outer, codecs_in_force, merging_of
-from node.exchange.outer_optimizer import outer_optimizer_of
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import outer_rules_of
 from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.whereabouts import told_by
 from node.heavy import ExchangeTime, Meters, in_thread
-from node.hosts.desk import HostDesk
-from node.hosts.leading import HostsIsland
+from node.hosts.leading import HostDesk, HostsIsland
 from node.hosts.wire import LeaderKey, interface_of
 from node.installed import software_of
 from node.island.checkpoints.folder import CheckpointFolder
@@ -49,15 +48,14 @@ from node.kept import keep_corpus, keep_places, keep_run, kept_corpus
 from node.link.calls import CoordinatorLink
 from node.machine.addresses import ROUTER_LOOKS, Reachability, address_changes, has_ipv6
 from node.machine.hardware import Hardware, congestion_control, has_compilers, likely_devices
+from node.machine.limits import Usage
 from node.machine.placement import local_training_of, mesh_for, num_ranks_of, parted_batch
-from node.machine.usage import Usage
 from node.models.reading import read_first
 from node.models.writing import TextWriter
 from node.outer_state import SharedVectors, Vector
 from node.own_metrics import own_metrics
-from node.owner import why_paused
 from node.records import Records
-from node.stopping import StopSignals
+from node.stopping import StopSignals, why_paused
 from protocol.files.durable import expanded
 from protocol.run.amendments import changes_codecs
 from protocol.run.models import layout_of
@@ -288,10 +286,7 @@ def _outer_at_start(
         sent=disk.sent,
         momentum=momentum,
     )
-    outer.codecs_in = codecs_in_force(rulings.spec_in, tiles)
-    outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
-    outer.owing.decay_in = lambda round: rulings.spec_in(round).exchange.residual_decay
-    outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
+    outer.go_by(rulings.made_in(partial(outer_rules_of, tiles=tiles)))
     outer.compile_kernels()
     log.info("codecs ready", uplink=outer.uplink.name, downlink=outer.downlink.name)
     remove_unused_kernels()

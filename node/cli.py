@@ -21,9 +21,9 @@ from node.config import (
 )
 from node.installed import HELPER, NODE, require_installed
 from protocol.errors import AtollError, NotPermittedError
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 from protocol.service.unit import PRINT, SYSTEM, install_service
-from protocol.terminal.typed import as_seconds
+from protocol.terminal.console import as_seconds
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Role
@@ -411,7 +411,7 @@ def drain(folder: Path | None, within: float) -> None:
 
     Example: atoll node drain --within 20s
     """
-    from node.owner import drain_node
+    from node.stopping import drain_node
 
     drain_node(find_home(folder), within_seconds=within, say=click.echo)
     click.echo("it has left")
@@ -426,7 +426,7 @@ def pause(folder: Path | None) -> None:
 
     Example: atoll node pause
     """
-    from node.owner import pause_node
+    from node.stopping import pause_node
 
     pause_node(find_home(folder), say=click.echo)
 
@@ -438,7 +438,7 @@ def resume(folder: Path | None) -> None:
 
     Example: atoll node resume
     """
-    from node.owner import resume_node
+    from node.stopping import resume_node
 
     resume_node(find_home(folder), say=click.echo)
 
@@ -461,7 +461,7 @@ def snapshots(folder: Path | None, is_json: bool) -> None:
       [{"round": 40, "num_bytes": 9437312, "digest": "8f3a…", "damage": "", "loss": 2.1,
         "held_out": 2.2, "tokens": 184320}, …]
     """  # noqa: D301 - click reads the character \b, not its two letters
-    from node.snapshots_list import list_snapshots
+    from node.kept import list_snapshots
 
     list_snapshots(find_home(folder), is_json=is_json)
 

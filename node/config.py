@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,8 +17,7 @@ import structlog
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from node.disk.budget import DiskBudget
-from node.disk.round_folder import Retention
+from node.disk.round_folder import DiskBudget, Retention
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import (
     Accumulating,
@@ -39,7 +39,7 @@ from protocol.errors import (
 )
 from protocol.files.durable import expanded, read_toml, write_atomically
 from protocol.run.models import Section, nearest_key
-from protocol.terminal.typed import bits_per_second_of, web_address_of
+from protocol.terminal.console import bits_per_second_of, web_address_of
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.invite import endpoint_of
 from protocol.trust.pki import Role
@@ -51,186 +51,8 @@ RULINGS_FILE = "rulings"
 SENT_FILE = "sent"
 DATA_CACHE_FOLDER = "data-cache"
 
-TEMPLATE = """\
-# This machine's part in the swarm. Changes count from the next 'atoll node start'.
-
-# What people call this node.
-name = {name}
-
-# Where to train: "auto" takes a GPU when there is one; or "cpu", "cuda" (NVIDIA's, and AMD's with
-# torch for ROCm), "xpu" (Intel's), "mps" (Apple's), or one GPU, as "cuda:1".
-device = "auto"
-
-# Training processes, as many copies of the model; with GPUs, one for each. Leave it at 1 when the
-# mesh below has more than one rank.
-ranks = 1
-
-# How the ranks share the work: "sizes" takes those that follow; "auto" picks them from the devices
-# (every GPU), their memory and the model, and says why.
-mesh = "sizes"
-
-# Ranks along each axis; the island has their product. Copies of the model (replicate) and parts of
-# it (shard) train other samples. Tensor (tp), pipeline (pp) and context parallel (cp) ranks share
-# samples.
-replicate = 1
-shard = 1
-tp = 1
-pp = 1
-cp = 1
-
-# Machines that hold the ranks, as many on each. With more than one, the others follow this one:
-# island_listen is this machine's address on the link between them, and a port, as "10.0.0.1:7720".
-hosts = 1
-island_listen = ""
-
-# What shards spread: 1 the optimizer's state, 2 gradients as well, 3 parameters as well.
-zero = 3
-
-# Order of a pipeline's work: "gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv";
-# and into how many microbatches a batch is cut; 0 finds a number.
-schedule = "1f1b"
-microbatches = 0
-
-# Keep parameters and the optimizer's state in the CPU's memory while a GPU trains.
-offload = false
-
-# Samples that a rank puts through the model together; the gradients of [inner] batch are added up
-# over several such parts. Fewer need less memory. 0 means all at once.
-micro_batch = 0
-
-# What a rank with a shard of the model keeps between such parts: "sharded", its share of the gradients,
-# which ranks scatter after each part; or "whole", all of them, scattered once: faster, and 4 bytes for
-# each parameter of the model instead of a share of them.
-accumulate = "sharded"
-
-# What matrix products are computed in: "fp32"; "tf32" (fp32 with 10 bits behind the point, on NVIDIA's
-# GPUs since Ampere); "bf16"; "fp16" (with loss scaling, for GPUs without bf16); or "auto": bf16 on a GPU
-# that has it, else fp32. Weights, sums of gradients and the loss stay fp32.
-precision = "auto"
-
-# What the backward pass computes again instead of keeping it in memory: "none"; "selective" (all but
-# matrix products and attention: a little slower); or "full" (whole layers: about a third slower).
-activation_checkpointing = "none"
-
-# Whether torch compiles the layers: faster steps on GPUs, half a minute at each start. "auto": on CUDA GPUs,
-# Atoll's own models of 50 million parameters or more, where Triton and a C compiler are; or true, false.
-compile = "auto"
-
-# Whether the same work gives the same bits each time on one machine; slower on GPUs.
-deterministic = false
-
-# Where this machine has the run's data: for text a file or a glob, for tokens their folder, also with some
-# of the shards only. Relative paths begin where 'atoll node start' is typed. Empty means [data] paths of
-# the run file.
-data = ""
-
-# Folders that text of the run file may lie in, beside the one where 'atoll node start' is typed. Elsewhere
-# whoever wrote the run file does not choose what of yours is read, nor anything hidden.
-may_read = []
-
-# Most that fetched tokens take in this folder; what was not used for longest makes room.
-data_cache = "20GB"
-
-# Whether this node gives peers the tokens that it has, within max_upload. Private data are never given.
-serve_data = true
-
-# Runs whose own code may run on this machine, as "name@digest": their model or their samples come from
-# Python functions. That code has all that your account has: read it first. A node that is refused says the
-# digest and the files that it is of; a name alone allows whatever code that run has.
-allow_functions = []
-
-# The folder where such functions are, beside what is installed. A relative path begins where
-# 'atoll node start' is typed.
-code = ""
-
-# The transformers folder of the model that the run adapts, where its run file has a [lora]. A relative path
-# begins where 'atoll node start' is typed.
-base = ""
-
-# After how many rounds the inner optimizer's state is written to this folder (8 bytes for each
-# parameter, behind the training; with large models more seldom, see max_disk_writes), so that a
-# restart goes on from it; 0 means never.
-checkpoint_every_rounds = 10
-
-# Snapshots that stay beside the last two, so that the run can go back, be forked and be exported there:
-# the latest so many of those of every keep_every-th round. Each takes up to 16 bytes for each parameter. With
-# large models some of those rounds have none, see max_disk_writes; 0 keeps no more than the last two.
-keep_snapshots = 2
-keep_every = 8
-
-# Most that snapshots, results and checkpoints may take of this disk, such as "500GB". A run that needs more
-# is refused at the start. Empty means what is free.
-max_disk = ""
-
-# Most that snapshots and checkpoints write, on average, whatever the model: "40MB/s" are 1,200 TB a year,
-# which an SSD endures. With less they come more seldom, but once an hour.
-max_disk_writes = "40MB/s"
-
-# Seconds without a sign of life after which ranks that work count as hung, and are started again; ten
-# times as long for what they do the first time, or as the slowest that ended well. 0 means never.
-hang_seconds = 120
-
-# Whether a program of your own trains here, with your own loop, instead of this node's ranks: it calls
-# atoll.join(model, optimizer). Then device, ranks and what else is about ranks has no meaning.
-loop = false
-
-# Address and port that peers connect to; port 0 picks a free one. An empty address means loopback
-# for a coordinator on this machine, and every interface otherwise.
-listen = ""
-port = 0
-
-# Host to tell peers instead of the one found here, when a router forwards the port: an address or
-# a name. Empty means the addresses found.
-announce = ""
-
-# The interface whose addresses peers are told, where this machine has several, such as "eth1". Empty means
-# all of them, and first the one by which the coordinator is reached. It goes without listen and announce.
-interface = ""
-
-# Whether this node asks the router, by UPnP or NAT-PMP, to forward its port while it runs: then peers reach
-# it without a helper. It does not where announce is set, or listen names one address.
-ask_router = true
-
-# Most that all transfers together upload: "10mbit" or "1.25MB/s" (a second, on the wire). About 80 %
-# of what the uplink carries leaves it usable for others. Empty means no limit.
-max_upload = ""
-
-# The part of what this node may upload, or else of what its link was measured to carry, that it passes on for
-# pairs of nodes that do not reach each other, encrypted between them: 0.5 is half of it, 0 refuses.
-carry = 0.5
-
-# The hours of the day at which this node trains, by this machine's clock: "22:00-07:00", or several, as
-# "22-7, 12:00-13:30". Empty means all. Beyond them, and where the next two say so, it stays a member and
-# trains nothing, as after 'atoll node pause'.
-hours = ""
-
-# Whether it trains while this machine runs on its battery, or on that of its UPS.
-on_battery = true
-
-# Whether it trains only while nobody else uses this machine: nobody is active at a desktop or has typed in a
-# terminal for five minutes, and other programs take less than a quarter of the processors.
-only_idle = false
-
-# The part of the time that it trains, from 0.1 to 1: with 0.5 it rests between inner steps for as long as
-# a step takes, so that a laptop stays cool and quiet. The swarm plans with the speed that is left.
-load = 1.0
-
-# HOST:PORT where this node serves its own metrics (/metrics, for Prometheus), for example
-# "127.0.0.1:9101"; readable by all who reach it. Empty means nowhere.
-metrics = ""
-
-# Seconds that a node which is stopped may stay, to contribute what it trained and to apply the commit
-# of the round in flight; 0 means that it leaves at once.
-drain_within = 30
-
-# Whose notices, that a machine is about to be taken away, make the node leave with its work, within the time
-# that is left: "aws", "gcp", "azure"; "auto" finds out by this machine's firmware; or "off".
-cloud = "auto"
-
-# The file with the run's first weights, for a node that has them where a run begins with given ones: the
-# others fetch them from it. Empty means that this node fetches them, or draws them from the run's seed.
-weights = ""
-"""
+TEMPLATE = (resources.files("node") / "node_template.toml").read_text(encoding="utf-8")
+"""What a new folder has."""
 
 OF_HELPERS = frozenset(
     {"name", "max_disk", "max_disk_writes", "listen", "port", "announce", "max_upload", "metrics"}
@@ -612,9 +434,8 @@ def write_settings(
     path = folder / SETTINGS_FILE
     if path.exists():
         return
-    text = (helper_template() if is_helper else TEMPLATE).format(
-        name=json.dumps(name, ensure_ascii=False)
-    )
+    named = f"name = {json.dumps(name, ensure_ascii=False)}"
+    text = (helper_template() if is_helper else TEMPLATE).replace('name = ""', named, 1)
     for key, value in (limits or {}).items():
         # A helper's has no line for what means nothing to it.
         line = f"{key} = {json.dumps(value)}".replace("\\", "\\\\")

@@ -32,7 +32,7 @@ from node.island.ranks.faults import TrainingDivergedError
 from node.link.calls import Announcement, Attachment, CoordinatorLink
 from node.link.session import NodeSide, Session
 from node.machine.addresses import address_changes, most_useful
-from node.owner import LOOK_SECONDS
+from node.stopping import LOOK_SECONDS
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import NOBODY, ServiceManager
@@ -454,8 +454,8 @@ class Daemon:
             upload_pace=self._transport.upload_pace,
             exchange_speed=self._facts.exchange_speed,
             reach_back=self._exchange.reach_back(),
-            trains=self._island.ability.trains,
-            evaluates=self._island.ability.evaluates,
+            cannot_train=not self._island.ability.trains,
+            cannot_evaluate=not self._island.ability.evaluates,
             outside_token=self._transport.outside_token,
             outside_by_ipv6=self._transport.outside_by_ipv6,
             punched=self._transport.punched,

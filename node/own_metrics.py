@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from node.daemon import NodeFacts
-from protocol.terminal.typed import web_address_of
+from protocol.terminal.console import web_address_of
 from protocol.trust.invite import endpoint_of
 from protocol.wire.vitals import Vitals, heartbeat_of
 
@@ -29,8 +29,7 @@ async def own_metrics(
         yield None
         return
     # Only now: who wants no pages need not wait for their libraries.
-    from protocol.web.metrics import CONTENT_TYPE, Board
-    from protocol.web.node_metrics import NODE_METRICS, put_node
+    from protocol.web.metrics import CONTENT_TYPE, NODE_METRICS, Board, put_node
     from protocol.web.server import Answer, WebServer
 
     async def metrics() -> Answer:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.config import SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
-from node.disk.budget import DiskBudget, Need
 from node.disk.history import History, SentLog
-from node.disk.round_folder import Retention
+from node.disk.round_folder import DiskBudget, Need, Retention
 from node.disk.snapshots import snapshot_bytes
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.heavy import in_thread

@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from node.island.data.corpus import Corpus
+    from node.island.data.dataset import Corpus
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -75,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TwoSwarmsAtA
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> "Corpus":
     """The text that tiny runs train on, read once for all tests of a process. Nobody writes to it."""
-    from node.island.data.corpus import read_corpus  # most tests need nothing of the node
+    from node.island.data.dataset import read_corpus  # most tests need nothing of the node
     from tests.tiny_runs import tiny
 
     spec = tiny()

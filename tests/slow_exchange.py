@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from protocol.run.run_spec import RunSpec
 
 

@@ -15,7 +15,7 @@ import click
 from benchmarks.measurement import markdown
 from coordinator.config import RUN_TEMPLATE, CoordinatorConfig
 from coordinator.dashboard.run_metrics import RUN_METRICS
-from coordinator.presets.composing import USUAL_NODES
+from coordinator.presets.composing import NAMED_MODELS, USUAL_NODES
 from coordinator.presets.cost import (
     DISK_BYTES,
     FP32_BYTES,
@@ -24,13 +24,11 @@ from coordinator.presets.cost import (
     Situation,
     bytes_per_round,
 )
-from coordinator.presets.model_sizes import NAMED_MODELS
 from node.config import OF_HELPERS, TEMPLATE
 from protocol.run.node_memory import daemon_bytes
 from protocol.terminal import cli
 from protocol.terminal.console import bytes_in_words, count_in_words, seconds_in_words
-from protocol.web.metrics import Metric
-from protocol.web.node_metrics import NODE_METRICS
+from protocol.web.metrics import NODE_METRICS, Metric
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 WIDTH = 118
@@ -197,7 +195,7 @@ def _node_file() -> Iterator[Row]:
         found = [re.fullmatch(r"(\w+) = (.*)", line) for line in lines if not line.startswith("#")]
         pairs = [(match[1], match[2]) for match in found if match is not None]
         defaults = dict.fromkeys(
-            "the folder's" if value == "{name}" else f"`{value}`" for _, value in pairs
+            "the folder's" if key == "name" else f"`{value}`" for key, value in pairs
         )
         yield (
             ", ".join(f"`{key}`" for key, _ in pairs),

@@ -3,7 +3,7 @@
 import sys
 
 from benchmarks.chaos.command import main
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 
 if __name__ == "__main__":
     with nothing_left():

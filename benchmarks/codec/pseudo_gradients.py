@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.learning.data_parallel import demo_spec
-from lab.simulation.lone_work import lone_work, unseen
-from node.island.data.corpus import read_corpus
+from lab.simulation.inline_island import lone_work, unseen
+from node.island.data.dataset import read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer

@@ -33,7 +33,7 @@ from benchmarks.convergence.settings import DATA_PARALLEL
 from benchmarks.learning.data_parallel import train_data_parallel
 from benchmarks.measurement import Rows, add_results, parser_of, read_rows
 from lab.simulation.plain_calls import Setting, Trained, spec_of, train_swarm
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 
 RESULTS = Path("docs/results/convergence.jsonl")
 

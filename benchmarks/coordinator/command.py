@@ -24,8 +24,7 @@ from pathlib import Path
 from benchmarks.coordinator.nodes import SimulatedNode, Timings
 from benchmarks.measurement import Rows, add_results, machine, markdown, parser_of
 from coordinator.config import CoordinatorConfig, Home, create_home
-from lab.processes.family import atoll_command, atoll_environment
-from lab.processes.processor_time import seconds_of
+from lab.processes.family import atoll_command, atoll_environment, seconds_of
 from protocol.run.models import Description, TensorShape
 from protocol.run.run_spec import DESCRIPTION_FILE
 from protocol.trust.credentials import Credentials

@@ -16,8 +16,7 @@ from coordinator import round_rows
 from coordinator.app import NEWS_FILE, TIMES_FILE
 from coordinator.config import Home, rules_of
 from coordinator.dashboard.news_file import KEPT, NewsFile
-from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages
-from coordinator.dashboard.times_file import TimesFile
+from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages, TimesFile
 from coordinator.database import Database, put
 from coordinator.journal import News
 from coordinator.round_rows import wire_ledger

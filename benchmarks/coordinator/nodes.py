@@ -22,8 +22,8 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.v1 import round_pb2, session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
+from protocol.wire import convert
 from protocol.wire.channel import open_channel
-from protocol.wire.convert import layout_to_wire
 from protocol.wire.payload import RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 
@@ -104,7 +104,7 @@ class SimulatedNode:
                     public_key=self._identity.public_key, multiaddrs=["/ip4/127.0.0.1/tcp/1"]
                 ),
                 run_digest=run.run_digest,
-                layout=layout_to_wire(layout_of(spec).summary()),
+                layout=convert.to_wire(layout_of(spec).summary(), session_pb2.LayoutSummary),
                 codecs=spec.exchange.codecs,
                 corpus=session_pb2.CorpusSummary(
                     digest=CORPUS, num_samples=10**9, num_bytes=10**12

@@ -363,7 +363,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from lab.processes.ending import nothing_left
+    from lab.processes.family import nothing_left
 
     with nothing_left():
         main()

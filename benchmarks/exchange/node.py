@@ -20,8 +20,8 @@ from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
-from node.exchange.outer import Outer, OuterRules
-from node.exchange.outer_optimizer import RateScale, Sgd
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import OuterRules, RateScale, Sgd
 from node.exchange.owing import Owing
 from node.exchange.peers import Limits, Patience, Waits
 from node.exchange.reduction import Sender
@@ -31,7 +31,7 @@ from node.exchange.state.sources import StateHere
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.heavy import in_thread
 from node.machine.addresses import Reachability
-from node.machine.freed_memory import keep_freed_memory
+from node.machine.hardware import keep_freed_memory
 from protocol.run.models import Layout
 from protocol.trust.identity import Identity
 from protocol.trust.receipts import PayloadSigner
@@ -39,7 +39,7 @@ from protocol.v1 import round_pb2, session_pb2
 from protocol.wire import convert
 from protocol.wire.messages import Held, Reduced, Report
 from protocol.wire.payload import WireCounts
-from protocol.wire.rounds import Commit, Digest
+from protocol.wire.rounds import Commit, Digest, Plan, RosterEntry
 
 RUN = Digest(bytes(32))
 
@@ -72,14 +72,12 @@ class BenchmarkNode:
             layout=layout,
             parameters=parameters,
             published=rng.standard_normal(num_elements, dtype=np.float32),
-            uplink=rules.uplink,
+            rules=rules,
             residual=Residual(num_elements, error_feedback=False),
             reducer_error=ReducerError(rule="drop"),
             sender=sender,
         )
-        self.outer = Outer(
-            layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender
-        )
+        self.outer = Outer(owing)
         self.transport = Libp2pTransport(
             identity=identity,
             counts=self._counts,
@@ -109,7 +107,7 @@ class BenchmarkNode:
 
     async def start(self) -> None:
         await self.transport.start(self.exchange)
-        summary = convert.layout_to_wire(self.outer.layout.summary())
+        summary = convert.to_wire(self.outer.layout.summary(), session_pb2.LayoutSummary)
         say(
             said="started",
             public_key=self._public_key.hex(),
@@ -123,11 +121,11 @@ class BenchmarkNode:
         match order["do"]:
             case "roster":
                 roster = session_pb2.Roster.FromString(message)
-                members = tuple(convert.roster_entry_from_wire(m) for m in roster.members)
+                members = tuple(convert.from_wire(m, RosterEntry) for m in roster.members)
                 self.exchange.set_roster(members)
                 say(said="met")
             case "plan":
-                plan = convert.plan_from_wire(round_pb2.Plan.FromString(message))
+                plan = convert.from_wire(round_pb2.Plan.FromString(message), Plan)
                 await self.exchange.open_round(plan)
                 say(said="opened")
             case "contribute":

@@ -3,7 +3,7 @@
     python -m benchmarks.exchange.shares
 
 Prints each exchange beside what the formula of presets says of it, the share that belongs in
-coordinator/presets/link_shares.py as MEASURED_SHARE, which is the median of two nodes' exchanges on hosts as
+coordinator/presets/cost.py as MEASURED_SHARE, which is the median of two nodes' exchanges on hosts as
 they come, and what docs/performance.md says of them. Run it after new rows have been added;
 tests/unit/test_preset_figures.py says where code or docs differ.
 
@@ -23,16 +23,17 @@ from benchmarks.exchange.report import has_even_slices, newest
 from benchmarks.measurement import Row, read_rows
 from coordinator.presets.cost import (
     COORDINATOR_ROUND_TRIPS,
+    CUBIC,
     INSTANT_HOST,
     MEASURED_HOST,
     PEER_ROUND_TRIPS,
+    Link,
     Setting,
     Situation,
     bytes_per_round,
     host_seconds,
     predicted,
 )
-from coordinator.presets.link_shares import CUBIC, Link
 from protocol.terminal import console
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -122,7 +123,7 @@ def _exchange_of(row: Row) -> Exchange:
 
 
 def measured_share(found: Iterable[Exchange]) -> float:
-    """What coordinator/presets/link_shares.py should say."""
+    """What coordinator/presets/cost.py should say."""
     return median(each.share() for each in found if each.is_as_hosts_come)
 
 

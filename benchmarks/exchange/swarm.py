@@ -20,12 +20,12 @@ from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from lab.network.lab import NetworkLab
-from lab.processes.processor_time import ProcessorTime, processor_time
+from lab.processes.family import ProcessorTime, processor_time
 from protocol.errors import SystemRefusedError
 from protocol.run.models import Layout
 from protocol.run.run_spec import ExchangeSection
 from protocol.trust.identity import node_id_of
-from protocol.v1 import session_pb2
+from protocol.v1 import round_pb2, session_pb2
 from protocol.wire import convert
 from protocol.wire.messages import Applied, Held, Reduced, RoundCommitted, RoundOpened, Trained
 from protocol.wire.payload import WireTotals, grown
@@ -35,6 +35,7 @@ from protocol.wire.rounds import (
     Contributor,
     CorpusSummary,
     Digest,
+    LayoutSummary,
     NodeId,
     PeerAddress,
     Plan,
@@ -151,13 +152,12 @@ class Swarm:
             self._attach(node, started)
             if self._case.num_helpers and not node.is_helper:
                 self._shut_out(node)
-        roster = convert.roster_to_wire(
-            tuple(
-                RosterEntry(node_id=n.node_id, node_name=n.host, address=n.address)
-                for n in self.nodes
-                if n.address is not None
-            )
+        members = (
+            RosterEntry(node_id=n.node_id, node_name=n.host, address=n.address)
+            for n in self.nodes
+            if n.address is not None
         )
+        roster = session_pb2.Roster(members=map(convert.fields_to_wire, members))
         await self._all("roster", roster, answer="met")
 
     @property
@@ -176,7 +176,7 @@ class Swarm:
                 num_ranks=1,
                 version="1",
                 run_digest=RUN,
-                layout=convert.layout_from_wire(layout),
+                layout=convert.from_wire(layout, LayoutSummary),
                 codecs=self._state.rules.codecs,
                 corpus=CorpusSummary(digest=RUN, num_samples=10**9, num_bytes=10**9),
                 outer_round=0,
@@ -224,7 +224,7 @@ class Swarm:
         plan, self._next_plan = self._next_plan, None
         assert plan is not None, self._state.open_round
         began_at, processor_before = time.monotonic(), processor_time(os.getpid())
-        await self._all("plan", convert.plan_to_wire(plan), answer="opened")
+        await self._all("plan", convert.to_wire(plan, round_pb2.Plan), answer="opened")
         seen_before = self._seen()
         trained = Trained(inner_steps=1, samples=1, tokens=TOKENS, loss=1.0, seconds=1.0)
         for node in self._training:

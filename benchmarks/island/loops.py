@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from node.island.data.corpus import read_corpus
-from node.island.data.dataset import SampleOrder
+from node.island.data.dataset import SampleOrder, read_corpus
 from node.island.models.decoder_modules import Decoder, Objective, copy_parameters
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import LocalTraining

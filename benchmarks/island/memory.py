@@ -23,8 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.figures import Stack, stacked_bars
 from benchmarks.measurement import read_rows
-from lab.simulation.lone_work import lone_work, unseen
-from node.island.data.corpus import read_corpus
+from lab.simulation.inline_island import lone_work, unseen
+from node.island.data.dataset import read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.auto_mesh import need_of
 from node.island.parallel.mesh import Mesh

@@ -34,8 +34,8 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from benchmarks.measurement import Rows, add_results, parser_of, read_rows
-from lab.simulation.lone_work import lone_work, unseen
-from node.island.data.corpus import read_corpus
+from lab.simulation.inline_island import lone_work, unseen
+from node.island.data.dataset import read_corpus
 from node.island.measuring import LocalCommunication
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from benchmarks.island.speed import Spread
 from benchmarks.measurement import Rows, add_results, machine, parser_of
-from lab.processes.family import MARK, SOURCES, Family, atoll_command, atoll_environment
-from lab.processes.processor_time import seconds_of
+from lab.processes.family import MARK, SOURCES, Family, atoll_command, atoll_environment, seconds_of
 from lab.processes.swarm import RealSwarm
 
 RUN = """

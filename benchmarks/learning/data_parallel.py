@@ -26,11 +26,11 @@ import structlog
 import torch
 
 from benchmarks.measurement import parser_of
-from lab.processes.ending import nothing_left
-from lab.simulation.lone_work import lone_work, unseen
+from lab.processes.family import nothing_left
+from lab.simulation.inline_island import lone_work, unseen
 from lab.simulation.swarm import Life, simulate
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.dataset import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining

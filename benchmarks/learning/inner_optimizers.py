@@ -4,7 +4,7 @@
 
 A model of a usual size on the standard library's source, trained on one thread by the real trainer. Each
 optimizer runs with several peak learning rates around its best, and is judged by that. Rates are told in
-multiples of AdamW's usual one for the size (coordinator.presets.model_sizes).
+multiples of AdamW's usual one for the size (coordinator.presets.composing).
 """
 
 import statistics
@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.learning.data_parallel import demo_spec
 from benchmarks.measurement import parser_of
-from coordinator.presets.model_sizes import NAMED_MODELS, NamedModel
-from lab.simulation.lone_work import lone_work, unseen
-from node.island.data.corpus import Corpus, read_corpus
+from coordinator.presets.composing import NAMED_MODELS, NamedModel
+from lab.simulation.inline_island import lone_work, unseen
+from node.island.data.dataset import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer

@@ -20,10 +20,10 @@ import torch
 
 from benchmarks.learning.data_parallel import demo_spec
 from benchmarks.measurement import parser_of
-from lab.simulation.lone_work import lone_work, unseen
+from lab.simulation.inline_island import lone_work, unseen
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.checkpoints.writer import CheckpointWriter
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.dataset import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer

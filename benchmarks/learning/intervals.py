@@ -30,7 +30,7 @@ from benchmarks.race import RATES, TRAINED, inner_table
 from coordinator.presets.choosing import BLENDS, OFTEN_STEPS
 from coordinator.presets.loss import CODEC_LOSSES, POWER, SPARSE
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 
 RESULTS = Path("docs/results/intervals.jsonl")
 NUM_NODES = 2

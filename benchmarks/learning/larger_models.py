@@ -27,9 +27,9 @@ from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import Setting as Preset
 from coordinator.presets.cost import Situation
 from coordinator.presets.loss import above
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 from node.island.parallel.mesh_shape import LocalTraining
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import RunSpec

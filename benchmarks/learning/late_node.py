@@ -23,7 +23,7 @@ from benchmarks.convergence.settings import BASE, outer
 from benchmarks.measurement import Rows, add_results, parser_of
 from lab.simulation.plain_calls import LocalNode, spec_of, swarm_at_end
 from node.exchange.error_feedback import MOST_OWED
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 
 FIRST_LATE_ROUND = 11
 ROUNDS_AFTER = 8

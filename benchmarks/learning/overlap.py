@@ -22,7 +22,7 @@ import torch
 from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
 from benchmarks.race import RATES, TRAINED, inner_table
 from lab.simulation.plain_calls import Setting, spec_of, train_swarm
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 
 NUM_NODES = 2
 STEPS, ROUNDS = 30, 20

@@ -32,11 +32,10 @@ from torch.nn import functional
 
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of, read_rows
 from benchmarks.race import TRAINED
-from lab.simulation.lone_work import unseen
+from lab.simulation.inline_island import unseen
 from lab.simulation.plain_calls import LocalNode, exchange, plan_of, spec_of, work_of
 from node.exchange.codecs.registry import codec_named
-from node.island.data.corpus import Corpus, read_corpus
-from node.island.data.dataset import SampleOrder
+from node.island.data.dataset import Corpus, SampleOrder, read_corpus
 from node.island.models.decoder_modules import Decoder, copy_parameters
 from node.outer_state import Vector
 from protocol.run.models import layout_of

@@ -21,7 +21,7 @@ import structlog
 from benchmarks.measurement import Row, Rows, add_results, markdown, parser_of
 from benchmarks.prepare_data import train_tokenizer
 from lab.simulation.swarm import Life, SimulatedRun, simulate
-from node.island.data.corpus import stdlib_files
+from node.island.data.dataset import stdlib_files
 from node.island.data.manifest import Manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces

@@ -23,7 +23,7 @@ from benchmarks.wan.report import Measured, Point
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from lab.network.switch import DEVICE
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer

@@ -27,9 +27,9 @@ import torch
 from benchmarks.learning.data_parallel import train_data_parallel
 from benchmarks.measurement import Rows
 from benchmarks.wan import command as wan
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 from lab.simulation.plain_calls import Setting, train_swarm
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 from protocol.errors import UsageError
 from protocol.run.run_spec import validated
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.measurement import machine, parser_of
 from lab.network.namespace import enter, loopback_counters
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 from node.demo.children import Child, Children
 from node.exchange.transport.rates.traffic import CONNECTION_BYTES
 from protocol.terminal import console

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.measurement import Rows, add_results, machine, parser_of
 from lab.network.lab import LabUnavailableError, NetworkLab
 from lab.network.links import Link
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 from protocol.errors import SystemRefusedError
 from protocol.terminal import console
 

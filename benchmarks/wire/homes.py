@@ -28,7 +28,7 @@ from benchmarks.measurement import Row, Rows, add_results, machine, markdown, pa
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from lab.network.router import NatKind
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 from lab.processes.swarm import RealSwarm
 
 RESULTS = Path("docs/results/homes.jsonl")

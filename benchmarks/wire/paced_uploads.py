@@ -24,7 +24,7 @@ from benchmarks.measurement import machine, parser_of
 from benchmarks.wire.transport import Desk, seal
 from lab.network.lab import LabUnavailableError, NetworkLab
 from lab.network.links import Link
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity, peer_id_of

@@ -18,7 +18,7 @@ import structlog
 
 from benchmarks.measurement import machine, parser_of
 from lab.network.namespace import enter, loopback_counters
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 from node.exchange.peers import Admission, Want, WantResult
 from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity

@@ -10,7 +10,7 @@ import structlog
 from coordinator.config import DEFAULT_DASHBOARD, CoordinatorConfig
 from protocol.errors import SystemRefusedError
 from protocol.files.durable import read_secret, write_atomically
-from protocol.terminal.typed import is_loopback, web_address_of
+from protocol.terminal.console import is_loopback, web_address_of
 from protocol.trust.invite import endpoint_of
 
 if TYPE_CHECKING:

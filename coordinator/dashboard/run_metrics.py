@@ -6,8 +6,7 @@ from coordinator.dashboard.timeline import RoundCounts
 from protocol.terminal.node_words import name_of
 from protocol.terminal.status_words import bits_per_byte
 from protocol.v1 import status_pb2 as pb
-from protocol.web.metrics import Board, Metric
-from protocol.web.node_metrics import NODE_METRICS, put_node
+from protocol.web.metrics import NODE_METRICS, Board, Metric, put_node
 
 _STATES = {
     pb.NODE_STATE_JOINING: "joining",
@@ -186,7 +185,7 @@ RUN_METRICS = (
         labels=("node", "node_id"),
     ),
 )
-"""Of the coordinator, besides those of each node (protocol.web.node_metrics)."""
+"""Of the coordinator, besides those of each node (protocol.web.metrics)."""
 
 
 def board_of(

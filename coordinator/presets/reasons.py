@@ -3,8 +3,7 @@
 tests/unit/test_preset_figures.py holds the figures to docs/results/convergence.jsonl.
 """
 
-from coordinator.presets.cost import Prediction, Setting, Situation
-from coordinator.presets.link_shares import share_in_words
+from coordinator.presets.cost import Prediction, Setting, Situation, share_in_words
 from coordinator.presets.loss import LEAST_FOR_SPARSE, SPARSE, results_hold_all
 
 OFTEN = "the plain mean: in exchanges as frequent as these, momentum ended higher"

@@ -5,13 +5,12 @@ from dataclasses import asdict
 import click
 
 from coordinator.presets.choosing import Plan
-from coordinator.presets.cost import DISK_BYTES, RANK_BYTES, Situation
-from coordinator.presets.link_shares import share_in_words
+from coordinator.presets.cost import DISK_BYTES, RANK_BYTES, Situation, share_in_words
 from coordinator.presets.loss import Above
 from coordinator.presets.reasons import counted, every
 from protocol.run.node_memory import NODE_PROCESS_BYTES, daemon_bytes
 from protocol.terminal import console
-from protocol.terminal.typed import rate_in_words
+from protocol.terminal.console import rate_in_words
 
 
 def show(plan: Plan) -> None:

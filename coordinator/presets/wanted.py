@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from coordinator.presets.link_shares import CongestionControl
+from coordinator.presets.cost import CongestionControl
 from protocol.errors import UsageError
 from protocol.run.models import FUNCTION_NAME
 from protocol.run.run_spec import RunSpec

@@ -7,7 +7,7 @@ import click
 
 from protocol.errors import UsageError
 from protocol.service.unit import PRINT, SYSTEM, install_service
-from protocol.terminal.typed import bits_per_second_of
+from protocol.terminal.console import bits_per_second_of
 
 DEFAULT_PORT = 7720
 DEFAULT_PORTS = "7700-7719"
@@ -94,7 +94,7 @@ def start(
     """  # noqa: D301 - click reads the character \b, not its two letters
     from coordinator.config import advertised_host
     from coordinator.relay.doors import Limits
-    from coordinator.relay.serving import Settings, run_relay
+    from coordinator.relay.server import Settings, run_relay
     from protocol.trust.invite import check_endpoint
 
     outside = advertise or advertised_host(host)
@@ -128,8 +128,8 @@ def service(directory: Path, options: tuple[str, ...], is_system: bool, prints: 
 
     Example: atoll relay install-service my-relay --print -- --advertise relay.example.org
     """
-    from coordinator.relay.serving import HELPER_SECONDS, STOP_SECONDS
-    from protocol.files.folder_lock import FolderLock
+    from coordinator.relay.server import HELPER_SECONDS, STOP_SECONDS
+    from protocol.files.durable import FolderLock
 
     if not directory.is_dir():
         raise UsageError(

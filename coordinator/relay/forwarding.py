@@ -16,11 +16,11 @@ import structlog
 from coordinator.config import CoordinatorConfig, Home
 from coordinator.database import DATABASE_NAME
 from coordinator.relay.doors import EVERYWHERE, Doors, Limits, Place, Places, listening_socket
-from coordinator.relay.serving import until_stopped
+from coordinator.relay.server import until_stopped
 from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
 from coordinator.store import Store
 from protocol.errors import NoInputError, UsageError
-from protocol.files.descriptors import require_open_files
+from protocol.files.leftovers import require_open_files
 from protocol.terminal.logging import start_logging
 from protocol.trust.invite import endpoint_of
 from protocol.trust.rulings import Address, Ruling, checked_chain, moved_to

@@ -13,6 +13,7 @@ from typing import Self
 
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.files.durable import expanded, read_secret, write_atomically
+from protocol.trust.handshake import PinnedKey
 from protocol.trust.invite import (
     PIN_BYTES,
     SECRET_BYTES,
@@ -21,7 +22,6 @@ from protocol.trust.invite import (
     endpoint_of,
     hash_of_secret,
 )
-from protocol.trust.pinned import PinnedKey
 
 RELAY_FILE = "relay.json"
 LINE_FILE = "relay.line"

@@ -1,4 +1,4 @@
-"""The relay itself: who is carried, who connects to whom, and by which connection.
+"""The relay itself, and its process: who is carried, who connects to whom, and by which connection.
 
 Coordinators dial one port, with the secret of the relay's line; for each the relay listens on its ports as
 long as it is here. It reads nothing of what it carries, has no key of any run, and dials nobody. Of datagrams
@@ -8,28 +8,32 @@ to those ports it tells the coordinator from where they come, and answers none (
 import asyncio
 import contextlib
 import hmac
+import signal
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import click
 import structlog
 
 from coordinator.relay.doors import Doors, Limits, Pace, Place, Places, listening_socket, source_of
-from coordinator.relay.line import PORTS_FILE, KeptPorts, RelayKey
-from coordinator.relay.stream import (
-    CHUNK_BYTES,
-    PING_SECONDS,
-    Connection,
-    Message,
-    joined,
-)
+from coordinator.relay.line import LINE_FILE, PORTS_FILE, KeptPorts, RelayKey
+from coordinator.relay.stream import CHUNK_BYTES, PING_SECONDS, Connection, Message, joined
 from coordinator.services.outside import TOKEN_BYTES, Listening, listen
 from protocol.errors import AtollError, ProtocolMismatchError, SystemRefusedError
+from protocol.files.durable import FolderLock, make_folder, write_atomically
+from protocol.files.leftovers import require_open_files
+from protocol.service.beside import beside
+from protocol.service.notify import ServiceManager
 from protocol.terminal.console import printable
+from protocol.terminal.logging import keeping_the_end, start_logging
+from protocol.trust.invite import endpoint_of
 
 if TYPE_CHECKING:
     import socket
+
 
 HELLO_SECONDS = 10.0
 """For TLS, and again for who a coordinator says it is."""
@@ -362,3 +366,80 @@ class _Refusal:
 
 def _one_line(text: str) -> str:
     return " ".join(printable(text, most=MOST_NAME).split())
+
+
+# A relay as a process: its folder, its line, signals and its service manager.
+
+
+OWN_OPEN_FILES = 64
+STOP_SECONDS = 20.0
+"""What a service manager should grant it for its end."""
+
+HELPER_SECONDS = 150.0
+"""For a helper beside it to leave with its work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What 'atoll relay start' was told."""
+
+    host: str
+    port: int
+    allowed: range
+    advertise: str
+    limits: Limits
+    helper: Path | None = None  # whose helper runs beside it
+
+
+async def until_stopped(status: str) -> None:
+    """Tells the service manager what is served, and waits for SIGINT or SIGTERM."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    manager = ServiceManager.of_environment()
+    manager.ready(status)
+    async with manager.watching():
+        await stopped.wait()
+    manager.stopping("stopping", within_seconds=STOP_SECONDS)
+
+
+def _helping(folder: Path | None) -> contextlib.AbstractAsyncContextManager[None]:
+    """It ends before the relay does, through which it may reach its coordinator."""
+    if folder is None:
+        return contextlib.nullcontext()
+    command = ("helper", "start", "--dir", str(folder))
+    return beside("the helper", command, hear=click.echo, end_seconds=HELPER_SECONDS)
+
+
+async def run_relay(folder: Path, settings: Settings, *, log_json: bool) -> None:
+    """Serves until SIGINT or SIGTERM. Raises AtollError."""
+    require_open_files(OWN_OPEN_FILES + 2 * settings.limits.most, of="the relay")
+    make_folder(folder, mode=0o700)
+    lock = FolderLock.take(folder, holder="relay", next_step="stop it, or choose another folder")
+    try:
+        log = start_logging(as_json=log_json, folder=folder, process="relay")
+        with keeping_the_end(folder, "relay"):
+            key = RelayKey.of_folder(folder)
+            relay = Relay(
+                key=key,
+                ports=KeptPorts(folder / PORTS_FILE),
+                host=settings.host,
+                port=settings.port,
+                allowed=settings.allowed,
+                limits=settings.limits,
+            )
+            try:
+                line = key.line(settings.advertise, relay.port)
+                path = folder / LINE_FILE
+                is_new = not path.exists()
+                write_atomically(path, f"{line.encode()}\n".encode(), mode=0o600)
+                click.echo(f"relay ready at {endpoint_of(settings.host, relay.port)}")
+                if is_new:
+                    click.echo(f"atoll coordinator start DIR --through {line.encode()}")
+                log.write(f"the line for coordinators, who dial {line.endpoint}, is in {path}\n")
+                async with _helping(settings.helper):
+                    await until_stopped(f"serves coordinators at {line.endpoint}")
+            finally:
+                await relay.stop()
+    finally:
+        lock.release()

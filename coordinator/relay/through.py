@@ -14,13 +14,7 @@ from typing import Any
 import structlog
 
 from coordinator.relay.line import Carriage, RelayLine
-from coordinator.relay.stream import (
-    CHUNK_BYTES,
-    SILENT_SECONDS,
-    Connection,
-    Message,
-    joined,
-)
+from coordinator.relay.stream import CHUNK_BYTES, SILENT_SECONDS, Connection, Message, joined
 from coordinator.services.outside import Lookout
 from protocol.errors import (
     AtollError,
@@ -30,7 +24,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.terminal.console import printable
-from protocol.trust.pinned import client_context, has_pin
+from protocol.trust.handshake import client_context, has_pin
 from protocol.wire.channel import RETRY_CAP_SECONDS, retried
 
 SPARES = 4

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc.aio
@@ -38,7 +39,6 @@ class Write(Protocol):
 
 
 Caller = TypeVar("Caller")
-Answer = TypeVar("Answer")
 
 
 MOST_CALLS = 1000
@@ -129,7 +129,7 @@ class Gate:
         return principal.role
 
     def _member(self, node_id: NodeId, context: Context) -> NodeId:
-        member = self._store.enrolled_member(node_id)
+        member = self._store.invites.member(node_id)
         if member is None:
             raise NotPermittedError(
                 f"node {node_id} is not enrolled here",
@@ -162,26 +162,30 @@ class Gate:
         return renew_in_seconds(certificate_of(context), now), now
 
 
-async def answered(
-    context: Context, admit: Callable[[Context], Caller], answer: Callable[[Caller], Answer]
-) -> Answer:
-    """Admits the caller, then answers; an AtollError of either ends the call with it."""
-    try:
-        return answer(admit(context))
-    except AtollError as error:
-        await refuse(context, error)
+def service(admit: Callable[[Context], Caller], **answers: Callable[[Caller, Any], Any]) -> Any:
+    """A gRPC service: each of its calls by name admits the caller, then answers it.
+
+    An answer that waits for the disk is awaited: see coordinator.driver. An AtollError ends the call with it.
+    """
+    return SimpleNamespace(**{name: _call(admit, answer) for name, answer in answers.items()})
 
 
-async def answered_when_durable(
-    context: Context,
-    admit: Callable[[Context], Caller],
-    answer: Callable[[Caller], Awaitable[Answer]],
-) -> Answer:
-    """The same for answers that wait for the disk: see coordinator.driver."""
-    try:
-        return await answer(admit(context))
-    except AtollError as error:
-        await refuse(context, error)
+def _call(
+    admit: Callable[[Context], Caller], answer: Callable[[Caller, Any], Any]
+) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def call(request: Any, context: Context) -> Any:
+        try:
+            told = answer(admit(context), request)
+            return await told if isinstance(told, Awaitable) else told
+        except AtollError as error:
+            await refuse(context, error)
+
+    return call
+
+
+def for_all(answer: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """An answer that is the same whoever asks."""
+    return lambda _, request: answer(request)
 
 
 async def refuse(context: Context, error: AtollError) -> NoReturn:

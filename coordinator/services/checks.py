@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from ipaddress import IPv6Address
 
+from google.protobuf.message import Message
+
 from protocol.errors import BadDataError
 from protocol.run.run_spec import MOST_PROMPTS
 from protocol.terminal.console import printable
 from protocol.trust.identity import node_id_of
 from protocol.v1.session_pb2 import RoundSpan as RoundSpanWire
-from protocol.v1.session_pb2 import Utilisation
 from protocol.wire.messages import (
     Applied,
     Audited,
@@ -76,6 +77,28 @@ def count(number: int, *, of: str, most: int = MAX_COUNT) -> int:
     if number > most:
         raise BadDataError(f"{of} is {number}; {most} is the most it may be")
     return number
+
+
+_LENGTHS = {"waiting_for": MAX_WORDS_LENGTH, "outside_by_ipv6": MAX_MULTIADDR_LENGTH}
+"""Of texts that may be longer than a name."""
+
+
+def said(message: Message, *, of: str) -> None:
+    """What a node says of itself can be shown: numbers are finite, counts can be, texts are short words.
+
+    All fields, also those of messages within, whatever a later release adds; but not lists.
+    """
+    for field, value in message.ListFields():
+        what = f"{of}'s {field.name.replace('_', ' ')}"
+        match value:
+            case Message():
+                said(value, of=what)
+            case str():
+                words(value, of=what, max_length=_LENGTHS.get(field.name, MAX_NAME_LENGTH))
+            case float():
+                finite(value, of=what)
+            case int() if not field.name.endswith("_id"):  # these are drawn, and count nothing
+                count(value, of=what)
 
 
 def at_most(items: Iterable[object], most: int, *, of: str) -> None:
@@ -240,14 +263,3 @@ def finding(told: Finding, *, node_id: NodeId, round: int, run_digest: Digest) -
         raise BadDataError(f"{told.subject} is signed for another round, or another run")
     if why := told.forgery(node_id):
         raise BadDataError(why)
-
-
-def utilisation(said: Utilisation) -> Utilisation:
-    """Figures of a round that can be shown: finite, and counts that can be."""
-    count(said.round, of="the round of the utilisation")
-    count(said.peak_memory_bytes, of="the peak memory")
-    for field in ("tokens_per_second", "flops_per_second", "mfu", "peak_flops_per_second"):
-        finite(getattr(said, field), of=f"the utilisation's {field}")
-    for part in ("compute", "local_communication", "publish", "adopt", "exchange", "waiting"):
-        finite(getattr(said, f"{part}_share"), of=f"the share of time in {part}")
-    return said

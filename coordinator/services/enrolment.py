@@ -1,17 +1,19 @@
-"""Trades an invite for a certificate, and ended certificates for new ones. All that strangers can reach."""
+"""Members' certificates: for an invite, or for one that ends. All that strangers can reach is here."""
 
-# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
-
+import hashlib
+import hmac
+import secrets
+import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 from urllib.parse import unquote
 
 from cryptography import x509
 
 from coordinator.services import checks
-from coordinator.services.answering import Context, Write, answered, answered_when_durable
-from coordinator.services.certificates import MAX_REQUEST_BYTES, SIGNATURE_BYTES, Certificates
+from coordinator.services.answering import Write, for_all, service
 from coordinator.services.ruling import Rulings
 from coordinator.store import Store
 from protocol.errors import (
@@ -23,10 +25,136 @@ from protocol.errors import (
 )
 from protocol.trust.identity import PUBLIC_KEY_BYTES, is_signed_by, node_id_of
 from protocol.trust.invite import SECRET_BYTES, hash_of_secret
-from protocol.trust.pki import Role, enrolment_statement
-from protocol.trust.rulings import refuse_barred
+from protocol.trust.pki import (
+    MEMBER_SECONDS,
+    Issuer,
+    Role,
+    Validity,
+    enrolment_statement,
+    renewal_statement,
+)
+from protocol.trust.rulings import Ruling, refuse_barred
 from protocol.v1 import enrolment_pb2 as pb
 from protocol.v1.enrolment_pb2_grpc import EnrolmentServiceServicer
+from protocol.wire.rounds import NodeId
+
+# Members' certificates: of a day each, issued and renewed by the coordinator's key.
+#
+# A member renews in its session when half of a certificate's life is over. With one that has ended it does so
+# on the joining port, where the signature of its identity under a challenge says who it is. Dates are of the
+# coordinator's clock alone.
+
+
+CHALLENGE_SECONDS = 60.0
+MAX_REQUEST_BYTES = 4096
+SIGNATURE_BYTES = 64
+_MOMENT = struct.Struct(">d")
+
+
+class Certificates:
+    """Issues them. `clock` gives seconds, `wall_clock` UTC seconds; `enrolment_port` is told.
+
+    `tail_pem` is what stands behind each: the certificates of the coordinator and its predecessors.
+    """
+
+    def __init__(
+        self,
+        issuer: Issuer,
+        tail_pem: bytes,
+        store: Store,
+        *,
+        standing_of: Callable[[NodeId], Ruling | None],
+        enrolment_port: int,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._issuer = issuer
+        self._tail_pem = tail_pem
+        self._store = store
+        self._standing_of = standing_of
+        self._enrolment_port = enrolment_port
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._secret = secrets.token_bytes(32)
+
+    @property
+    def swarm_id(self) -> str:
+        """The swarm that they are of."""
+        return self._issuer.swarm_id
+
+    def issue(self, request_der: bytes, node_id: NodeId, *, role: Role) -> bytes:
+        """A new member's, with those of the coordinator behind it."""
+        leaf_pem = self._issuer.issue_node(
+            request_der,
+            node_id,
+            role=role,
+            validity=Validity.of_member(self._wall_clock()),
+        )
+        return leaf_pem + self._tail_pem
+
+    def challenge(self, request: pb.ChallengeRequest) -> pb.ChallengeResponse:
+        """What the holder of a key is to sign. Nothing is kept of it here: it bears our own seal."""
+        _check_key(request.public_key)
+        moment = _MOMENT.pack(self._clock())
+        return pb.ChallengeResponse(challenge=moment + self._seal(moment, request.public_key))
+
+    def renew_by_identity(self, request: pb.RenewRequest) -> pb.RenewResponse:
+        """For a caller whose certificate has ended.
+
+        Raises NotPermittedError, ExpelledError for an expelled member, HeldBackError for one in quarantine.
+        """
+        _check_key(request.public_key)
+        moment = request.challenge[: _MOMENT.size]
+        seal = self._seal(moment, request.public_key)
+        if not hmac.compare_digest(request.challenge, moment + seal):
+            raise NotPermittedError(
+                "the challenge is not one of this coordinator's", next_step="ask for another one"
+            )
+        if not 0 <= self._clock() - _MOMENT.unpack(moment)[0] <= CHALLENGE_SECONDS:
+            raise NotPermittedError("the challenge is too old", next_step="ask for another one")
+        node_id = node_id_of(request.public_key)
+        return self._renewed(node_id, request)
+
+    def renew_in_session(self, node_id: NodeId, request: pb.RenewRequest) -> pb.RenewResponse:
+        """For a node whose certificate holds: its identity signs all the same."""
+        if node_id_of(request.public_key) != node_id:
+            raise BadDataError("a node renews its own certificate and nobody else's")
+        return self._renewed(node_id, request)
+
+    def _renewed(self, node_id: NodeId, request: pb.RenewRequest) -> pb.RenewResponse:
+        member = self._store.invites.member(node_id)
+        if member is None:
+            raise NotPermittedError(
+                f"node {node_id} is not enrolled here",
+                next_step="ask the run owner for an invite: 'atoll invite create'",
+            )
+        if len(request.certificate_request) > MAX_REQUEST_BYTES:
+            raise BadDataError(
+                f"the certificate request has {len(request.certificate_request)} bytes, "
+                f"more than {MAX_REQUEST_BYTES}"
+            )
+        statement = renewal_statement(self.swarm_id, request.challenge, request.certificate_request)
+        if len(request.proof) != SIGNATURE_BYTES or not is_signed_by(
+            request.public_key, statement, request.proof
+        ):
+            raise BadDataError("the request is not signed by the node's own key")
+        refuse_barred(self._standing_of(node_id))
+        return pb.RenewResponse(
+            certificate_pem=self.issue(request.certificate_request, node_id, role=member.role),
+            renew_in_seconds=MEMBER_SECONDS / 2,
+            enrolment_port=self._enrolment_port,
+        )
+
+    def _seal(self, moment: bytes, public_key: bytes) -> bytes:
+        return hmac.new(self._secret, moment + public_key, hashlib.sha256).digest()
+
+
+def _check_key(public_key: bytes) -> None:
+    if len(public_key) != PUBLIC_KEY_BYTES:
+        raise BadDataError(
+            f"the public key has {len(public_key)} bytes instead of {PUBLIC_KEY_BYTES}"
+        )
+
 
 MAX_FAILURES = 10
 FAILURE_SECONDS = 60.0
@@ -114,7 +242,7 @@ class EnrolmentDesk:
         Raises NotPermittedError for an invite that does not hold or an expelled key, BadDataError for a
         request that cannot be right, TemporaryError for a host that keeps trying.
         """
-        is_known = self._store.has_invite(request.invite_id, hash_of_secret(request.invite_secret))
+        is_known = self._store.invites.has(request.invite_id, hash_of_secret(request.invite_secret))
         if not is_known:
             self._failures.check(host)
         try:
@@ -163,7 +291,7 @@ class EnrolmentDesk:
         if not is_known:
             self._failures.check(host)  # once more: others of this host had their turn meanwhile
         node_id = node_id_of(request.public_key)
-        invite = self._store.redeem(
+        invite = self._store.invites.redeem(
             request.invite_id,
             hash_of_secret(request.invite_secret),
             node_id=node_id,
@@ -176,7 +304,7 @@ class EnrolmentDesk:
             request.certificate_request, node_id, role=Role(invite.role)
         )
         serial = x509.load_pem_x509_certificate(certificate_pem).serial_number
-        self._store.record_certificate(request.invite_id, node_id, serial)
+        self._store.invites.record_certificate(request.invite_id, node_id, serial)
         return pb.EnrolResponse(
             swarm_id=self._certificates.swarm_id,
             node_id=node_id,
@@ -211,57 +339,42 @@ def host_of(peer: str) -> str:
     return unquote(peer).partition(":")[2].rpartition(":")[0] or peer
 
 
-class EnrolmentServicer(EnrolmentServiceServicer):
+def enrolment_service(
+    desk: EnrolmentDesk,
+    *,
+    on_refused: Callable[[str, AtollError], None],
+    clock: Callable[[], float],
+) -> EnrolmentServiceServicer:
     """The desk on gRPC, for anybody. `on_refused` is told of refusals, for the log.
 
     Not of all: whoever keeps trying is not to fill a disk with lines.
     """
+    logged: deque[float] = deque(maxlen=MAX_LOGGED)  # when
 
-    def __init__(
-        self,
-        desk: EnrolmentDesk,
-        *,
-        on_refused: Callable[[str, AtollError], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._desk = desk
-        self._on_refused = on_refused
-        self._clock = clock
-        self._logged: deque[float] = deque(maxlen=MAX_LOGGED)  # when
-
-    async def Enrol(self, request: pb.EnrolRequest, context: Context) -> pb.EnrolResponse:
-        """See EnrolmentDesk.enrol."""
-
-        async def answer(host: str) -> pb.EnrolResponse:
-            try:
-                return await self._desk.enrol(host, request)
-            except AtollError as error:
-                self._tell(host, error)
-                raise
-
-        return await answered_when_durable(context, lambda called: host_of(called.peer()), answer)
-
-    async def Challenge(
-        self, request: pb.ChallengeRequest, context: Context
-    ) -> pb.ChallengeResponse:
-        """See Certificates.challenge."""
-        return await answered(context, lambda _: None, lambda _: self._desk.challenge(request))
-
-    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
-        """See EnrolmentDesk.renew."""
-
-        def answer(host: str) -> pb.RenewResponse:
-            try:
-                return self._desk.renew(host, request)
-            except AtollError as error:
-                self._tell(host, error)
-                raise
-
-        return await answered(context, lambda called: host_of(called.peer()), answer)
-
-    def _tell(self, host: str, error: AtollError) -> None:
-        now = self._clock()
-        is_full = len(self._logged) == MAX_LOGGED and now - self._logged[0] < MAX_LOGGED
+    def tell(host: str, error: AtollError) -> None:
+        is_full = len(logged) == MAX_LOGGED and clock() - logged[0] < MAX_LOGGED
         if not is_full and not isinstance(error, TemporaryError):  # its ten attempts were told
-            self._logged.append(now)
-            self._on_refused(host, error)
+            logged.append(clock())
+            on_refused(host, error)
+
+    async def enrol(host: str, request: pb.EnrolRequest) -> pb.EnrolResponse:
+        try:
+            return await desk.enrol(host, request)
+        except AtollError as error:
+            tell(host, error)
+            raise
+
+    def renew(host: str, request: pb.RenewRequest) -> pb.RenewResponse:
+        try:
+            return desk.renew(host, request)
+        except AtollError as error:
+            tell(host, error)
+            raise
+
+    calls = service(
+        lambda context: host_of(context.peer()),
+        Enrol=enrol,
+        Challenge=for_all(desk.challenge),
+        Renew=renew,
+    )
+    return cast("EnrolmentServiceServicer", calls)

@@ -1,14 +1,13 @@
 """What only the run owner may do: invites, members, steering, and taking samples out."""
 
-# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from coordinator.driver import Driver
 from coordinator.invite_rows import InviteRecord
 from coordinator.services import checks
-from coordinator.services.answering import Context, Gate, answered, answered_when_durable
+from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.ruling import Rulings, changes_from_wire
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
@@ -17,13 +16,7 @@ from coordinator.swarm.state import KEPT_ROUNDS
 from coordinator.swarm.turn import present_members
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.run.amendments import INNER_RATES
-from protocol.trust.invite import (
-    MOST_MEMBERS,
-    SECRET_BYTES,
-    Invite,
-    hash_of_secret,
-    named_members,
-)
+from protocol.trust.invite import MOST_MEMBERS, SECRET_BYTES, Invite, hash_of_secret, named_members
 from protocol.trust.pki import JOINING, Role
 from protocol.trust.rulings import (
     MAX_NODES,
@@ -127,7 +120,7 @@ class OperatorDesk:
         changes = (*(((MAX_NODES, most),) if most else ()), *(OWN if request.own else ()))
         expires_utc_seconds = self._wall_clock() + valid_seconds
         await self._driver.write(
-            lambda: self._store.add_invite(
+            lambda: self._store.invites.add(
                 invite_id=invite.invite_id,
                 secret_hash=hash_of_secret(invite.secret),
                 max_uses=max_uses,
@@ -168,7 +161,7 @@ class OperatorDesk:
                     max_nodes=state.invite_limits.get(invite.invite_id, 0),
                     num_present=len(members_by(state, invite.invite_id)),
                 )
-                for invite in self._store.invites()
+                for invite in self._store.invites.records()
             ]
         )
 
@@ -178,7 +171,7 @@ class OperatorDesk:
         return pb.RevokeInviteResponse()
 
     async def _revoke(self, invite_id: str) -> None:
-        await self._driver.write(lambda: self._store.revoke_invite(invite_id))
+        await self._driver.write(lambda: self._store.invites.revoke(invite_id))
         await self._rulings.make(self._rulings.event(RulingKind.REVOKED, invite_id=invite_id))
 
     async def own_invite(self, request: pb.OwnInviteRequest) -> pb.OwnInviteResponse:
@@ -224,7 +217,7 @@ class OperatorDesk:
     def _invite(self, asked: str) -> InviteRecord:
         """Raises NoInputError when there is none of that name."""
         invite_id = checks.name(asked, of="the invite's name")
-        for invite in self._store.invites():
+        for invite in self._store.invites.records():
             if invite.invite_id == invite_id:
                 return invite
         raise NoInputError(
@@ -239,7 +232,7 @@ class OperatorDesk:
         kind = _OF_NODES.get(request.verdict)
         if kind is None:
             raise BadDataError("it is not said what becomes of the node")
-        member = self._store.enrolled_member(node_id)
+        member = self._store.invites.member(node_id)
         if kind is RulingKind.APPROVED and (member is None or not member.needs_approval):
             raise UsageError(
                 f"{node_name} needs no approval",
@@ -285,7 +278,7 @@ class OperatorDesk:
         now = self._wall_clock()
         return [
             invite.invite_id
-            for invite in self._store.invites()
+            for invite in self._store.invites.records()
             if node_id in invite.node_ids
             and not invite.is_revoked
             and invite.expires_utc_seconds > now
@@ -410,91 +403,20 @@ def _role_of(told: str) -> Role:
     return Role(told)
 
 
-class OperatorServicer(OperatorServiceServicer):
+def operator_service(desk: OperatorDesk, gate: Gate) -> OperatorServiceServicer:
     """The desk on gRPC; only the run owner may call."""
-
-    def __init__(self, desk: OperatorDesk, gate: Gate) -> None:
-        self._desk = desk
-        self._gate = gate
-
-    async def CreateInvite(
-        self, request: pb.CreateInviteRequest, context: Context
-    ) -> pb.CreateInviteResponse:
-        """See OperatorDesk.create_invite."""
-        return await answered_when_durable(
-            context, self._gate.operator, lambda _: self._desk.create_invite(request)
-        )
-
-    async def ListInvites(
-        self, request: pb.ListInvitesRequest, context: Context
-    ) -> pb.ListInvitesResponse:
-        """See OperatorDesk.list_invites."""
-        return await answered(
-            context, self._gate.operator, lambda _: self._desk.list_invites(request)
-        )
-
-    async def RevokeInvite(
-        self, request: pb.RevokeInviteRequest, context: Context
-    ) -> pb.RevokeInviteResponse:
-        """See OperatorDesk.revoke_invite."""
-        return await answered_when_durable(
-            context, self._gate.operator, lambda _: self._desk.revoke_invite(request)
-        )
-
-    async def OwnInvite(
-        self, request: pb.OwnInviteRequest, context: Context
-    ) -> pb.OwnInviteResponse:
-        """See OperatorDesk.own_invite."""
-        return await answered_when_durable(
-            context, self._gate.operator, lambda _: self._desk.own_invite(request)
-        )
-
-    async def LimitInvite(
-        self, request: pb.LimitInviteRequest, context: Context
-    ) -> pb.LimitInviteResponse:
-        """See OperatorDesk.limit_invite."""
-        return await answered_when_durable(
-            context, self._gate.operator, lambda _: self._desk.limit_invite(request)
-        )
-
-    async def SkipSamples(
-        self, request: pb.SkipSamplesRequest, context: Context
-    ) -> pb.SkipSamplesResponse:
-        """See OperatorDesk.skip_samples."""
-        return await answered_when_durable(
-            context, self._gate.operator, lambda _: self._desk.skip_samples(request)
-        )
-
-    async def RuleNode(self, request: pb.RuleNodeRequest, context: Context) -> pb.RuleNodeResponse:
-        """See OperatorDesk.rule_node."""
-        return await answered_when_durable(
-            context, self._gate.operator, lambda _: self._desk.rule_node(request)
-        )
-
-    async def SteerRun(self, request: pb.SteerRunRequest, context: Context) -> pb.SteerRunResponse:
-        """See OperatorDesk.steer_run."""
-        return await answered_when_durable(
-            context, self._gate.operator, lambda _: self._desk.steer_run(request)
-        )
-
-    async def AmendRun(self, request: pb.AmendRunRequest, context: Context) -> pb.AmendRunResponse:
-        """See OperatorDesk.amend_run."""
-        return await answered_when_durable(
-            context, self._gate.operator, lambda _: self._desk.amend_run(request)
-        )
-
-    async def RollBackRun(
-        self, request: pb.RollBackRunRequest, context: Context
-    ) -> pb.RollBackRunResponse:
-        """See OperatorDesk.roll_back_run."""
-        return await answered_when_durable(
-            context, self._gate.operator, lambda _: self._desk.roll_back_run(request)
-        )
-
-    async def ListRulings(
-        self, request: pb.ListRulingsRequest, context: Context
-    ) -> pb.ListRulingsResponse:
-        """See OperatorDesk.list_rulings."""
-        return await answered(
-            context, self._gate.operator, lambda _: self._desk.list_rulings(request)
-        )
+    calls = service(
+        gate.operator,
+        CreateInvite=for_all(desk.create_invite),
+        ListInvites=for_all(desk.list_invites),
+        RevokeInvite=for_all(desk.revoke_invite),
+        OwnInvite=for_all(desk.own_invite),
+        LimitInvite=for_all(desk.limit_invite),
+        SkipSamples=for_all(desk.skip_samples),
+        RuleNode=for_all(desk.rule_node),
+        SteerRun=for_all(desk.steer_run),
+        AmendRun=for_all(desk.amend_run),
+        RollBackRun=for_all(desk.roll_back_run),
+        ListRulings=for_all(desk.list_rulings),
+    )
+    return cast("OperatorServiceServicer", calls)

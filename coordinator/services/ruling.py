@@ -479,7 +479,7 @@ class Rulings:
         """
         asked = checks.name(asked, of="the node's name")
         members = self._driver.state.members
-        names = {one.node_id: one.node_name for one in self.store.enrolled()}
+        names = {one.node_id: one.node_name for one in self.store.invites.members()}
         names |= {node_id: member.node_name for node_id, member in members.items()}
         found = [node_id for node_id, name in names.items() if asked in (name, node_id)]
         if not found and len(asked) >= LEAST_ID_LENGTH:

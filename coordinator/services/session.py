@@ -4,22 +4,21 @@
 `SessionServicer` puts it on the wire, for callers that are enrolled nodes.
 """
 
-# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import cast
 
 import structlog
 
 from coordinator.driver import Driver, Session
 from coordinator.journal import log_copy
 from coordinator.services import checks
-from coordinator.services.answering import Context, Gate, answered, answered_when_durable, refuse
-from coordinator.services.certificates import Certificates
+from coordinator.services.answering import Context, Gate, for_all, refuse, service
+from coordinator.services.enrolment import Certificates
 from coordinator.services.outside import Lookout
 from coordinator.services.ruling import Rulings
 from coordinator.streams import Telemetry
@@ -45,12 +44,12 @@ from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
 from protocol.trust.evidence import equivocation_in, of_equivocation, of_omission
+from protocol.trust.pki import Role
 from protocol.trust.receipts import Receipt, omission_in
 from protocol.trust.rulings import MOST_RULINGS, digest_of
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
-from protocol.v1.enrolment_pb2 import RenewRequest, RenewResponse
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 from protocol.wire import convert
 from protocol.wire.convert_messages import message_to_wire, report_from_wire, rulings_from_wire
@@ -65,7 +64,7 @@ from protocol.wire.messages import (
     RulingsTold,
 )
 from protocol.wire.payload import PayloadError, PayloadHeader, WireTotals
-from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, CorpusSummary, Digest, LayoutSummary, NodeId, PeerAddress
 from protocol.wire.versions import WIRE, refuse_foreign_wire
 
 MAX_COMMITS = 64
@@ -165,34 +164,30 @@ class SessionDesk:
         Raises CopyAttachedError while another process of the node is attached.
         """
         refuse_foreign_wire(request.wire_version, whose="the node")
+        checks.said(request, of="the attaching node")
+        joined = self._driver.store.invites.member(node_id)  # None: never did, as in a simulation
         event = Attached(
             node_id=node_id,
             node_name=checks.name(request.node_name, of="the node's name"),
-            address=checks.address_of(node_id, convert.address_from_wire(request.address)),
-            device=checks.words(request.device, of="the device", max_length=checks.MAX_NAME_LENGTH),
+            address=checks.address_of(node_id, convert.from_wire(request.address, PeerAddress)),
+            device=request.device,
             num_ranks=checks.count(
                 request.num_ranks, of="the number of ranks", most=checks.MAX_RANKS
             ),
-            version=checks.words(
-                request.version, of="the version", max_length=checks.MAX_NAME_LENGTH
-            ),
+            version=request.version,
             run_digest=convert.digest_from_wire(request.run_digest, of="the run file"),
-            layout=checks.layout(convert.layout_from_wire(request.layout)),
+            layout=checks.layout(convert.from_wire(request.layout, LayoutSummary)),
             codecs=checks.codecs(request.codecs),
-            corpus=convert.corpus_from_wire(request.corpus),
-            outer_round=checks.count(request.outer_round, of="the round"),
+            corpus=convert.from_wire(request.corpus, CorpusSummary),
+            outer_round=request.outer_round,
             outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
             outer_incarnation=request.outer_incarnation,
             process_id=request.process_id,
             cannot_train=request.cannot_train,
             cannot_evaluate=request.cannot_evaluate,
-            invite_id=self._driver.store.invite_of(node_id),
-            is_helper=self._driver.store.is_helper(node_id),
+            invite_id="" if joined is None else joined.invite_id,
+            is_helper=joined is not None and joined.role is Role.HELPER,
         )
-        checks.count(event.corpus.num_samples, of="the number of samples")
-        checks.count(event.corpus.num_bytes, of="the size of the text")
-        checks.count(event.corpus.num_held_out_tokens, of="the number of held-out tokens")
-        checks.count(event.corpus.num_held_out_bytes, of="the size of the held-out text")
         try:
             state = (await self._driver.apply(event)).state
         except CopyAttachedError:
@@ -225,11 +220,11 @@ class SessionDesk:
         self, node_id: NodeId, request: pb.HeartbeatRequest
     ) -> pb.HeartbeatResponse:
         """Renews the lease; raises SessionEndedError when the session is not the node's."""
+        checks.said(request, of="the heartbeat")
         most = len(self._driver.state.members) + MAX_STRANGERS
         checks.at_most(request.unreachable_ids, most, of="members out of reach")
         checks.at_most(request.punched_ids, most, of="members behind holes in routers")
         punched = self._members_among(request.punched_ids)
-        checks.finite(request.carry_bytes_per_second, of="what it may carry")
         checks.at_most(request.through, most, of="members that others carry to")
         through = self._carriers_among(request.through)
         checks.at_most(request.narrow_ids, most, of="members that only small packets get to")
@@ -239,7 +234,7 @@ class SessionDesk:
         event = HeartbeatSeen(
             node_id=node_id,
             session_id=request.session_id,
-            outer_round=checks.count(request.outer_round, of="the round"),
+            outer_round=request.outer_round,
             outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
             outer_incarnation=request.outer_incarnation,
             unreachable=self._members_among(request.unreachable_ids),
@@ -252,32 +247,6 @@ class SessionDesk:
             carry_bytes_per_second=request.carry_bytes_per_second,
             through=through,
         )
-        checks.words(request.activity, of="the activity", max_length=checks.MAX_NAME_LENGTH)
-        checks.words(request.waiting_for, of="what the node waits for")
-        checks.words(request.mesh, of="the mesh", max_length=checks.MAX_NAME_LENGTH)
-        checks.words(request.software, of="the software", max_length=checks.MAX_NAME_LENGTH)
-        checks.words(
-            request.congestion_control,
-            of="the congestion control",
-            max_length=checks.MAX_NAME_LENGTH,
-        )
-        checks.words(
-            request.upload_pace.held_by,
-            of="what holds uploads back",
-            max_length=checks.MAX_NAME_LENGTH,
-        )
-        checks.finite(request.upload_pace.bytes_per_second, of="the pace of uploads")
-        speed = request.exchange_speed
-        for codec in (speed.uplink, speed.downlink):
-            checks.words(codec, of="a codec", max_length=checks.MAX_NAME_LENGTH)
-        checks.finite(speed.bytes_per_second, of="the speed of exchanges")
-        checks.finite(request.loss, of="the loss")
-        checks.finite(request.tokens_per_second, of="the training speed")
-        checks.finite(request.let_go_rounds, of="the late work let go")
-        if request.HasField("utilisation"):
-            checks.utilisation(request.utilisation)
-        checks.finite(request.link_rates.up_bytes_per_second, of="the rate of uploads")
-        checks.finite(request.link_rates.down_bytes_per_second, of="the rate of downloads")
         wire = checks.wire(convert.wire_counts_from_wire(request.wire))
         state = (await self._driver.apply(event)).state
         now = self._driver.clock.now()
@@ -588,88 +557,40 @@ def _rates_of(request: pb.HeartbeatRequest) -> Rates:
     return Rates(up=told.up_bytes_per_second or None, down=told.down_bytes_per_second or None)
 
 
-class SessionServicer(SessionServiceServicer):
+def session_service(
+    desk: SessionDesk, gate: Gate, certificates: Certificates
+) -> SessionServiceServicer:
     """The desk on gRPC; every caller is an enrolled node."""
+    calls = service(
+        gate.node,
+        GetRun=desk.get_run,
+        Attach=desk.attach,
+        Renew=certificates.renew_in_session,
+        Heartbeat=desk.heartbeat,
+        Report=desk.report,
+        ListCommits=for_all(desk.list_commits),
+        SubmitCommits=desk.submit_commits,
+        SubmitRulings=desk.submit_rulings,
+        Detach=desk.detach,
+    )
+    attach = calls.Attach
 
-    def __init__(self, desk: SessionDesk, gate: Gate, certificates: Certificates) -> None:
-        self._desk = desk
-        self._gate = gate
-        self._certificates = certificates
-
-    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        """See SessionDesk.get_run."""
-        return await answered(
-            context, self._gate.node, lambda node_id: self._desk.get_run(node_id, request)
-        )
-
-    async def Attach(self, request: pb.AttachRequest, context: Context) -> pb.AttachResponse:
-        """See SessionDesk.attach."""
-        answer = await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.attach(node_id, request)
-        )
-        answer.renew_in_seconds, answer.unix_seconds = self._gate.times(context)
+    async def attach_and_tell_times(
+        request: pb.AttachRequest, context: Context
+    ) -> pb.AttachResponse:
+        answer: pb.AttachResponse = await attach(request, context)
+        answer.renew_in_seconds, answer.unix_seconds = gate.times(context)
         return answer
 
-    async def Renew(self, request: RenewRequest, context: Context) -> RenewResponse:
-        """See Certificates.renew_in_session."""
-        return await answered(
-            context,
-            self._gate.node,
-            lambda node_id: self._certificates.renew_in_session(node_id, request),
-        )
-
-    async def Heartbeat(
-        self, request: pb.HeartbeatRequest, context: Context
-    ) -> pb.HeartbeatResponse:
-        """See SessionDesk.heartbeat."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.heartbeat(node_id, request)
-        )
-
-    async def Subscribe(
-        self, request: pb.SubscribeRequest, context: Context
+    async def subscribe(
+        request: pb.SubscribeRequest, context: Context
     ) -> AsyncIterator[pb.SubscribeResponse]:
-        """See SessionDesk.subscribe."""
         try:
-            node_id = self._gate.node(context)
-            async with aclosing(self._desk.subscribe(node_id, request)) as events:
+            async with aclosing(desk.subscribe(gate.node(context), request)) as events:
                 async for event in events:
                     yield event
         except AtollError as error:
             await refuse(context, error)
 
-    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportResponse:
-        """See SessionDesk.report."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.report(node_id, request)
-        )
-
-    async def ListCommits(
-        self, request: pb.ListCommitsRequest, context: Context
-    ) -> pb.ListCommitsResponse:
-        """See SessionDesk.list_commits."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda _: self._desk.list_commits(request)
-        )
-
-    async def SubmitCommits(
-        self, request: pb.SubmitCommitsRequest, context: Context
-    ) -> pb.SubmitCommitsResponse:
-        """See SessionDesk.submit_commits."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.submit_commits(node_id, request)
-        )
-
-    async def SubmitRulings(
-        self, request: pb.SubmitRulingsRequest, context: Context
-    ) -> pb.SubmitRulingsResponse:
-        """See SessionDesk.submit_rulings."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.submit_rulings(node_id, request)
-        )
-
-    async def Detach(self, request: pb.DetachRequest, context: Context) -> pb.DetachResponse:
-        """See SessionDesk.detach."""
-        return await answered_when_durable(
-            context, self._gate.node, lambda node_id: self._desk.detach(node_id, request)
-        )
+    calls.Attach, calls.Subscribe = attach_and_tell_times, subscribe
+    return cast("SessionServiceServicer", calls)

@@ -1,27 +1,25 @@
 """Read-only answers for people and programs: the run, its nodes, its rounds."""
 
-# ruff: noqa: N802 (gRPC calls methods by the names that stand in the .proto files)
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from coordinator.dashboard.given import Given, Tally
 from coordinator.dashboard.timeline import RoundTimes, Timeline
 from coordinator.driver import Driver
 from coordinator.round_rows import screening_to_wire, wire_ledger
 from coordinator.services import checks
-from coordinator.services.answering import Context, Gate, answered, answered_when_durable
+from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.streams import Telemetry
 from coordinator.swarm.committed import awaits_first_weights, recent_screening
-from coordinator.swarm.contradiction import waiting_in_words
-from coordinator.swarm.conviction import next_round
+from coordinator.swarm.conviction import next_round, waiting_in_words
 from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
 from coordinator.swarm.going_back import books_after
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, used_up
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
-from coordinator.swarm.punching import is_symmetric
+from coordinator.swarm.reach import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
 from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written
@@ -138,7 +136,7 @@ class StatusDesk:
     def _never_attached(self, state: SwarmState) -> list[pb.NodeStatus]:
         """Nodes that have joined and are held back, and were not here since."""
         found = []
-        for one in self._driver.store.enrolled():
+        for one in self._driver.store.invites.members():
             standing = state.latest_rulings.get(one.node_id)
             if one.node_id in state.members or one.role is Role.VIEWER:
                 continue
@@ -297,7 +295,7 @@ class StatusDesk:
             silent_seconds=now - (self._started_at if heard is None else heard.at),
             is_unheard=heard is None,
             committed_tokens=member.committed_tokens,
-            address=convert.address_to_wire(member.address),
+            address=convert.to_wire(member.address, session_pb2.PeerAddress),
             heartbeat=None if heard is None else heard.heartbeat,
             same_corpus=corpus is None or member.is_helper or member.corpus.is_same(corpus),
             version=member.version,
@@ -458,31 +456,12 @@ def _phase_of(state: SwarmState) -> pb.RunPhase.ValueType:
     return _PHASES[state.open_round.phase]
 
 
-class StatusServicer(StatusServiceServicer):
+def status_service(desk: StatusDesk, gate: Gate) -> StatusServiceServicer:
     """The desk on gRPC; any enrolled node and the run owner may call."""
-
-    def __init__(self, desk: StatusDesk, gate: Gate) -> None:
-        self._desk = desk
-        self._gate = gate
-
-    async def GetStatus(
-        self, request: pb.GetStatusRequest, context: Context
-    ) -> pb.GetStatusResponse:
-        """See StatusDesk.get_status."""
-        return await answered(
-            context, self._gate.anyone, lambda role: self._desk.get_status(request, role)
-        )
-
-    async def ListRounds(
-        self, request: pb.ListRoundsRequest, context: Context
-    ) -> pb.ListRoundsResponse:
-        """See StatusDesk.list_rounds."""
-        return await answered_when_durable(
-            context, self._gate.anyone, lambda _: self._desk.list_rounds(request)
-        )
-
-    async def GetRound(self, request: pb.GetRoundRequest, context: Context) -> pb.GetRoundResponse:
-        """See StatusDesk.get_round."""
-        return await answered_when_durable(
-            context, self._gate.anyone, lambda _: self._desk.get_round(request)
-        )
+    calls = service(
+        gate.anyone,
+        GetStatus=lambda role, request: desk.get_status(request, role),
+        ListRounds=for_all(desk.list_rounds),
+        GetRound=for_all(desk.get_round),
+    )
+    return cast("StatusServiceServicer", calls)

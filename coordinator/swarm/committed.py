@@ -11,12 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.swarm.events import HistoryTold, Tell
-from coordinator.swarm.ledger import (
-    committed_samples,
-    lease_again,
-    reopen,
-    settle,
-)
+from coordinator.swarm.ledger import committed_samples, lease_again, reopen, settle
 from coordinator.swarm.members import PRESENT, Member, MemberState, Screening, Work
 from coordinator.swarm.state import Round, RoundPhase, SwarmState, last_sure_round
 from coordinator.swarm.turn import Turn, holds_undone, present_members, without

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.swarm.committed import judge, unbook
-from coordinator.swarm.contradiction import without_rounds_undone
+from coordinator.swarm.conviction import without_rounds_undone
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Ruled, Undone
 from coordinator.swarm.ledger import Ledger, end_ahead, settle

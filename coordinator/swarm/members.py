@@ -10,13 +10,7 @@ from operator import attrgetter
 from coordinator.swarm.slices import UNKNOWN, Rates
 from protocol.wire.messages import SpotChecked
 from protocol.wire.payload import WireTotals
-from protocol.wire.rounds import (
-    CorpusSummary,
-    Digest,
-    NodeId,
-    PeerAddress,
-    RoundSpan,
-)
+from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress, RoundSpan
 
 
 class MemberState(StrEnum):
@@ -73,7 +67,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """Whether most of the others contradict a member: coordinator.swarm.contradiction has the rules."""
+    """Whether most of the others contradict a member: coordinator.swarm.conviction has the rules."""
 
     rounds: int = 0  # that speak against it, and are not outweighed by others
     num_times_out: int = 0
@@ -106,7 +100,7 @@ class SpotFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PunchTries:
-    """How often two members were told to dial each other: coordinator.swarm.punching has the rules."""
+    """How often two members were told to dial each other: coordinator.swarm.reach has the rules."""
 
     between: tuple[str, ...]  # the addresses that were known of both
     num: int

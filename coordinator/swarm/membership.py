@@ -26,8 +26,7 @@ from coordinator.swarm.members import (
     Standing,
     Work,
 )
-from coordinator.swarm.punching import punch
-from coordinator.swarm.reach import steadied_carriage
+from coordinator.swarm.reach import punch, steadied_carriage
 from coordinator.swarm.slices import UNKNOWN, steadied
 from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without

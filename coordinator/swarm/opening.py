@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from coordinator.swarm.contradiction import sitting_out_in_words
-from coordinator.swarm.conviction import may_reduce
+from coordinator.swarm.conviction import may_reduce, sitting_out_in_words
 from coordinator.swarm.deadlines import (
     budgets_in_words,
     capped_in_words,

@@ -4,20 +4,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.swarm import spot_checks
-from coordinator.swarm.audit import (
-    audits_in_words,
-    draw,
-    draw_what_leads_elsewhere,
-    pending_audits,
-)
+from coordinator.swarm.audit import audits_in_words, draw, draw_what_leads_elsewhere, pending_audits
 from coordinator.swarm.committed import agree_on, book
-from coordinator.swarm.contradiction import note_contradicted, votes_of
 from coordinator.swarm.conviction import (
     contradict,
     errors_after,
     forget_errors,
+    note_contradicted,
     refuse_untraced,
     rest_of_void,
+    votes_of,
 )
 from coordinator.swarm.deadlines import device_of, measured, times_at_commit, times_when_applied
 from coordinator.swarm.events import Tell
@@ -153,7 +149,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
     if not progress.is_empty and progress.digest is None:
         if report.digest is None:
             current = replace(current, reduced_at=turn.now)
-            _put_slice(turn, current, replace(progress, is_empty=True))
+            turn.put_slice(current, replace(progress, is_empty=True))
             return
         asked, context = assignments_of(current), turn.state.rules.context
         if not report.contributors or len(report.contributions) != len(report.contributors):
@@ -187,7 +183,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
         current = replace(current, reduced_at=turn.now)
     if report.digest is not None and report.digest == progress.digest:
         held = _with_held(current.held, node_id, {report.slice_index: report.digest})
-        _put_slice(turn, replace(current, held=held), progress)
+        turn.put_slice(replace(current, held=held), progress)
         if is_news:
             refuse_untraced(turn, report.slice_index)
             refusing = (refusal.node_id for refusal in progress.refusals)
@@ -598,9 +594,3 @@ def _without_tokens(current: Round) -> tuple[Contributor, ...]:
         for node_id, trained in sorted(current.trained.items())
         if trained.tokens == 0 and trained.samples > 0
     )
-
-
-def _put_slice(turn: Turn, current: Round, progress: SliceProgress) -> None:
-    index = progress.slice.index
-    slices = (*current.slices[:index], progress, *current.slices[index + 1 :])
-    turn.put_round(replace(current, slices=slices))

@@ -77,7 +77,7 @@ def refusal_seen(turn: Turn, event: RefusalSeen) -> None:
         return
     before[member_id] = Refusal(node_id=member_id, refused=told)
     after = tuple(before[node_id] for node_id in sorted(before))
-    _put(turn, current, replace(progress, refusals=after))
+    turn.put_slice(current, replace(progress, refusals=after))
     offer_to_deceived(turn, index, (member_id,))
 
 
@@ -107,7 +107,7 @@ def _convict_of_nonsense(turn: Turn) -> None:
         refused = replace(
             progress, refused=f"{name_of(turn.state, reducer)} is convicted: {reason}"
         )
-        _put(turn, current, refused)
+        turn.put_slice(current, refused)
         current = turn.state.open_round
         assert current is not None
         _hand_over(turn, current, refused)
@@ -294,7 +294,7 @@ def _offer(
     """The result exists: who lacks it fetches it from who has it."""
     if progress.is_offered:
         return
-    _put(turn, current, replace(progress, is_offered=True))
+    turn.put_slice(current, replace(progress, is_offered=True))
     assert progress.digest is not None
     offered = ResultOffered(
         round=current.number,
@@ -339,7 +339,7 @@ def _hand_over(
         node_id: {place: each for place, each in told.items() if place != index}
         for node_id, told in current.agreements.items()
     }
-    _put(turn, replace(current, held=held, agreements=agreements), taken_over)
+    turn.put_slice(replace(current, held=held, agreements=agreements), taken_over)
     told = takeover_of(current.number, taken_over, turn.now)
     turn.act(Tell(message=told, to=others_in(current, ())))
 
@@ -397,9 +397,3 @@ def _backup(
     staying = (m for m in _staying(state, current) if m.node_id not in convicted)
     best = min(staying, key=preference, default=None)
     return None if best is None else best.node_id
-
-
-def _put(turn: Turn, current: Round, progress: SliceProgress) -> None:
-    index = progress.slice.index
-    slices = (*current.slices[:index], progress, *current.slices[index + 1 :])
-    turn.put_round(replace(current, slices=slices))

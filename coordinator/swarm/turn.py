@@ -42,6 +42,12 @@ class Turn:
         if self.state.open_round != current:
             self.state = replace(self.state, open_round=current)
 
+    def put_slice(self, current: Round, progress: SliceProgress) -> None:
+        """Replaces a slice of the round in flight, which is otherwise as it is given."""
+        index = progress.slice.index
+        slices = (*current.slices[:index], progress, *current.slices[index + 1 :])
+        self.put_round(replace(current, slices=slices))
+
 
 def members_of(state: SwarmState) -> Members:
     """The members, with what is known of all of them."""

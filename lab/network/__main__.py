@@ -19,7 +19,7 @@ from contextlib import closing
 
 from lab.network.lab import LabUnavailableError, NetworkLab
 from lab.network.links import Link
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 from protocol.terminal import console
 
 RATES_MBIT = (10, 100)

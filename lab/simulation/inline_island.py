@@ -3,6 +3,7 @@
 Its calls never yield to the event loop, so a daemon must not use it.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.trainer import Clock, Trainer
@@ -20,8 +21,29 @@ from node.outer_state import Vector
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary
 
+# What an island trains that has no swarm: what a plan for one participant would ask, without an end.
 
-class InlineIsland:
+
+def lone_work(spec: RunSpec, inner_steps: int, *, round: int = 1) -> InnerWork:
+    """A round of so many inner steps, after others that were as long."""
+    samples, done = inner_steps * spec.inner.batch, round - 1
+    return InnerWork(
+        round=round,
+        inner_steps=inner_steps,
+        first_sample=done * samples,
+        num_samples=samples,
+        token_clock=done * inner_steps * spec.tokens_per_inner_step,
+        round_tokens=inner_steps * spec.tokens_per_inner_step,
+        max_seconds=math.inf,
+        num_participants=1,
+    )
+
+
+def unseen(progress: Progress) -> None:
+    """For those who wait for the report."""
+
+
+class InlineIsland(Island):
     """Trains one model on the CPU in the calling thread; implements Island.
 
     `corpus` spares many islands of one simulation the reading of the same text.
@@ -46,11 +68,6 @@ class InlineIsland:
         self._clock = clock
         self._local = local
         self._trainer: Trainer | None = None
-
-    @property
-    def ability(self) -> Ability:
-        """See Island."""
-        return ALL
 
     async def start(self) -> CorpusSummary:
         """Builds the model and reads the text."""

@@ -7,7 +7,7 @@ A network may have a pace for each node, or uplinks that carry one payload after
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from node.exchange.peers import (
     PeerUnreachableError,
     TransferHandler,
     TransferRefusedError,
+    Transport,
     Want,
     check_answer,
     do_nothing,
@@ -27,7 +28,6 @@ from node.exchange.peers import (
 )
 from node.exchange.transport.rates.uplink import LinkMeter
 from node.exchange.transport.streams import WIRE_KINDS_BY_PAYLOAD
-from protocol.trust.rulings import Address
 from protocol.wire.payload import Payload, PayloadError, WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry, Way
 from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
@@ -98,7 +98,7 @@ class MemoryNetwork:
         return self._running[peer]
 
 
-class MemoryTransport:
+class MemoryTransport(Transport):
     """Transport between nodes of one MemoryNetwork. Counts headers and bodies, as sent."""
 
     def __init__(self, *, network: MemoryNetwork, node_id: NodeId, counts: WireCounts) -> None:
@@ -126,10 +126,6 @@ class MemoryTransport:
         if handling:
             await asyncio.wait(handling)
 
-    async def heed_addresses(self) -> bool:
-        """It has none."""
-        return False
-
     async def wait_failed(self) -> str:
         """Waits for ever: nothing here can fail."""
         reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -151,21 +147,6 @@ class MemoryTransport:
             sorted(peer for peer in self._member_ids if self._network.is_cut(self.node_id, peer))
         )
 
-    @property
-    def narrow(self) -> tuple[NodeId, ...]:
-        """Nobody: there are no packets here."""
-        return ()
-
-    @property
-    def punched(self) -> tuple[NodeId, ...]:
-        """Nobody: there are no routers here."""
-        return ()
-
-    @property
-    def by_proxy(self) -> tuple[NodeId, ...]:
-        """Nobody: there are no proxies here."""
-        return ()
-
     def set_ways(self, ways: tuple[Way, ...]) -> None:
         """See Transport.set_ways. Payloads pass at once through whom both reach, in no time of its link."""
         self._ways = {(way.one, way.other): way.through for way in ways}
@@ -185,30 +166,6 @@ class MemoryTransport:
     def carry_bytes_per_second(self) -> float:
         """See Transport.carry_bytes_per_second."""
         return self._network.carry_bytes_per_second
-
-    @property
-    def outside_token(self) -> bytes:
-        """None: it sends no datagrams."""
-        return b""
-
-    @property
-    def outside_by_ipv6(self) -> str:
-        """None: nobody is dialled."""
-        return ""
-
-    async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
-        """There is no outside."""
-        return False
-
-    def heed_outside(self, seen: Sequence[str]) -> None:
-        """There is none."""
-
-    def punch(self, peer: NodeId, multiaddr: str) -> None:
-        """Nobody is to be dialled here."""
-
-    async def coordinator_addresses(self, pin: bytes) -> Sequence[Address]:
-        """See Transport.coordinator_addresses: there is one place in a process."""
-        return ()
 
     @property
     def rates(self) -> LinkRates:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from node.island.data.places import DataPlaces
-from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 180.0
 """For a hang only: the ranks of a test answer within a second or two."""
 
 
-class MeshedIsland:
+class MeshedIsland(Island):
     """Ranks on the CPU, one thread each, on a mesh of the given shape; implements Island.
 
     It takes no virtual time, and its reports say 0 s, which is no measurement: plans stay equal.
@@ -54,11 +54,6 @@ class MeshedIsland:
         self._thread: threading.Thread | None = None
         self._shared: SharedVectors | None = None
         self._ranks: ProcessIsland | None = None
-
-    @property
-    def ability(self) -> Ability:
-        """See Island."""
-        return ALL
 
     async def start(self) -> CorpusSummary:
         """See Island."""

@@ -16,7 +16,7 @@ import torch
 
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
@@ -236,7 +236,7 @@ def exchange(
             slice=part,
             contributions={n: sent[n][part.index] for n in sent.keys() - late},
             late=sent.keys() & late,
-            uplink=outer.codecs_in(plan.round).uplink,
+            uplink=outer.rules_in(plan.round).uplink,
             context=context,
         )
         result = outer.result_of(reduction, plan.fragment)

@@ -30,10 +30,9 @@ from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
 from node.disk.history import History, KeptRulings
 from node.disk.round_folder import Retention
 from node.disk.snapshots import SnapshotWriting
-from node.exchange.codecs.codec import ONE_THREAD
 from node.exchange.giving import HeldResults
-from node.exchange.outer import Outer, codecs_in_force, merging_of
-from node.exchange.outer_optimizer import outer_optimizer_of
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import outer_rules_of
 from node.exchange.state.on_disk import Saving, StateOnDisk
 from node.heavy import Meters, in_place
 from node.island.data.dataset import Dataset
@@ -49,7 +48,7 @@ from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Role
-from protocol.wire.payload import WIRE_KINDS, WireCounts
+from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import PASSES_OF_TRAINING, Commit, Digest, NodeId
 
 Wire = TypeVar("Wire", bound=Message)
@@ -102,7 +101,6 @@ class SimulatedRun:
     digests: dict[NodeId, Digest]  # of the outer state of every node that lived to the end
     parameters: Vector
     bytes_sent: dict[NodeId, int]
-    bytes_of_kind: dict[str, int]  # sent by all nodes
     seconds: float  # virtual
     compute_seconds: dict[NodeId, float]  # of each node: virtual seconds in inner steps
     num_audits: int = 0  # that members were asked for
@@ -274,9 +272,6 @@ async def _simulate(
                 node.node_id: sum(sent for sent, _ in node.counts.totals().values())
                 for node in nodes
             },
-            bytes_of_kind={
-                kind: sum(node.counts.totals()[kind][0] for node in nodes) for kind in WIRE_KINDS
-            },
             seconds=asyncio.get_running_loop().time(),
             compute_seconds={node.node_id: node.compute_seconds for node in nodes},
             num_audits=coordinator.num_audits,
@@ -353,8 +348,8 @@ class SimulatedNode:
     def _join(self, invite_id: str) -> None:
         """Redeems an invite, which is made for the first that does."""
         secret_hash, store = bytes(32), self._coordinator.store
-        if not store.has_invite(invite_id, secret_hash):
-            store.add_invite(
+        if not store.invites.has(invite_id, secret_hash):
+            store.invites.add(
                 invite_id=invite_id,
                 secret_hash=secret_hash,
                 max_uses=1 << 16,
@@ -362,7 +357,7 @@ class SimulatedNode:
                 host="",
                 role=Role.HELPER if self._life.is_helper else Role.NODE,
             )
-        store.redeem(
+        store.invites.redeem(
             invite_id,
             secret_hash,
             node_id=self.node_id,
@@ -391,10 +386,7 @@ class SimulatedNode:
             path=None if self._disk is None else self._disk / "rulings",
             verifier=self._coordinator.verifier,
         )
-        self.outer.codecs_in = codecs_in_force(rulings.spec_in, ONE_THREAD)
-        self.outer.optimizer_in = lambda round: outer_optimizer_of(rulings.spec_in(round).outer)
-        self.outer.owing.decay_in = lambda round: rulings.spec_in(round).exchange.residual_decay
-        self.outer.merging_in = lambda round: merging_of(rulings.spec_in(round))
+        self.outer.go_by(rulings.made_in(outer_rules_of))
         history = History(None if self._disk is None else self._disk / "history")
         disk: MortalDisk | None = None
         if self._disk is not None:

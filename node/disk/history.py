@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -53,6 +53,8 @@ from protocol.wire.rounds import Commit, ContributionDigest, Digest, Plan
 from protocol.wire.versions import RESULTS_MAGIC as MAGIC
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 _HEADER_BYTES = struct.Struct("<I")
 
@@ -377,6 +379,9 @@ class KeptRulings:
         self._in_force = lru_cache(maxsize=8)(
             lambda round: in_force(spec, self.rulings, round=round)
         )
+        self._caches: list[Callable[[], None]] = [
+            self._in_force.cache_clear
+        ]  # of what rulings change
         self._file = None if path is None else AppendedFile(path)
         if self._file is not None:
             self._read(self._file)
@@ -442,7 +447,8 @@ class KeptRulings:
     def _keep(self, signed: Sequence[SignedRuling]) -> None:
         self._signed = tuple(signed)
         self.rulings = tuple(each.ruling for each in signed)
-        self._in_force.cache_clear()
+        for forget in self._caches:
+            forget()
 
     @property
     def are_amending(self) -> bool:
@@ -463,6 +469,21 @@ class KeptRulings:
     def spec_in(self, round: int) -> RunSpec:
         """The run's rules in a round."""
         return self._in_force(round)
+
+    def made_in(self, make: Callable[[RunSpec], T]) -> Callable[[int], T]:
+        """What is made of the run's rules in a round. While they stay as they are, it stays the same."""
+        latest: tuple[RunSpec, T] | None = None
+
+        @lru_cache(maxsize=8)
+        def made(round: int) -> T:
+            nonlocal latest
+            spec = self.spec_in(round)
+            if latest is None or latest[0] != spec:
+                latest = spec, make(spec)
+            return latest[1]
+
+        self._caches.append(made.cache_clear)
+        return made
 
     @property
     def in_force(self) -> RunSpec:

@@ -18,16 +18,15 @@ from urllib.request import getproxies
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
 from node.config import RULINGS_FILE, NodeSettings, is_loopback
 from node.disk.history import History, KeptRulings
-from node.doctor.findings import Finding, wrong
-from node.doctor.network import ABOUT_ADDRESSES, Network, address_finding
+from node.doctor.network import ABOUT_ADDRESSES, Finding, Network, address_finding, wrong
 from node.kept import RUN_FILE
 from node.machine.addresses import has_ipv6, interface_addresses, own_addresses, sources_to
 from node.machine.hardware import Hardware, congestion_control, likely_devices, look_around
-from node.machine.metadata import NoAnswerError, cloud_here, service_of
+from node.machine.notices import NoAnswerError, cloud_here, service_of
 from node.machine.placement import num_ranks_of
 from protocol.errors import AtollError, SystemRefusedError
-from protocol.files.descriptors import require_open_files
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
+from protocol.files.leftovers import require_open_files
 from protocol.run.models import layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.terminal import console

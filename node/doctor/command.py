@@ -8,9 +8,14 @@ import click
 
 from node.config import NodeSettings, load_settings
 from node.doctor import checks
-from node.doctor.findings import Finding, exit_code_of, wrong
-from node.doctor.kernel import kernel_findings
-from node.doctor.network import ABOUT_NETWORK, what_to_use
+from node.doctor.network import (
+    ABOUT_NETWORK,
+    Finding,
+    exit_code_of,
+    kernel_findings,
+    what_to_use,
+    wrong,
+)
 from protocol.errors import AtollError
 from protocol.terminal import console
 

@@ -1,12 +1,49 @@
-"""What this machine needs so that other members and it reach each other, in one sentence."""
+"""What the doctor says, and what it says of networks: how members reach this machine, and what is slow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-from node.doctor.findings import Finding, wrong
 from node.machine.addresses import OwnAddress, require_interface, told_addresses
-from protocol.errors import AtollError
+from node.machine.hardware import SETTINGS, congestion_control, setting
+from protocol.errors import AtollError, ExitCode
 from protocol.terminal.node_words import NARROW, NARROW_STEP
+
+# What the doctor says: one finding for each thing that it looked at.
+
+
+Verdict = Literal["fine", "note", "advice", "wrong"]
+"""A note is for who wants to know; advice makes things better; only what is wrong keeps a node from
+its work, and decides on the exit code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at, and what to type when it could be better."""
+
+    about: str
+    verdict: Verdict
+    what: str
+    next_step: str = ""
+    exit_code: ExitCode = ExitCode.OK
+
+
+def wrong(about: str, error: AtollError) -> Finding:
+    """What the node's own check refuses, as `atoll node start` would tell it."""
+    return Finding(
+        about=about,
+        verdict="wrong",
+        what=error.what,
+        next_step=error.next_step,
+        exit_code=error.exit_code,
+    )
+
+
+def exit_code_of(findings: Sequence[Finding]) -> ExitCode:
+    """That of the first thing that is wrong."""
+    return next((found.exit_code for found in findings if found.verdict == "wrong"), ExitCode.OK)
+
 
 ABOUT_NETWORK = "network"
 ABOUT_ADDRESSES = "addresses"
@@ -179,3 +216,88 @@ def _fine(what: str) -> Finding:
 
 def _note(what: str, next_step: str) -> Finding:
     return Finding(about=ABOUT_NETWORK, verdict="note", what=what, next_step=next_step)
+
+
+# What of the Linux kernel's settings makes transfers over long links slow. Only reads.
+#
+# A node's peers are far away, and it talks to them for some seconds every few minutes. Both are what
+# the kernel's defaults are not made for.
+
+
+ABOUT = "kernel"
+
+FAST_BITS_PER_SECOND = 1e9
+LONG_ROUND_TRIP_SECONDS = 0.2
+"""The link whose bandwidth-delay product buffers are compared with."""
+
+_KEPT = "to keep it, put the setting into a file below /etc/sysctl.d"
+
+_BUFFERS = {
+    "net.ipv4.tcp_rmem": ("received", "4096 131072"),
+    "net.ipv4.tcp_wmem": ("sent", "4096 16384"),
+}
+"""What they bound, and the least and the first size that go before the largest one.
+
+Not net.core.rmem_max and wmem_max: they bound what programs set themselves, and neither p2pd nor
+gRPC sets a buffer of TCP's.
+"""
+
+LARGE_BUFFER_BYTES = 64 << 20
+"""What is advised: the kernel takes of it what a connection needs, and no more."""
+
+
+def kernel_findings(root: Path = SETTINGS) -> list[Finding]:
+    """What to change, with the command; a note where there is nothing to read."""
+    if not (root / "net/ipv4").is_dir():
+        return [
+            Finding(about=ABOUT, verdict="note", what=f"no settings to look at below {root}/net")
+        ]
+    found = [*_slow_start(root), *_buffers(root), *_congestion_control(root)]
+    if all(finding.verdict == "note" for finding in found):
+        found.insert(
+            0, Finding(about=ABOUT, verdict="fine", what="nothing of it slows long links down")
+        )
+    return found
+
+
+def _slow_start(root: Path) -> Iterator[Finding]:
+    name = "net.ipv4.tcp_slow_start_after_idle"
+    if setting(name, root) == "1":
+        yield Finding(
+            about=ABOUT,
+            verdict="advice",
+            what=f"{name} is 1: after each pause, so in each round, TCP begins slowly again, with "
+            "ten packets",
+            next_step=f"sudo sysctl -w {name}=0; {_KEPT}",
+        )
+
+
+def _buffers(root: Path) -> Iterator[Finding]:
+    needed_bytes = FAST_BITS_PER_SECOND * LONG_ROUND_TRIP_SECONDS / 8
+    for name, (moved, smaller) in _BUFFERS.items():
+        *_, most = (setting(name, root) or "").split() or [""]
+        if most.isdigit() and int(most) < needed_bytes:
+            mbit = 8 * int(most) / LONG_ROUND_TRIP_SECONDS / 1e6
+            yield Finding(
+                about=ABOUT,
+                verdict="advice",
+                what=f"the largest buffer of {name} is {int(most) / 1e6:.1f} MB: over a round trip of "
+                f"{1e3 * LONG_ROUND_TRIP_SECONDS:g} ms no more than {mbit:.0f} Mbit/s are {moved} "
+                "on a connection",
+                next_step=f"sudo sysctl -w {name}='{smaller} {LARGE_BUFFER_BYTES}', if your link "
+                f"carries more; {_KEPT}",
+            )
+
+
+def _congestion_control(root: Path) -> Iterator[Finding]:
+    used = congestion_control(root)
+    there = (setting("net.ipv4.tcp_available_congestion_control", root) or "").split()
+    if used is None:
+        return
+    if used == "bbr":
+        what, next_step = "TCP uses bbr, which loses little to stray losses", ""
+    else:
+        what = f"TCP uses {used}; over bbr exchanges get more of a link, whole or lossy"
+        load = "" if "bbr" in there else "sudo modprobe tcp_bbr && "
+        next_step = f"{load}sudo sysctl -w net.ipv4.tcp_congestion_control=bbr; {_KEPT}"
+    yield Finding(about=ABOUT, verdict="note", what=what, next_step=next_step)

@@ -29,9 +29,9 @@ from node.duties.work import (
     work_ahead_of,
     work_of,
 )
+from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
 from node.exchange.peers import Patience
-from node.exchange.spot_checks import SpotCheckReady
 from node.heavy import Meters
 from node.island.island import InnerWork, Progress
 from node.link.session import Session

@@ -18,8 +18,8 @@ from functools import partial
 import structlog
 
 from node.duties.lasting_island import LastingIsland
+from node.exchange.auditing import SpotCheckReady, piece_of
 from node.exchange.exchange import Exchange
-from node.exchange.spot_checks import SpotCheckReady, piece_of
 from node.island.island import InnerReport, InnerWork, Progress
 from protocol.wire.messages import (
     Evaluated,

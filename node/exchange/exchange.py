@@ -12,7 +12,7 @@ from random import Random
 
 import structlog
 
-from node.exchange.auditing import Audits
+from node.exchange.auditing import Audits, SpotCheckReady, SpotChecks
 from node.exchange.fetching import Donors, Silences
 from node.exchange.giving import KEPT_ROUNDS, Donor, Pushes, ServedState
 from node.exchange.peers import (
@@ -29,7 +29,6 @@ from node.exchange.peers import (
 from node.exchange.round.state import RoundNews, Rules, refusal
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
-from node.exchange.spot_checks import SpotCheckReady, SpotChecks
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
 from node.exchange.state.sources import StateHere
 from node.outer_state import Vector
@@ -136,7 +135,7 @@ class Exchange:
         self._held.forget_from(plan.round)
         now = asyncio.get_running_loop().time()
         ahead, self._ahead = self._ahead, (plan.round + 1, now) if plan.ahead else None
-        codecs = self.outer.codecs_in(plan.round)
+        codecs = self.outer.rules_in(plan.round)
         self._round = RoundRunner(
             plan,
             replace(self._rules, uplink=codecs.uplink, downlink=codecs.downlink),

@@ -25,7 +25,8 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from node.exchange.codecs.codec import CodecError, Codecs
+from node.exchange.codecs.codec import CodecError
+from node.exchange.outer_optimizer import OuterRules
 from node.exchange.peers import (
     FalseAnswerError,
     NotHeldError,
@@ -329,7 +330,7 @@ async def fetch_results(
     *,
     of: Donors,
     peers: Iterable[NodeId],
-    codecs_in: Callable[[int], Codecs],
+    rules_in: Callable[[int], OuterRules],
 ) -> None:
     """Fetches results from those of the peers that hold them, as far as they deliver; holders first.
 
@@ -338,7 +339,7 @@ async def fetch_results(
     """
 
     async def fetch(want: WantResult, peer: NodeId, heard: Callable[[], None]) -> Outcome:
-        outcome, downlink = wanted[want], codecs_in(want.round).downlink
+        outcome, downlink = wanted[want], rules_in(want.round).downlink
         max_body_bytes = downlink.most_bytes(outcome.num_elements)
         try:
             payload = await of.transport.fetch(

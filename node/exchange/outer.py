@@ -5,8 +5,8 @@ here is arithmetic on vectors: no I/O and no waiting.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,30 +14,15 @@ import structlog
 
 from node.disk.history import SentLog
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
-from node.exchange.codecs.codec import (
-    ONE_THREAD,
-    Codec,
-    CodecError,
-    Codecs,
-    Opened,
-    Tiles,
-)
+from node.exchange.codecs.codec import ONE_THREAD, CodecError, Opened, Tiles
 from node.exchange.codecs.dense import round_to_bf16
-from node.exchange.codecs.registry import codec_named, compile_kernels
+from node.exchange.codecs.registry import compile_kernels
 from node.exchange.error_feedback import ReducerError, Residual
-from node.exchange.mean import (
-    BlockSums,
-    Encoded,
-    agreement,
-    largest_norm,
-    norm_of,
-    weighted_sum,
-)
+from node.exchange.mean import BlockSums, Encoded, agreement, largest_norm, norm_of, weighted_sum
 from node.exchange.outer_optimizer import (
     OuterOptimizer,
-    RateScale,
-    outer_optimizer_of,
-    rate_scale_of,
+    OuterRules,
+    outer_rules_of,
     refuse_flushed_subnormals,
 )
 from node.exchange.owing import Owing
@@ -51,16 +36,7 @@ from protocol.trust.identity import Identity
 from protocol.trust.receipts import PayloadSigner
 from protocol.wire.messages import SignedT
 from protocol.wire.payload import Payload, PayloadHeader
-from protocol.wire.rounds import (
-    BLOCK,
-    WHOLE,
-    Commit,
-    Digest,
-    NodeId,
-    Plan,
-    Slice,
-    SliceOutcome,
-)
+from protocol.wire.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, Plan, Slice, SliceOutcome
 
 log = structlog.get_logger()
 
@@ -76,16 +52,6 @@ def compile_arithmetic(optimizer: OuterOptimizer) -> None:
     BlockSums(BLOCK).take(0, zeros)
     round_to_bf16(zeros)
     digest_of_error(zeros)
-
-
-def merging_of(spec: RunSpec) -> Merging:
-    """How contributions are merged by a run's rules."""
-    return Merging(
-        merge=spec.outer.merge,
-        is_screened=spec.outer.screening,
-        is_audited=spec.outer.audit > 0,
-        most_weight=spec.data.most_weight,
-    )
 
 
 Base = Mapping[int, Merging]
@@ -107,64 +73,28 @@ class Position(NamedTuple):
     digest: Digest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OuterRules:
-    """What a run file says of the outer state's arithmetic."""
-
-    uplink: Codec
-    downlink: Codec
-    optimizer: OuterOptimizer
-    rate_scale: RateScale
-    merging: Merging = field(default_factory=Merging)
-
-
-def codecs_in_force(spec_in: Callable[[int], RunSpec], tiles: Tiles) -> Callable[[int], Codecs]:
-    """The codecs of a round, where amendments change them."""
-    named = lru_cache(maxsize=None)(partial(codec_named, tiles=tiles))
-
-    def codecs_in(round: int) -> Codecs:
-        exchange = spec_in(round).exchange
-        return Codecs(uplink=named(exchange.uplink), downlink=named(exchange.downlink))
-
-    return codecs_in
-
-
 class Outer:
     """Global parameters, momentum and what this node owes, at one round."""
 
-    def __init__(
-        self,
-        *,
-        layout: Layout,
-        parameters: Vector,
-        rules: OuterRules,
-        owing: Owing,
-        sender: Sender,
-        momentum: Vector | None = None,
-    ) -> None:
-        """`owing` is of the same layout and parameters; with None the momentum is zero."""
-        self.layout = layout
-        self.layout_digest = layout.summary().digest
+    def __init__(self, owing: Owing, *, momentum: Vector | None = None) -> None:
+        """Of the same layout, parameters and rules as what is owed. With None the momentum is zero."""
+        rules, parameters = owing.rules, owing.parameters
+        self.layout = owing.layout
+        self.layout_digest = self.layout.summary().digest
         self.uplink = rules.uplink  # of the run file, as this one
         self.downlink = rules.downlink
-        own = Codecs(uplink=rules.uplink, downlink=rules.downlink)
-        self.codecs_in: Callable[[int], Codecs] = lambda round: own
-        """Of a round: amendments change them. `of_run` has the run file's in all."""
+        self.rules_in = owing.rules_in
+        """Of a round: see `go_by`."""
         self._parameters = parameters
         self._momentum: Vector = np.zeros_like(parameters) if momentum is None else momentum
         self.owing = owing
         owing.before_change = self._before_change
-        owing.uplink_in = lambda round: self.codecs_in(round).uplink
         self.writing: SnapshotWriting | None = None
         """Of a snapshot that is being written: it hears of each change before it is made."""
         self._optimizer = rules.optimizer
-        self.optimizer_in: Callable[[int], OuterOptimizer] = lambda round: rules.optimizer
-        """Of a round: amendments change its learning rate. `of_run` has the run file's in all."""
-        self.merging_in: Callable[[int], Merging] = lambda round: rules.merging
-        """Likewise how contributions to a round are merged, which is its reducers' business."""
         self._rate_scale = rules.rate_scale
-        self._sender = sender
-        self.node_id = sender.node_id
+        self._sender = owing.sender
+        self.node_id = owing.sender.node_id
         self._opened: dict[tuple[str, Digest, int], Opened] = {}  # results since the last commit
         self._missed: dict[
             NodeId, int
@@ -194,20 +124,14 @@ class Outer:
         `identity` signs what leaves here; peers of a real swarm take nothing without.
         """
         exchange = spec.exchange
-        rules = OuterRules(
-            uplink=codec_named(exchange.uplink, tiles),
-            downlink=codec_named(exchange.downlink, tiles),
-            optimizer=outer_optimizer_of(spec.outer),
-            rate_scale=rate_scale_of(spec),
-            merging=merging_of(spec),
-        )
+        rules = outer_rules_of(spec, tiles)
         signer = None if identity is None else PayloadSigner(identity)
         sender = Sender(run_digest=spec.digest(), node_id=node_id, signer=signer)
         owing = Owing(
             layout=layout,
             parameters=parameters,
             published=published,
-            uplink=rules.uplink,
+            rules=rules,
             residual=Residual(
                 layout.num_elements,
                 error_feedback=exchange.error_feedback,
@@ -223,14 +147,7 @@ class Outer:
             sender=sender,
             sent=sent,
         )
-        return cls(
-            layout=layout,
-            parameters=parameters,
-            rules=rules,
-            owing=owing,
-            sender=sender,
-            momentum=momentum,
-        )
+        return cls(owing, momentum=momentum)
 
     @property
     def round(self) -> int:
@@ -241,6 +158,10 @@ class Outer:
     def digest(self) -> Digest:
         """Of parameters and momentum."""
         return self.position.digest
+
+    def go_by(self, rules_in: Callable[[int], OuterRules]) -> None:
+        """Has each round go by its own rules: amendments change codecs, the learning rate, merges, decay."""
+        self.rules_in = self.owing.rules_in = rules_in
 
     def sign_as(self, process_id: int) -> None:
         """Has what leaves here signed for this process of the node, as it is announced."""
@@ -261,7 +182,7 @@ class Outer:
 
     def are_receipts_due(self, round: int) -> bool:
         """Whether reducers give receipts in a round."""
-        return self.merging_in(round).is_audited
+        return self.rules_in(round).merging.is_audited
 
     def signed_finding(self, finding: SignedT, round: int) -> SignedT:
         """What this node has found out about another one's work, with its signature where it has one."""
@@ -281,7 +202,8 @@ class Outer:
 
         Those of the next round, and those that the run began with.
         """
-        used = (self.uplink, self.downlink, *self.codecs_in(self.round + 1))
+        coming = self.rules_in(self.round + 1)
+        used = (self.uplink, self.downlink, coming.uplink, coming.downlink)
         for codec in {codec.name: codec for codec in used}.values():
             compile_kernels(codec)
         compile_arithmetic(self._optimizer)
@@ -316,7 +238,7 @@ class Outer:
         Also where this node holds another state. Heavy: reads the fragment, and for merges by the momentum
         makes a vector of its size.
         """
-        merging = self.merging_in(plan.round)
+        merging = self.rules_in(plan.round).merging
         if not merging.is_audited or (plan.round - 1, plan.base_digest) != self.position:
             return None
         base = {}
@@ -351,7 +273,7 @@ class Outer:
         carried: Vector | None,
     ) -> SliceResult | None:
         return reduction.result(
-            downlink=self.codecs_in(reduction.plan.round).downlink,
+            downlink=self.rules_in(reduction.plan.round).downlink,
             sender=sender,
             by=replace(by, missed=missed),
             carried=carried,
@@ -361,7 +283,7 @@ class Outer:
 
     def _merging_on(self, span: slice) -> Merging:
         """How contributions to a slice are merged in the next round, as the state now has it."""
-        merging = self.merging_in(self.round + 1)
+        merging = self.rules_in(self.round + 1).merging
         centre = None
         if merging.goes_by_momentum:
             centre = self._optimizer.usual_mean(self._momentum[span])
@@ -381,13 +303,13 @@ class Outer:
         if own is None:
             return None
         header = own.header
-        codec = self.codecs_in(header.round).uplink
+        codec = self.rules_in(header.round).uplink
         sent = Encoded(codec=codec, body=own.body, size=header.num_elements)
         return agreement(opened, sent, drawn=drawn)
 
     def _open(self, payload: Payload) -> Opened:
         header = payload.header
-        downlink = self.codecs_in(header.round).downlink
+        downlink = self.rules_in(header.round).downlink
         key = downlink.name, header.body_digest, header.num_elements
         opened = self._opened.get(key)
         if opened is None:
@@ -433,7 +355,7 @@ class Outer:
                 )
             opened[outcome.index] = self._open(result)
         refuse_flushed_subnormals()
-        self._optimizer = self.optimizer_in(commit.round)
+        self._optimizer = self.rules_in(commit.round).optimizer
         self._opened.clear()
         self._before_change(self.layout.fragments[commit.fragment].span)
         reducers = {index: payload.header.sender_id for index, payload in results.items()}

@@ -1,4 +1,4 @@
-"""Outer optimizers: how a committed mean pseudo-gradient moves the global parameters.
+"""Outer optimizers, and by which rules of a run they and all that leads to them go.
 
 Every node does this arithmetic for itself and must come to the same bits (docs/concepts.md, promise 1). So
 each step is one fp32 operation that IEEE 754 rounds correctly, in the order written here. Never
@@ -6,11 +6,14 @@ use a fused form (torch.add with alpha, addcmul, lerp): whether it rounds once o
 the machine. Kernels run each operation by itself, on the calling thread (codecs/codec.py).
 """
 
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from node.exchange.codecs.codec import kernel, read_only
+from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles, kernel, read_only
+from node.exchange.codecs.registry import codec_named
+from node.exchange.reduction import Merging
 from node.outer_state import Vector
 from protocol.errors import SystemRefusedError
 from protocol.run.run_spec import OuterSection, RateScaling, RunSpec
@@ -204,6 +207,35 @@ def rate_scale_of(spec: RunSpec) -> RateScale:
         scaling=spec.outer.scaling,
         full_round_samples=spec.inner.batch
         * (spec.round_steps or spec.run.min_nodes * spec.inner.steps),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OuterRules:
+    """A run's rules in a round, as far as they are of the outer state's arithmetic."""
+
+    uplink: Codec
+    downlink: Codec
+    optimizer: OuterOptimizer
+    rate_scale: RateScale
+    merging: Merging = field(default_factory=Merging)
+    residual_decay: float = 1.0  # what part of an encoding error is still owed after a commit
+
+
+def outer_rules_of(spec: RunSpec, tiles: Tiles = ONE_THREAD) -> OuterRules:
+    """Those of a run file, or of what amendments have made of it."""
+    return OuterRules(
+        uplink=codec_named(spec.exchange.uplink, tiles),
+        downlink=codec_named(spec.exchange.downlink, tiles),
+        optimizer=outer_optimizer_of(spec.outer),
+        rate_scale=rate_scale_of(spec),
+        merging=Merging(
+            merge=spec.outer.merge,
+            is_screened=spec.outer.screening,
+            is_audited=spec.outer.audit > 0,
+            most_weight=spec.data.most_weight,
+        ),
+        residual_decay=spec.exchange.residual_decay,
     )
 
 

@@ -23,8 +23,9 @@ import structlog
 
 from node.disk.history import SentLog, SentSlice
 from node.disk.snapshots import Owed
-from node.exchange.codecs.codec import Codec, Opened
+from node.exchange.codecs.codec import Opened
 from node.exchange.error_feedback import ReducerError, Residual
+from node.exchange.outer_optimizer import OuterRules
 from node.exchange.reduction import Sender, SliceResult
 from node.outer_state import Vector
 from protocol.run.models import Layout
@@ -75,7 +76,7 @@ class Owing:
         layout: Layout,
         parameters: Vector,
         published: Vector,
-        uplink: Codec,
+        rules: OuterRules,
         residual: Residual,
         reducer_error: ReducerError,
         sender: Sender,
@@ -96,16 +97,14 @@ class Owing:
         """How many rounds' pseudo-gradients of late work this process has let go."""
         self.is_taken = True
         """Whether the latest commit took of every slice what this node sent for its round."""
-        self._layout = layout
-        self._parameters = parameters
+        self.layout = layout
+        self.parameters = parameters
         self._published = published
-        self.uplink_in: Callable[[int], Codec] = lambda round: uplink
-        """What contributions to a round are encoded with."""
-        own_decay = residual.decay
-        self.decay_in: Callable[[int], float] = lambda round: own_decay
-        """What part of an encoding error is still owed after the commit of a round."""
-        self._sender = sender
-        self._node_id = sender.node_id
+        self.rules = rules
+        """Those of the run file."""
+        self.rules_in: Callable[[int], OuterRules] = lambda round: rules
+        """Of a round: amendments change them."""
+        self.sender = sender
         self._sent = sent or SentLog(None)
         # Of these fragments work of earlier rounds may be owed, and not only what encoding left out.
         self._late_fragments = set(range(len(layout.fragments)))
@@ -131,14 +130,14 @@ class Owing:
         if aside is not None and (aside.round, aside.fragment) == (round, fragment):
             # Other fragments were handed in since, in the same memory.
             self._published[: aside.published.size] = aside.published
-        span = self._layout.fragments[fragment].span
-        if self.residual.goes_by(self.uplink_in(round)):
+        span = self.layout.fragments[fragment].span
+        if self.residual.goes_by(self.rules_in(round).uplink):
             # What a coarse codec has left out is late work for one that sends all of it at once.
-            self._late_fragments.update(range(len(self._layout.fragments)))
+            self._late_fragments.update(range(len(self.layout.fragments)))
         if fragment in self._late_fragments:
             self.before_change(span)
             rounds = self.residual.limit(
-                span, self._parameters[span], self._published_of(span), share=share
+                span, self.parameters[span], self._published_of(span), share=share
             )
             self._say_let_go(rounds, round=round, fragment=fragment)
         self.pending = Pending(
@@ -168,8 +167,8 @@ class Owing:
         assert pending is not None, "accumulate comes first"
         if (aside := self._aside_of(pending)) is not None:
             return aside.accumulated[start:end]
-        span = self._layout.span_of(pending.fragment, start, num_elements)
-        return self.residual.owed(span, self._parameters[span], self._published[start:end], out=out)
+        span = self.layout.span_of(pending.fragment, start, num_elements)
+        return self.residual.owed(span, self.parameters[span], self._published[start:end], out=out)
 
     def _published_of(self, span: slice) -> Vector:
         """What was published last, if it is of the fragment with this span."""
@@ -185,7 +184,7 @@ class Owing:
         pending = self.pending
         if pending is None or self._aside_of(pending) is not None:
             return
-        span = self._layout.fragments[pending.fragment].span
+        span = self.layout.fragments[pending.fragment].span
         self._aside = _Aside(
             round=pending.round,
             fragment=pending.fragment,
@@ -199,12 +198,12 @@ class Owing:
         Raises AlreadySignedError when this process has contributed something else by the same plan.
         """
         assert self.pending is not None, "accumulate comes first"
-        uplink = self.uplink_in(self.pending.round)
+        uplink = self.rules_in(self.pending.round).uplink
         with self._room(part.num_elements) as room:
             encoded = uplink.encoded(self.accumulated(part.start, part.num_elements, out=room))
         payload = Payload.seal(
             kind=CONTRIBUTION,
-            run_digest=self._sender.run_digest,
+            run_digest=self.sender.run_digest,
             round=self.pending.round,
             fragment=self.pending.fragment,
             slice_index=part.index,
@@ -213,12 +212,12 @@ class Owing:
             codec=uplink.name,
             samples=samples,
             tokens=tokens,
-            sender_id=self._node_id,
+            sender_id=self.sender.node_id,
             body=encoded.body,
             base_digest=self.pending.base_digest,
             plan_opened_at=self.pending.plan_opened_at,
         )
-        payload = self._sender.signed(payload)
+        payload = self.sender.signed(payload)
         sent = SentSlice(
             index=part.index,
             start=part.start,
@@ -241,8 +240,8 @@ class Owing:
         slices = []
         for outcome in commit.slices:
             named = zip(outcome.contributors, outcome.contributions, strict=True)
-            ours = [(c, digest) for c, digest in named if c.node_id == self._node_id]
-            if ours and _tokens_of(outcome, self._node_id) > 0:
+            ours = [(c, digest) for c, digest in named if c.node_id == self.sender.node_id]
+            if ours and _tokens_of(outcome, self.sender.node_id) > 0:
                 contributors, contributions = zip(*ours, strict=True)
                 place = outcome.contributors.index(contributors[0])
                 slices.append(
@@ -274,7 +273,7 @@ class Owing:
         aside = self._aside
         if aside is not None and aside.fragment == fragment:
             return aside.published
-        return self._published_of(self._layout.fragments[fragment].span)
+        return self._published_of(self.layout.fragments[fragment].span)
 
     def add_published(self, fragment: int, before: Vector) -> None:
         """Owes what the island has just published of a fragment outside of any round.
@@ -284,12 +283,12 @@ class Owing:
         """
         self.holds_work = True
         self._late_fragments.add(fragment)
-        span, pending = self._layout.fragments[fragment].span, self.pending
+        span, pending = self.layout.fragments[fragment].span, self.pending
         published = self._published_of(span)
         self.before_change(span)
         if pending is None or pending.fragment != fragment:
             self.residual.owed(
-                span, self._parameters[span], published, out=self.residual.values[span]
+                span, self.parameters[span], published, out=self.residual.values[span]
             )
             return
         aside = self._aside_of(pending)
@@ -304,7 +303,7 @@ class Owing:
         if result.error is not None and header.round > self._settled_round:
             tokens = {c.node_id: c.tokens for c in result.contributors}
             # Who only reduces will weigh as much as the others next time.
-            own_tokens = tokens.get(self._node_id) or sum(tokens.values()) / len(tokens)
+            own_tokens = tokens.get(self.sender.node_id) or sum(tokens.values()) / len(tokens)
             self.reducer_error.stage(
                 header.round,
                 header.slice_index,
@@ -323,20 +322,20 @@ class Owing:
         pending = self.pending
         if pending is not None and pending.round != commit.round:
             pending = None
-        self.residual.decay = self.decay_in(commit.round)
+        self.residual.decay = self.rules_in(commit.round).residual_decay
         fates = {each.index: self._fate_of(each, commit.round, pending) for each in commit.slices}
         let_go = cut = 0.0
         for outcome in commit.slices:
-            span = self._layout.span_of(commit.fragment, outcome.start, outcome.num_elements)
+            span = self.layout.span_of(commit.fragment, outcome.start, outcome.num_elements)
             fate = fates[outcome.index]
             rounds = self._settle_residual(outcome, span, pending, fate)
             let_go += rounds * outcome.num_elements
             if fate is not _Fate.MISSED:
-                cut += (1 - outcome.factor_of(self._node_id)) * outcome.num_elements
-            own_tokens = _tokens_of(outcome, self._node_id)
+                cut += (1 - outcome.factor_of(self.sender.node_id)) * outcome.num_elements
+            own_tokens = _tokens_of(outcome, self.sender.node_id)
             reducer = reducers.get(outcome.index)
             if reducer is not None:
-                may_be_ours = reducer == self._node_id
+                may_be_ours = reducer == self.sender.node_id
             else:  # a process that contributed knows what it has reduced; another one may have
                 may_be_ours = own_tokens > 0 and pending is None
             error = self.reducer_error.settle(commit.round, outcome, span, may_be_ours=may_be_ours)
@@ -349,15 +348,15 @@ class Owing:
                 self._late_fragments.discard(commit.fragment)
             else:
                 self._late_fragments.add(commit.fragment)
-            size = self._layout.fragments[commit.fragment].num_elements
+            size = self.layout.fragments[commit.fragment].num_elements
             self._say_let_go(let_go / size, round=commit.round, fragment=commit.fragment)
         if cut > 0:
-            self._say_cut(cut / self._layout.fragments[commit.fragment].num_elements, commit)
+            self._say_cut(cut / self.layout.fragments[commit.fragment].num_elements, commit)
         self._arrive_at(commit.round)
 
     def _fate_of(self, outcome: SliceOutcome, round: int, pending: Pending | None) -> _Fate:
         """Whether the commit took what this node has sent of a slice, by the bytes that it names."""
-        if outcome.digest is None or _tokens_of(outcome, self._node_id) == 0:
+        if outcome.digest is None or _tokens_of(outcome, self.sender.node_id) == 0:
             return _Fate.MISSED
         sent = self._named(outcome)
         if sent is not None and pending is not None and pending.sent.get(outcome.index) == sent:
@@ -376,7 +375,7 @@ class Owing:
 
     def _named(self, outcome: SliceOutcome) -> SentSlice | None:
         """What the commit says that this node has sent of a slice."""
-        contribution = outcome.contribution_of(self._node_id)
+        contribution = outcome.contribution_of(self.sender.node_id)
         if contribution is None:
             return None
         return SentSlice(
@@ -440,14 +439,14 @@ class Owing:
         )
 
     def _settle_taken(self, outcome: SliceOutcome, span: slice, encoded: Opened) -> None:
-        if outcome.factor_of(self._node_id) == 0:
+        if outcome.factor_of(self.sender.node_id) == 0:
             # What was refused whole cannot be right in what its encoding left out.
             self.residual.values[span] = 0
             return
         aside = None if self.pending is None else self._aside_of(self.pending)
         if aside is None:
             published = self._published[outcome.start : outcome.start + outcome.num_elements]
-            settling = self.residual.settling_taken(span, self._parameters[span], published)
+            settling = self.residual.settling_taken(span, self.parameters[span], published)
             encoded.each_tile(settling)
             return
 
@@ -476,7 +475,7 @@ class Owing:
             self._set_aside()
         self.residual.values[:] = 0 if owed is None else owed.residual
         self.reducer_error.restore(None if owed is None else owed.reducer_error, round=round)
-        self._late_fragments = set(range(len(self._layout.fragments)))
+        self._late_fragments = set(range(len(self.layout.fragments)))
         if owed is None:
             self.pending = None
         self._arrive_at(round)

@@ -159,7 +159,10 @@ class TransferHandler(Protocol):
 
 
 class Transport(Protocol):
-    """The link to all peers. Only members on the roster are talked to or listened to."""
+    """The link to all peers. Only members on the roster are talked to or listened to.
+
+    What is written out here is so where there are no sockets: nothing is narrow, behind routers, or outside.
+    """
 
     async def start(self, handler: TransferHandler) -> None:
         """Begins to listen. Raises AtollError when it cannot."""
@@ -179,6 +182,7 @@ class Transport(Protocol):
 
         Ends connections where one is gone: they go nowhere. Returns whether to tell the coordinator.
         """
+        return False
 
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
         """Says who is a member now. Anyone else is refused before a body is read."""
@@ -190,14 +194,17 @@ class Transport(Protocol):
     @property
     def narrow(self) -> tuple[NodeId, ...]:
         """Members to which only small packets get through, in order."""
+        return ()
 
     @property
     def punched(self) -> tuple[NodeId, ...]:
         """Members that are reached through holes in routers, in order."""
+        return ()
 
     @property
     def by_proxy(self) -> tuple[NodeId, ...]:
         """Members that are reached through an HTTP proxy, in order."""
+        return ()
 
     def set_ways(self, ways: tuple[Way, ...]) -> None:
         """Says, with each plan, who carries between members that do not reach each other."""
@@ -213,25 +220,31 @@ class Transport(Protocol):
     @property
     def outside_token(self) -> bytes:
         """What our datagrams to those hold that see from where they come; empty: none is sent."""
+        return b""
 
     @property
     def outside_by_ipv6(self) -> str:
         """Where our QUIC can be dialled by IPv6, while that is wanted; empty when it cannot."""
+        return ""
 
     async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
         """Sends them datagrams while a member is out of reach, or punched; hosts, and ports of UDP.
 
         Returns whether it did, for the first time since all were connected directly.
         """
+        return False
 
     def heed_outside(self, seen: Sequence[str]) -> None:
         """Heeds where they see us: elsewhere than before, and holes lead nowhere any more."""
+        return
 
     def punch(self, peer: NodeId, multiaddr: str) -> None:
         """Dials a member that dials us at the same time."""
+        return
 
     async def coordinator_addresses(self, pin: bytes) -> Sequence[Address]:
         """Where members that are connected say that the coordinator of this pin is: hints alone."""
+        return ()
 
     @property
     def rates(self) -> LinkRates:

@@ -16,12 +16,7 @@ import structlog
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
 from node.exchange.giving import Pushes, Turns
-from node.exchange.peers import (
-    Admission,
-    TransferRefusedError,
-    Transport,
-    WantResult,
-)
+from node.exchange.peers import Admission, TransferRefusedError, Transport, WantResult
 from node.exchange.round.state import (
     Action,
     Closed,
@@ -54,11 +49,7 @@ from node.exchange.round.state import (
     opened,
     refusal,
 )
-from node.exchange.round.transition import (
-    is_complete,
-    is_wanted,
-    step,
-)
+from node.exchange.round.transition import is_complete, is_wanted, step
 from node.exchange.state.sources import StateHere
 from protocol.errors import BadDataError
 from protocol.run.amendments import LOWER_RATES
@@ -374,7 +365,7 @@ class RoundRunner:
                         self._take_fetched,
                         of=self._donors,
                         peers=peers,
-                        codecs_in=self._outer.codecs_in,
+                        rules_in=self._outer.rules_in,
                     )
         finally:
             self.feed(FetchEnded(is_committed=fetch.is_committed))

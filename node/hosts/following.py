@@ -13,12 +13,13 @@ from typing import Any
 
 import structlog
 
-from node.disk.budget import DiskBudget
-from node.hosts.orders import (
+from node.disk.round_folder import DiskBudget
+from node.hosts.wire import (
     Adopt,
     End,
     Evaluate,
     Hold,
+    HostToken,
     KeepPart,
     OpenShelf,
     Order,
@@ -30,19 +31,20 @@ from node.hosts.orders import (
     Stop,
     TakeOver,
     Train,
+    Wire,
     answer_to_wire,
+    connect,
     from_wire,
+    interface_of,
 )
-from node.hosts.wire import HostToken, Wire, connect, interface_of
 from node.island.checkpoints.folder import Checkpoint, CheckpointFolder
 from node.island.data.places import DataPlaces
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.models.code import check_functions
 from node.island.ranks.commands import Keep, MeetingPoint
 from node.island.ranks.devices import usable_devices
-from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver, rank_output
 from node.island.ranks.launcher import ProcessIsland, RanksHere
-from node.island.ranks.output import rank_output
 from node.outer_state import SharedVectors, Vector, tell_leftovers
 from node.stopping import StopSignals
 from protocol.errors import (
@@ -52,8 +54,7 @@ from protocol.errors import (
     ProtocolMismatchError,
     UnavailableError,
 )
-from protocol.files.durable import make_folder
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock, make_folder
 from protocol.run.models import Layout, layout_of
 from protocol.run.run_spec import run_from_json
 from protocol.wire.rounds import Digest

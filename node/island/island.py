@@ -96,6 +96,7 @@ class Island(Protocol):
     @property
     def ability(self) -> Ability:
         """What the coordinator may count on; of the node's own ranks, all."""
+        return ALL
 
     async def start(self) -> CorpusSummary:
         """Brings the ranks up: processes, model, data. Raises AtollError with what is wrong."""
@@ -125,6 +126,7 @@ class Island(Protocol):
 
         It reaches the disk while the ranks go on; before this returns when it is the last time.
         """
+        return
 
     async def begin_anew(self, round: int) -> None:
         """Later rounds are undone: ranks start again with no inner optimizer's state of those.
@@ -132,18 +134,21 @@ class Island(Protocol):
         They have the newest that was set aside after this round or before, or begin at zero. A loop of
         the contributor's own goes on, and its optimizer is its own business.
         """
+        return
 
     async def evaluate(self) -> Evaluation | None:
         """Measures the held-out loss of the global parameters; the ranks' own weights stay.
 
         None where the island does not evaluate.
         """
+        return None
 
     async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float] | None:
         """Losses [places] of single samples at other parameters [all elements], in nats per token.
 
         By their places in the sample order; the ranks' own weights stay. None where the island does not.
         """
+        return None
 
 
 def rebases(exchange: ExchangeSection, *, is_taken: bool) -> bool:
@@ -197,8 +202,8 @@ HELPS = Ability(trains=False, evaluates=False, waits_for="the next plan")
 NO_DATA = CorpusSummary(digest=Digest(bytes(32)), num_samples=0, num_bytes=0)
 
 
-class RanklessIsland:
-    """Implements Island for a member that plans ask for no inner steps."""
+class RanklessIsland(Island):
+    """The island of a member that plans ask for no inner steps."""
 
     @property
     def ability(self) -> Ability:
@@ -225,17 +230,3 @@ class RanklessIsland:
     async def publish(self, fragment: int) -> None:
         """Raises: nothing was trained."""
         raise RuntimeError(f"a helper has nothing of fragment {fragment} to publish")
-
-    async def keep(self, round: int, *, is_last: bool = False) -> None:
-        """There is no inner optimizer."""
-
-    async def begin_anew(self, round: int) -> None:
-        """There is no inner optimizer to forget."""
-
-    async def evaluate(self) -> Evaluation | None:
-        """See Island: not here."""
-        return None
-
-    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> None:
-        """See Island: not here."""
-        return

@@ -204,11 +204,11 @@ class CoordinatorLink:
         answer = await self._stub.Attach(
             session_pb2.AttachRequest(
                 node_name=announcement.node_name,
-                address=convert.address_to_wire(announcement.address),
+                address=convert.to_wire(announcement.address, session_pb2.PeerAddress),
                 run_digest=announcement.run_digest,
-                layout=convert.layout_to_wire(announcement.layout),
+                layout=convert.to_wire(announcement.layout, session_pb2.LayoutSummary),
                 codecs=announcement.codecs,
-                corpus=convert.corpus_to_wire(announcement.corpus),
+                corpus=convert.to_wire(announcement.corpus, session_pb2.CorpusSummary),
                 outer_round=announcement.outer_round,
                 outer_digest=announcement.outer_digest,
                 outer_incarnation=announcement.outer_incarnation,

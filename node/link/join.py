@@ -20,8 +20,7 @@ from protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from protocol.files.durable import expanded, make_folder
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock, expanded, make_folder
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite

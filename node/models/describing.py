@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from node.island.data.corpus import refuse_other_than_text, sizes_of_splits, text_files
+from node.island.data.dataset import refuse_other_than_text, sizes_of_splits, text_files
 from node.island.models.code import DIGITS, code_digest, functions_of
 from node.island.parallel.auto_mesh import DeviceKind, need_of, node_bytes, wanted_bytes
 from node.island.parallel.mesh_shape import LocalTraining, MeshShape

@@ -1,16 +1,17 @@
-"""Files that are whole or not there at all, and the folders they lie in; what people wrote in them."""
+"""Files that are whole or not there at all, what people wrote in them, and folders that one process has."""
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
 import stat
 import tempfile
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from protocol.errors import (
     NEXT_STEP_FOR_REFUSAL,
@@ -277,3 +278,154 @@ def remove_durably(path: Path) -> None:
     except OSError as error:
         raise refusal_to_write(path, error) from error
     sync_folder(path.parent)
+
+
+# A file of lines that stays small: when it is full it becomes the old one, and a new one begins.
+
+
+OLD = ".old"
+"""What the name of the file before ends with."""
+
+
+class RollingFile:
+    """Takes lines. Together with the file before it holds at most about twice `most_bytes`.
+
+    One process writes. Its methods raise OSError when the disk refuses.
+    """
+
+    def __init__(self, path: Path, *, most_bytes: int) -> None:
+        self.path = path
+        self._most_bytes = most_bytes
+        self._is_begun = False
+
+    def append(self, lines: Iterable[str]) -> None:
+        """Writes lines, each with its end, by one call of the system: who reads sees whole ones."""
+        data = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+        if not self._is_begun and _is_torn(self.path):
+            data = b"\n" + data
+        if self.path.exists() and self.path.stat().st_size + len(data) > self._most_bytes:
+            self.path.replace(old_of(self.path))
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            while data:  # a full disk takes a part, and refuses the next
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
+        self._is_begun = True
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether its last line was cut when the machine stopped: the next must not go on with it."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+def old_of(path: Path) -> Path:
+    """The file before."""
+    return path.with_name(path.name + OLD)
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """What a rolling file and the one before hold, oldest first; nothing where neither is there.
+
+    A line that was cut when the machine stopped comes as it is.
+    """
+    for each in (old_of(path), path):
+        try:
+            text = each.read_text(errors="replace")
+        except FileNotFoundError:
+            continue
+        yield from text.splitlines()
+
+
+# One process at a time for a folder: a coordinator, a node, or a machine that joins.
+
+
+LOCK_NAME = "lock"
+
+
+class FolderLock:
+    """Holds a folder for this process until `release`, or until the process ends, however it ends.
+
+    The programs that it starts do not inherit the lock, so one that outlives it holds nothing.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @classmethod
+    def take(cls, folder: Path, *, holder: str, next_step: str) -> Self:
+        """Takes the folder; raises SystemRefusedError when another process holds it.
+
+        `holder` is what people call whoever holds it: "coordinator", "node".
+        """
+        path = folder / LOCK_NAME
+        while True:
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise SystemRefusedError(
+                    f"{path} cannot be opened: {error.strerror}",
+                    next_step="check the folder's permissions",
+                ) from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+                os.close(descriptor)
+                raise SystemRefusedError(
+                    f"another {holder} (process {owner}) runs in {folder}", next_step=next_step
+                ) from error
+            except OSError as error:  # a share of a network, or a program's own file system
+                os.close(descriptor)
+                raise SystemRefusedError(
+                    f"the disk of {path} locks no files ({error.strerror}), so a second {holder} there "
+                    "would not be noticed",
+                    next_step="let the folder be on a disk of this machine",
+                ) from error
+            if _is_same_file(path, descriptor):
+                break
+            os.close(descriptor)  # its holder removed the file before letting go
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(descriptor)
+            raise refusal_to_write(path, error) from error
+        return cls(path, descriptor)
+
+    @staticmethod
+    def holder_of(folder: Path) -> int | None:
+        """The process that holds the folder; None when none does, or it is another user's.
+
+        Asks the process too: the number in the file may be that of one which has ended.
+        """
+        path = folder / LOCK_NAME
+        try:
+            process_id = int(path.read_text())
+            lock = path.stat()
+            opened = tuple(Path(f"/proc/{process_id}/fd").iterdir())
+        except (OSError, ValueError):
+            return None
+        return process_id if any(_is_that_file(link, lock) for link in opened) else None
+
+    def release(self) -> None:
+        """Lets another process have the folder; safe to call more than once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _is_same_file(path: Path, descriptor: int) -> bool:
+    return _is_that_file(path, os.fstat(descriptor))
+
+
+def _is_that_file(path: Path, that: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), that)
+    except FileNotFoundError:
+        return False

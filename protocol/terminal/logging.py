@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 
 from protocol.errors import AtollError
-from protocol.files.rolling import RollingFile
+from protocol.files.durable import RollingFile
 
 LOGS_FOLDER = "logs"
 """In the folder of a node or a coordinator."""

@@ -272,7 +272,7 @@ def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
     if is_json:
         console.print_json(as_json(answer))
         return
-    from protocol.terminal.status_view import render
+    from protocol.terminal.watch import render
 
     console.terminal().print(render(answer))
 

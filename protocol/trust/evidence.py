@@ -19,19 +19,15 @@ from protocol.errors import BadDataError
 from protocol.trust.receipts import omission_in
 from protocol.trust.rulings import Ruling
 from protocol.v1 import session_pb2 as pb
+from protocol.wire.convert import from_wire, to_wire
 from protocol.wire.messages import (
     Audited,
+    Finding,
     Reduced,
     ResultRefused,
     SpotChecked,
-    audited_from_wire,
-    audited_to_wire,
     reduced_from_wire,
     reduced_to_wire,
-    result_refused_from_wire,
-    result_refused_to_wire,
-    spot_checked_from_wire,
-    spot_checked_to_wire,
 )
 from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
@@ -96,26 +92,36 @@ def of_omission(receipt: bytes, told: Reduced) -> Evidence:
 
 def of_findings(told: Reduced, findings: Iterable[Audited]) -> Evidence:
     """The signed header of a reducer's result, and what auditors of it have found and signed."""
-    signed = [(_FINDING, _audited_to_bytes(finding)) for finding in findings if finding.signature]
+    signed = [
+        (_FINDING, _to_bytes(finding, pb.AuditedReport))
+        for finding in findings
+        if finding.signature
+    ]
     return _kept([(_HEADER, told.header), *signed]) if signed else ()
 
 
 def of_nonsense(contributor_id: NodeId, told: Reduced, findings: Iterable[Audited]) -> Evidence:
     """Whose contribution does not decode: its reducer's signed report, and findings of who made it again."""
-    signed = [(_FINDING, _audited_to_bytes(finding)) for finding in findings if finding.signature]
+    signed = [
+        (_FINDING, _to_bytes(finding, pb.AuditedReport))
+        for finding in findings
+        if finding.signature
+    ]
     about = (_NONSENSE, contributor_id.encode())
     return _kept([about, (_REPORT, _reduced_to_bytes(told)), *signed]) if signed else ()
 
 
 def of_spot_checks(findings: Iterable[SpotChecked]) -> Evidence:
     """What checkers have measured of one member, and signed."""
-    return _kept([(_SPOT, _spot_checked_to_bytes(finding)) for finding in findings])
+    return _kept([(_SPOT, _to_bytes(finding, pb.SpotCheckedReport)) for finding in findings])
 
 
 def of_refusals(header: bytes, refusals: Iterable[ResultRefused]) -> Evidence:
     """The signed header of a result, and who has signed that it does not decode."""
     signed = [each for each in refusals if each.signature][:MOST_REFUSALS]
-    pieces = [(_REFUSED, _refused_to_bytes(each)) for each in signed]
+    pieces = [
+        (_REFUSED, _to_bytes(replace(each, header=b""), pb.ResultRefusedReport)) for each in signed
+    ]
     return _kept([(_HEADER, header), *pieces]) if pieces else ()
 
 
@@ -170,10 +176,10 @@ def _proven_nonsense(
     header = PayloadHeader.decode(told.header)
     if not header.report_digest or header.report_digest != told.statement_digest:
         raise BadDataError("the reducer's report is not the one that is signed with its result")
-    for finding in map(_audited_from_bytes, findings):
+    for finding in map(_audited, findings):
         if finding.found != finding.digest:
             raise BadDataError("the evidence has a finding that says otherwise")
-    if contributor_id in {reducer_id, *(_audited_from_bytes(f).signer_id for f in findings)}:
+    if contributor_id in {reducer_id, *(_audited(f).signer_id for f in findings)}:
         raise BadDataError("the evidence has a finding of the member that it is about")
     who = "one auditor" if len(findings) == 1 else f"{len(findings)} auditors"
     return contributor_id, f"its reducer's signed report, and signed findings of {who}"
@@ -184,7 +190,7 @@ def _proven_by_refusals(
 ) -> tuple[NodeId, str]:
     result = _signed_result(header, run_digest)
     members = set()
-    for refusal in map(_refused_from_bytes, refusals):
+    for refusal in map(_refused, refusals):
         if (refusal.run_digest, refusal.digest) != (run_digest, result.digest):
             raise BadDataError("the evidence has a refusal of another result")
         if why := refusal.forgery(refusal.signer_id):
@@ -214,7 +220,7 @@ def _proven_by_findings(
     result = _signed_result(header, run_digest)
     place = run_digest, result.round, result.slice_index, result.digest
     auditors = set()
-    for finding in map(_audited_from_bytes, findings):
+    for finding in map(_audited, findings):
         told = finding.run_digest, finding.round, finding.slice_index, finding.digest
         if told != place:
             raise BadDataError("the evidence has a finding on another result")
@@ -230,7 +236,7 @@ def _proven_by_findings(
 
 
 def _proven_by_spot_checks(findings: Sequence[bytes], run_digest: Digest) -> tuple[NodeId, str]:
-    checks = [_spot_checked_from_bytes(finding) for finding in findings]
+    checks = [_spot_checked(finding) for finding in findings]
     about = checks[0].contributor_id
     for check in checks:
         if (check.run_digest, check.contributor_id) != (run_digest, about):
@@ -262,34 +268,20 @@ def _reduced_from_bytes(kept: bytes) -> Reduced:
     return reduced_from_wire(wire, most_contributors=most)
 
 
-def _audited_to_bytes(report: Audited) -> bytes:
-    wire = pb.AuditedReport()
-    audited_to_wire(report, wire)
-    return wire.SerializeToString(deterministic=True)
+def _to_bytes(finding: Finding, kind: type[WireMessage]) -> bytes:
+    return to_wire(finding, kind).SerializeToString(deterministic=True)
 
 
-def _audited_from_bytes(kept: bytes) -> Audited:
-    return audited_from_wire(_parsed(pb.AuditedReport, kept, of="an auditor's finding"))
+def _audited(kept: bytes) -> Audited:
+    return from_wire(_parsed(pb.AuditedReport, kept, of="an auditor's finding"), Audited)
 
 
-def _refused_to_bytes(report: ResultRefused) -> bytes:
-    wire = pb.ResultRefusedReport()
-    result_refused_to_wire(replace(report, header=b""), wire)
-    return wire.SerializeToString(deterministic=True)
+def _refused(kept: bytes) -> ResultRefused:
+    return from_wire(_parsed(pb.ResultRefusedReport, kept, of="a refusal"), ResultRefused)
 
 
-def _refused_from_bytes(kept: bytes) -> ResultRefused:
-    return result_refused_from_wire(_parsed(pb.ResultRefusedReport, kept, of="a refusal"))
-
-
-def _spot_checked_to_bytes(report: SpotChecked) -> bytes:
-    wire = pb.SpotCheckedReport()
-    spot_checked_to_wire(report, wire)
-    return wire.SerializeToString(deterministic=True)
-
-
-def _spot_checked_from_bytes(kept: bytes) -> SpotChecked:
-    return spot_checked_from_wire(_parsed(pb.SpotCheckedReport, kept, of="a spot check"))
+def _spot_checked(kept: bytes) -> SpotChecked:
+    return from_wire(_parsed(pb.SpotCheckedReport, kept, of="a spot check"), SpotChecked)
 
 
 def _parsed(kind: type[WireT], kept: bytes, *, of: str) -> WireT:

@@ -23,12 +23,7 @@ from protocol.trust.identity import Identity, is_signed_by, node_id_of
 from protocol.v1 import transfer_pb2
 from protocol.wire.messages import Reduced, SignedT
 from protocol.wire.payload import RESULT, Payload, PayloadError, PayloadHeader, Slot
-from protocol.wire.rounds import (
-    ContributionDigest,
-    Digest,
-    NodeId,
-    contribution_digest,
-)
+from protocol.wire.rounds import ContributionDigest, Digest, NodeId, contribution_digest
 
 MAX_RECEIPT_BYTES = 1024
 """No receipt is larger; a longer one is refused unread."""

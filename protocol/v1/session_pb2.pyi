@@ -1481,7 +1481,7 @@ class AuditedReport(_message.Message):
     WHY_FIELD_NUMBER: _builtins.int
     RUN_DIGEST_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    AUDITOR_KEY_FIELD_NUMBER: _builtins.int
+    SIGNER_KEY_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     slice_index: _builtins.int
     """The slice."""
@@ -1497,7 +1497,7 @@ class AuditedReport(_message.Message):
     """Digest of the run file, 32 bytes."""
     round: _builtins.int
     """The round."""
-    auditor_key: _builtins.bytes
+    signer_key: _builtins.bytes
     """Ed25519 public key of the auditor, 32 bytes; its digest is the auditor's id."""
     signature: _builtins.bytes
     """The key's signature over protocol.wire.messages.Audited.statement, 64 bytes."""
@@ -1510,12 +1510,12 @@ class AuditedReport(_message.Message):
         why: _builtins.str = ...,
         run_digest: _builtins.bytes = ...,
         round: _builtins.int = ...,
-        auditor_key: _builtins.bytes = ...,
+        signer_key: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auditor_key", b"auditor_key", "digest", b"digest", "found", b"found", "round", b"round", "run_digest", b"run_digest", "signature", b"signature", "slice_index", b"slice_index", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "found", b"found", "round", b"round", "run_digest", b"run_digest", "signature", b"signature", "signer_key", b"signer_key", "slice_index", b"slice_index", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1567,7 +1567,7 @@ class SpotCheckedReport(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     RUN_DIGEST_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    CHECKER_KEY_FIELD_NUMBER: _builtins.int
+    SIGNER_KEY_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     contributor_id: _builtins.str
     """Whose contribution it was."""
@@ -1581,7 +1581,7 @@ class SpotCheckedReport(_message.Message):
     """Digest of the run file, 32 bytes."""
     round: _builtins.int
     """The round."""
-    checker_key: _builtins.bytes
+    signer_key: _builtins.bytes
     """Ed25519 public key of the checker, 32 bytes; its digest is the checker's id."""
     signature: _builtins.bytes
     """The key's signature over protocol.wire.messages.SpotChecked.statement, 64 bytes."""
@@ -1594,12 +1594,12 @@ class SpotCheckedReport(_message.Message):
         score: _builtins.float = ...,
         run_digest: _builtins.bytes = ...,
         round: _builtins.int = ...,
-        checker_key: _builtins.bytes = ...,
+        signer_key: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checker_key", b"checker_key", "contributor_id", b"contributor_id", "gap", b"gap", "num_samples", b"num_samples", "round", b"round", "run_digest", b"run_digest", "score", b"score", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contributor_id", b"contributor_id", "gap", b"gap", "num_samples", b"num_samples", "round", b"round", "run_digest", b"run_digest", "score", b"score", "signature", b"signature", "signer_key", b"signer_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1807,7 +1807,7 @@ class ResultRefusedReport(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     RUN_DIGEST_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    MEMBER_KEY_FIELD_NUMBER: _builtins.int
+    SIGNER_KEY_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
     slice_index: _builtins.int
     """The slice."""
@@ -1819,7 +1819,7 @@ class ResultRefusedReport(_message.Message):
     """Digest of the run file, 32 bytes."""
     round: _builtins.int
     """The round."""
-    member_key: _builtins.bytes
+    signer_key: _builtins.bytes
     """Ed25519 public key of who refuses it, 32 bytes; its digest is that node's id."""
     signature: _builtins.bytes
     """The key's signature over protocol.wire.messages.ResultRefused.statement, 64 bytes."""
@@ -1831,12 +1831,12 @@ class ResultRefusedReport(_message.Message):
         header: _builtins.bytes = ...,
         run_digest: _builtins.bytes = ...,
         round: _builtins.int = ...,
-        member_key: _builtins.bytes = ...,
+        signer_key: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "header", b"header", "member_key", b"member_key", "round", b"round", "run_digest", b"run_digest", "signature", b"signature", "slice_index", b"slice_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "header", b"header", "round", b"round", "run_digest", b"run_digest", "signature", b"signature", "signer_key", b"signer_key", "slice_index", b"slice_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from protocol.errors import SystemRefusedError
-from protocol.terminal.typed import is_loopback
+from protocol.terminal.console import is_loopback
 from protocol.trust.invite import endpoint_of
 
 MAX_CALLS = 32

@@ -1,10 +1,20 @@
-"""The values of protocol.wire.rounds on the wire and back. Pure; nothing else knows both forms.
+"""Values on the wire and back. Pure; nothing else knows both forms.
+
+Most values have a message with the same fields under the same names: `to_wire` and `from_wire` go by their
+annotations, so a field is declared twice, in the value and in proto/, and nowhere else. Written out here are
+the few whose messages are otherwise: commits, contributors, counts of bytes.
 
 What comes from the wire is checked for the size of its digests and keys and raises
 ProtocolMismatchError. Whether the values make sense is for who uses them to say.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import Message as WireMessage
 
 from protocol.errors import ProtocolMismatchError
 from protocol.trust.identity import PUBLIC_KEY_BYTES
@@ -17,19 +27,112 @@ from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
     Contributor,
-    CorpusSummary,
     Digest,
-    LayoutSummary,
     NodeId,
     PeerAddress,
     Plan,
-    RosterEntry,
-    Slice,
     SliceOutcome,
-    Way,
 )
 
 DIGEST_BYTES = 32
+
+T = TypeVar("T")
+W = TypeVar("W", bound=WireMessage)
+
+
+def to_wire(value: Any, kind: type[W]) -> W:
+    """A value as the message of its fields."""
+    return kind(**fields_to_wire(value))
+
+
+def fields_to_wire(value: Any) -> Any:
+    """The same as a dict, which constructors of messages take for a message."""
+    return {
+        on_wire: write(getattr(value, name)) for name, on_wire, write, _ in _fields_of(type(value))
+    }
+
+
+def from_wire(wire: WireMessage, kind: type[T]) -> T:
+    """The value whose message this is."""
+    value = kind(**{name: read(wire) for name, _, _, read in _fields_of(kind)})
+    if kind in _CHECKS:
+        _CHECKS[kind](value)
+    return value
+
+
+class _Field(NamedTuple):
+    """A value's field: its name in the message, and how it is written, and read off the whole message."""
+
+    name: str
+    on_wire: str
+    write: Callable[[Any], Any]
+    read: Callable[[WireMessage], Any]
+
+
+_FIELDS: dict[type, tuple[_Field, ...]] = {}
+
+
+def _fields_of(kind: Any) -> tuple[_Field, ...]:
+    if kind not in _FIELDS:
+        hints = get_type_hints(kind)
+        _FIELDS[kind] = tuple(
+            _field(kind.__name__, field.name, hints[field.name]) for field in fields(kind)
+        )
+    return _FIELDS[kind]
+
+
+def _field(kind: str, name: str, hint: Any) -> _Field:
+    """A list of node ids is named so on the wire; an empty digest is none; other None are not there."""
+    of = f"{name.replace('_', ' ')} of {kind}"
+    within = get_args(hint)[0] if get_args(hint) else hint  # of a list, or of what may be None
+    is_list, may_be_none = get_origin(hint) is tuple, type(None) in get_args(hint)
+    has_fields = is_dataclass(within)
+    on_wire = name
+    if is_list and within is NodeId and not name.endswith("_ids"):
+        on_wire = f"{name}_ids"
+    told: Callable[[Any], Any] = attrgetter(on_wire)
+    write, read = _as_it_is, told
+    if is_list and has_fields:
+        write = partial(map, fields_to_wire)
+        read = lambda wire: tuple([from_wire(each, within) for each in told(wire)])  # noqa: E731
+    elif is_list:
+        read = lambda wire: tuple(told(wire))  # noqa: E731
+    elif may_be_none and has_fields:
+        write = lambda value: None if value is None else fields_to_wire(value)  # noqa: E731
+        read = lambda wire: from_wire(told(wire), within) if wire.HasField(name) else None  # noqa: E731
+    elif has_fields:
+        write = fields_to_wire
+        read = lambda wire: from_wire(told(wire), within)  # noqa: E731
+    elif within is Digest and not may_be_none:
+        read = lambda wire: digest_from_wire(told(wire), of=of)  # noqa: E731
+    elif within is Digest:
+        read = lambda wire: optional_digest_from_wire(told(wire), of=of)  # noqa: E731
+    elif may_be_none:
+        read = lambda wire: told(wire) if wire.HasField(name) else None  # noqa: E731
+    return _Field(name=name, on_wire=on_wire, write=write, read=read)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _check_votes(plan: Plan) -> None:
+    if plan.assignments and len(plan.votes) not in (0, len(plan.assignments)):
+        raise ProtocolMismatchError(
+            f"a plan of {len(plan.assignments)} participants has {len(plan.votes)} votes",
+            next_step="use the same version of Atoll on both sides",
+        )
+
+
+def _check_key(address: PeerAddress) -> None:
+    if len(address.public_key) != PUBLIC_KEY_BYTES:
+        raise ProtocolMismatchError(
+            f"a public key has {len(address.public_key)} bytes instead of {PUBLIC_KEY_BYTES}",
+            next_step="use the same version of Atoll on both sides",
+        )
+
+
+_CHECKS: Mapping[type, Callable[[Any], None]] = {Plan: _check_votes, PeerAddress: _check_key}
 
 
 def digest_from_wire(wire: bytes, *, of: str) -> Digest:
@@ -50,105 +153,6 @@ def optional_digest_to_wire(digest: Digest | None) -> bytes:
 def optional_digest_from_wire(wire: bytes, *, of: str) -> Digest | None:
     """Reads no bytes as None."""
     return digest_from_wire(wire, of=of) if wire else None
-
-
-def slice_to_wire(part: Slice) -> round_pb2.Slice:
-    """One slice of a plan."""
-    return round_pb2.Slice(
-        index=part.index,
-        start=part.start,
-        num_elements=part.num_elements,
-        reducer_id=part.reducer_id,
-    )
-
-
-def slice_from_wire(wire: round_pb2.Slice) -> Slice:
-    """One slice of a plan."""
-    return Slice(
-        index=wire.index,
-        start=wire.start,
-        num_elements=wire.num_elements,
-        reducer_id=NodeId(wire.reducer_id),
-    )
-
-
-def assignment_to_wire(assignment: Assignment) -> round_pb2.Assignment:
-    """One participant's part in a plan."""
-    return round_pb2.Assignment(
-        node_id=assignment.node_id,
-        inner_steps=assignment.inner_steps,
-        first_sample=assignment.first_sample,
-        num_samples=assignment.num_samples,
-    )
-
-
-def assignment_from_wire(wire: round_pb2.Assignment) -> Assignment:
-    """One participant's part in a plan."""
-    return Assignment(
-        node_id=NodeId(wire.node_id),
-        inner_steps=wire.inner_steps,
-        first_sample=wire.first_sample,
-        num_samples=wire.num_samples,
-    )
-
-
-def plan_to_wire(plan: Plan) -> round_pb2.Plan:
-    """A whole plan."""
-    return round_pb2.Plan(
-        round=plan.round,
-        fragment=plan.fragment,
-        base_digest=plan.base_digest,
-        assignments=[assignment_to_wire(assignment) for assignment in plan.assignments],
-        slices=[slice_to_wire(part) for part in plan.slices],
-        token_clock=plan.token_clock,
-        round_tokens=plan.round_tokens,
-        train_seconds=plan.train_seconds,
-        contribute_seconds=plan.contribute_seconds,
-        commit_seconds=plan.commit_seconds,
-        reason=plan.reason,
-        ahead=[assignment_to_wire(assignment) for assignment in plan.ahead],
-        num_rulings=plan.num_rulings,
-        opened_at=plan.opened_at,
-        ways=[
-            round_pb2.Way(one=way.one, other=way.other, through_ids=way.through)
-            for way in plan.ways
-        ],
-        votes=plan.votes,
-    )
-
-
-def plan_from_wire(wire: round_pb2.Plan) -> Plan:
-    """A whole plan."""
-    if wire.assignments and len(wire.votes) not in (0, len(wire.assignments)):
-        raise ProtocolMismatchError(
-            f"a plan of {len(wire.assignments)} participants has {len(wire.votes)} votes",
-            next_step="use the same version of Atoll on both sides",
-        )
-    return Plan(
-        round=wire.round,
-        fragment=wire.fragment,
-        base_digest=digest_from_wire(wire.base_digest, of="a plan's base"),
-        assignments=tuple(assignment_from_wire(assignment) for assignment in wire.assignments),
-        slices=tuple(slice_from_wire(part) for part in wire.slices),
-        token_clock=wire.token_clock,
-        round_tokens=wire.round_tokens,
-        train_seconds=wire.train_seconds,
-        contribute_seconds=wire.contribute_seconds,
-        commit_seconds=wire.commit_seconds,
-        reason=wire.reason,
-        ahead=tuple(assignment_from_wire(assignment) for assignment in wire.ahead),
-        num_rulings=wire.num_rulings,
-        opened_at=wire.opened_at,
-        ways=tuple(
-            Way(
-                one=NodeId(way.one),
-                other=NodeId(way.other),
-                through=tuple(NodeId(node_id) for node_id in way.through_ids),
-            )
-            for way in wire.ways
-        ),
-        votes=tuple(wire.votes),
-    )
 
 
 def contributors_to_wire(
@@ -221,7 +225,7 @@ def commit_to_wire(commit: Commit) -> round_pb2.Commit:
         ],
         outer_digest=optional_digest_to_wire(commit.outer_digest),
         incarnation=commit.incarnation,
-        assignments=[assignment_to_wire(assignment) for assignment in commit.assignments],
+        assignments=map(fields_to_wire, commit.assignments),
         signature=commit.signature,
         node_ids=node_ids,
         contributor_sets=[_contributor_set_to_wire(contributors, places) for contributors in sets],
@@ -244,7 +248,7 @@ def commit_from_wire(wire: round_pb2.Commit) -> Commit:
         slices=tuple(_slice_outcome_from_wire(outcome, node_ids, sets) for outcome in wire.slices),
         outer_digest=optional_digest_from_wire(wire.outer_digest, of="a commit's outer state"),
         incarnation=wire.incarnation,
-        assignments=tuple(assignment_from_wire(assignment) for assignment in wire.assignments),
+        assignments=tuple(from_wire(each, Assignment) for each in wire.assignments),
         without_tokens=_contributors_from_wire(wire.without_tokens, node_ids),
         signature=wire.signature,
     )
@@ -350,87 +354,6 @@ def _slice_outcome_from_wire(
         factors=tuple(wire.factors),
         norm=wire.norm,
         factor=WHOLE - wire.cut,
-    )
-
-
-def address_to_wire(address: PeerAddress) -> session_pb2.PeerAddress:
-    """Where a node's peers find it."""
-    return session_pb2.PeerAddress(public_key=address.public_key, multiaddrs=address.multiaddrs)
-
-
-def address_from_wire(wire: session_pb2.PeerAddress) -> PeerAddress:
-    """Where a node's peers find it."""
-    if len(wire.public_key) != PUBLIC_KEY_BYTES:
-        raise ProtocolMismatchError(
-            f"a public key has {len(wire.public_key)} bytes instead of {PUBLIC_KEY_BYTES}",
-            next_step="use the same version of Atoll on both sides",
-        )
-    return PeerAddress(public_key=wire.public_key, multiaddrs=tuple(wire.multiaddrs))
-
-
-def roster_entry_to_wire(entry: RosterEntry) -> session_pb2.RosterEntry:
-    """One member."""
-    return session_pb2.RosterEntry(
-        node_id=entry.node_id,
-        node_name=entry.node_name,
-        address=address_to_wire(entry.address),
-        process_id=entry.process_id,
-    )
-
-
-def roster_entry_from_wire(wire: session_pb2.RosterEntry) -> RosterEntry:
-    """One member."""
-    return RosterEntry(
-        node_id=NodeId(wire.node_id),
-        node_name=wire.node_name,
-        address=address_from_wire(wire.address),
-        process_id=wire.process_id,
-    )
-
-
-def roster_to_wire(members: tuple[RosterEntry, ...]) -> session_pb2.Roster:
-    """Who is a member now."""
-    return session_pb2.Roster(members=[roster_entry_to_wire(member) for member in members])
-
-
-def layout_to_wire(layout: LayoutSummary) -> session_pb2.LayoutSummary:
-    """How a node cuts the model."""
-    return session_pb2.LayoutSummary(
-        digest=layout.digest, fragment_elements=layout.fragment_elements
-    )
-
-
-def layout_from_wire(wire: session_pb2.LayoutSummary) -> LayoutSummary:
-    """How a node cuts the model."""
-    return LayoutSummary(
-        digest=digest_from_wire(wire.digest, of="a layout"),
-        fragment_elements=tuple(wire.fragment_elements),
-    )
-
-
-def corpus_to_wire(corpus: CorpusSummary) -> session_pb2.CorpusSummary:
-    """What a node trains on."""
-    return session_pb2.CorpusSummary(
-        digest=corpus.digest,
-        num_samples=corpus.num_samples,
-        num_bytes=corpus.num_bytes,
-        num_held_out_tokens=corpus.num_held_out_tokens,
-        num_held_out_bytes=corpus.num_held_out_bytes,
-        held_out_digest=corpus.held_out_digest or b"",
-    )
-
-
-def corpus_from_wire(wire: session_pb2.CorpusSummary) -> CorpusSummary:
-    """What a node trains on."""
-    return CorpusSummary(
-        digest=digest_from_wire(wire.digest, of="a corpus"),
-        num_samples=wire.num_samples,
-        num_bytes=wire.num_bytes,
-        num_held_out_tokens=wire.num_held_out_tokens,
-        num_held_out_bytes=wire.num_held_out_bytes,
-        held_out_digest=digest_from_wire(wire.held_out_digest, of="a held-out split")
-        if wire.held_out_digest
-        else None,
     )
 
 

@@ -377,8 +377,7 @@ class Audited(Finding):
     @property
     def statement(self) -> bytes:
         """See Finding."""
-        wire = pb.AuditedReport()
-        audited_to_wire(replace(self, signature=b""), wire)
+        wire = convert.to_wire(replace(self, signature=b""), pb.AuditedReport)
         return b"atoll finding 1\n" + wire.SerializeToString(deterministic=True)
 
     @property
@@ -402,8 +401,7 @@ class SpotChecked(Finding):
     @property
     def statement(self) -> bytes:
         """See Finding."""
-        wire = pb.SpotCheckedReport()
-        spot_checked_to_wire(replace(self, signature=b""), wire)
+        wire = convert.to_wire(replace(self, signature=b""), pb.SpotCheckedReport)
         return b"atoll spot check 1\n" + wire.SerializeToString(deterministic=True)
 
     @property
@@ -433,8 +431,7 @@ class ResultRefused(Finding):
     @property
     def statement(self) -> bytes:
         """See Finding."""
-        wire = pb.ResultRefusedReport()
-        result_refused_to_wire(replace(self, header=b"", signature=b""), wire)
+        wire = convert.to_wire(replace(self, header=b"", signature=b""), pb.ResultRefusedReport)
         return b"atoll refused result 1\n" + wire.SerializeToString(deterministic=True)
 
     @property
@@ -458,82 +455,6 @@ Report = (
     | ResultRefused
 )
 """What a node tells the coordinator about its part in a round."""
-
-
-def audited_to_wire(report: Audited, wire: pb.AuditedReport) -> None:
-    """Writes a finding; its signature is over these bytes."""
-    wire.slice_index = report.slice_index
-    wire.digest = report.digest
-    wire.found = report.found
-    wire.why = report.why
-    wire.run_digest = report.run_digest
-    wire.round = report.round
-    wire.auditor_key = report.signer_key
-    wire.signature = report.signature
-
-
-def audited_from_wire(wire: pb.AuditedReport) -> Audited:
-    """A finding; raises BadDataError for one that cannot be read."""
-    return Audited(
-        slice_index=wire.slice_index,
-        digest=convert.digest_from_wire(wire.digest, of="a result"),
-        found=convert.optional_digest_from_wire(wire.found, of="a result") or b"",
-        why=wire.why,
-        run_digest=wire.run_digest,
-        round=wire.round,
-        signer_key=wire.auditor_key,
-        signature=wire.signature,
-    )
-
-
-def spot_checked_to_wire(report: SpotChecked, wire: pb.SpotCheckedReport) -> None:
-    """Writes what a spot check found; its signature is over these bytes."""
-    wire.contributor_id = report.contributor_id
-    wire.num_samples = report.num_samples
-    wire.gap = report.gap
-    wire.score = report.score
-    wire.run_digest = report.run_digest
-    wire.round = report.round
-    wire.checker_key = report.signer_key
-    wire.signature = report.signature
-
-
-def spot_checked_from_wire(wire: pb.SpotCheckedReport) -> SpotChecked:
-    """What a spot check found."""
-    return SpotChecked(
-        contributor_id=NodeId(wire.contributor_id),
-        num_samples=wire.num_samples,
-        gap=wire.gap,
-        score=wire.score,
-        run_digest=wire.run_digest,
-        round=wire.round,
-        signer_key=wire.checker_key,
-        signature=wire.signature,
-    )
-
-
-def result_refused_to_wire(report: ResultRefused, wire: pb.ResultRefusedReport) -> None:
-    """Writes what is refused; its signature is over these bytes without the header."""
-    wire.slice_index = report.slice_index
-    wire.digest = report.digest
-    wire.header = report.header
-    wire.run_digest = report.run_digest
-    wire.round = report.round
-    wire.member_key = report.signer_key
-    wire.signature = report.signature
-
-
-def result_refused_from_wire(wire: pb.ResultRefusedReport) -> ResultRefused:
-    """What is refused; raises BadDataError for what cannot be read."""
-    return ResultRefused(
-        slice_index=wire.slice_index,
-        digest=convert.digest_from_wire(wire.digest, of="a result"),
-        header=wire.header,
-        run_digest=wire.run_digest,
-        round=wire.round,
-        signer_key=wire.member_key,
-        signature=wire.signature,
-    )
 
 
 def reduced_to_wire(report: Reduced, wire: pb.ReducedReport) -> None:

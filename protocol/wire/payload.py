@@ -8,7 +8,8 @@ transport's business (node.exchange.transport).
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Literal, get_args
 
 import blake3
@@ -131,29 +132,8 @@ class PayloadHeader:
 
     def encode(self) -> bytes:
         """The header's bytes, as they are digested and sent."""
-        return transfer_pb2.PayloadHeader(
-            kind=self.kind,
-            run_digest=self.run_digest,
-            round=self.round,
-            fragment=self.fragment,
-            slice_index=self.slice_index,
-            start=self.start,
-            num_elements=self.num_elements,
-            codec=self.codec,
-            samples=self.samples,
-            tokens=self.tokens,
-            sender_id=self.sender_id,
-            body_bytes=self.body_bytes,
-            body_digest=self.body_digest,
-            norm=self.norm,
-            base_digest=self.base_digest,
-            attempt=self.attempt,
-            sender_key=self.sender_key,
-            signature=self.signature,
-            process_id=self.process_id,
-            plan_opened_at=self.plan_opened_at,
-            report_digest=self.report_digest,
-        ).SerializeToString(deterministic=True)
+        told = dict(zip(_HEADER_FIELDS, _values_of(self), strict=True))
+        return transfer_pb2.PayloadHeader(**told).SerializeToString(deterministic=True)
 
     @property
     def statement(self) -> bytes:
@@ -224,34 +204,18 @@ class PayloadHeader:
             raise PayloadError(f"a payload header's norm is {wire.norm}")
         if not math.isfinite(wire.plan_opened_at):
             raise PayloadError(f"a payload header's plan is of {wire.plan_opened_at}")
-        header = cls(
-            kind=wire.kind,
-            run_digest=Digest(wire.run_digest),
-            round=wire.round,
-            fragment=wire.fragment,
-            slice_index=wire.slice_index,
-            start=wire.start,
-            num_elements=wire.num_elements,
-            codec=wire.codec,
-            samples=wire.samples,
-            tokens=wire.tokens,
-            sender_id=NodeId(wire.sender_id),
-            body_bytes=wire.body_bytes,
-            body_digest=Digest(wire.body_digest),
-            norm=wire.norm,
-            base_digest=wire.base_digest,
-            attempt=wire.attempt,
-            sender_key=wire.sender_key,
-            signature=wire.signature,
-            process_id=wire.process_id,
-            plan_opened_at=wire.plan_opened_at,
-            report_digest=wire.report_digest,
-        )
+        header = cls(**dict(zip(_HEADER_FIELDS, _values_of(wire), strict=True)))
         if header.encode() != encoded:
             raise PayloadError(
                 "a payload header must be encoded canonically, without unknown fields"
             )
         return header
+
+
+_HEADER_FIELDS = tuple(each.name for each in fields(PayloadHeader))
+"""Those of its message, too."""
+
+_values_of = attrgetter(*_HEADER_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

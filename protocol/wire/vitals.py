@@ -123,8 +123,8 @@ class Vitals:
     upload_pace: UploadPace = NO_UPLOAD
     exchange_speed: ExchangeSpeed | None = None  # None: not measured
     reach_back: tuple[RoundSpan, ...] = ()  # rounds to whose states it can go back by itself
-    trains: bool = True
-    evaluates: bool = True
+    cannot_train: bool = False
+    cannot_evaluate: bool = False
     outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
     outside_by_ipv6: str = ""  # where its QUIC is, as no router translates it: a multiaddress
     punched: tuple[NodeId, ...] = ()  # members that it reaches through holes in routers
@@ -135,80 +135,17 @@ class Vitals:
 
 
 def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
-    """What a node says of itself, as it goes over the wire."""
-    return pb.HeartbeatRequest(
-        session_id=session_id,
-        outer_round=vitals.outer_round,
-        outer_digest=vitals.outer_digest,
-        outer_incarnation=vitals.outer_incarnation,
-        unreachable_ids=vitals.unreachable,
-        activity=words_for_people(vitals.activity, most=SHORT_WORDS),
-        waiting_for=words_for_people(vitals.waiting_for, most=LONG_WORDS),
-        inner_step=vitals.inner_step,
-        loss=vitals.loss,
-        tokens_per_second=vitals.tokens_per_second,
-        wire=convert.wire_counts_to_wire(vitals.wire),
-        link_rates=_rates_to_wire(vitals.link_rates),
-        utilisation=_utilisation_to_wire(vitals.utilisation),
-        mesh=words_for_people(vitals.mesh, most=SHORT_WORDS),
-        congestion_control=vitals.congestion_control,
-        software=words_for_people(vitals.software, most=SHORT_WORDS),
-        let_go_rounds=vitals.let_go_rounds,
-        upload_pace=_pace_to_wire(vitals.upload_pace),
-        exchange_speed=_speed_to_wire(vitals.exchange_speed),
-        reach_back=[pb.RoundSpan(first=s.first, last=s.last) for s in vitals.reach_back],
-        cannot_train=not vitals.trains,
-        cannot_evaluate=not vitals.evaluates,
-        outside_token=vitals.outside_token,
-        outside_by_ipv6=vitals.outside_by_ipv6,
-        punched_ids=vitals.punched,
-        by_proxy_ids=vitals.by_proxy,
-        narrow_ids=vitals.narrow,
-        carry_bytes_per_second=vitals.carry_bytes_per_second,
-        through=[pb.Through(node_id=n, through_id=c) for n, c in sorted(vitals.through.items())],
-    )
-
-
-def _utilisation_to_wire(utilisation: Utilisation | None) -> pb.Utilisation | None:
-    if utilisation is None:
-        return None
-    return pb.Utilisation(
-        round=utilisation.round,
-        tokens_per_second=utilisation.tokens_per_second,
-        flops_per_second=utilisation.flops_per_second,
-        mfu=utilisation.mfu,
-        peak_flops_per_second=utilisation.peak_flops_per_second,
-        is_peak_measured=utilisation.is_peak_measured,
-        compute_share=utilisation.compute_share,
-        publish_share=utilisation.publish_share,
-        adopt_share=utilisation.adopt_share,
-        waiting_share=utilisation.waiting_share,
-        local_communication_share=utilisation.local_communication_share,
-        exchange_share=utilisation.exchange_share,
-        peak_memory_bytes=utilisation.peak_memory_bytes,
-    )
-
-
-def _rates_to_wire(rates: LinkRates) -> pb.LinkRates | None:
-    if rates == UNMEASURED:
-        return None
-    return pb.LinkRates(
-        up_bytes_per_second=rates.up_bytes_per_second or 0.0,
-        down_bytes_per_second=rates.down_bytes_per_second or 0.0,
-    )
-
-
-def _pace_to_wire(pace: UploadPace) -> pb.UploadPace | None:
-    if pace == NO_UPLOAD:
-        return None
-    return pb.UploadPace(
-        held_by=pace.held_by or "", bytes_per_second=pace.bytes_per_second, num_peers=pace.num_peers
-    )
-
-
-def _speed_to_wire(speed: ExchangeSpeed | None) -> pb.ExchangeSpeed | None:
-    if speed is None:
-        return None
-    return pb.ExchangeSpeed(
-        bytes_per_second=speed.bytes_per_second, uplink=speed.uplink, downlink=speed.downlink
-    )
+    """What a node says of itself, as it goes over the wire: by its fields, but for these."""
+    through = [pb.Through(node_id=n, through_id=by) for n, by in sorted(vitals.through.items())]
+    told = convert.fields_to_wire(vitals) | {
+        "activity": words_for_people(vitals.activity, most=SHORT_WORDS),
+        "waiting_for": words_for_people(vitals.waiting_for, most=LONG_WORDS),
+        "mesh": words_for_people(vitals.mesh, most=SHORT_WORDS),
+        "wire": convert.wire_counts_to_wire(vitals.wire),
+        "through": through,
+    }
+    if vitals.link_rates == UNMEASURED:
+        del told["link_rates"]
+    if vitals.upload_pace == NO_UPLOAD:
+        del told["upload_pace"]
+    return pb.HeartbeatRequest(session_id=session_id, **told)

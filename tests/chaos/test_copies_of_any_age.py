@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from tests.chaos.test_restored_copies import (
     DEADLINES,
     assert_sound,

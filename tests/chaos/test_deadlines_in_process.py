@@ -7,7 +7,7 @@ import pytest
 
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from tests.tiny_runs import tiny
 
 LONG = {"train": 600, "contribute": 660, "commit": 720, "apply": 60, "lease": 10_000}

@@ -15,9 +15,8 @@ from coordinator.swarm.explain import explain
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.disk.budget import LONGEST_SECONDS, DiskBudget
-from node.disk.round_folder import Retention
-from node.island.data.corpus import Corpus
+from node.disk.round_folder import LONGEST_SECONDS, DiskBudget, Retention
+from node.island.data.dataset import Corpus
 from protocol.errors import UsageError
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import session_pb2

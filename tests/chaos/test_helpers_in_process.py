@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from protocol.wire.rounds import Commit
 from tests.tiny_runs import tiny
 

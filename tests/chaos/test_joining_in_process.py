@@ -12,7 +12,7 @@ from node.exchange.fetching import MOST_AT_ONCE
 from node.exchange.peers import Want, WantChunk
 from node.exchange.state import chunks
 from node.exchange.state.chunks import Manifest
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny

@@ -7,7 +7,7 @@ import pytest
 
 from lab.simulation.swarm import Life, SimulatedRun, simulate
 from node.exchange.outer import Outer
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 from node.island.parallel.mesh_shape import MeshShape
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Commit, Digest

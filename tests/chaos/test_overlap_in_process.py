@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.swarm import Life, SimulatedRun, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from protocol.run.run_spec import RunSpec
 from tests.slow_exchange import run_with
 from tests.tiny_runs import tiny

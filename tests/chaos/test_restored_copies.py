@@ -12,7 +12,7 @@ from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from tests.tiny_runs import tiny
 
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 10, "lease": 15}

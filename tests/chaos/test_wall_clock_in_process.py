@@ -10,7 +10,7 @@ from itertools import cycle
 import pytest
 
 from lab.simulation.swarm import Life, SimulatedRun, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from tests.tiny_runs import tiny
 
 HOUR = 3600.0

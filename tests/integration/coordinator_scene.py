@@ -20,8 +20,8 @@ from protocol.v1 import operator_pb2, round_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.v1.status_pb2_grpc import StatusServiceStub
+from protocol.wire import convert
 from protocol.wire.channel import open_blocking_channel, open_channel
-from protocol.wire.convert import layout_to_wire
 from tests.ports import free_port
 
 PATIENCE_SECONDS = 30.0
@@ -106,7 +106,7 @@ class FakeNode:
                 public_key=self.identity.public_key, multiaddrs=["/ip4/127.0.0.1/tcp/1"]
             ),
             run_digest=run.run_digest,
-            layout=layout_to_wire(layout_of(spec).summary()),
+            layout=convert.to_wire(layout_of(spec).summary(), session_pb2.LayoutSummary),
             codecs=spec.exchange.codecs,
             corpus=session_pb2.CorpusSummary(
                 digest=b"c" * 32,

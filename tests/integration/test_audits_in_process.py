@@ -27,7 +27,7 @@ from node.exchange.auditing import Auditor
 from node.exchange.exchange import Exchange
 from node.exchange.peers import Want, WantInput
 from node.exchange.reduction import Reduction, Sender, SliceResult
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from protocol.trust.evidence import proven_by
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Audited

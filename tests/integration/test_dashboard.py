@@ -28,15 +28,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.app import Coordinator
 from coordinator.backup import Backup
-from coordinator.backup_record import BackupRecords
-from coordinator.backups import Made
+from coordinator.backups import BackupRecords, Made
 from coordinator.config import Home, create_home
 from coordinator.dashboard.pages import EVERY_SECONDS
 from coordinator.dashboard.run_metrics import RUN_METRICS
 from coordinator.swarm.state import HeldOut
 from protocol.errors import SystemRefusedError
 from protocol.v1 import session_pb2
-from protocol.web.node_metrics import NODE_METRICS, PARTS
+from protocol.web.metrics import NODE_METRICS, PARTS
 
 PATIENCE_SECONDS = 60.0
 PATIENT = f"{RUN}[deadlines]\nlease = 300\n"  # nodes here beat only when a test says so

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from node import owner
-from node.owner import drain_node
+from node import stopping
+from node.stopping import drain_node
 from protocol.errors import NoInputError, SystemRefusedError
-from protocol.files.folder_lock import LOCK_NAME
+from protocol.files.durable import LOCK_NAME
 from protocol.trust.credentials import IDENTITY_FILE
 
 NODE = """
 import signal, sys
 from pathlib import Path
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 
 left = int(sys.argv[2])  # signals that it does not mind
 def hear(*_):
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 def running(folder: Path, *, ignored: int = 0) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-c", NODE, str(folder), str(ignored)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=Path(owner.__file__).parents[1]
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(stopping.__file__).parents[1]
     ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -78,7 +78,7 @@ def test_a_node_that_takes_too_long_is_asked_again(folder: Path) -> None:
 
 
 def test_a_node_that_never_ends_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "GOODBYE_SECONDS", 0.1)
+    monkeypatch.setattr(stopping, "GOODBYE_SECONDS", 0.1)
     with (
         running(folder, ignored=9) as node,
         pytest.raises(SystemRefusedError, match=f"process {node.pid}\\) does not end"),

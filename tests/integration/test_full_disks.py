@@ -17,8 +17,7 @@ from small_machine import SmallDisk, small_disk
 from typed_commands import ROOT, WITHOUT_PRIVILEGES, Swarm, atoll, done, rests, until
 
 from node.kept import kept_model
-from node.models.card import Origin
-from node.models.export import export_model
+from node.models.export import Origin, export_model
 from protocol.errors import SystemRefusedError
 from protocol.run.models import layout_of
 from protocol.terminal.query import StatusLink

@@ -11,9 +11,9 @@ import pytest
 from liar import LIES
 from typed_commands import ROOT, Running, Swarm, atoll, done, rests, until
 
-from coordinator.swarm.contradiction import FEWEST_ROUNDS_OUT, MOST_AGAINST
+from coordinator.swarm.conviction import FEWEST_ROUNDS_OUT, MOST_AGAINST
 from lab.simulation.swarm import Life, simulate
-from node.island.data.corpus import read_corpus
+from node.island.data.dataset import read_corpus
 from tests.tiny_runs import tiny, tiny_text
 
 HONEST = ("one", "two", "three")

@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 from structlog.testing import capture_logs
 
-from coordinator.swarm.contradiction import MOST_AGAINST
+from coordinator.swarm.conviction import MOST_AGAINST
 from coordinator.swarm.members import Against, MemberState
 from coordinator.swarm.slices import MOST_TIMES_USUAL
 from coordinator.swarm.takeover import STUCK_LEAST_SECONDS
@@ -25,7 +25,7 @@ from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.round import transition
 from node.exchange.round.state import FULL_TIMES_OTHERS, TIMES_OTHERS, Tell
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from node.outer_state import Vector
 from protocol.trust.evidence import proven_by
 from protocol.trust.receipts import PayloadSigner, Receipt

@@ -18,7 +18,7 @@ from lab.processes.family import MARK, Family
 # with a child that its parent has forgotten, in another session, as p2pd is.
 _BENCHMARK = """
 import signal, subprocess, sys, tempfile, threading, time
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 
 HOLDS_MEMORY = '''
 import subprocess, time
@@ -48,7 +48,7 @@ _POOL = """
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from lab.processes.ending import nothing_left
+from lab.processes.family import nothing_left
 
 with nothing_left(), ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
     assert pool.submit(int, "7").result() == 7

@@ -17,7 +17,7 @@ from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, SimulatedRun, identity_of, simulate
 from node.duties.duties import Duties
 from node.duties.work import Work
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from node.outer_state import Vector
 from protocol.trust.evidence import proven_by
 from protocol.trust.rulings import RulingKind

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lab.simulation.swarm import Life, SimulatedRun, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from node.island.island import InnerReport, InnerWork
 from node.island.parallel.mesh_shape import LocalTraining, Precision
 from node.island.training.trainer import Trainer

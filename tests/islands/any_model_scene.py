@@ -12,7 +12,7 @@ import pytest
 import torch
 from rank_scene import ranks_that
 
-from lab.simulation.lone_work import lone_work, unseen
+from lab.simulation.inline_island import lone_work, unseen
 from node.island.island import Evaluation, InnerReport
 from node.island.models.describing import describe, first_vector
 from node.island.parallel.mesh import Mesh

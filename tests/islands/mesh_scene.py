@@ -14,7 +14,7 @@ import pytest
 import torch
 from rank_scene import ranks_that
 
-from lab.simulation.lone_work import lone_work, unseen
+from lab.simulation.inline_island import lone_work, unseen
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces

@@ -19,7 +19,7 @@ from benchmarks.learning.data_parallel import train_data_parallel
 from lab.processes.family import SOURCES, atoll_environment
 from lab.simulation.plain_calls import Setting, parts_of, swarm_at_end, train_swarm
 from lab.simulation.swarm import Life, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from node.island.models.first_weights import initial_parameters
 from protocol.run.run_spec import validated
 from tests.slow_exchange import run_with

@@ -19,9 +19,8 @@ from test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
 
 from lab.processes.family import MARK, Family, atoll_command, atoll_environment
 from lab.simulation.inline_island import InlineIsland
-from node.hosts.desk import HostDesk
 from node.hosts.following import Shelf, follow
-from node.hosts.leading import HostsIsland
+from node.hosts.leading import HostDesk, HostsIsland
 from node.hosts.wire import HostToken, LeaderKey, connect
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.places import DataPlaces

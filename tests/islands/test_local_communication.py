@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rank_scene import initial_vectors, with_texts
 
-from lab.simulation.lone_work import lone_work, unseen
+from lab.simulation.inline_island import lone_work, unseen
 from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere

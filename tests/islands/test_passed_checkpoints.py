@@ -18,7 +18,7 @@ from test_restarts_of_ranks import ignore, work
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lab.simulation.inline_island import InlineIsland
-from node.hosts.desk import HostDesk
+from node.hosts.leading import HostDesk
 from node.island.data.places import DataPlaces
 from node.island.island import Island
 from node.island.parallel.mesh_shape import MeshShape

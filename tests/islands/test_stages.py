@@ -15,8 +15,7 @@ from any_model_scene import (
     trained,
 )
 
-from node.island.data.corpus import Corpus, read_corpus
-from node.island.data.dataset import Dataset
+from node.island.data.dataset import Corpus, Dataset, read_corpus
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.models.describing import describe

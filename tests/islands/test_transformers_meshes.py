@@ -18,8 +18,7 @@ from any_model_scene import (
 )
 from transformers import AutoModelForCausalLM
 
-from node.island.data.corpus import Corpus, read_corpus
-from node.island.data.dataset import Dataset
+from node.island.data.dataset import Corpus, Dataset, read_corpus
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces

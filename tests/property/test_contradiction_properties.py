@@ -8,7 +8,7 @@ from effort import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.swarm.contradiction import spoken_against, votes_of
+from coordinator.swarm.conviction import spoken_against, votes_of
 from coordinator.swarm.state import Say
 from node.exchange.screening import MOST_COMPARED_WITH, NOT_HERE, contradicted, votes_about
 from protocol.wire.rounds import (

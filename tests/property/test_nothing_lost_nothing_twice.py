@@ -6,6 +6,7 @@ late work may be owed is not bounded here: that rule is tried in tests/unit/test
 
 import asyncio
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from node.exchange import giving
-from node.exchange.codecs.codec import Codecs
 from node.exchange.codecs.registry import codec_named
 from node.exchange.screening import COUNTED_ROUNDS
 from node.exchange.state import on_disk
@@ -119,9 +119,8 @@ async def test_so_they_are_where_contributions_are_encoded_otherwise_in_each_rou
     """What one codec left out is owed on, and goes with the next one."""
     scene = await Scene.of(A, B, C, most_owed=math.inf)
     for node in scene.nodes.values():
-        node.outer.codecs_in = lambda round: Codecs(
-            uplink=codec_named(uplinks[round]), downlink=codec_named("fp32")
-        )
+        own = replace(node.outer.rules_in(1), downlink=codec_named("fp32"))
+        node.outer.go_by(lambda round, own=own: replace(own, uplink=codec_named(uplinks[round])))
     await live(scene, rounds)
 
 

@@ -17,8 +17,7 @@ from coordinator.presets.cost import (
     predicted,
 )
 from coordinator.presets.loss import SLOPE, SPARSE, Given, above, settings_of
-from coordinator.presets.settling import settled
-from coordinator.presets.toml_edit import with_values
+from coordinator.presets.settling import settled, with_values
 from protocol.run.run_spec import validated
 
 rates = st.floats(3e5, 1e11)

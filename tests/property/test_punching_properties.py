@@ -11,7 +11,7 @@ from test_reach_properties import NAMES, RULES, member
 from coordinator.swarm.events import HeartbeatSeen, Tell
 from coordinator.swarm.members import PRESENT, MemberState
 from coordinator.swarm.membership import heartbeat
-from coordinator.swarm.punching import FIRST_WAIT_SECONDS
+from coordinator.swarm.reach import FIRST_WAIT_SECONDS
 from coordinator.swarm.transition import initial_state
 from coordinator.swarm.turn import Turn
 from protocol.wire.messages import PunchAsked

@@ -16,8 +16,8 @@ from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import ReducerError, Residual
 from node.exchange.exchange import Exchange
-from node.exchange.outer import Outer, OuterRules
-from node.exchange.outer_optimizer import RateScale, Sgd
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import OuterRules, RateScale, Sgd
 from node.exchange.owing import Owing
 from node.exchange.peers import Patience, TransferRefusedError
 from node.exchange.reduction import Merging, Sender
@@ -59,15 +59,6 @@ def outer_of(signer: PayloadSigner) -> Outer:
     codec = codec_named("fp32")
     sender = Sender(run_digest=RUN, node_id=REDUCER.node_id, signer=signer)
     parameters = np.zeros(LAYOUT.num_elements, dtype=np.float32)
-    owing = Owing(
-        layout=LAYOUT,
-        parameters=parameters,
-        published=np.zeros(LAYOUT.largest_fragment, dtype=np.float32),
-        uplink=codec,
-        residual=Residual(LAYOUT.num_elements),
-        reducer_error=ReducerError(rule="drop", num_fragments=1),
-        sender=sender,
-    )
     rules = OuterRules(
         uplink=codec,
         downlink=codec,
@@ -75,7 +66,16 @@ def outer_of(signer: PayloadSigner) -> Outer:
         rate_scale=RateScale(scaling="none", full_round_samples=1),
         merging=Merging(is_screened=True, is_audited=True),
     )
-    return Outer(layout=LAYOUT, parameters=parameters, rules=rules, owing=owing, sender=sender)
+    owing = Owing(
+        layout=LAYOUT,
+        parameters=parameters,
+        published=np.zeros(LAYOUT.largest_fragment, dtype=np.float32),
+        rules=rules,
+        residual=Residual(LAYOUT.num_elements),
+        reducer_error=ReducerError(rule="drop", num_fragments=1),
+        sender=sender,
+    )
+    return Outer(owing)
 
 
 async def nothing(*_: object) -> tuple[Commit, ...]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator.swarm.ledger import num_samples_of
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, simulate
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny
 

@@ -18,8 +18,8 @@ from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import MOST_OWED, ReducerError, Residual
 from node.exchange.exchange import Exchange
 from node.exchange.mean import norm_of
-from node.exchange.outer import Outer, OuterRules
-from node.exchange.outer_optimizer import RateScale, Sgd
+from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import OuterRules, RateScale, Sgd
 from node.exchange.owing import Owing
 from node.exchange.peers import Patience
 from node.exchange.reduction import Merging, Sender
@@ -89,6 +89,7 @@ def outer_of(
         downlink=codec_named(codec),
         optimizer=Sgd(learning_rate=1.0),
         rate_scale=RateScale(scaling="none", full_round_samples=1),
+        residual_decay=decay,
         merging=Merging(is_screened=False),  # tests' values are no gradients of one run
     )
     sender = Sender(run_digest=RUN, node_id=node_id)
@@ -97,10 +98,9 @@ def outer_of(
         layout=layout,
         parameters=parameters,
         published=np.zeros(layout.largest_fragment, dtype=np.float32),
-        uplink=rules.uplink,
+        rules=rules,
         residual=Residual(
             layout.num_elements,
-            decay=decay,
             needs_feedback=codec in WANTS_FEEDBACK,
             most_owed=most_owed,
         ),
@@ -108,7 +108,7 @@ def outer_of(
         sender=sender,
         sent=sent,
     )
-    return Outer(layout=layout, parameters=parameters, rules=rules, owing=owing, sender=sender)
+    return Outer(owing)
 
 
 def plan_for(

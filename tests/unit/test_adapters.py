@@ -8,16 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from node.island.data.corpus import read_corpus
-from node.island.data.dataset import held_out_choice
+from node.island.data.dataset import held_out_choice, read_corpus
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.generate import model_that_writes
 from node.island.models.transformers import NextToken, saved_model
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape, check_shape
 from node.island.training.trainer import Trainer
-from node.models.card import Origin
-from node.models.export import export_model
+from node.models.export import Origin, export_model
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.run.models import DecoderModel, TransformersModel
 from protocol.run.run_spec import (

@@ -10,8 +10,7 @@ import pytest
 
 from lab.network.namespace import inside, new_namespace
 from lab.network.switch import _ip as ip
-from node.doctor.findings import Finding
-from node.doctor.network import address_finding
+from node.doctor.network import Finding, address_finding
 from node.machine import addresses
 from node.machine.addresses import (
     OwnAddress,

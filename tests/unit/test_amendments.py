@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config import rules_of
-from node.exchange.outer import merging_of
+from node.exchange.outer_optimizer import outer_rules_of
 from node.island.island import InnerWork
 from node.island.parallel.auto_mesh import node_bytes
 from node.island.training.schedule import Position, share_of_peak
@@ -58,7 +58,7 @@ def test_the_share_of_audits_changes_at_the_coordinator_alone() -> None:
     """Nodes go by whether anything is audited, so a share above 0 stays above 0, and 0 stays 0."""
     more = amended(SPEC, (("outer.audit", 0.5),))
     assert rules_of(more) == replace(rules_of(SPEC), audited_share=0.5)
-    assert str(merging_of(more)) == str(merging_of(SPEC))
+    assert str(outer_rules_of(more).merging) == str(outer_rules_of(SPEC).merging)
     assert node_bytes(more) == node_bytes(SPEC)
     unaudited = validated({"outer": {"audit": 0}}, origin="the test")
     for spec, share, advice in ((SPEC, 0, "outer.audit=0.2"), (unaudited, 0.1, "atoll node fork")):

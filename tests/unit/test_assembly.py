@@ -19,7 +19,7 @@ from node.daemon import Holdings
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
 from node.hosts.leading import HostsIsland
-from node.hosts.orders import Publish
+from node.hosts.wire import Publish
 from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
 from protocol.errors import ConfigError

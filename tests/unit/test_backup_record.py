@@ -5,18 +5,20 @@ from pathlib import Path
 import pytest
 
 from coordinator.backup import Backup
-from coordinator.backup_record import (
+from coordinator.backups import (
     ABANDONED_AFTER_SECONDS,
     RECORD_FILE,
     BackupRecords,
+    Failed,
+    Made,
     Records,
+    Waits,
     add_to,
     ended,
     noted,
     told,
     without_password,
 )
-from coordinator.backups import Failed, Made, Waits
 from protocol.errors import UnavailableError
 from protocol.terminal.status_words import backups_in_words, owner_troubles
 from protocol.v1 import status_pb2 as pb

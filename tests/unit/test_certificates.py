@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.services.answering import Gate
-from coordinator.services.certificates import CHALLENGE_SECONDS, Certificates
+from coordinator.services.enrolment import CHALLENGE_SECONDS, Certificates
 from coordinator.store import Store
 from protocol.errors import (
     AtollError,
@@ -51,7 +51,7 @@ class Scene:
         self.standing: Ruling | None = None
         self.store = Store.in_memory()
         secret = hash_of_secret(b"s" * 32)
-        self.store.add_invite(
+        self.store.invites.add(
             invite_id="inv",
             secret_hash=secret,
             max_uses=1,
@@ -59,7 +59,7 @@ class Scene:
             host="h",
             role=role,
         )
-        self.store.redeem(
+        self.store.invites.redeem(
             "inv",
             secret,
             node_id=NODE.node_id,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from node.duties.work import Checks
-from node.exchange.spot_checks import SpotCheckReady, piece_of
+from node.exchange.auditing import SpotCheckReady, piece_of
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import AUDIT_ROUNDS, LEAST_CHECKED, NodeId
 

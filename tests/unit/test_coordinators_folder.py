@@ -8,8 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.authority_key import encrypted, refuse_damaged
-from coordinator.database import DATABASE_NAME
-from coordinator.disk_room import AGAIN, LEAST_BYTES, DiskRoom, Room
+from coordinator.database import AGAIN, DATABASE_NAME, LEAST_BYTES, DiskRoom, Room
 from protocol.errors import BadDataError
 from protocol.trust.pki import Authority, new_swarm_id
 from protocol.v1 import status_pb2 as pb

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.island.data.corpus import Corpus, read_corpus, sizes_of_splits, stdlib_files, text_files
+from node.island.data.dataset import Corpus, read_corpus, sizes_of_splits, stdlib_files, text_files
 from node.kept import keep_corpus, kept_corpus
 from protocol.errors import NoInputError
 from protocol.run.run_spec import DataSection

@@ -22,12 +22,14 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Of a run with members, invites, closed rounds and one in flight."""
     folder = tmp_path_factory.mktemp("whole")
     store = Store.open(folder)
-    store.add_invite(
+    store.invites.add(
         invite_id="inv", secret_hash=SECRET, max_uses=2, expires_utc_seconds=1e9, host="h"
     )
     for node_id in (A, B):
-        store.redeem("inv", SECRET, node_id=node_id, node_name="n", public_key=b"k" * 32, now=0.0)
-        store.record_certificate("inv", node_id, 7)
+        store.invites.redeem(
+            "inv", SECRET, node_id=node_id, node_name="n", public_key=b"k" * 32, now=0.0
+        )
+        store.invites.record_certificate("inv", node_id, 7)
     play(store, initial_state(RULES, RUN), TWO_ROUNDS)
     store.close()
     return (folder / DATABASE_NAME).read_bytes()
@@ -39,8 +41,8 @@ def all_of(folder: Path) -> object:
     try:
         store.check()
         return (
-            *(store.load(RULES, RUN), store.saved_now, store.invites()),
-            *(store.enrolled_member(A) is not None, store.enrolled_member(B) is not None),
+            *(store.load(RULES, RUN), store.saved_now, store.invites.records()),
+            *(store.invites.member(A) is not None, store.invites.member(B) is not None),
             *(store.latest_rounds(9), store.latest_figures(9), store.commits_after(0)),
             [store.kept_commit(number) for number in (1, 2, 3)],
         )

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from node.demo.children import ChildDiedError, Children
-from node.demo.command import follow
-from node.demo.report import NotProvenError, agreed_digest, traffic_of
+from node.demo.command import NotProvenError, agreed_digest, follow, traffic_of
 from protocol.errors import ExitCode, TemporaryError, UnavailableError
 from protocol.terminal.watch import LineScreen
 from protocol.v1 import session_pb2, status_pb2

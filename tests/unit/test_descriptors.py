@@ -44,7 +44,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
         64,
         200,
         "import resource\n"
-        "from protocol.files.descriptors import require_open_files\n"
+        "from protocol.files.leftovers import require_open_files\n"
         "print(require_open_files(200, of='a test'), resource.getrlimit(resource.RLIMIT_NOFILE))",
     )
     assert said == "200 (200, 200)\n"
@@ -54,7 +54,7 @@ def test_a_hard_limit_that_is_too_low_is_refused_with_the_numbers() -> None:
     said = limited(
         64,
         200,
-        "from protocol.files.descriptors import require_open_files\n"
+        "from protocol.files.leftovers import require_open_files\n"
         "from protocol.errors import SystemRefusedError\n"
         "try: require_open_files(201, of='the node')\n"
         "except SystemRefusedError as error: print(error)",
@@ -68,7 +68,7 @@ def test_no_file_takes_the_number_of_a_closed_standard_file(redirections: str) -
     ran = closed(
         redirections,
         "import os, sys\n"
-        "from protocol.files.descriptors import open_standard_files\n"
+        "from protocol.files.leftovers import open_standard_files\n"
         "open_standard_files()\n"
         "numbers = [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)]\n"
         "print('to nobody', file=sys.stderr)\n"

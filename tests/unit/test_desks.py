@@ -59,7 +59,7 @@ def attach_request() -> session_pb2.AttachRequest:
         node_name="node-a",
         address=session_pb2.PeerAddress(public_key=NODE.public_key, multiaddrs=["/ip4/::1"]),
         run_digest=RunSpec().digest(),
-        layout=convert.layout_to_wire(layout_of(RunSpec()).summary()),
+        layout=convert.to_wire(layout_of(RunSpec()).summary(), session_pb2.LayoutSummary),
         codecs=["int4/1", "int4/1"],
         corpus=session_pb2.CorpusSummary(digest=DIGEST, num_samples=1, num_bytes=1),
         outer_digest=DIGEST,
@@ -128,7 +128,7 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
         await desk.heartbeat(NODE.node_id, heartbeat)
     heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, let_go_rounds=math.inf)
     heartbeat.outer_digest = DIGEST
-    with pytest.raises(BadDataError, match="late work let go is inf"):
+    with pytest.raises(BadDataError, match="let go rounds is inf"):
         await desk.heartbeat(NODE.node_id, heartbeat)
     fields = ("flops_per_second", "mfu", "peak_flops_per_second", "waiting_share")
     for field in (*fields, "local_communication_share", "exchange_share"):
@@ -138,21 +138,27 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
             await desk.heartbeat(NODE.node_id, heartbeat)
     heartbeat = session_pb2.HeartbeatRequest(session_id=session_id, outer_digest=DIGEST)
     heartbeat.mesh = "shard 2\x1b[2J"
-    with pytest.raises(BadDataError, match=r"the mesh .* cannot be shown"):
+    with pytest.raises(BadDataError, match=r"mesh .* cannot be shown"):
         await desk.heartbeat(NODE.node_id, heartbeat)
     heartbeat.mesh, heartbeat.upload_pace.held_by = "", "limit\x1b[2J"
-    with pytest.raises(BadDataError, match="what holds uploads back"):
+    with pytest.raises(BadDataError, match="upload pace's held by"):
         await desk.heartbeat(NODE.node_id, heartbeat)
     heartbeat.upload_pace.held_by, heartbeat.upload_pace.bytes_per_second = "limit", math.nan
-    with pytest.raises(BadDataError, match="the pace of uploads"):
+    with pytest.raises(BadDataError, match="upload pace's bytes per second"):
         await desk.heartbeat(NODE.node_id, heartbeat)
     heartbeat.upload_pace.bytes_per_second = 0.0
     heartbeat.link_rates.up_bytes_per_second = math.inf
-    with pytest.raises(BadDataError, match="the rate of uploads"):
+    with pytest.raises(BadDataError, match="link rates's up bytes"):
         await desk.heartbeat(NODE.node_id, heartbeat)
     heartbeat.ClearField("link_rates")
+    heartbeat.utilisation.peak_memory_bytes = 1 << 63
+    with pytest.raises(
+        BadDataError, match="utilisation's peak memory bytes is 9223372036854775808"
+    ):
+        await desk.heartbeat(NODE.node_id, heartbeat)
+    heartbeat.ClearField("utilisation")
     heartbeat.mesh, heartbeat.congestion_control = "", "bbr\x1b[2J"
-    with pytest.raises(BadDataError, match=r"the congestion control .* cannot be shown"):
+    with pytest.raises(BadDataError, match=r"congestion control .* cannot be shown"):
         await desk.heartbeat(NODE.node_id, heartbeat)
     good = session_pb2.Report(round=1, trained=session_pb2.TrainedReport(inner_steps=1))
     request = session_pb2.ReportRequest(session_id=session_id, reports=[good])

@@ -11,15 +11,21 @@ from node.disk.history import History, KeptRulings
 from node.doctor import checks
 from node.doctor.checks import router_finding
 from node.doctor.command import as_json, line_of, run_doctor, summary_of
-from node.doctor.findings import Finding, exit_code_of, wrong
-from node.doctor.kernel import LARGE_BUFFER_BYTES, kernel_findings
-from node.doctor.network import Network, what_to_use
+from node.doctor.network import (
+    LARGE_BUFFER_BYTES,
+    Finding,
+    Network,
+    exit_code_of,
+    kernel_findings,
+    what_to_use,
+    wrong,
+)
 from node.kept import keep_run
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware, congestion_control
 from node.records import Records
 from protocol.errors import ConfigError, ExitCode, SystemRefusedError
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 from protocol.run.amendments import amended
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec

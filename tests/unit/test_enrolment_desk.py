@@ -9,16 +9,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.config import rules_of
 from coordinator.driver import Driver, LoopClock
-from coordinator.services.certificates import Certificates
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,
     MAX_AT_ONCE,
     MAX_FAILURES,
     MAX_LOGGED,
+    Certificates,
     ControlEndpoint,
     EnrolmentDesk,
-    EnrolmentServicer,
     Failures,
+    enrolment_service,
     host_of,
 )
 from coordinator.services.ruling import Rulings
@@ -48,7 +48,7 @@ def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
     store = Store.in_memory()
     state = store.load(rules_of(RunSpec()), RunSpec().digest())
     driver = Driver(state=state, store=store, clock=LoopClock(starts_at=0.0))
-    store.add_invite(
+    store.invites.add(
         invite_id="inv",
         secret_hash=hash_of_secret(SECRET),
         max_uses=1,
@@ -98,7 +98,7 @@ async def test_a_certificate_names_the_node_whose_key_signed_for_it() -> None:
     desk, store = enrolment_desk()
     response = await desk.enrol("host", enrol_request())
     assert principal_of(response.certificate_pem).node_id == NODE.node_id
-    assert store.enrolled_member(NODE.node_id) is not None
+    assert store.invites.member(NODE.node_id) is not None
 
 
 async def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keeps_its_use() -> None:
@@ -108,7 +108,7 @@ async def test_who_claims_the_identity_of_another_is_refused_and_the_invite_keep
     for request in (enrol_request(signer=Identity.generate()), stolen):
         with pytest.raises(BadDataError, match="not signed"):
             await desk.enrol("host", request)
-    assert store.enrolled_member(NODE.node_id) is None
+    assert store.invites.member(NODE.node_id) is None
 
 
 async def test_who_guesses_locks_nobody_out_that_has_an_invite_and_shares_the_address() -> None:
@@ -121,7 +121,7 @@ async def test_who_guesses_locks_nobody_out_that_has_an_invite_and_shares_the_ad
     with pytest.raises(TemporaryError, match="from host"):
         await desk.enrol("host", wrong)
     await desk.enrol("host", enrol_request())
-    assert store.enrolled_member(NODE.node_id) is not None
+    assert store.invites.member(NODE.node_id) is not None
 
 
 class Called:
@@ -141,7 +141,7 @@ async def test_strangers_fill_no_log() -> None:
     desk, _ = enrolment_desk()
     told: list[str] = []
     now = 0.0
-    servicer = EnrolmentServicer(
+    servicer = enrolment_service(
         desk, on_refused=lambda host, _: told.append(host), clock=lambda: now
     )
     wrong = enrol_request()

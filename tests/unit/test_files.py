@@ -146,7 +146,7 @@ assert call(22, 2, ctypes.byref(program), 0, 0) == 0, ctypes.get_errno()
 
 def test_a_folder_on_a_disk_that_locks_nothing_is_refused_in_a_sentence(tmp_path: Path) -> None:
     program = f"""{WITHOUT_LOCKS}
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 from protocol.errors import SystemRefusedError
 try:
     FolderLock.take(Path({str(tmp_path)!r}), holder="node", next_step="")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.island.data.corpus import Corpus
+from node.island.data.dataset import Corpus
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.models.generate import decoder_of

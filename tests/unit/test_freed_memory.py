@@ -10,7 +10,7 @@ from lab.processes.family import SOURCES
 FAULTS_OF_TAKING_MEMORY_AGAIN = """
 import resource, sys
 import numpy as np
-from node.machine.freed_memory import keep_freed_memory
+from node.machine.hardware import keep_freed_memory
 
 def faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

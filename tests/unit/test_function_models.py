@@ -35,8 +35,7 @@ from node.island.parallel.modules import compile_layers
 from node.island.training import engine
 from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.training.trainer import Trainer
-from node.models.card import Origin
-from node.models.export import export_model
+from node.models.export import Origin, export_model
 from protocol.errors import (
     AtollError,
     BadDataError,

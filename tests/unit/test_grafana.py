@@ -14,7 +14,7 @@ from test_docs import check_command_line
 
 from coordinator.dashboard.run_metrics import RUN_METRICS
 from protocol.terminal import cli
-from protocol.web.node_metrics import NODE_METRICS
+from protocol.web.metrics import NODE_METRICS
 
 ROOT = Path(cli.__file__).parents[2]
 BOARD: dict[str, Any] = json.loads((ROOT / "docs" / "grafana.json").read_text())

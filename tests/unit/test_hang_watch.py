@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from node.island.ranks.hang_watch import (
+from node.island.ranks.launcher import (
     FIRST_TIME_FACTOR,
     LOOK_SECONDS,
     MOST_COUNTED_SECONDS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from node.hosts.desk import HostDesk
+from node.hosts.leading import HostDesk
 from node.hosts.wire import LeaderKey, connect
 from node.island.ranks.faults import RankDiedError
 

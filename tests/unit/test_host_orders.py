@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from node.hosts.orders import (
+from node.hosts.wire import (
     Adopt,
     End,
     Evaluate,

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from node.hosts.following import Shelf
 from node.hosts.leading import Arrangement, arranged
-from node.hosts.orders import OpenShelf, Part
+from node.hosts.wire import OpenShelf, Part
 from node.island.checkpoints.folder import About, CheckpointFolder
 from protocol.errors import SystemRefusedError
 from protocol.wire.rounds import Digest

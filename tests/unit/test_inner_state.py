@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_saver
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.checkpoints.inner_state import Named, Staging
 from node.island.checkpoints.writer import CheckpointWriter
-from node.island.data.corpus import Corpus, read_corpus
+from node.island.data.dataset import Corpus, read_corpus
 from node.island.island import InnerWork
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh

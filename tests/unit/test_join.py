@@ -6,7 +6,7 @@ import pytest
 
 from node.link.join import join
 from protocol.errors import AnswerLostError, AtollError, NotPermittedError, SystemRefusedError
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
 

@@ -224,9 +224,18 @@ def test_the_rules_of_a_round_are_those_of_its_amendments() -> None:
         changes=(("inner.learning_rate", 0.5),),
         from_round=4,
     )
+    made: list[float] = []
+
+    def make(spec: RunSpec) -> float:
+        made.append(spec.inner.learning_rate)
+        return spec.inner.learning_rate
+
+    rate_in = kept.made_in(make)
+    assert [rate_in(3), rate_in(4)] == 2 * [SPEC.inner.learning_rate] and len(made) == 1
     assert kept.spec_in(4) == SPEC, "what was asked before the amendment is not remembered after it"
     kept.take([signed(ruling)])
     assert kept.spec_in(3) == SPEC and kept.spec_in(4).inner.learning_rate == 0.5
+    assert [rate_in(3), rate_in(4)] == [SPEC.inner.learning_rate, 0.5]
 
 
 @pytest.mark.parametrize(

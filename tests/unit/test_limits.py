@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from node.config import TEMPLATE, load_settings
-from node.machine import usage
-from node.machine.limits import Limits, Seen, hours_of, why_not
-from node.machine.usage import (
+from node.machine import limits
+from node.machine.limits import (
+    Limits,
+    Seen,
     Ticks,
     Usage,
     active_desktops,
+    hours_of,
     is_on_battery,
     others_share,
     seconds_since_key,
+    why_not,
 )
 from protocol.errors import ConfigError
 
@@ -171,7 +174,7 @@ async def test_what_holds_is_looked_at_again_and_again() -> None:
 
 
 def test_the_words_of_node_toml_are_what_counts() -> None:
-    assert usage.LOOK_SECONDS < 60
+    assert limits.LOOK_SECONDS < 60
     assert "for five minutes, and other programs take less than a quarter" in TEMPLATE.replace(
         "\n# ", " "
     )

@@ -43,7 +43,9 @@ from protocol.wire.rounds import (
     Commit,
     ContributionDigest,
     Contributor,
+    CorpusSummary,
     Digest,
+    LayoutSummary,
     PeerAddress,
     RosterEntry,
 )
@@ -253,9 +255,11 @@ async def test_an_unsettled_digest_is_none_and_not_empty() -> None:
         node_name="attic",
         address=MEMBER.address,
         run_digest=DIGEST,
-        layout=convert.layout_from_wire(pb.LayoutSummary(digest=DIGEST, fragment_elements=[1])),
+        layout=convert.from_wire(
+            pb.LayoutSummary(digest=DIGEST, fragment_elements=[1]), LayoutSummary
+        ),
         codecs=("ec2/1", "int4/1"),
-        corpus=convert.corpus_from_wire(pb.CorpusSummary(digest=DIGEST)),
+        corpus=convert.from_wire(pb.CorpusSummary(digest=DIGEST), CorpusSummary),
         outer_round=0,
         outer_digest=DIGEST,
         outer_incarnation=0,

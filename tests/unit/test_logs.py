@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.island.ranks import output as rank_output
-from node.island.ranks.output import RankOutput
+from node.island.ranks import forkserver as rank_output
+from node.island.ranks.forkserver import RankOutput
 from protocol.errors import ExitCode, UsageError
-from protocol.files.rolling import RollingFile
+from protocol.files.durable import RollingFile
 from protocol.terminal import console
 from protocol.terminal.cli import root
 from protocol.terminal.logging import keeping_the_end

@@ -23,8 +23,7 @@ import atoll
 from atoll.connection import Connection
 from atoll.session import STILL_STEPS
 from atoll.training import MOST_SKIPPED
-from node.island.data.corpus import Corpus
-from node.island.data.dataset import Batch, Indices
+from node.island.data.dataset import Batch, Corpus, Indices
 from node.island.data.manifest import Split
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces

@@ -14,7 +14,7 @@ from atoll.child import ChildNode
 from atoll.connection import find_folder
 from atoll.log_file import LoopLog
 from lab.processes.family import SOURCES
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 from protocol.terminal.logs import Logs
 from protocol.trust.credentials import LINK_FILE, find_home
 

@@ -9,8 +9,14 @@ import pytest
 
 from node.config import NodeSettings
 from node.doctor.checks import notices_findings
-from node.machine.metadata import NoAnswerError, cloud_here, heeding_notices, service_of
-from node.machine.notices import Cloud, Leaving
+from node.machine.notices import (
+    Cloud,
+    Leaving,
+    NoAnswerError,
+    cloud_here,
+    heeding_notices,
+    service_of,
+)
 from tests.fake_metadata import (
     AWS_ACTION,
     AZURE_EVENTS,

@@ -13,8 +13,7 @@ from coordinator.swarm.events import Tell
 from coordinator.swarm.transition import Transition
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
-from protocol.web.metrics import Board, Metric
-from protocol.web.node_metrics import NODE_METRICS, PARTS
+from protocol.web.metrics import NODE_METRICS, PARTS, Board, Metric
 from protocol.wire.messages import AuditAsked, Reduced, RoundCommitted, SliceTakenOver
 from protocol.wire.rounds import Commit, NodeId, SliceOutcome
 from tests.unit.swarm_scene import INITIAL, Scene

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from coordinator import config
 from coordinator.config import CONFIG_FILE
 from node.config import load_settings, require_node_folder, tell_missing_settings
-from node.island.data.corpus import _read as read_text
-from node.island.data.corpus import text_files
+from node.island.data.dataset import _read as read_text
+from node.island.data.dataset import text_files
 from node.link.join import read_invite
 from protocol.errors import ConfigError, ExitCode, NoInputError
 from protocol.terminal import cli, console

@@ -11,10 +11,9 @@ from pydantic import ValidationError
 
 from benchmarks.presets import situation_of
 from coordinator.config import run_text
+from coordinator.presets.advising import measured_links
 from coordinator.presets.choosing import chosen
-from coordinator.presets.cost import exchange_bytes_per_second
-from coordinator.presets.link_shares import Link
-from coordinator.presets.measured_links import measured_links
+from coordinator.presets.cost import Link, exchange_bytes_per_second
 from coordinator.presets.view import warnings_of
 from node.island.parallel.auto_mesh import node_bytes
 from protocol.run.run_spec import RunSpec, load_run_file

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from node.disk.budget import LONGEST_SECONDS, DiskBudget
 from node.disk.history import History, SentLog
+from node.disk.round_folder import LONGEST_SECONDS, DiskBudget
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import Owed, SnapshotWriting, snapshot_bytes
 from node.exchange import giving

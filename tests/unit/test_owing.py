@@ -8,7 +8,6 @@ import pytest
 
 from node.disk.history import SentLog
 from node.disk.snapshots import Owed
-from node.exchange.codecs.codec import Codecs
 from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import MOST_OWED
 from node.exchange.outer import NotApplicableError, Outer
@@ -378,8 +377,9 @@ def test_a_finer_uplink_sends_what_the_one_before_left_out_and_of_many_rounds_tw
     """What topk64 leaves out are many pseudo-gradients, which it sends bit by bit: int8 sends all at once."""
     outer, work = outer_of(A, coarse), normal(0)
     fine = codec_named("int8")
-    before = Codecs(uplink=outer.uplink, downlink=outer.downlink)
-    outer.codecs_in = lambda round: Codecs(uplink=fine, downlink=fine) if round > 1 else before
+    before = outer.rules_in(1)
+    after = replace(before, uplink=fine, downlink=fine)
+    outer.go_by(lambda round: after if round > 1 else before)
     outer.owing.residual.values[:] = owed * work
     named = contributed(outer, work)
     results = {
@@ -405,7 +405,9 @@ def test_an_amended_decay_is_of_the_errors_of_rounds_from_then_on() -> None:
     for decays in (False, True):
         outer, work = outer_of(A, "int4"), normal(0)
         if decays:
-            outer.owing.decay_in = lambda round: 0.5 if round > 1 else 1.0
+            before = outer.rules_in(1)
+            after = replace(before, residual_decay=0.5)
+            outer.go_by(lambda round, of=(before, after): of[round > 1])
         for _ in range(2):
             outer.owing.residual.values[:] = 0
             named = contributed(outer, work)
@@ -425,7 +427,9 @@ def test_an_amended_decay_is_of_the_errors_of_rounds_from_then_on() -> None:
 def test_a_result_is_decoded_as_its_round_was_encoded() -> None:
     outer = outer_of(A)
     bf16, fp32 = codec_named("bf16"), codec_named("fp32")
-    outer.codecs_in = lambda round: Codecs(uplink=fp32, downlink=fp32 if round == 1 else bf16)
+    before = outer.rules_in(1)
+    after = replace(before, downlink=bf16)
+    outer.go_by(lambda round: before if round == 1 else after)
     for codec in (fp32, bf16):
         values = np.full(BLOCK, 0.5, np.float32)
         results = {

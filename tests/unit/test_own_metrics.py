@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from node.daemon import NodeFacts
 from node.own_metrics import own_metrics
 from protocol.errors import SystemRefusedError
-from protocol.web.node_metrics import NODE_METRICS, PARTS
+from protocol.web.metrics import NODE_METRICS, PARTS
 from protocol.wire.vitals import UploadPace, Utilisation
 from tests.unit.exchange_scene import A
 from tests.unit.test_link_calls import VITALS

@@ -25,20 +25,18 @@ from coordinator.presets import loss
 from coordinator.presets.choosing import MANY_SPARSE_EXCHANGES
 from coordinator.presets.cost import (
     CODEC_COSTS,
+    FIRST_WINDOW_BYTES,
     MEASURED_HOST,
+    MEASURED_SHARE,
+    NO_DISTANCE,
     PEER_ROUND_TRIPS,
+    WHOLE,
+    CongestionControl,
+    Link,
     Setting,
     Situation,
     bytes_per_round,
     host_seconds,
-)
-from coordinator.presets.link_shares import (
-    FIRST_WINDOW_BYTES,
-    MEASURED_SHARE,
-    NO_DISTANCE,
-    WHOLE,
-    CongestionControl,
-    Link,
     round_trips_lost,
 )
 from coordinator.presets.reasons import MORE_MOMENTUM_FOR_SPARSE, of_downlink

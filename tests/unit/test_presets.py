@@ -14,12 +14,12 @@ from coordinator.presets.cost import (
     CODEC_COSTS,
     GOAL,
     MEASURED_HOST,
+    CongestionControl,
     Setting,
     bytes_per_round,
     host_seconds,
     predicted,
 )
-from coordinator.presets.link_shares import CongestionControl
 from coordinator.presets.loss import SPARSE
 from coordinator.presets.view import prediction_lines
 from node.exchange.codecs.registry import CODECS

@@ -25,7 +25,7 @@ from protocol.errors import (
     ProtocolMismatchError,
     SystemRefusedError,
 )
-from protocol.files.folder_lock import FolderLock
+from protocol.files.durable import FolderLock
 from protocol.terminal import cli, console
 from protocol.wire.rounds import NodeId
 from tests.relay_scene import AT_HOME, HOST, World, echo, free_port, said, until

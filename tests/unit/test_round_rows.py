@@ -2,7 +2,8 @@
 
 from swarm_scene import RUN, TOKENS, Scene, digest_of
 
-from coordinator.database import PACKED_FROM, packed, put, unpacked
+from coordinator.database import put
+from coordinator.round_rows import PACKED_FROM, packed, unpacked
 from coordinator.store import Store
 from coordinator.swarm.events import Event, RefusalSeen
 from protocol.trust.identity import Identity

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swarm_scene import Scene, digest_of
 
-from coordinator.dashboard import times_file
-from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages, Timeline
-from coordinator.dashboard.times_file import TimesFile
+from coordinator.dashboard import timeline
+from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages, Timeline, TimesFile
 from coordinator.services.one_round import NO_TIMES, closed_round, open_round
 from coordinator.swarm.events import Event
 from coordinator.swarm.transition import Transition
 from protocol.errors import NoInputError
-from protocol.files.rolling import RollingFile, lines_of, old_of
+from protocol.files.durable import RollingFile, lines_of, old_of
 from protocol.terminal import console
 from protocol.terminal.cli import root
 from protocol.terminal.query import StatusLink
@@ -251,7 +250,7 @@ def test_times_that_the_disk_refuses_are_said_once(
         def warning(self, what: str, **_: object) -> None:
             said.append(what)
 
-    monkeypatch.setattr(times_file, "_log", Log())
+    monkeypatch.setattr(timeline, "_log", Log())
     file = TimesFile(tmp_path / "not there" / "times.jsonl")
     for number in range(3):
         file.add(

@@ -21,7 +21,6 @@ from protocol.terminal.node_words import (
     ways_to_others,
 )
 from protocol.terminal.query import StatusLink
-from protocol.terminal.status_view import render
 from protocol.terminal.status_words import (
     clock_in_words,
     sparkline,
@@ -29,7 +28,7 @@ from protocol.terminal.status_words import (
     undone_in_words,
     what_people_wait_for,
 )
-from protocol.terminal.watch import LineScreen, watch
+from protocol.terminal.watch import LineScreen, render, watch
 from protocol.v1 import session_pb2, status_pb2
 
 DIGEST = bytes(range(32))

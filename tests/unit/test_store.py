@@ -249,7 +249,7 @@ def test_a_database_that_another_program_writes_in_names_that_as_the_reason(tmp_
     with closing(other):
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(SystemRefusedError, match="another program holds it") as refusal:
-            store.add_invite(
+            store.invites.add(
                 invite_id="i", secret_hash=b"s", max_uses=1, expires_utc_seconds=1e9, host="h"
             )
         assert "fuser" in refusal.value.next_step
@@ -273,7 +273,7 @@ SECRET, WRONG = b"s" * 32, b"w" * 32
 
 def invited(*, max_uses: int = 1, expires: float = 1000.0) -> Store:
     store = Store.in_memory()
-    store.add_invite(
+    store.invites.add(
         invite_id="inv",
         secret_hash=SECRET,
         max_uses=max_uses,
@@ -291,7 +291,9 @@ def redeem(
     secret: bytes = SECRET,
     now: float = 0.0,
 ) -> None:
-    store.redeem(invite_id, secret, node_id=node_id, node_name="n", public_key=b"k", now=now)
+    store.invites.redeem(
+        invite_id, secret, node_id=node_id, node_name="n", public_key=b"k", now=now
+    )
 
 
 def test_an_invite_enrols_as_many_nodes_as_it_says_and_each_as_often_as_it_likes() -> None:
@@ -300,8 +302,8 @@ def test_an_invite_enrols_as_many_nodes_as_it_says_and_each_as_often_as_it_likes
         redeem(store, node_id)
     with pytest.raises(NotPermittedError, match="used up: 2 of 2"):
         redeem(store, NodeId("c" * 32))
-    assert store.enrolled_member(A) is not None and store.enrolled_member(NodeId("c" * 32)) is None
-    assert [invite.node_ids for invite in store.invites()] == [(A, B)]
+    assert store.invites.member(A) is not None and store.invites.member(NodeId("c" * 32)) is None
+    assert [invite.node_ids for invite in store.invites.records()] == [(A, B)]
 
 
 def test_a_wrong_secret_reads_like_an_unknown_invite_and_enrols_nobody() -> None:
@@ -313,7 +315,7 @@ def test_a_wrong_secret_reads_like_an_unknown_invite_and_enrols_nobody() -> None
     with pytest.raises(NotPermittedError, match="is not an invite"):
         redeem(store, A, invite_id="inw", secret=bytes(32))
     assert str(wrong.value).replace("inv'", "inw'") == str(unknown.value)
-    assert store.enrolled_member(A) is None
+    assert store.invites.member(A) is None
 
 
 def test_an_invite_expires_at_its_second() -> None:
@@ -326,10 +328,10 @@ def test_an_invite_expires_at_its_second() -> None:
 def test_a_revoked_invite_is_useless_and_its_nodes_stay() -> None:
     store = invited(max_uses=2)
     redeem(store, A)
-    assert store.revoke_invite("inv") and not store.revoke_invite("other")
+    assert store.invites.revoke("inv") and not store.invites.revoke("other")
     with pytest.raises(NotPermittedError, match="revoked"):
         redeem(store, B)
-    assert store.enrolled_member(A) is not None
+    assert store.invites.member(A) is not None
 
 
 def test_a_database_of_a_release_that_kept_no_texts_is_opened_and_keeps_them(

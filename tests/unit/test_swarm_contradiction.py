@@ -10,7 +10,7 @@ from coordinator.journal import news_of
 from coordinator.services.status import StatusDesk
 from coordinator.store import Store
 from coordinator.streams import Telemetry
-from coordinator.swarm.contradiction import (
+from coordinator.swarm.conviction import (
     FEWEST_ROUNDS_OUT,
     IN_FAVOUR,
     MOST_AGAINST,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from swarm_scene import INITIAL, Scene
 
 from coordinator.swarm.events import Tell
-from coordinator.swarm.punching import (
+from coordinator.swarm.reach import (
     FIRST_WAIT_SECONDS,
     LAST_WAIT_SECONDS,
     MOST_PAIRS_AT_ONCE,

@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 from protocol.errors import BadDataError, ExitCode, UsageError
 from protocol.terminal import console, sinks, track
 from protocol.terminal.cli import root
-from protocol.terminal.event_file import EventFile, crc32c, rewind_event, scalars_event
 from protocol.terminal.query import StatusLink
-from protocol.terminal.sinks import EVENTS_PREFIX, Logger, Note, TensorBoard
+from protocol.terminal.sinks import (
+    EVENTS_PREFIX,
+    EventFile,
+    Logger,
+    Note,
+    TensorBoard,
+    crc32c,
+    rewind_event,
+    scalars_event,
+)
 from protocol.terminal.track import NOTE_FILE, Tracker, note_of, rows_of
 from protocol.v1 import status_pb2 as pb
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from node.island import measuring as measured_peak
-from node.island.data.corpus import Corpus, read_corpus
-from node.island.data.dataset import SampleOrder
+from node.island.data.dataset import Corpus, SampleOrder, read_corpus
 from node.island.island import InnerReport, InnerWork, Progress
 from node.island.measuring import flops_per_token
 from node.island.models.decoder_modules import Objective

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from node.island.data.corpus import read_corpus
-from node.island.data.dataset import SampleOrder
+from node.island.data.dataset import SampleOrder, read_corpus
 from node.island.island import InnerWork
 from node.island.models.architecture import architecture_of, container_of_layers, give_memory
 from node.island.models.describing import describe, export_state, first_vector

@@ -76,10 +76,12 @@ def database_in(folder: Path) -> None:
     paused = Ruled(kind=RulingKind.PAUSED, by=RUN_OWNER, unix_seconds=1.0, reason="the move")
     after = step(state, paused, now=1.0).state
     store.save(state, after, now=1.0)
-    store.add_invite(
+    store.invites.add(
         invite_id="inv", secret_hash=b"h" * 32, max_uses=2, expires_utc_seconds=60.0, host="h"
     )
-    store.redeem("inv", b"h" * 32, node_id=NODE, node_name="attic", public_key=b"k" * 32, now=1.0)
+    store.invites.redeem(
+        "inv", b"h" * 32, node_id=NODE, node_name="attic", public_key=b"k" * 32, now=1.0
+    )
     store.close()
 
 
@@ -101,7 +103,7 @@ def test_databases_of_every_version_that_is_read_open_whole(tmp_path: Path, vers
         store.check()
         state = store.load(RULES, RUN)
         assert state.paused is not None and state.paused.reason == "the move"
-        member = store.enrolled_member(NODE)
+        member = store.invites.member(NODE)
         assert member is not None and member.node_name == "attic"
     finally:
         store.close()

@@ -17,9 +17,9 @@ ALLOWED = {
     "coordinator/services/ruling.py: time.time": "when something was ruled, for people",
     "coordinator/services/status.py: time.time": "what 'atoll doctor' says of the clocks",
     "node/doctor/checks.py: time.time": "likewise",
-    "node/machine/metadata.py: datetime.now": "how long before a cloud takes the machine, by its date",
-    "node/machine/usage.py: datetime.now": "the hours of the day at which a node may train",
-    "node/machine/usage.py: time.time": "when a key was last pressed, as the system dates it",
+    "node/machine/notices.py: datetime.now": "how long before a cloud takes the machine, by its date",
+    "node/machine/limits.py: datetime.now": "the hours of the day at which a node may train",
+    "node/machine/limits.py: time.time": "when a key was last pressed, as the system dates it",
     "protocol/terminal/logging.py: datetime.now": "when a line was logged",
     "protocol/terminal/logs.py: datetime.now": "which lines 'atoll logs --since' means",
 }

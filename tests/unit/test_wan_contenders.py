@@ -18,8 +18,8 @@ from benchmarks.wan.peers.order import ORDER_VARIABLE, Order, Teller
 from benchmarks.wan.peers.training import first_sample
 from benchmarks.wan.run import Case, measure
 from lab.run_files import toml_of
-from lab.simulation.lone_work import lone_work, unseen
-from node.island.data.corpus import read_corpus
+from lab.simulation.inline_island import lone_work, unseen
+from node.island.data.dataset import read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer

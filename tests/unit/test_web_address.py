@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.terminal.typed import web_address_of
+from protocol.terminal.console import web_address_of
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.wan.peers.order import Order, Teller
 from benchmarks.wan.peers.pace import Pace
-from node.island.data.corpus import read_corpus
-from node.island.data.dataset import SampleOrder
+from node.island.data.dataset import SampleOrder, read_corpus
 from node.island.models.decoder_modules import Decoder, Objective, copy_parameters
 from node.island.models.first_weights import initial_parameters
 from node.island.training.optimizers import inner_optimizers

@@ -35,7 +35,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol, TypeVar, cast
+from typing import ClassVar, Protocol, TypeVar, cast
 
 import blake3
 import numba
@@ -357,13 +357,6 @@ class Codec(Protocol):
 
     def encoded(self, values: Vector) -> Opened:
         """What `encode` returns, to be read as its receivers will: the encoder need not decode for it."""
-
-
-class Codecs(NamedTuple):
-    """How contributions and results of a round are encoded."""
-
-    uplink: Codec
-    downlink: Codec
 
 
 class DecodesByTile(ABC):

@@ -464,7 +464,7 @@ class ResultsHere:
                 self._keep,
                 of=self._donors,
                 peers=self._donors.peers(),
-                codecs_in=self._outer.codecs_in,
+                rules_in=self._outer.rules_in,
             )
 
     async def _keep(self, payload: Payload) -> None:

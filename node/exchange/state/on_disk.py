@@ -17,9 +17,8 @@ from pathlib import Path
 
 import structlog
 
-from node.disk.budget import DiskBudget, Need
 from node.disk.history import KEPT_BYTES, History, ResultLog, SentLog
-from node.disk.round_folder import Retention
+from node.disk.round_folder import DiskBudget, Need, Retention
 from node.disk.snapshot_folder import KEPT_FILES, OpenSnapshot, SnapshotError, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting, snapshot_bytes
 from node.exchange import giving

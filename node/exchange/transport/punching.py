@@ -3,7 +3,7 @@
 Two members that nobody can dial reach each other when both send to each other at the same time, each to where
 the other's router has put it: each one's packets open its own router for the other's. The coordinator sees
 where that is, from datagrams that come from p2pd's own socket, and says when to dial
-(coordinator.swarm.punching). p2pd does not send these itself; we do, through a copy of its socket.
+(coordinator.swarm.reach). p2pd does not send these itself; we do, through a copy of its socket.
 By IPv6 no router translates: there we know where p2pd is, and say so.
 
 It is another p2pd than the one that speaks TCP, with the same key, so that libp2p never takes QUIC where TCP

@@ -26,12 +26,7 @@ from dataclasses import dataclass, field
 
 from node.exchange.peers import Limits, TransferRefusedError, do_nothing
 from node.exchange.transport.rates.uplink import LEAD_OF_SENDERS_BYTES, Evenness
-from node.exchange.transport.streams import (
-    PartError,
-    num_parts_of,
-    part_bytes_for,
-    span_of,
-)
+from node.exchange.transport.streams import PartError, num_parts_of, part_bytes_for, span_of
 from protocol.wire.payload import CONTRIBUTION, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 

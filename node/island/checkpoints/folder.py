@@ -16,8 +16,7 @@ import blake3
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from node.disk.budget import Need
-from node.disk.round_folder import RoundFolder
+from node.disk.round_folder import Need, RoundFolder
 from protocol.files.durable import write_atomically
 from protocol.wire.rounds import Digest
 

@@ -13,15 +13,7 @@ import structlog
 
 from node.island.data.manifest import Piece
 from node.island.data.supply import Needs, TokenSource, TokenSupply
-from node.island.island import (
-    Ability,
-    Evaluation,
-    InnerReport,
-    InnerWork,
-    Island,
-    Progress,
-    both,
-)
+from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Island, Progress, both
 from node.outer_state import Vector
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary, Digest

@@ -8,8 +8,7 @@ is needed, if the run file's path is a URL.
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from node.island.data.corpus import look_at_text, read_corpus, text_files
-from node.island.data.dataset import Dataset
+from node.island.data.dataset import Dataset, look_at_text, read_corpus, text_files
 from node.island.data.fetching import (
     MOST_MANIFEST_BYTES,
     FetchedFiles,

@@ -42,7 +42,6 @@ from node.island.data.manifest import (
     check_sizes,
     entry_of_file,
 )
-from node.island.data.packing import pack
 from node.island.data.shard_writing import (
     HASHES,
     Encoding,
@@ -50,18 +49,21 @@ from node.island.data.shard_writing import (
     ShardJob,
     ShardWriter,
     bits_of,
+    pack,
     token_bytes_of,
     write_shard,
 )
 from node.island.data.tokenizing import Encoded, Tokenizer, tokenizer_files
-from protocol.errors import (
-    AtollError,
-    BadDataError,
-    CannotCreateError,
-    SystemRefusedError,
+from protocol.errors import AtollError, BadDataError, CannotCreateError, SystemRefusedError
+from protocol.files.durable import (
+    LOCK_NAME,
+    FolderLock,
+    is_taken,
+    make_folder,
+    refusing,
+    sync_folder,
+    write_atomically,
 )
-from protocol.files.durable import is_taken, make_folder, refusing, sync_folder, write_atomically
-from protocol.files.folder_lock import LOCK_NAME, FolderLock
 
 MOST_SHARD_BYTES = 256 << 20
 LEAST_SHARD_BYTES = 4 << 20
@@ -93,7 +95,6 @@ class Prepared:
     """What a preparation has made."""
 
     manifest: Manifest
-    input_bytes: int
     num_empty: int
 
 
@@ -160,7 +161,6 @@ def prepare(
         lock.release()
     return Prepared(
         manifest=manifest,
-        input_bytes=sum(job.num_bytes for job in jobs),
         num_empty=sum(receipt.num_empty for receipt in receipts),
     )
 

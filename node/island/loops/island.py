@@ -15,8 +15,7 @@ import structlog
 
 from node.island.data.places import DataPlaces
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
-from node.island.loops.door import SOCKET_FILE, Door, Visitor
-from node.island.loops.loop import LeasedSamples, Loop, refusal_of
+from node.island.loops.door import SOCKET_FILE, Door, LeasedSamples, Loop, Visitor, refusal_of
 from node.island.loops.messages import (
     Done,
     Evaluated,
@@ -34,7 +33,7 @@ from node.island.loops.messages import (
     welcome,
 )
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
-from node.island.ranks.hang_watch import HangWatch
+from node.island.ranks.launcher import HangWatch
 from node.outer_state import SharedNames, Vector
 from protocol.errors import AtollError
 from protocol.run.models import Layout

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.island.models.architecture import (
-    Roles,
-    container_of_layers,
-    roles_of,
-)
+from node.island.models.architecture import Roles, container_of_layers, roles_of
 from node.island.parallel.mesh_shape import MeshShape, matches
 from protocol.errors import ConfigError
 from protocol.run.models import StageUnit

@@ -7,7 +7,8 @@ ranks may have parted ways: `stop` and `start` it again.
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from node.island.checkpoints.folder import About, CheckpointFolder, Kept, Loaded
 from node.island.checkpoints.resuming import Resuming
 from node.island.data.places import DataPlaces
-from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
 from node.island.parallel.mesh_shape import (
     PLAIN,
     LocalTraining,
@@ -49,7 +50,6 @@ from node.island.ranks.commands import (
 from node.island.ranks.devices import default_threads
 from node.island.ranks.faults import RankDiedError, RankFailedError, RankHungError
 from node.island.ranks.forkserver import fork_rank, prepare_forkserver
-from node.island.ranks.hang_watch import HangWatch
 from node.outer_state import SharedNames, SharedVectors, Vector
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.leftovers import TemporaryFolder
@@ -58,6 +58,112 @@ from protocol.wire.rounds import CorpusSummary
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+
+
+# When ranks hang: a decision on silences, and the timer that asks for it.
+#
+# A rank that is stopped, or waits for ever in a collective or a driver, neither dies nor answers. How
+# long work may take is not known beforehand, so what was seen so far is the measure.
+
+
+LOOK_SECONDS = 1.0
+MOST_COUNTED_SECONDS = 3.0
+"""Of the time between two looks. If more has passed, this process has not run either: the machine
+slept, or a container was frozen, and the ranks could not have said anything."""
+
+FIRST_TIME_FACTOR = 10.0
+"""Times the patience for what was never done before: the first step compiles, loads and connects."""
+
+SLOWEST_FACTOR = 10.0
+"""Times the longest silence that ended well, of the same kind of work."""
+
+
+class Silence:
+    """How long nothing has been heard of ranks that work, and whether that is too long. Pure."""
+
+    def __init__(self, *, patience_seconds: float) -> None:
+        self.patience_seconds = patience_seconds
+        self._longest: dict[str, float] = {}  # kind of work -> silence that ended well
+        self._kind: str | None = None
+        self._seconds = 0.0
+        self._at = 0.0
+
+    def begin(self, kind: str, now: float) -> None:
+        """The ranks were told to do something."""
+        self._kind, self._seconds, self._at = kind, 0.0, now
+
+    def heard(self, now: float) -> None:
+        """Any of them gave a sign of life."""
+        if self._kind is None:
+            return
+        self._pass(now)
+        self._longest[self._kind] = max(self._seconds, self._longest.get(self._kind, 0.0))
+        self._seconds = 0.0
+
+    def end(self) -> None:
+        """They have nothing to do, or it no longer matters."""
+        self._kind = None
+
+    def verdict(self, now: float) -> str | None:
+        """Why the ranks hang, for people; None while they may still be at work."""
+        if self._kind is None:
+            return None
+        self._pass(now)
+        longest = self._longest.get(self._kind)
+        if longest is None:
+            limit = FIRST_TIME_FACTOR * self.patience_seconds
+            reason = "the first time"
+        else:
+            limit = max(self.patience_seconds, SLOWEST_FACTOR * longest)
+            reason = f"{longest:.1f} s was the longest until now"
+        if self._seconds <= limit:
+            return None
+        return (
+            f"gave no sign of life for {self._seconds:.0f} s in {self._kind} "
+            f"({limit:.0f} s are given: {reason})"
+        )
+
+    def _pass(self, now: float) -> None:
+        self._seconds += min(now - self._at, MOST_COUNTED_SECONDS)
+        self._at = now
+
+
+class HangWatch:
+    """Looks every second while ranks work. With no patience at all it does not look."""
+
+    def __init__(self, *, patience_seconds: float, on_hang: Callable[[str], None]) -> None:
+        self.silence = Silence(patience_seconds=patience_seconds)
+        self._on_hang = on_hang
+        self._timer: asyncio.TimerHandle | None = None
+
+    @contextmanager
+    def over(self, kind: str) -> Iterator[None]:
+        """Watches while the ranks carry out one order."""
+        loop = asyncio.get_running_loop()
+        self.silence.begin(kind, loop.time())
+        if self.silence.patience_seconds > 0:
+            self._timer = loop.call_later(LOOK_SECONDS, self._look)
+        try:
+            yield
+        finally:
+            self.silence.end()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def heard(self) -> None:
+        """A rank said something."""
+        self.silence.heard(asyncio.get_running_loop().time())
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        why = self.silence.verdict(loop.time())
+        if why is not None:
+            self._timer = None
+            self._on_hang(why)
+        else:
+            self._timer = loop.call_later(LOOK_SECONDS, self._look)
+
 
 Answer = TypeVar("Answer")
 
@@ -115,7 +221,7 @@ class RanksHere:
         return range(self.mesh.num_ranks) if self.ranks is None else self.ranks
 
 
-class ProcessIsland:
+class ProcessIsland(Island):
     """Ranks in processes of their own; implements Island."""
 
     def __init__(
@@ -153,11 +259,6 @@ class ProcessIsland:
     def process_ids(self) -> tuple[int, ...]:
         """Process ids of the ranks, in their order."""
         return tuple(member.process.pid or 0 for member in self._members)
-
-    @property
-    def ability(self) -> Ability:
-        """See Island."""
-        return ALL
 
     def meet_at(self, point: MeetingPoint) -> None:
         """Where the ranks of several hosts meet when they are started next."""

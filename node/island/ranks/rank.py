@@ -47,7 +47,7 @@ from node.island.ranks.commands import (
 )
 from node.island.ranks.faults import OutOfMemoryError, RankFailedError
 from node.island.training.trainer import Trainer
-from node.machine.freed_memory import keep_freed_memory
+from node.machine.hardware import keep_freed_memory
 from node.outer_state import SharedVectors
 from protocol.errors import AtollError, ConfigError
 
