@@ -35,9 +35,8 @@ from tests.unit.preset_scene import (
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.parametrize("congestion_control", get_args(CongestionControl))
-def test_the_tables_of_the_docs_are_what_is_chosen(congestion_control: CongestionControl) -> None:
-    assert table(congestion_control) in (DOCS / "performance.md").read_text()
+def test_the_table_of_the_docs_is_what_is_chosen() -> None:
+    assert table("cubic") in (DOCS / "performance.md").read_text()
 
 
 def test_examples_in_the_docs_are_what_is_chosen() -> None:
