@@ -20,9 +20,9 @@ from node.outer_state import Vector
 from protocol.run.run_spec import RunSpec
 
 
-def demo_pseudo_gradients(*, rounds: int, seed: int = 0) -> list[Vector]:
+def demo_pseudo_gradients(*, rounds: int) -> list[Vector]:
     """The pseudo-gradients [all elements] of the demo's first rounds, in canonical order."""
-    return pseudo_gradients_of(demo_spec(seed=seed, rounds=rounds, num_nodes=1, codec="fp32"))
+    return pseudo_gradients_of(demo_spec(seed=0, rounds=rounds, num_nodes=1, codec="fp32"))
 
 
 def pseudo_gradients_of(spec: RunSpec) -> list[Vector]:

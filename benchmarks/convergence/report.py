@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.convergence.claims import CLAIMS, Claim
+from benchmarks.convergence.claims import CLAIMS
 from benchmarks.convergence.parts import PARTS
 from benchmarks.convergence.settings import DATA_PARALLEL
 from benchmarks.figures import Point, scattered
@@ -87,10 +87,10 @@ class Losses:
             rows.append(f"| {' | '.join(cells)} |")
         return rows
 
-    def claims(self, claims: Sequence[Claim] = CLAIMS) -> list[str]:
+    def claims(self) -> list[str]:
         """The published signs beside what was measured."""
         rows = ["| published | compared | measured | |", "|---|---|---|---|"]
-        for claim in claims:
+        for claim in CLAIMS:
             found = self.difference(claim.part, claim.of, claim.against)
             if found is not None:
                 compared = f"{claim.of}, against {claim.against}"

@@ -55,7 +55,6 @@ class Through:
         host: str,
         ports: Mapping[int, int],
         lookout: Lookout | None = None,
-        random: Random | None = None,
     ) -> None:
         """`ports` says which port of the relay leads to which one that listens at `host` on this machine.
 
@@ -71,7 +70,7 @@ class Through:
             "name": name,
         }
         self._lookout = lookout
-        self._random = random or Random()
+        self._random = Random()
         self._num_waiting = 0
         self._away = ""  # why
         self._tasks: set[asyncio.Task[None]] = set()

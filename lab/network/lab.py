@@ -89,17 +89,16 @@ class NetworkLab:
         *,
         seed: int = 0,
         mtu: int = INTERNET_MTU,
-        network: IPv4Network = NETWORK,
         families: Mapping[str, str] | None = None,
         congestion_control: str = "",
         keeps_window: bool = False,
         routers: Mapping[str, Sequence[NatKind]] | None = None,
         mapping: Collection[str] = (),
     ) -> None:
-        if len(links) > network.num_addresses - 2:
-            raise UsageError(f"{len(links)} hosts do not fit into {network}")
-        self._free = network.hosts()
-        self._prefix_length = network.prefixlen
+        if len(links) > NETWORK.num_addresses - 2:
+            raise UsageError(f"{len(links)} hosts do not fit into {NETWORK}")
+        self._free = NETWORK.hosts()
+        self._prefix_length = NETWORK.prefixlen
         self._addresses = {host: str(next(self._free)) for host in links}
         self._addresses6 = dict(zip(links, map(str, NETWORK6.hosts()), strict=False))
         self._families = {host: (families or {}).get(host, "4") for host in links}
@@ -108,7 +107,7 @@ class NetworkLab:
                 host: [
                     interface
                     for family, interface in (
-                        ("4", f"{self._addresses[host]}/{network.prefixlen}"),
+                        ("4", f"{self._addresses[host]}/{NETWORK.prefixlen}"),
                         ("6", f"{self._addresses6[host]}/{NETWORK6.prefixlen}"),
                     )
                     if family in self._families[host]

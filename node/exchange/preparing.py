@@ -24,7 +24,7 @@ from node.exchange.codecs.codec import compiling_alone, has_cache
 from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.outer import compile_arithmetic
 from node.exchange.outer_optimizer import outer_optimizer_of
-from node.heavy import Heavy, in_thread
+from node.heavy import in_thread
 from protocol.run.run_spec import RunSpec, run_from_json
 
 log = structlog.get_logger()
@@ -72,13 +72,13 @@ def are_loaded(spec: RunSpec) -> bool:
     return True
 
 
-async def prepare_kernels(spec: RunSpec, *, heavy: Heavy = in_thread) -> None:
+async def prepare_kernels(spec: RunSpec) -> None:
     """Sees to it that the run's kernels are in the cache, where there can be one.
 
     Where there cannot, or where the process that compiles fails, that is said, and whoever uses a
     kernel first compiles it.
     """
-    if await heavy(partial(are_loaded, spec)):
+    if await in_thread(partial(are_loaded, spec)):
         return
     if not has_cache():
         log.warning(

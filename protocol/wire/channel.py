@@ -128,29 +128,27 @@ async def retried(
     is_wanted: Callable[[], bool],
     random: Random,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    first_seconds: float = 0.5,
-    cap_seconds: float = RETRY_CAP_SECONDS,
     on_wait: Callable[[AtollError, float], None] | None = None,
 ) -> _Answer:
     """Calls until it succeeds, fails for good, or is no longer wanted.
 
     UnavailableError and TemporaryError are tried again, except SessionEndedError: that stays true.
-    Waits a random time up to a bound that doubles from `first_seconds` to `cap_seconds` ("full
+    Waits a random time up to a bound that doubles from half a second to RETRY_CAP_SECONDS ("full
     jitter": Brooker, Exponential Backoff and Jitter, 2015), so that the nodes of a swarm do not
     all return at once to a coordinator that restarts. `on_wait` is told of each error and wait.
     """
-    bound = first_seconds
+    bound = 0.5
     while True:
         try:
             return await call()
         except (UnavailableError, TemporaryError) as error:
             if isinstance(error, SessionEndedError) or not is_wanted():
                 raise
-            seconds = random.uniform(0.0, min(bound, cap_seconds))
+            seconds = random.uniform(0.0, min(bound, RETRY_CAP_SECONDS))
             if on_wait is not None:
                 on_wait(error, seconds)
         await sleep(seconds)
-        bound = min(2 * bound, cap_seconds)
+        bound = min(2 * bound, RETRY_CAP_SECONDS)
 
 
 async def left_alone(work: Callable[[], _Answer]) -> _Answer:

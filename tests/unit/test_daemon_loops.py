@@ -61,7 +61,7 @@ async def test_without_a_loop_the_node_reports_no_work_and_applies_the_commit() 
         plan = await life.opened(1, seconds=5)
         assert [report.tokens for _, report in life.link.reported(Trained)] == [0]
         told = life.link.heartbeats[-1]
-        assert not told.trains and not told.evaluates
+        assert told.cannot_train and told.cannot_evaluate
         assert life.link.heartbeats[-1].activity == "waiting for a training loop"
         assert [report.digest for _, report in life.link.reported(Reduced)] == [None], (
             "a slice of its own does not wait for what this node will not bring"
@@ -102,7 +102,7 @@ async def test_a_node_that_trained_nothing_says_that_it_cannot_before_the_round_
         report = life.link.report
 
         async def noted(session_id: int, reports: Any) -> None:
-            known.append(life.link.heartbeats[-1].trains)
+            known.append(not life.link.heartbeats[-1].cannot_train)
             await report(session_id, reports)
 
         life.link.report = noted  # type: ignore[method-assign]

@@ -39,13 +39,13 @@ async def test_a_node_attaches_before_its_ranks_are_up_and_is_counted_on_once_th
         assert announced.corpus == CORPUS
         assert not (announced.ability.trains or announced.ability.evaluates)
         assert announced.ability.waits_for == "its ranks, which are starting"
-        assert not life.link.heartbeats[-1].trains
+        assert life.link.heartbeats[-1].cannot_train
         life.link.say(EvaluationAsked(round=0))  # though it said that it cannot
         await asyncio.sleep(5)
         assert life.link.reported(Evaluated) == []
         before = len(life.link.heartbeats)
         await asyncio.sleep(SECONDS - 6.5)
-        assert life.link.heartbeats[before:][-1].trains
+        assert not life.link.heartbeats[before:][-1].cannot_train
         assert life.link.num_attached == 1
         await life.opened(1, seconds=20)
         assert life.island.calls[:3] == ["start", "adopt", "train"]

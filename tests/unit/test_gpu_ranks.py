@@ -122,7 +122,7 @@ def test_a_group_of_gloo_is_made_by_its_members_alone(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(dist, "new_group", new_group)
     four = Mesh(shape=MeshShape(replicate=4), rank=3, num_hosts=2)
-    assert four.new_host_group(backend="gloo") is not None
+    assert four.new_host_group() is not None
     assert asked == [([0, 1], True), ([2, 3], True)]
     assert four.new_group("replicate") is not None
     assert asked[2:] == [([0, 1, 2, 3], False)]

@@ -411,7 +411,7 @@ async def test_of_whom_others_carry_to_and_whom_only_small_packets_reach_members
             await desk.heartbeat(NodeId(first), beat)
         del getattr(beat, field)[-most:]
     beat.carry_bytes_per_second = math.nan
-    with pytest.raises(BadDataError, match="what it may carry"):
+    with pytest.raises(BadDataError, match="carry bytes per second is nan"):
         await desk.heartbeat(NodeId(first), beat)
 
 

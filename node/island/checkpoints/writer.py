@@ -208,7 +208,7 @@ class CheckpointWriter:
             self._has_groups = True
             self._group = self._host_group = dist.new_group(backend="gloo")
             if self._mesh.num_hosts > 1:
-                self._host_group = self._mesh.new_host_group(backend="gloo")
+                self._host_group = self._mesh.new_host_group()
 
 
 def _read_together(state: Blank, reader: PassingReader) -> None:

@@ -124,11 +124,11 @@ class Mesh:
         assert group is not None
         return group
 
-    def new_host_group(self, *, backend: str) -> dist.ProcessGroup | None:
-        """A group of this host's ranks, None for a single one; all ranks of the island ask together."""
+    def new_host_group(self) -> dist.ProcessGroup | None:
+        """Ranks of this host, by gloo; None for a single one. All ranks of the island ask together."""
         each = self.ranks_per_host
         hosts = [range(first, first + each) for first in range(0, self.num_ranks, each)]
-        return _own_of(hosts, self.rank, backend=backend)
+        return _own_of(hosts, self.rank, backend="gloo")
 
     def share(self, count: int) -> slice:
         """The rank's part of `count` samples. Ranks of one replica and shard have the same."""
