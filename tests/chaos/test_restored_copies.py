@@ -45,7 +45,7 @@ def assert_sound(run: SimulatedRun, *, rounds: int, nodes: int) -> None:
 
 
 @pytest.mark.parametrize("late_seconds", [30, pytest.param(3600, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("copied_at", [3.0, 12.5, 42.5])
+@pytest.mark.parametrize("copied_at", [3.0, pytest.param(12.5, marks=pytest.mark.nightly), 42.5])
 def test_rounds_that_were_closed_without_their_nodes_are_as_if_they_had_never_been(
     corpus: Corpus, tmp_path: Path, copied_at: float, late_seconds: float
 ) -> None:

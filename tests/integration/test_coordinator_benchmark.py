@@ -3,6 +3,8 @@
 import sqlite3
 from pathlib import Path
 
+import pytest
+
 from benchmarks.coordinator import page
 from benchmarks.coordinator.command import measured, table
 
@@ -16,6 +18,7 @@ async def test_a_few_simulated_nodes_go_through_their_rounds(tmp_path: Path) -> 
     assert "| nodes | 3 |" in table([result])
 
 
+@pytest.mark.nightly
 async def test_the_page_of_a_written_run_opens_and_is_watched(tmp_path: Path) -> None:
     asked = page.Asked(
         num_rounds=2500,

@@ -30,6 +30,7 @@ async def test_all_that_nodes_sent_is_counted_in_its_round_and_against_the_links
     assert row["limit_seconds"] == pytest.approx(8 * row["most_sent_bytes"] / 100e6, abs=0.001)
 
 
+@pytest.mark.nightly
 async def test_helpers_reduce_all_for_nodes_whom_nobody_dials_and_their_links_are_the_limit() -> (
     None
 ):

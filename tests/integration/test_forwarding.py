@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,22 @@ from coordinator.config import CoordinatorConfig, Home
 from coordinator.relay.doors import Limits
 from coordinator.relay.forwarding import Forwarding, is_here, moved, ways
 from coordinator.store import Store
-from protocol.errors import AtollError, NoInputError, SystemRefusedError, UsageError
+from node.link.calls import RenewingCalls
+from protocol.errors import (
+    AtollError,
+    NoInputError,
+    SystemRefusedError,
+    UnavailableError,
+    UsageError,
+)
 from protocol.terminal import cli, console
 from protocol.trust.credentials import Credentials
 from protocol.trust.rulings import Address, moved_to
-from protocol.v1 import operator_pb2
+from protocol.v1 import operator_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
 from protocol.wire.convert_messages import rulings_from_wire
+from protocol.wire.payload import WireCounts
 from tests.relay_scene import free_port
 
 OLD, NEW = "127.0.0.2", "127.0.0.3"
@@ -82,6 +91,36 @@ async def test_an_old_invite_and_a_node_that_was_away_find_the_coordinator_where
             await node.close()
     await forwarding.stop()
     store.close()
+
+
+async def test_a_member_that_was_told_where_the_coordinator_will_be_goes_there_and_keeps_it(
+    tmp_path: Path,
+) -> None:
+    home, folder = new_home(tmp_path / "old"), tmp_path / "member"
+    new = Address(host=NEW, control_port=free_port(), enrolment_port=free_port())
+    there = home.config.with_changes(
+        host=NEW, control_port=new.control_port, enrolment_port=new.enrolment_port
+    )
+    async with AsyncExitStack() as stack:
+        async with serving(home):
+            node = await joined((await invite_from(home))[0], "node")
+            await node.close()
+            node.credentials.save(folder)
+            credentials = Credentials.load(folder)
+            calls = await stack.enter_async_context(
+                RenewingCalls(credentials, node.identity, WireCounts())
+            )
+            calls.moves_to(new)
+            assert Credentials.load(folder).elsewhere == new
+            await calls.GetRun(session_pb2.GetRunRequest())  # it is still where it was
+            assert calls.credentials.control_port == credentials.control_port
+        shutil.copytree(home.directory, tmp_path / "new")
+        async with serving(replace(Home.load(tmp_path / "new"), config=there)):
+            with pytest.raises(UnavailableError):
+                await calls.GetRun(session_pb2.GetRunRequest())
+            await calls.GetRun(session_pb2.GetRunRequest())
+        kept = Credentials.load(folder)
+        assert (kept.host, kept.control_port, kept.elsewhere) == (NEW, new.control_port, None)
 
 
 def test_old_ports_and_the_numbers_of_the_new_ones_lead_on() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typed_commands import Swarm, atoll, done, refused, until
+from typed_commands import Running, Swarm, atoll, done, refused, until
 
 from node.kept import kept_model
 from node.machine.hardware import congestion_control
@@ -131,3 +131,19 @@ def test_a_swarm_trains_a_model_though_one_leaves_and_another_joins_and_a_rank_d
     assert newest["held_out"] == run["held_out_losses"][-1]["loss"]
     refused(atoll("export", out, "--dir", homes["stays"]), 73, f"{out} exists already")
     swarm.coordinator.stop(signal.SIGTERM)
+
+
+def test_the_demo_trains_a_model_to_one_state_and_leaves_nothing_running(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    demo = Running("demo", "--nodes", "2", "--rounds", "2", "--out", out)
+    try:
+        demo.ends(set())
+        assert "the same on node-1, node-2" in demo.log
+        assert f"model         {out / 'model'}" in demo.log
+    finally:
+        demo.clean_up()
+    one, other = (kept_model(out / name) for name in ("node-1", "node-2"))
+    assert one.round == other.round == 2 and one.outer_digest == other.outer_digest
+    _, parameters = load_exported(out / "model")
+    assert np.array_equal(parameters, one.parameters)
+    refused(atoll("demo", "--out", out), 73, f"{out} exists")

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 
 import connect_proxy
 import pytest
 import structlog
 from transport_peers import Desk
+from typed_commands import Swarm, done, refused, typed_here
 
 from node.exchange.peers import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -20,6 +23,7 @@ from protocol.trust.proxy import Proxy, ProxyRefusedError
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import PeerAddress, RosterEntry
 from tests.ports import free_port
+from tests.tiny_runs import tiny_text
 
 HOST = "127.0.0.1"
 MB = bytes(range(256)) * 4096
@@ -178,3 +182,26 @@ async def test_a_member_to_whom_the_proxy_does_not_lead_is_said_once() -> None:
             assert len([one for one in logged if one["event"] == SAID]) == 1
         finally:
             await transport.stop()
+
+
+def test_a_member_joins_and_asks_through_a_proxy_and_not_past_it(tmp_path: Path) -> None:
+    """Its coordinator has one port, as where firewalls let out no other."""
+    swarm = Swarm(tmp_path / "swarm", tiny_text(run={"name": "office"}))
+    try:
+        swarm.coordinator.stop(signal.SIGTERM)
+        port, home = free_port(), tmp_path / "node"
+        swarm.coordinator = swarm.begin_coordinator("--one-port", str(port))
+        swarm.coordinator.says("coordinator ready")
+        join = ("join", swarm.invite(), "--dir", home, "--name", "behind", "--proxy")
+        with proxy_to(port, "me:secret") as proxy:
+            wrong = proxy.url.replace("secret", "wrong")
+            refused(typed_here(*join, wrong), 69, "407 Proxy Authentication", "--one-port 443")
+            refused(typed_here(*join, "https://proxy.example"), 64, "spoken to by http")
+            done(typed_here(*join, proxy.url))
+            assert (home / "link.toml").stat().st_mode & 0o777 == 0o600
+            assert "office" in done(typed_here("status", "--dir", home))
+        # It has ended, and the coordinator is where it was.
+        refused(typed_here("status", "--dir", home), 69)
+        assert "office" in done(typed_here("status", "--dir", swarm.home))
+    finally:
+        swarm.end()

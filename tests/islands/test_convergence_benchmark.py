@@ -38,7 +38,12 @@ def test_it_trains_to_the_same_bits_as_a_whole_swarm(fragments: int, corpus: Cor
 
 
 @pytest.mark.parametrize(
-    "overlap", [{"overlap": "blend"}, {"overlap": "keep"}, {"overlap": "keep", "blend": 0.5}]
+    "overlap",
+    [
+        {"overlap": "blend"},
+        {"overlap": "keep", "blend": 0.5},
+        pytest.param({"overlap": "keep"}, marks=pytest.mark.nightly),
+    ],
 )
 def test_results_that_are_late_are_taken_over_as_in_a_whole_swarm(
     overlap: dict[str, object], corpus: Corpus

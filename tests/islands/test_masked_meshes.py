@@ -37,7 +37,7 @@ def alone(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> tuple[Figu
 @pytest.mark.parametrize(
     ("shape", "local"),
     [
-        (MeshShape(replicate=2), PLAIN),
+        pytest.param(MeshShape(replicate=2), PLAIN, marks=pytest.mark.nightly),
         (MeshShape(shard=2, zero=2), LocalTraining(micro_batch=3)),
         (MeshShape(shard=2, zero=3), PLAIN),
         (MeshShape(tensor=2), PLAIN),

@@ -157,7 +157,7 @@ OF_MISTRAL = [
     ("family", "shape", "local"),
     [
         ("like both", MeshShape(shard=2), RECOMPUTED),
-        ("like both", MeshShape(tensor=2), RECOMPUTED),
+        ("like both", MeshShape(tensor=2), AT_ONCE),
         ("like both", MeshShape(context=2), PLAIN),
         ("like both", MeshShape(pipeline=2, schedule="zbv"), PLAIN),
         *(
@@ -200,13 +200,13 @@ def words_of(local: LocalTraining) -> str:
 @pytest.mark.parametrize(
     ("shape", "local"),
     [
-        # With those whose parameters are spread, offload is beside shards, which changes nothing else.
-        *((shape, AT_ONCE) for shape in WHOLE_COPIES + SPREAD[2:]),
+        # Beside shards there is offload, which changes nothing else; tensors are split with all families.
+        *((shape, AT_ONCE) for shape in [*WHOLE_COPIES, MeshShape(context=2)]),
+        *(pytest.param(shape, AT_ONCE, marks=NIGHTLY) for shape in SPREAD[:3]),
         *(
             pytest.param(shape, local, marks=NIGHTLY)
             for shape in WHOLE_COPIES + SPREAD
-            for local in (AT_ONCE, IN_PARTS, RECOMPUTED, DETERMINISTIC)
-            if local != AT_ONCE or shape in SPREAD[:2]
+            for local in (IN_PARTS, RECOMPUTED, DETERMINISTIC)
         ),
         (MeshShape(pipeline=2), DETERMINISTIC),
         (

@@ -93,7 +93,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
         ),
         ("counted", MeshShape(shard=2, pipeline=2), PLAIN),
         ("a head of its own", MeshShape(pipeline=2, schedule="zbv"), PLAIN),
-        ("muon", MeshShape(pipeline=2), PLAIN),
+        pytest.param("muon", MeshShape(pipeline=2), PLAIN, marks=pytest.mark.nightly),
     ],
     ids=lambda value: f"{value}, {value.schedule}" if isinstance(value, MeshShape) else str(value),
 )

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from node.island.models.architecture import Counted
 from node.island.models.decoder_modules import Decoder, Objective
 from node.island.parallel.modules import accumulate_gradients
 from protocol.run.models import DecoderModel
@@ -72,6 +73,38 @@ def test_a_loss_scale_scales_the_gradients_and_not_the_loss(objective: Objective
     assert torch.equal(loss, same_loss)
     for one, other in zip(plain, scaled, strict=True):
         assert torch.allclose(1024 * one, other, rtol=1e-6)
+
+
+class Summed(nn.Module):
+    """The same objective, as a sum and how many targets are in it."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Counted:
+        number = torch.tensor(targets.numel())
+        return Counted(total=self.objective(tokens, targets) * number, number=number)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 3])
+def test_a_loss_with_a_count_is_divided_by_the_mean_count_of_all_ranks(
+    objective: Objective, micro_batch: int
+) -> None:
+    """Optimizers take any multiple of a gradient alike, so a whole training would not show it."""
+    plain_loss, plain = gradients_of(objective, micro_batch=micro_batch)
+    objective.zero_grad()
+    loss = accumulate_gradients(
+        Summed(objective),
+        TOKENS,
+        TARGETS,
+        micro_batch=micro_batch,
+        mean_over_ranks=lambda count: 2 * count,  # other ranks have more targets
+    )
+    assert torch.allclose(2 * loss, plain_loss)
+    for one, parameter in zip(plain, objective.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert torch.allclose(one, 2 * parameter.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_ranks_exchange_gradients_once_for_a_batch(

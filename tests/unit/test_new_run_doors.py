@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -51,30 +52,32 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def described_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def described_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The command that describes a run runs in this process, which has loaded torch and transformers.
 
     One test starts it, as 'atoll init' does, which takes four seconds. Their log wants `capfd`.
     """
+    examples = [file.stem for file in EXAMPLES.glob("*.py")]
+    before = {name: sys.modules.pop(name) for name in examples if name in sys.modules}
 
     def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
         words = command[command.index(cli.__name__) + 1 :]
-        path, modules = list(sys.path), set(sys.modules)
+        path = list(sys.path)
         with TemporaryFile("w+") as answer:
             with redirect_stdout(answer):
                 code = console.run(cli.root, words)
             answer.seek(0)
             sys.path[:] = path
-            for name in (sys.modules.keys() - modules) & {
-                file.stem for file in EXAMPLES.glob("*.py")
-            }:
-                del sys.modules[name]  # the code of a run, which may be another the next time
+            for name in examples:  # it may be other code the next time
+                sys.modules.pop(name, None)
             return subprocess.CompletedProcess(command, code, stdout=answer.read())
 
     here = SimpleNamespace(run=run, PIPE=subprocess.PIPE)
     monkeypatch.setattr(asking, "subprocess", here)
     # Changed within a second and of the same length, code would be taken for what was compiled before.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    sys.modules.update(before)
 
 
 def made(folder: Path, *arguments: object) -> RunSpec:
