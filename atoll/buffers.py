@@ -149,13 +149,6 @@ def _own(norm: _NormBase) -> Iterator[Tensor]:
             yield tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    tensor: Tensor
-    version: int
-    value: Tensor
-
-
 def check_frozen(model: nn.Module, few: Mapping[str, Sequence[float]]) -> None:
     """Raises ModelMismatchError where a frozen parameter is not the run's but for rounding.
 
@@ -359,7 +352,7 @@ class BufferWatch:
         known = {id(tensor) for tensor in averaged}
         self._model = model
         self._kept = {
-            name: _Kept(tensor=buffer, version=buffer._version, value=buffer.clone())
+            name: buffer.clone()
             for name, buffer in _persistent_buffers(model)
             if id(buffer) not in known and name not in but_for
         }
@@ -368,13 +361,9 @@ class BufferWatch:
         """Raises ModelMismatchError with the name of the first buffer that has changed."""
         now = dict(_persistent_buffers(self._model))
         for name, kept in self._kept.items():
-            buffer = now.get(name, kept.tensor)
-            if buffer is kept.tensor and buffer._version == kept.version:
-                continue
-            # Copies of a model write the same into each other's (DistributedDataParallel).
-            if buffer.shape == kept.value.shape and torch.equal(
-                buffer, kept.value.to(buffer.device)
-            ):
+            # By its values: codebooks write to `.data`, of which torch's counter of changes knows nothing,
+            # and copies of a model write the same into each other's (DistributedDataParallel).
+            if _is_same(now.get(name, kept), kept):
                 continue
             owner = type(self._model.get_submodule(name.rpartition(".")[0])).__name__
             raise ModelMismatchError(
@@ -383,6 +372,15 @@ class BufferWatch:
                 next_step="make it a parameter that the run trains, or register it with persistent=False "
                 "where nodes may differ in it",
             )
+
+
+def _is_same(buffer: Tensor, kept: Tensor) -> bool:
+    if buffer.shape != kept.shape or buffer.dtype != kept.dtype:
+        return False
+    kept = kept.to(buffer.device)
+    return torch.equal(buffer, kept) or (
+        buffer.is_floating_point() and torch.allclose(buffer, kept, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
