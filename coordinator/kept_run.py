@@ -1,12 +1,14 @@
 """The run file that a database belongs to, kept in it: so that a changed one is refused by key and value."""
 
 import json
+import sqlite3
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.database import Database, put, row_of
+from coordinator.database import DATABASE_NAME, Database, put, row_of
 from protocol.errors import ConfigError
 from protocol.run.amendments import AMENDABLE
 from protocol.run.run_spec import RunSpec
@@ -74,6 +76,23 @@ def keep_or_compare(database: Database, run: RunSpec, path: Path) -> None:
         next_step=f"{undone} of {path}, then start again{amend}; or start a new run with "
         f"'atoll coordinator init NEWDIR --run {path}'",
     )
+
+
+def may_have_begun(folder: Path) -> bool:
+    """Whether a run's file may not change any more; read without the lock, which its coordinator may have.
+
+    Where the database cannot be read, its start says why.
+    """
+    path = folder / DATABASE_NAME
+    if not path.is_file():
+        return False
+    try:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        ) as connection:
+            return connection.execute("SELECT 1 FROM swarm").fetchone() is not None
+    except sqlite3.Error:
+        return True
 
 
 def _value(value: object) -> str:

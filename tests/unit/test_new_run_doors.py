@@ -3,7 +3,7 @@
 import json
 import re
 import subprocess
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from coordinator import new_run as command
+from coordinator.kept_run import may_have_begun
 from coordinator.presets import composing
 from coordinator.presets import wanted as asking
 from coordinator.presets.wanted import Facts, Machine, Wanted
+from coordinator.store import Store
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
 from protocol.errors import CannotCreateError, ConfigError, NoInputError
@@ -244,6 +246,14 @@ def test_a_coordinator_does_not_start_a_run_that_every_node_would_refuse(
     assert console.run(cli.root, ["coordinator", "start", str(home)]) == NoInputError.exit_code
     assert "but one batch takes 5000" in capfd.readouterr().err
     assert not (home / "atoll.db").exists(), "and the file may still be changed"
+    spec = load_run_folder(home, "run.toml")
+    with closing(
+        Store.open(home, sign=lambda commit: b"")
+    ) as store:  # as a start that nobody joined
+        store.keep_or_compare(spec, home / "run.toml")
+    assert not may_have_begun(home)
+    assert console.run(cli.root, ["coordinator", "start", str(home)]) == NoInputError.exit_code
+    capfd.readouterr()
 
 
 @pytest.mark.usefixtures("described_here")
