@@ -149,13 +149,6 @@ def _own(norm: _NormBase) -> Iterator[Tensor]:
             yield tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    tensor: Tensor
-    version: int
-    value: Tensor
-
-
 def check_frozen(model: nn.Module, few: Mapping[str, Sequence[float]]) -> None:
     """Raises ModelMismatchError where a frozen parameter is not the run's but for rounding.
 
@@ -271,31 +264,50 @@ def _signs(of: str, count: int) -> Tensor:
 
 
 class FrozenWatch:
-    """Refuses a loop that changes what is frozen, as an average of weights within the model does."""
+    """Refuses a loop that changes what is frozen, as an average of weights within the model does.
+
+    Each look compares a few values of each parameter, and all of some: of a small model of each, of a large
+    one in turns, for sums of a billion values take a second.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept = self._seen()
+        self._few = {name: few_values(each, 8) for name, each in _frozen(model)}
+        self._whole = {name: summed(each) for name, each in _frozen(model)}
+        self._turn = 0
 
     def check(self) -> None:
         """Raises ModelMismatchError with the name of the first parameter that has changed."""
-        now = self._seen()
-        for name, values in self._kept.items():
+        now = [(name, each) for name, each in _frozen(self._model) if name in self._few]
+        for name, each in now:
             # As text: what is no number is not equal to itself.
-            if str(now.get(name, values)) != str(values):
-                raise ModelMismatchError(
-                    f"the loop changes {name}, which is frozen and not exchanged: each node would go on with "
-                    "its own",
-                    next_step="let the run train it, or keep it in a module beside the one that joins where "
-                    "nodes may differ in it, as in averages of weights",
-                )
+            if str(few_values(each, 8)) != str(self._few[name]):
+                raise _changed(name)
+        left = _SUMMED_AT_A_LOOK
+        for _ in now:
+            name, each = now[self._turn % len(now)]
+            kept, found = self._whole[name], summed(each)
+            slack = _SAME * kept.norm
+            if any(abs(a - b) > slack for a, b in zip(found.sums, kept.sums, strict=True)):
+                raise _changed(name)
+            self._turn += 1
+            if (left := left - each.numel()) <= 0:
+                return
 
-    def _seen(self) -> dict[str, list[float]]:
-        return {
-            name: few_values(parameter, 8)
-            for name, parameter in _frozen(self._model)
-            if parameter.is_floating_point()
-        }
+
+_SUMMED_AT_A_LOOK = 1 << 26
+"""Values that are read of what is frozen, at most but for the last parameter: a tenth of a second."""
+
+_SAME = 2**-20
+"""How far sums of the same values may be from each other, by the order in which a device adds."""
+
+
+def _changed(name: str) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"the loop changes {name}, which is frozen and not exchanged: each node would go on with its own",
+        next_step="let the run train it, or keep it in a module beside the one that joins where nodes may "
+        "differ in it, as in averages of weights",
+    )
 
 
 def few_values(parameter: Tensor, count: int) -> list[float]:
@@ -340,7 +352,7 @@ class BufferWatch:
         known = {id(tensor) for tensor in averaged}
         self._model = model
         self._kept = {
-            name: _Kept(tensor=buffer, version=buffer._version, value=buffer.clone())
+            name: buffer.clone()
             for name, buffer in _persistent_buffers(model)
             if id(buffer) not in known and name not in but_for
         }
@@ -349,13 +361,9 @@ class BufferWatch:
         """Raises ModelMismatchError with the name of the first buffer that has changed."""
         now = dict(_persistent_buffers(self._model))
         for name, kept in self._kept.items():
-            buffer = now.get(name, kept.tensor)
-            if buffer is kept.tensor and buffer._version == kept.version:
-                continue
-            # Copies of a model write the same into each other's (DistributedDataParallel).
-            if buffer.shape == kept.value.shape and torch.equal(
-                buffer, kept.value.to(buffer.device)
-            ):
+            # By its values: codebooks write to `.data`, of which torch's counter of changes knows nothing,
+            # and copies of a model write the same into each other's (DistributedDataParallel).
+            if _is_same(now.get(name, kept), kept):
                 continue
             owner = type(self._model.get_submodule(name.rpartition(".")[0])).__name__
             raise ModelMismatchError(
@@ -364,6 +372,15 @@ class BufferWatch:
                 next_step="make it a parameter that the run trains, or register it with persistent=False "
                 "where nodes may differ in it",
             )
+
+
+def _is_same(buffer: Tensor, kept: Tensor) -> bool:
+    if buffer.shape != kept.shape or buffer.dtype != kept.dtype:
+        return False
+    kept = kept.to(buffer.device)
+    return torch.equal(buffer, kept) or (
+        buffer.is_floating_point() and torch.allclose(buffer, kept, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

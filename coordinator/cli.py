@@ -100,10 +100,10 @@ def start(
     from coordinator.app import run_coordinator
     from coordinator.backup import clear_unfinished_backups
     from coordinator.config import Home, settle_preset
-    from coordinator.database import DATABASE_NAME
     from coordinator.presets.wanted import look_at_data
     from coordinator.relay.line import Carriage
     from coordinator.remote_backup import require_target
+    from coordinator.store import may_have_begun
 
     if no_dashboard and dashboard is not None:
         raise UsageError(
@@ -132,9 +132,7 @@ def start(
     )
     if config.backup:
         require_target(config.backup)
-    if not (
-        folder / DATABASE_NAME
-    ).exists():  # its run file may have been changed since 'atoll init'
+    if not may_have_begun(folder):  # its run file may have been changed since 'atoll init'
         look_at_data(folder, home.run)
     plan = None if settled is None else settled.plan
     carriage = Carriage.chosen(folder, through)

@@ -7,6 +7,7 @@ except whether an invite can be redeemed, because that must be one transaction.
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from pydantic import TypeAdapter
 
 from coordinator import round_rows
 from coordinator.database import (
+    DATABASE_NAME,
     Change,
     DamagedError,
     Database,
@@ -119,6 +121,23 @@ def keep_or_compare(database: Database, run: RunSpec, path: Path) -> None:
         next_step=f"{undone} of {path}, then start again{amend}; or start a new run with "
         f"'atoll coordinator init NEWDIR --run {path}'",
     )
+
+
+def may_have_begun(folder: Path) -> bool:
+    """Whether a run's file may not change any more; read without the lock, which its coordinator may have.
+
+    Where the database cannot be read, its start says why.
+    """
+    path = folder / DATABASE_NAME
+    if not path.is_file():
+        return False
+    try:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        ) as connection:
+            return connection.execute("SELECT 1 FROM swarm").fetchone() is not None
+    except sqlite3.Error:
+        return True
 
 
 def _value(value: object) -> str:

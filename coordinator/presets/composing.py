@@ -169,7 +169,7 @@ def run_of_file(run_file: Path, source: Path | None, folder: Path) -> NewRun:
     text = run_text(name=None, run_file=run_file) if settled is None else settled.text
     plan = None if settled is None else settled.plan
     if source is None and (run_file.parent / DESCRIPTION_FILE).is_file():
-        return NewRun(text=text, plan=plan, facts=_copied(run_file.parent, text, folder))
+        return NewRun(text=text, plan=plan, facts=_copied(run_file, text, folder))
     is_decoder = tomllib.loads(text).get("model", {}).get("source", "decoder") == "decoder"
     if is_decoder and source is None:
         return NewRun(text=text, plan=plan)
@@ -212,6 +212,12 @@ def _going_on(fork: RunSpec, made: Path, folder: Path, facts: Facts) -> Facts:
             next_step="let the function return the same tensors, or take a run file that is of no fork",
         )
     assert described_anew.description is not None and fork.description is not None
+    if described_anew.description.frozen_digest != fork.description.frozen_digest:
+        raise ConfigError(
+            "the code makes other frozen values than those that the fork's weights were trained with; "
+            f"[run] seed = {described_anew.run.seed} is what a function's are drawn from",
+            next_step="write the seed as it was, or let the function draw or load what is frozen as before",
+        )
     first = ("first_digest", "first_fragments", "beginning")
     description = described_anew.description.model_copy(
         update={key: getattr(fork.description, key) for key in first}
@@ -223,14 +229,14 @@ def _going_on(fork: RunSpec, made: Path, folder: Path, facts: Facts) -> Facts:
     return replace(facts, first_digest=fork.description.first_digest or "")
 
 
-def _copied(made: Path, text: str, folder: Path) -> Facts:
+def _copied(run_file: Path, text: str, folder: Path) -> Facts:
     """A description that lies beside a run file, as 'atoll node fork' writes it, with first weights."""
     for name in (DESCRIPTION_FILE, FIRST_WEIGHTS):  # one node starts with the weights
-        if (made / name).is_file():
+        if (run_file.parent / name).is_file():
             with refusing(folder / name):
-                shutil.copyfile(made / name, folder / name)
+                shutil.copyfile(run_file.parent / name, folder / name)
     write_atomically(folder / RUN_FILE, text.encode())
-    spec = load_run_folder(folder, RUN_FILE)
+    spec = load_run_folder(folder, RUN_FILE, named=run_file)
     has_weights = (folder / FIRST_WEIGHTS).is_file()
     return Facts(
         num_parameters=spec.num_parameters,

@@ -648,7 +648,7 @@ def _made_of(spec: RunSpec) -> dict[str, dict[str, Any]]:
 
 
 def _refuse_other_than_described(
-    spec: RunSpec, made_of: dict[str, dict[str, Any]], folder: Path, run_file: str
+    spec: RunSpec, made_of: dict[str, dict[str, Any]], path: Path
 ) -> None:
     """Raises ConfigError for a run file that was changed since its model was described."""
     now = _made_of(spec)
@@ -670,13 +670,13 @@ def _refuse_other_than_described(
     table, key, was, is_now = changed[0]
     is_fork = spec.description is not None and spec.description.first_fragments is not None
     raise ConfigError(
-        f"{folder / run_file}: [{table}] {key} is {_as_toml(is_now)}, and {DESCRIPTION_FILE} beside it "
+        f"{path}: [{table}] {key} is {_as_toml(is_now)}, and {DESCRIPTION_FILE} beside it "
         f"describes the model with {_as_toml(was)}",
         next_step="write it as it was; or describe the model anew: "
         + (
-            f"'atoll init NEWDIR --run {folder / run_file} --from CODE', where a function makes it"
+            f"'atoll init NEWDIR --run {path} --from CODE', where a function makes it"
             if is_fork
-            else f"'atoll node describe {folder} --force --from FOLDER', with its weights or its code"
+            else f"'atoll node describe {path.parent} --force --from FOLDER', with its weights or its code"
         ),
     )
 
@@ -691,11 +691,13 @@ def load_run_file(path: Path) -> RunSpec:
     return validated_file(tables, origin=str(path))
 
 
-def load_run_folder(folder: Path, run_file: str, *, may_be_stale: bool = False) -> RunSpec:
+def load_run_folder(
+    folder: Path, run_file: str, *, may_be_stale: bool = False, named: Path | None = None
+) -> RunSpec:
     """Reads a run.toml with the description beside it; raises NoInputError or ConfigError.
 
     The second also for a model that needs a description and has none, or has that of another model; the
-    latter `may_be_stale` where it is to be made anew.
+    latter `may_be_stale` where it is to be made anew. `named` is the run file that this one is a copy of.
     """
     spec = load_run_file(folder / run_file)
     path = folder / DESCRIPTION_FILE
@@ -710,7 +712,7 @@ def load_run_folder(folder: Path, run_file: str, *, may_be_stale: bool = False) 
             ) from error
         spec = validated({**spec.model_dump(), "description": description}, origin=str(path))
         if isinstance(made_of, dict) and not may_be_stale:  # there is none from before
-            _refuse_other_than_described(spec, made_of, folder, run_file)
+            _refuse_other_than_described(spec, made_of, named or folder / run_file)
     if not spec.is_described:
         raise ConfigError(
             f'{folder / run_file}: a model with source = "{spec.model.source}" is known only once it was '

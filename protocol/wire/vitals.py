@@ -141,6 +141,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         "activity": words_for_people(vitals.activity, most=SHORT_WORDS),
         "waiting_for": words_for_people(vitals.waiting_for, most=LONG_WORDS),
         "mesh": words_for_people(vitals.mesh, most=SHORT_WORDS),
+        "software": words_for_people(vitals.software, most=SHORT_WORDS),
         "wire": convert.wire_counts_to_wire(vitals.wire),
         "through": through,
     }

@@ -574,6 +574,12 @@ def test_a_loss_over_samples_of_a_batch_together_is_known(kind: str, compares: b
     assert trying_a_loss(kind).compares_samples == compares
 
 
+def test_a_codebook_is_refused_when_the_run_is_made() -> None:
+    """Shapes do not show what is written to `.data`."""
+    with pytest.raises(ConfigError, match="changes the buffer codes of a Coded"):
+        trying_a_loss("codebook")
+
+
 def test_a_loss_that_is_a_sum_over_its_batch_is_refused_with_what_to_return() -> None:
     with pytest.raises(BadDataError, match="is a sum over its batch: ") as caught:
         trying_a_loss("sum")

@@ -1,6 +1,7 @@
 """What of a loop's model no exchange averages: running statistics are computed, all else is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from atoll.buffers import BufferWatch, RunningStatistics
 from atoll.errors import ModelMismatchError, SwarmError
 from atoll.ranks import Ranks
+from node.island.models import architecture as of_ranks
+from protocol.errors import ConfigError
 
 ALONE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
 KINDS = {
@@ -127,6 +130,37 @@ def test_other_buffers_that_training_changes_are_refused_by_name_and_caches_are_
     watch.check()
     model[0].mask = torch.zeros(3)  # another in its place
     with pytest.raises(ModelMismatchError, match=r"0\.mask"):
+        watch.check()
+
+
+class Codebook(nn.Module):
+    """Its averages as most libraries write them: to `.data`, of which torch counts no change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("codes", torch.tensor([1.0, torch.nan, torch.inf]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.codes.data[0] *= 0.9
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+@pytest.mark.parametrize("watching", [watch_of, lambda model: of_ranks.BufferWatch([model])])
+def test_a_codebook_that_is_moved_behind_torch_s_back_is_refused(
+    watching: Callable[[nn.Module], Any],
+) -> None:
+    model = Codebook()
+    watch = watching(model)
+    model.eval()(torch.ones(2, 3))
+    watch.check()
+    model.train()(torch.ones(2, 3))
+    assert model.codes._version == 0
+    with pytest.raises(
+        (ModelMismatchError, ConfigError), match=r"changes the buffer codes of a Codebook"
+    ):
         watch.check()
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import atoll
-from atoll.buffers import check_frozen, few_values, software_of, summed
+from atoll import buffers
+from atoll.buffers import FrozenWatch, check_frozen, few_values, software_of, summed
 from atoll.weights import (
     Overlap,
     Place,
@@ -399,6 +400,35 @@ def test_a_buffer_of_the_checkpoint_that_the_run_names_is_compared_and_statistic
         check_frozen(model, few)
     few = few_values_of({"scales": torch.arange(5.0), "norm.running_mean": torch.ones(3)})
     check_frozen(model, few)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_loop_that_changes_any_value_of_what_is_frozen_is_refused(dtype: torch.dtype) -> None:
+    """As a codebook does, of which training moves the rows that were used."""
+    model = nn.Module()
+    model.codes = nn.Parameter((torch.rand(3000) * 99).to(dtype), requires_grad=False)
+    model.other = nn.Parameter(torch.ones(2), requires_grad=False)
+    watch = FrozenWatch(model)
+    watch.check()
+    with torch.no_grad():
+        model.codes[7] += 1  # none of the few that are compared one by one
+    with pytest.raises(atoll.ModelMismatchError, match="the loop changes codes, which is frozen"):
+        watch.check()
+
+
+def test_what_is_frozen_of_a_large_model_is_compared_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(buffers, "_SUMMED_AT_A_LOOK", 100)
+    model = nn.ModuleList(nn.Linear(10, 10, bias=False) for _ in range(5)).requires_grad_(False)
+    watch = FrozenWatch(model)
+    for _ in range(7):
+        watch.check()
+    model[1].weight.data[0, 0] += 1.0
+    for _ in range(4):
+        watch.check()  # of the other four
+    with pytest.raises(atoll.ModelMismatchError, match=r"the loop changes 1\.weight"):
+        watch.check()
 
 
 def test_loops_compare_with_each_other_what_the_run_cannot() -> None:

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,6 +18,7 @@ from coordinator import new_run as command
 from coordinator.presets import composing
 from coordinator.presets import wanted as asking
 from coordinator.presets.wanted import Facts, Machine, Wanted
+from coordinator.store import Store, may_have_begun
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
 from protocol.errors import CannotCreateError, ConfigError, NoInputError
@@ -199,7 +200,9 @@ def test_a_run_file_changed_by_hand_no_longer_has_the_model_that_was_described(
 
 
 @pytest.mark.usefixtures("described_here")
-def test_what_a_fork_changes_of_its_model_is_described_by_a_new_run_alone(tmp_path: Path) -> None:
+def test_what_a_fork_changes_of_its_model_is_described_by_a_new_run_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Describing it in its place would draw new weights over the fork's."""
     fork = tmp_path / "fork"
     made(fork, "--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
@@ -213,6 +216,38 @@ def test_what_a_fork_changes_of_its_model_is_described_by_a_new_run_alone(tmp_pa
         load_run_folder(fork, "run.toml")
     assert f"'atoll init NEWDIR --run {run_file} --from CODE'" in caught.value.next_step
     assert "describe" not in caught.value.next_step.replace("describe the model anew", "")
+    words = ["init", str(tmp_path / "run"), "--run", str(run_file)]
+    assert console.run(cli.root, words) == ConfigError.exit_code
+    told = capfd.readouterr().err
+    assert f"atoll: {run_file}: [model] arguments is" in told and "unfinished" not in told
+
+
+def test_a_forks_weights_are_not_put_on_another_frozen_body(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, fork = tmp_path / "code", tmp_path / "fork"
+    code.mkdir()
+    (code / "mine.py").write_text(
+        "import torch\n"
+        "def model():\n"
+        "    net = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 2))\n"
+        "    return net, lambda net, rows: net(rows).square().mean()\n"
+        "def data():\n"
+        "    return [torch.ones(2)] * 9, [torch.ones(2)] * 9\n"
+    )
+    made(fork, "--function", "mine:model", "--data-function", "mine:data", "--from", code)
+    told = json.loads((fork / "description.json").read_text())
+    told |= {"first_digest": "ab" * 32, "first_fragments": 1}
+    (fork / "description.json").write_text(json.dumps(told))
+    (fork / "first.safetensors").write_bytes(b"trained weights")
+    words = ["init", str(tmp_path / "run"), "--run", str(fork / "run.toml"), "--from", str(code)]
+    rewritten(fork / "run.toml", "seed = 5")
+    assert console.run(cli.root, words) == ConfigError.exit_code
+    assert "other frozen values than those that the fork's weights" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+    rewritten(fork / "run.toml", "seed = 0", "rounds = 7")
+    assert console.run(cli.root, words) == 0
+    capfd.readouterr()
 
 
 def test_a_coordinator_does_not_start_a_run_that_every_node_would_refuse(
@@ -225,6 +260,14 @@ def test_a_coordinator_does_not_start_a_run_that_every_node_would_refuse(
     assert console.run(cli.root, ["coordinator", "start", str(home)]) == NoInputError.exit_code
     assert "but one batch takes 5000" in capfd.readouterr().err
     assert not (home / "atoll.db").exists(), "and the file may still be changed"
+    spec = load_run_folder(home, "run.toml")
+    with closing(
+        Store.open(home, sign=lambda commit: b"")
+    ) as store:  # as a start that nobody joined
+        store.keep_or_compare(spec, home / "run.toml")
+    assert not may_have_begun(home)
+    assert console.run(cli.root, ["coordinator", "start", str(home)]) == NoInputError.exit_code
+    capfd.readouterr()
 
 
 @pytest.mark.usefixtures("described_here")

@@ -389,21 +389,32 @@ class BufferWatch:
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self._parts = list(parts)
         self._statistics = statistics_of(self._parts).keys()  # which are computed anew
-        self._before = self._versions()
+        self._before = [
+            (name, kind, each, each._version, each.clone()) for name, kind, each in self._buffers()
+        ]
 
     def check(self) -> None:
-        """Raises ConfigError with the name of the first buffer that changed since."""
-        for (name, kind), was in self._before.items():
-            if self._versions()[name, kind] != was:
+        """Raises ConfigError with the name of the first buffer that was written to, or has other values.
+
+        What writes to `.data`, as codebooks do, is not in torch's own counter of changes.
+        """
+        now = {(name, kind): buffer for name, kind, buffer in self._buffers()}
+        for name, kind, was, version, value in self._before:
+            buffer = now.get((name, kind))
+            if buffer is not was or buffer._version != version or not _holds(buffer, value):
                 raise changed_buffer(name, kind)
 
-    def _versions(self) -> dict[tuple[str, str], tuple[int, int]]:
-        return {
-            (name, _owner_kind(part, name)): (id(buffer), buffer._version)
-            for part in self._parts
-            for name, buffer in part.named_buffers()
-            if name not in self._statistics
-        }
+    def _buffers(self) -> Iterator[tuple[str, str, Tensor]]:
+        for part in self._parts:
+            for name, buffer in part.named_buffers():
+                if name not in self._statistics:
+                    yield name, _owner_kind(part, name), buffer
+
+
+def _holds(buffer: Tensor, was: Tensor) -> bool:
+    return torch.equal(buffer, was) or (
+        buffer.is_floating_point() and torch.allclose(buffer, was, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 def _owner_kind(part: nn.Module, name: str) -> str:

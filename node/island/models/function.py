@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from node.island.data.dataset import SampleOrder
 from node.island.data.functions import FunctionData, drawing
 from node.island.models.architecture import (
+    BufferWatch,
     Counted,
     Tree,
     check_frozen,
@@ -335,16 +336,22 @@ def compares_samples(spec: RunSpec, together: Tree, alone: Sequence[Tree]) -> bo
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: Brought | None = None
 
+    def moved(batch: Tree) -> Tree:
+        return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+
     def losses(batch: Tree) -> list[float]:
         assert found is not None
-        on_device = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
-        return [_loss_as_number(found, on_device, seed) for seed in range(_TRIES)]
+        return [_loss_as_number(found, moved(batch), seed) for seed in range(_TRIES)]
 
     try:
         torch.manual_seed(spec.run.seed)
         found = brought(spec)
-        found.module.to(device).eval()
+        found.module.to(device)
+        _refuse_changed_buffers(found, moved(together))
+        found.module.eval()
         pair = losses(together)
+    except AtollError:
+        raise
     except Exception:  # what of it fails ranks say, and a GPU may be all that it wants
         return False
     if not all(map(math.isfinite, pair)):
@@ -371,6 +378,14 @@ def compares_samples(spec: RunSpec, together: Tree, alone: Sequence[Tree]) -> bo
 
 
 _TRIES = 8
+
+
+def _refuse_changed_buffers(found: Brought, batch: Tree) -> None:
+    """Raises ConfigError for what shapes alone do not show: codebooks that write to `.data`."""
+    watch = BufferWatch([found.module.train()])
+    with torch.no_grad():
+        found.loss(found.module, batch)
+    watch.check()
 
 
 def _loss_as_number(found: Brought, batch: Tree, seed: int) -> float:
