@@ -102,7 +102,8 @@ class WholeMessages(grpc.aio.ServerInterceptor):
     their messages JOINING_BYTES come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole_seconds: float = WHOLE_SECONDS) -> None:
+        self._whole_seconds = whole_seconds
         self._begun: Counter[str] = Counter()
         self._reading: dict[str, asyncio.Semaphore] = {}
 
@@ -141,13 +142,13 @@ class WholeMessages(grpc.aio.ServerInterceptor):
         self._begun[key] += 1
         reading = self._reading.setdefault(key, asyncio.Semaphore(MOST_READ))
         try:
-            async with asyncio.timeout(WHOLE_SECONDS), reading:
+            async with asyncio.timeout(self._whole_seconds), reading:
                 async for request in requests:
                     return request
         except TimeoutError:
             await context.abort(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"the call's message did not come in {WHOLE_SECONDS:g} s",
+                f"the call's message did not come in {self._whole_seconds:g} s",
             )
         finally:
             self._begun[key] -= 1

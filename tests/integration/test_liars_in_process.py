@@ -51,7 +51,7 @@ def contribute_times(lie: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def told(self: Owing, start: int, num_elements: int, *, out: Vector | None = None) -> Vector:
         values = accumulated(self, start, num_elements, out=out)
-        return values if self._node_id != LIAR else np.float32(lie) * values
+        return values if self.sender.node_id != LIAR else np.float32(lie) * values
 
     monkeypatch.setattr(Owing, "accumulated", told)
 

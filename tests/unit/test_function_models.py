@@ -761,3 +761,14 @@ def test_an_export_says_how_the_function_makes_its_model_again(
     first = random_module(spec)
     assert torch.equal(module.table.weight, first.table.weight), "frozen"
     assert torch.equal(module.head.bias, first.head.bias + 1)
+
+
+def test_stages_of_one_rank_have_buffers_of_the_same_names() -> None:
+    stages = [nn.BatchNorm1d(2, track_running_stats=False) for _ in range(2)]
+    for stage in stages:
+        stage.register_buffer("table", torch.ones(2))
+    watch = BufferWatch(stages)
+    watch.check()
+    stages[0].table.data += 1
+    with pytest.raises(ConfigError, match="the buffer table of a BatchNorm1d"):
+        watch.check()

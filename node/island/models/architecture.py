@@ -389,26 +389,28 @@ class BufferWatch:
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self._parts = list(parts)
         self._statistics = statistics_of(self._parts).keys()  # which are computed anew
-        self._before = [
-            (name, kind, each, each._version, each.clone()) for name, kind, each in self._buffers()
-        ]
+        self._before = {
+            place: (_owner_kind(self._parts[place[0]], place[1]), each, each._version, each.clone())
+            for place, each in self._buffers()
+        }
 
     def check(self) -> None:
         """Raises ConfigError with the name of the first buffer that was written to, or has other values.
 
         What writes to `.data`, as codebooks do, is not in torch's own counter of changes.
         """
-        now = {(name, kind): buffer for name, kind, buffer in self._buffers()}
-        for name, kind, was, version, value in self._before:
-            buffer = now.get((name, kind))
+        now = dict(self._buffers())
+        for place, (kind, was, version, value) in self._before.items():
+            buffer = now.get(place)
             if buffer is not was or buffer._version != version or not _holds(buffer, value):
-                raise changed_buffer(name, kind)
+                raise changed_buffer(place[1], kind)
 
-    def _buffers(self) -> Iterator[tuple[str, str, Tensor]]:
-        for part in self._parts:
+    def _buffers(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """By the number of their part and their name: stages of one rank have the same names."""
+        for number, part in enumerate(self._parts):
             for name, buffer in part.named_buffers():
                 if name not in self._statistics:
-                    yield name, _owner_kind(part, name), buffer
+                    yield (number, name), buffer
 
 
 def _holds(buffer: Tensor, was: Tensor) -> bool:
