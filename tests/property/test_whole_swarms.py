@@ -20,7 +20,7 @@ from tests.tiny_runs import tiny
 
 ROUNDS = 8
 DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 30, "lease": 15, "floor": 2}
-"""The slowest may have two inner steps under way before it applies: the end waits no longer for who is behind."""
+"""The slowest may have two inner steps to take before it applies; the end waits for nobody longer."""
 LAST_CHANGE_SECONDS = 10.0
 """Before the run can be over: nodes that come, or are reachable again, later than that find nobody."""
 
