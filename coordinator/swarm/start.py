@@ -20,6 +20,7 @@ from dataclasses import replace
 from coordinator.swarm.audit import pending_audits
 from coordinator.swarm.committed import book_learned, judge_all, unbook
 from coordinator.swarm.conviction import forget_errors
+from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.evaluation import (
     ask_somebody,
     awaited_writers,
@@ -427,10 +428,9 @@ def end_run(turn: Turn) -> None:
 
     Where nobody who is here can evaluate, it ends without that. A node that evaluates has as long as
     the run file gives for applying, and so has the final model to write. Members that are behind have
-    what is left of it, for a slow one may have inner steps under way that take longer than commits to
-    apply. They are waited for because those who could supply them leave when the run is finished. While
-    nobody here holds the final state, and it may be taken back, the run does not end; after that it
-    waits anew.
+    what is left of it, and no more than commits take to be applied: they are waited for because those
+    who could supply them leave when the run is finished. While nobody here holds the final state, and
+    it may be taken back, the run does not end; after that it waits anew.
     """
     state = turn.state
     if state.is_finished or not is_at_end(state) or state.alarm is not None:
@@ -444,7 +444,9 @@ def end_run(turn: Turn) -> None:
         state = turn.state = replace(state, evaluating=None, end_waits_until=until)
     if not is_evaluated(state) and may_be_evaluated(state):
         _wait_for_evaluation(turn)
-    elif turn.now >= until or not (members_behind(state) or awaited_writers(state)):
+    elif members_behind(state):
+        _wait_for_members_behind(turn)
+    elif not awaited_writers(state) or turn.now >= until:
         _finish(turn)
 
 
@@ -491,6 +493,16 @@ def _wait_for_evaluation(turn: Turn) -> None:
         ask_somebody(turn)
         if turn.state.evaluating is not None:
             turn.state = replace(turn.state, end_waits_until=turn.state.evaluating.until)
+
+
+def _wait_for_members_behind(turn: Turn) -> None:
+    state = turn.state
+    assert state.end_waits_until is not None
+    until = min(state.end_waits_until, turn.now + next_apply_seconds(state))
+    if turn.now >= until:
+        _finish(turn)
+    else:
+        turn.state = replace(state, end_waits_until=until)
 
 
 def _finish(turn: Turn) -> None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.events import CommitLearned
 from coordinator.swarm.members import MemberState
 from protocol.wire.messages import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
@@ -117,25 +116,6 @@ def test_a_node_that_stays_behind_holds_the_end_up_no_longer_than_applying_may_t
     scene.wait(1)
     assert scene.state.is_finished
     assert scene.reason.endswith("the held-out loss is 1.500")
-
-
-def test_a_slow_node_has_the_run_files_time_to_come_also_where_others_apply_at_once() -> None:
-    """Its inner step may take longer than that, and whoever could supply it leaves at the end."""
-    scene = Scene(
-        min_nodes=2, rounds=6, evaluate_every=6, lease_seconds=10_000, adapts_deadlines=True
-    )
-    scene.attach(*NODES)
-    for _ in range(5):
-        run_round(scene)
-    scene.attach("node-c")
-    run_round(scene)
-    assert next_apply_seconds(scene.state) < 10
-    scene.beat("node-c", at=5, digest=digest_of("state 5"))
-    scene.evaluate(evaluator(scene), round=6)
-    scene.wait(10)
-    assert not scene.state.is_finished
-    scene.beat("node-c", at=6, digest=digest_of("state 6"))
-    assert scene.state.is_finished
 
 
 def test_a_silent_node_holds_the_end_up_no_longer_than_its_lease() -> None:
