@@ -29,7 +29,7 @@ from node.heavy import Heavy, Meters
 from node.island.data.island import SuppliedIsland
 from node.island.island import Island
 from node.island.ranks.faults import TrainingDivergedError
-from node.link.calls import Announcement, Attachment, CoordinatorLink
+from node.link.calls import Attachment, CoordinatorLink
 from node.link.session import NodeSide, Session
 from node.machine.addresses import address_changes, most_useful
 from node.stopping import LOOK_SECONDS
@@ -68,7 +68,7 @@ from protocol.wire.messages import (
     SpotCheckAsked,
 )
 from protocol.wire.rounds import MOST_MULTIADDRS, Commit, CorpusSummary, NodeId, PeerAddress
-from protocol.wire.vitals import SHORT_WORDS, ExchangeSpeed, Vitals
+from protocol.wire.vitals import SHORT_WORDS, Announcement, ExchangeSpeed, Vitals
 
 log = structlog.get_logger()
 
@@ -425,9 +425,8 @@ class Daemon:
             num_ranks=self._facts.num_ranks,
             version=self._facts.version,
             process_id=self._process_id,
-            ability=self._island.ability,
-            num_rulings=self._rulings.number,
-            rulings_digest=self._rulings.digest,
+            cannot_train=not self._island.ability.trains,
+            cannot_evaluate=not self._island.ability.evaluates,
         )
 
     def vitals(self) -> Vitals:
@@ -438,31 +437,22 @@ class Daemon:
             outer_round=outer_round,
             outer_digest=outer_digest,
             outer_incarnation=self._history.incarnation_at(outer_round),
-            unreachable=self._transport.unreachable,
             activity="restarting ranks" if self._island.is_restarting else self._duties.activity,
             waiting_for=self._waiting_for(),
             inner_step=self._duties.inner_step,
             loss=progress.loss if progress else 0.0,
             tokens_per_second=progress.tokens_per_second if progress else 0.0,
             wire=self._counts.totals(),
-            link_rates=self._transport.rates,
+            link=self._transport.seen(),
             utilisation=self._duties.utilisation,
             mesh=self._facts.mesh,
             congestion_control=self._facts.congestion_control,
             software=self._facts.software or self._island.ability.software,
             let_go_rounds=self._outer.owing.let_go_rounds,
-            upload_pace=self._transport.upload_pace,
             exchange_speed=self._facts.exchange_speed,
             reach_back=self._exchange.reach_back(),
             cannot_train=not self._island.ability.trains,
             cannot_evaluate=not self._island.ability.evaluates,
-            outside_token=self._transport.outside_token,
-            outside_by_ipv6=self._transport.outside_by_ipv6,
-            punched=self._transport.punched,
-            by_proxy=self._transport.by_proxy,
-            narrow=self._transport.narrow,
-            carry_bytes_per_second=self._transport.carry_bytes_per_second,
-            through=self._transport.through,
         )
 
     def _waiting_for(self) -> str:

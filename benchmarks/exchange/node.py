@@ -135,7 +135,7 @@ class BenchmarkNode:
                 commit = convert.commit_from_wire(round_pb2.Commit.FromString(message))
                 self._commits.append(commit)
                 await self.exchange.apply(commit)
-                rates = self.transport.rates
+                rates = self.transport.seen().link_rates
                 say(
                     said="applied",
                     at=time.monotonic(),

@@ -34,7 +34,7 @@ from protocol.wire.rounds import (
     PeerAddress,
     RoundSpan,
 )
-from protocol.wire.vitals import LONG_WORDS, SHORT_WORDS
+from protocol.wire.vitals import LONG_WORDS, SHORT_WORDS, Announcement
 
 MAX_NAME_LENGTH = SHORT_WORDS
 MAX_WORDS_LENGTH = LONG_WORDS
@@ -134,6 +134,15 @@ def address_of(node_id: NodeId, address: PeerAddress) -> PeerAddress:
     for multiaddr in address.multiaddrs:
         words(multiaddr, of="a multiaddress", max_length=MAX_MULTIADDR_LENGTH)
     return address
+
+
+def announced(told: Announcement, node_id: NodeId) -> None:
+    """What a node says of itself when it attaches, beyond what `said` looks at."""
+    name(told.node_name, of="the node's name")
+    address_of(node_id, told.address)
+    count(told.num_ranks, of="the number of ranks", most=MAX_RANKS)
+    layout(told.layout)
+    codecs(told.codecs)
 
 
 def place_by_ipv6(multiaddr: str) -> str:

@@ -6,11 +6,12 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, MutableSequence, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import cast
+from typing import Any, cast
 
 import structlog
 
@@ -34,6 +35,7 @@ from coordinator.swarm.events import (
     Reported,
     ReportedTogether,
 )
+from coordinator.swarm.members import Condition
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.slices import Rates
 from coordinator.swarm.start import finished_reason
@@ -63,9 +65,10 @@ from protocol.wire.messages import (
     RoundCommitted,
     RulingsTold,
 )
-from protocol.wire.payload import PayloadError, PayloadHeader, WireTotals
-from protocol.wire.rounds import Commit, CorpusSummary, Digest, LayoutSummary, NodeId, PeerAddress
+from protocol.wire.payload import PayloadError, PayloadHeader
+from protocol.wire.rounds import Commit, Digest, NodeId
 from protocol.wire.versions import WIRE, refuse_foreign_wire
+from protocol.wire.vitals import Announcement
 
 MAX_COMMITS = 64
 MAX_COMMITS_BYTES = 1 << 20
@@ -167,27 +170,12 @@ class SessionDesk:
         checks.said(request, of="the attaching node")
         joined = self._driver.store.invites.member(node_id)  # None: never did, as in a simulation
         event = Attached(
+            **convert.values_from_wire(request, Announcement),
             node_id=node_id,
-            node_name=checks.name(request.node_name, of="the node's name"),
-            address=checks.address_of(node_id, convert.from_wire(request.address, PeerAddress)),
-            device=request.device,
-            num_ranks=checks.count(
-                request.num_ranks, of="the number of ranks", most=checks.MAX_RANKS
-            ),
-            version=request.version,
-            run_digest=convert.digest_from_wire(request.run_digest, of="the run file"),
-            layout=checks.layout(convert.from_wire(request.layout, LayoutSummary)),
-            codecs=checks.codecs(request.codecs),
-            corpus=convert.from_wire(request.corpus, CorpusSummary),
-            outer_round=request.outer_round,
-            outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
-            outer_incarnation=request.outer_incarnation,
-            process_id=request.process_id,
-            cannot_train=request.cannot_train,
-            cannot_evaluate=request.cannot_evaluate,
             invite_id="" if joined is None else joined.invite_id,
             is_helper=joined is not None and joined.role is Role.HELPER,
         )
+        checks.announced(event, node_id)
         try:
             state = (await self._driver.apply(event)).state
         except CopyAttachedError:
@@ -220,40 +208,21 @@ class SessionDesk:
         self, node_id: NodeId, request: pb.HeartbeatRequest
     ) -> pb.HeartbeatResponse:
         """Renews the lease; raises SessionEndedError when the session is not the node's."""
-        checks.said(request, of="the heartbeat")
-        most = len(self._driver.state.members) + MAX_STRANGERS
-        checks.at_most(request.unreachable_ids, most, of="members out of reach")
-        checks.at_most(request.punched_ids, most, of="members behind holes in routers")
-        punched = self._members_among(request.punched_ids)
-        checks.at_most(request.through, most, of="members that others carry to")
-        through = self._carriers_among(request.through)
-        checks.at_most(request.narrow_ids, most, of="members that only small packets get to")
-        narrow = self._members_among(request.narrow_ids)
-        checks.at_most(request.by_proxy_ids, most, of="members that it reaches by its proxy")
-        by_proxy = self._members_among(request.by_proxy_ids)
+        told = _known_of(request, self._driver.state.members.keys())
         event = HeartbeatSeen(
             node_id=node_id,
-            session_id=request.session_id,
-            outer_round=request.outer_round,
-            outer_digest=convert.digest_from_wire(request.outer_digest, of="the outer state"),
-            outer_incarnation=request.outer_incarnation,
-            unreachable=self._members_among(request.unreachable_ids),
-            rates=_rates_of(request),
-            cannot_train=request.cannot_train,
-            cannot_evaluate=request.cannot_evaluate,
-            reach_back=checks.round_spans(request.reach_back),
-            outside=self._lookout.of(node_id, request.outside_token),
-            outside_by_ipv6=checks.place_by_ipv6(request.outside_by_ipv6),
-            carry_bytes_per_second=request.carry_bytes_per_second,
-            through=through,
+            session_id=told.session_id,
+            outer_round=told.outer_round,
+            outer_digest=convert.digest_from_wire(told.outer_digest, of="the outer state"),
+            outer_incarnation=told.outer_incarnation,
+            rates=_rates_of(told),
+            outside=self._lookout.of(node_id, told.outside_token),
+            **convert.values_from_wire(told, Condition),
         )
-        wire = checks.wire(convert.wire_counts_from_wire(request.wire))
         state = (await self._driver.apply(event)).state
         now = self._driver.clock.now()
-        kept = _kept_of(
-            request, event, punched=punched, narrow=narrow, by_proxy=by_proxy, wire=wire
-        )
-        self._telemetry.heartbeat(node_id, kept, now=now)
+        _shorten(told)
+        self._telemetry.heartbeat(node_id, told, now=now)
         return pb.HeartbeatResponse(
             lease_seconds=state.rules.lease_seconds,
             has_waiting_copy=self._telemetry.has_waiting_copy(node_id, now=now),
@@ -360,19 +329,6 @@ class SessionDesk:
                 reducer=self._called(result.sender_id),
                 by=self._called(of),
             )
-
-    def _members_among(self, node_ids: Iterable[str]) -> tuple[NodeId, ...]:
-        """Those of the ids that are members'; others are not worth keeping."""
-        members = self._driver.state.members
-        return tuple(sorted({NodeId(n) for n in node_ids if NodeId(n) in members}))
-
-    def _carriers_among(self, told: Iterable[pb.Through]) -> dict[NodeId, NodeId]:
-        """Who carries to which member, where both are members."""
-        members = self._driver.state.members
-        pairs = {NodeId(each.node_id): NodeId(each.through_id) for each in told}
-        return {
-            one: other for one, other in sorted(pairs.items()) if {one, other} <= members.keys()
-        }
 
     async def submit_commits(
         self, node_id: NodeId, request: pb.SubmitCommitsRequest
@@ -515,40 +471,46 @@ def _is_of_another_plan(header: bytes, current: Round) -> bool:
         return False
 
 
-def _kept_of(
-    request: pb.HeartbeatRequest,
-    event: HeartbeatSeen,
-    *,
-    punched: Sequence[NodeId],
-    narrow: Sequence[NodeId],
-    by_proxy: Sequence[NodeId],
-    wire: WireTotals,
-) -> pb.HeartbeatRequest:
-    """A heartbeat as `status` shows it to everybody: what was checked of it, and nothing else.
+_PEERS = {
+    "unreachable_ids": "members out of reach",
+    "punched_ids": "members behind holes in routers",
+    "narrow_ids": "members that only small packets get to",
+    "by_proxy_ids": "members that it reaches by its proxy",
+    "through": "members that others carry to",
+}
+"""Lists of a heartbeat by their names."""
 
-    A message may hold fields that nobody here knows and lists of any length: kept, one member's four
-    megabytes would be in every answer.
-    """
-    kept = pb.HeartbeatRequest()
-    kept.CopyFrom(request)
-    kept.DiscardUnknownFields()
-    del kept.unreachable_ids[:]
-    kept.unreachable_ids.extend(event.unreachable[:MOST_OUT_OF_REACH])
-    for field, told in (
-        (kept.punched_ids, punched),
-        (kept.narrow_ids, narrow),
-        (kept.by_proxy_ids, by_proxy),
-    ):
-        del field[:]
-        field.extend(told[:MOST_OUT_OF_REACH])
-    del kept.through[:]
-    known = list(event.through.items())[:MOST_OUT_OF_REACH]
-    kept.through.extend(pb.Through(node_id=one, through_id=other) for one, other in known)
-    kept.outside_token = b""  # with it others could say where this node is
-    kept.outside_by_ipv6 = ""
-    del kept.wire[:]
-    kept.wire.extend(convert.wire_counts_to_wire(wire))
-    return kept
+
+def _known_of(request: pb.HeartbeatRequest, members: AbstractSet[NodeId]) -> pb.HeartbeatRequest:
+    """What can be of a heartbeat: a message may hold fields that nobody here knows, and ids of no members."""
+    checks.said(request, of="the heartbeat")
+    checks.round_spans(request.reach_back)
+    checks.place_by_ipv6(request.outside_by_ipv6)
+    for name, what in _PEERS.items():
+        checks.at_most(getattr(request, name), len(members) + MAX_STRANGERS, of=what)
+    wire = checks.wire(convert.wire_counts_from_wire(request.wire))
+    known = pb.HeartbeatRequest()
+    known.CopyFrom(request)
+    known.DiscardUnknownFields()
+    _put(known.wire, convert.wire_counts_to_wire(wire))
+    carried = {t.node_id: t for t in request.through if {t.node_id, t.through_id} <= members}
+    _put(known.through, [carried[node_id] for node_id in sorted(carried)])
+    for name in _PEERS.keys() - {"through"}:
+        _put(getattr(known, name), sorted(members & {*getattr(request, name)}))
+    return known
+
+
+def _shorten(known: pb.HeartbeatRequest) -> None:
+    """Leaves what `status` shows to everybody: kept, one member's megabytes would be in every answer."""
+    for name in _PEERS:
+        del getattr(known, name)[MOST_OUT_OF_REACH:]
+    known.outside_token = b""  # with it others could say where this node is
+    known.outside_by_ipv6 = ""
+
+
+def _put(into: MutableSequence[Any], items: Iterable[object]) -> None:
+    del into[:]
+    into.extend(items)
 
 
 def _rates_of(request: pb.HeartbeatRequest) -> Rates:

@@ -8,49 +8,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coordinator.swarm.ledger import Places
+from coordinator.swarm.members import Condition
 from coordinator.swarm.slices import UNKNOWN, Rates, SeenNorms
 from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
 from protocol.wire.messages import Message, Report, ResultRefused
 from protocol.wire.payload import PayloadHeader
-from protocol.wire.rounds import (
-    Commit,
-    CorpusSummary,
-    Digest,
-    LayoutSummary,
-    NodeId,
-    PeerAddress,
-    RoundSpan,
-)
+from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.vitals import Announcement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attached:
+class Attached(Announcement):
     """A process of a node announces itself. Opens a new session; the session before it ends."""
 
     node_id: NodeId
-    node_name: str
-    address: PeerAddress
-    device: str
-    num_ranks: int
-    version: str
-    run_digest: Digest
-    layout: LayoutSummary
-    codecs: tuple[str, ...]  # up and down, with their versions
-    corpus: CorpusSummary
-    outer_round: int
-    outer_digest: Digest
-    outer_incarnation: int = 0
-    process_id: int = 0  # what another process of the node held in memory is gone
-    cannot_train: bool = False
-    cannot_evaluate: bool = False
     invite_id: str = ""  # that the node joined with
     is_helper: bool = False  # by its certificate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeartbeatSeen:
+class HeartbeatSeen(Condition):
     """A node is alive and tells which outer state it holds, whom it cannot reach, how fast it sends."""
 
     node_id: NodeId
@@ -58,16 +37,10 @@ class HeartbeatSeen:
     outer_round: int
     outer_digest: Digest
     outer_incarnation: int = 0
-    unreachable: tuple[NodeId, ...] = ()
     rates: Rates = UNKNOWN
-    cannot_train: bool = False
-    cannot_evaluate: bool = False
-    reach_back: tuple[RoundSpan, ...] = ()
-    # Multiaddresses that its router shows lately, to each that looks, by IPv4 …
-    outside: tuple[str, ...] = ()
-    outside_by_ipv6: str = ""  # … and the one that it says it has
-    carry_bytes_per_second: float = 0.0  # that it may carry for others; 0: nothing
-    through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
+    outside: tuple[
+        str, ...
+    ] = ()  # multiaddresses that its router shows lately, to each that looks, by IPv4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

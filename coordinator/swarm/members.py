@@ -3,9 +3,10 @@
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from operator import attrgetter
+from typing import Any
 
 from coordinator.swarm.slices import UNKNOWN, Rates
 from protocol.wire.messages import SpotChecked
@@ -108,7 +109,30 @@ class PunchTries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Condition:
+    """How a node is by its latest heartbeat, as far as plans go by it, but for the state that it holds."""
+
+    cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
+    cannot_evaluate: bool = False  # nobody asks it for a held-out loss
+    unreachable: tuple[NodeId, ...] = ()  # members that it has no connection to
+    reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
+    outside_by_ipv6: str = ""  # the multiaddress that it says it has
+    carry_bytes_per_second: float = (
+        0.0  # that it may carry for others; of a member as plans count on it
+    )
+    through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """All of it by its names, for a member."""
+        return {name: getattr(self, name) for name in _OF_CONDITION}
+
+
+_OF_CONDITION = tuple(each.name for each in fields(Condition))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member(Condition):
     """One enrolled node that has attached at least once."""
 
     node_id: NodeId
@@ -129,14 +153,11 @@ class Member:
     inner_steps_per_second: float | None = None  # smoothed; None before the first measurement
     is_draining: bool = False  # leaves after the round in flight
     has_told_history: bool = False  # in this session: all commits that it keeps
-    unreachable: tuple[NodeId, ...] = ()  # members that it has no connection to
     rates: Rates = UNKNOWN  # what its link carries, as plans count on it
     wire_told: WireTotals = field(default_factory=dict)  # by its process, at the latest round
     gone_at_round: int = 0  # the committed round when it was lost or left, or 0 while it is present
     asked_name: str = ""  # what it calls itself
     is_heard: bool = True  # since its stream broke, or the coordinator started or could hear nobody
-    cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
-    cannot_evaluate: bool = False  # nobody asks it for a held-out loss
     invite_id: str = ""  # that it joined with
     is_own: bool = False  # the run owner's own, by that invite: coordinator.swarm.weighing
     is_helper: bool = False  # by its certificate: it reduces for those who cannot be dialled
@@ -145,14 +166,10 @@ class Member:
     standing: Standing = field(default_factory=Standing)
     screenings: tuple[Screening, ...] = ()  # of its rounds among the latest, oldest first
     against: Against = field(default_factory=Against)
-    reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
     audits: AuditRecord = field(default_factory=AuditRecord)
     outside: tuple[str, ...] = ()  # as in its latest heartbeat
-    outside_by_ipv6: str = ""  # likewise
     punches: Mapping[NodeId, PunchTries] = field(default_factory=dict)  # with members of higher ids
     spots: tuple[SpotFinding, ...] = ()  # of whether it trains what it is leased, oldest first
-    carry_bytes_per_second: float = 0.0  # that it may carry for others, as plans count on it
-    through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # as in its latest heartbeat
 
 
 _LEASE_UNTIL = attrgetter("lease_until")

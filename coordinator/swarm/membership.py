@@ -141,22 +141,19 @@ def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
     """Renews the lease, and takes note of the outer state. Raises SessionEndedError."""
     member = require_session(turn.state, event.node_id, event.session_id)
     lease_until = turn.now + turn.state.rules.lease_seconds
+    told = event.told | {
+        "carry_bytes_per_second": steadied_carriage(
+            member.carry_bytes_per_second, event.carry_bytes_per_second
+        )
+    }
     turn.put_member(
         replace(
             member,
             lease_until=lease_until,
             is_heard=True,
-            unreachable=event.unreachable,
             rates=steadied(member.rates, event.rates),
-            cannot_train=event.cannot_train,
-            cannot_evaluate=event.cannot_evaluate,
-            reach_back=event.reach_back,
             outside=event.outside,
-            outside_by_ipv6=event.outside_by_ipv6,
-            carry_bytes_per_second=steadied_carriage(
-                member.carry_bytes_per_second, event.carry_bytes_per_second
-            ),
-            through=event.through,
+            **told,
         )
     )
     punch(turn, event.node_id)

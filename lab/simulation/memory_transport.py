@@ -7,7 +7,7 @@ A network may have a pace for each node, or uplinks that carry one payload after
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from node.exchange.transport.rates.uplink import LinkMeter
 from node.exchange.transport.streams import WIRE_KINDS_BY_PAYLOAD
 from protocol.wire.payload import Payload, PayloadError, WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry, Way
-from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, UploadPace
+from protocol.wire.vitals import FREE, NO_UPLOAD, LinkRates, LinkState
 
 T = TypeVar("T")
 
@@ -140,45 +140,32 @@ class MemoryTransport(Transport):
         """Says who is a member now."""
         self._member_ids = frozenset(entry.node_id for entry in members) - {self.node_id}
 
-    @property
-    def unreachable(self) -> tuple[NodeId, ...]:
-        """Members behind a cut. Who does not run is no matter of links."""
-        return tuple(
-            sorted(peer for peer in self._member_ids if self._network.is_cut(self.node_id, peer))
+    def seen(self) -> LinkState:
+        """See Transport.seen. Out of reach are members behind a cut: who does not run is no matter of links.
+
+        Nothing is paced here.
+        """
+        cut = [n for n in sorted(self._member_ids) if self._network.is_cut(self.node_id, n)]
+        found = ((peer, self._carrier_to(peer)) for peer in cut)
+        return LinkState(
+            unreachable=tuple(cut),
+            through={peer: carrier for peer, carrier in found if carrier is not None},
+            carry_bytes_per_second=self._network.carry_bytes_per_second,
+            link_rates=LinkRates(
+                up_bytes_per_second=self._up.bytes_per_second,
+                down_bytes_per_second=self._down.bytes_per_second,
+            ),
+            upload_pace=FREE if self._up.num_active else NO_UPLOAD,
         )
 
     def set_ways(self, ways: tuple[Way, ...]) -> None:
         """See Transport.set_ways. Payloads pass at once through whom both reach, in no time of its link."""
         self._ways = {(way.one, way.other): way.through for way in ways}
 
-    @property
-    def through(self) -> Mapping[NodeId, NodeId]:
-        """See Transport.through."""
-        found = ((peer, self._carrier_to(peer)) for peer in self.unreachable)
-        return {peer: carrier for peer, carrier in found if carrier is not None}
-
     def _carrier_to(self, peer: NodeId) -> NodeId | None:
         """Who of those that are named reaches both, and is there."""
         named = self._ways.get((min(self.node_id, peer), max(self.node_id, peer)), ())
         return next((c for c in named if self._network.joins(self.node_id, c, peer)), None)
-
-    @property
-    def carry_bytes_per_second(self) -> float:
-        """See Transport.carry_bytes_per_second."""
-        return self._network.carry_bytes_per_second
-
-    @property
-    def rates(self) -> LinkRates:
-        """See Transport.rates."""
-        return LinkRates(
-            up_bytes_per_second=self._up.bytes_per_second,
-            down_bytes_per_second=self._down.bytes_per_second,
-        )
-
-    @property
-    def upload_pace(self) -> UploadPace:
-        """See Transport.upload_pace. Nothing is paced here."""
-        return FREE if self._up.num_active else NO_UPLOAD
 
     def round_trip_seconds(self, peer: NodeId) -> float:
         """See Transport.round_trip_seconds. Only payloads take time here."""

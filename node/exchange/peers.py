@@ -9,7 +9,7 @@ that they belong to.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -29,7 +29,7 @@ from protocol.wire.payload import (
     PayloadHeader,
 )
 from protocol.wire.rounds import Digest, NodeId, RosterEntry, Way
-from protocol.wire.vitals import LinkRates, UploadPace
+from protocol.wire.vitals import LinkState
 
 if TYPE_CHECKING:
     from protocol.v1 import transfer_pb2
@@ -187,45 +187,11 @@ class Transport(Protocol):
     def set_roster(self, members: tuple[RosterEntry, ...]) -> None:
         """Says who is a member now. Anyone else is refused before a body is read."""
 
-    @property
-    def unreachable(self) -> tuple[NodeId, ...]:
-        """Members that are not connected, and could not be dialled for a while, and `narrow` ones."""
-
-    @property
-    def narrow(self) -> tuple[NodeId, ...]:
-        """Members to which only small packets get through, in order."""
-        return ()
-
-    @property
-    def punched(self) -> tuple[NodeId, ...]:
-        """Members that are reached through holes in routers, in order."""
-        return ()
-
-    @property
-    def by_proxy(self) -> tuple[NodeId, ...]:
-        """Members that are reached through an HTTP proxy, in order."""
-        return ()
+    def seen(self) -> LinkState:
+        """How the link is to all peers, for heartbeats and for who asks them."""
 
     def set_ways(self, ways: tuple[Way, ...]) -> None:
         """Says, with each plan, who carries between members that do not reach each other."""
-
-    @property
-    def through(self) -> Mapping[NodeId, NodeId]:
-        """Members among those out of reach that others carry to, and who carries; lately."""
-
-    @property
-    def carry_bytes_per_second(self) -> float:
-        """What it may carry for others; 0: nothing."""
-
-    @property
-    def outside_token(self) -> bytes:
-        """What our datagrams to those hold that see from where they come; empty: none is sent."""
-        return b""
-
-    @property
-    def outside_by_ipv6(self) -> str:
-        """Where our QUIC can be dialled by IPv6, while that is wanted; empty when it cannot."""
-        return ""
 
     async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
         """Sends them datagrams while a member is out of reach, or punched; hosts, and ports of UDP.
@@ -245,14 +211,6 @@ class Transport(Protocol):
     async def coordinator_addresses(self, pin: bytes) -> Sequence[Address]:
         """Where members that are connected say that the coordinator of this pin is: hints alone."""
         return ()
-
-    @property
-    def rates(self) -> LinkRates:
-        """What our link to all peers carries, as far as transfers have shown it."""
-
-    @property
-    def upload_pace(self) -> UploadPace:
-        """What keeps our uploads from going faster now."""
 
     def round_trip_seconds(self, peer: NodeId) -> float:
         """How long a peer lately took to answer an offer of ours, or a guess where that is not known."""

@@ -161,9 +161,10 @@ class RoundRunner:
 
     def _links(self) -> Links:
         transport = self._donors.transport
+        link = transport.seen()
         reducers = {known.part.reducer_id for known in self.state.slices.values()}
         return Links(
-            unreachable=frozenset(transport.unreachable) - transport.through.keys(),
+            unreachable=frozenset(link.unreachable) - link.through.keys(),
             round_trip_seconds={peer: transport.round_trip_seconds(peer) for peer in reducers},
         )
 
@@ -388,7 +389,7 @@ def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:
     while others have their turn, that it stops waiting (node.exchange.round.state).
     """
     reducers = {part.reducer_id for part in plan.slices}
-    rate = transport.rates.up_bytes_per_second
+    rate = transport.seen().link_rates.up_bytes_per_second
     if rules.node_id in reducers or len(reducers) < 2 or not rate:
         return None
     body_seconds = max(rules.uplink.most_bytes(part.num_elements) for part in plan.slices) / rate

@@ -232,7 +232,7 @@ class PeerTokens:
         return f"{self._names.get(peer, 'unknown')} ({peer})"
 
     def _peers(self) -> list[NodeId]:
-        unreachable = frozenset(self._transport.unreachable)
+        unreachable = frozenset(self._transport.seen().unreachable)
         return [p for p in self._names if p not in unreachable and p not in self._false]
 
     def _holders(self, number: int) -> list[NodeId]:

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import grpc.aio
 import structlog
 
-from node.island.island import ALL, Ability
 from protocol.errors import (
     AtollError,
     CertificateRefusedError,
@@ -55,39 +54,9 @@ from protocol.wire.convert_messages import (
 )
 from protocol.wire.messages import Message, Report, RosterChanged, RosterTold
 from protocol.wire.payload import WireCounts
-from protocol.wire.rounds import (
-    Commit,
-    CorpusSummary,
-    Digest,
-    LayoutSummary,
-    NodeId,
-    PeerAddress,
-    RosterEntry,
-)
+from protocol.wire.rounds import Commit, Digest, NodeId, RosterEntry
 from protocol.wire.versions import WIRE, refuse_foreign_wire
-from protocol.wire.vitals import LONG_WORDS, Vitals, heartbeat_of, words_for_people
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announcement:
-    """What a node says of itself when it attaches."""
-
-    node_name: str
-    address: PeerAddress
-    run_digest: Digest
-    layout: LayoutSummary
-    codecs: tuple[str, str]  # up and down, with their versions
-    corpus: CorpusSummary
-    outer_round: int
-    outer_digest: Digest
-    outer_incarnation: int
-    device: str
-    num_ranks: int
-    version: str
-    process_id: int
-    ability: Ability = ALL
-    num_rulings: int = 0  # that it keeps
-    rulings_digest: Digest = NO_DIGEST
+from protocol.wire.vitals import LONG_WORDS, Announcement, Vitals, heartbeat_of, words_for_people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,30 +168,18 @@ class CoordinatorLink:
             )
         return spec
 
-    async def attach(self, announcement: Announcement) -> Attachment:
-        """Opens a session."""
-        answer = await self._stub.Attach(
-            session_pb2.AttachRequest(
-                node_name=announcement.node_name,
-                address=convert.to_wire(announcement.address, session_pb2.PeerAddress),
-                run_digest=announcement.run_digest,
-                layout=convert.to_wire(announcement.layout, session_pb2.LayoutSummary),
-                codecs=announcement.codecs,
-                corpus=convert.to_wire(announcement.corpus, session_pb2.CorpusSummary),
-                outer_round=announcement.outer_round,
-                outer_digest=announcement.outer_digest,
-                outer_incarnation=announcement.outer_incarnation,
-                process_id=announcement.process_id,
-                cannot_train=not announcement.ability.trains,
-                cannot_evaluate=not announcement.ability.evaluates,
-                device=announcement.device,
-                num_ranks=announcement.num_ranks,
-                version=announcement.version,
-                num_rulings=announcement.num_rulings,
-                rulings_digest=announcement.rulings_digest,
-                wire_version=WIRE,
-            )
-        )
+    async def attach(
+        self,
+        announcement: Announcement,
+        *,
+        num_rulings: int = 0,
+        rulings_digest: Digest = NO_DIGEST,
+    ) -> Attachment:
+        """Opens a session. The rulings are those that the node keeps."""
+        request = convert.to_wire(announcement, session_pb2.AttachRequest)
+        request.num_rulings, request.rulings_digest = num_rulings, rulings_digest
+        request.wire_version = WIRE
+        answer = await self._stub.Attach(request)
         refuse_foreign_wire(answer.wire_version, whose="the coordinator")
         return Attachment(
             session_id=answer.session_id,

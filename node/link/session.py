@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from node.disk.history import KeptRulings
-from node.link.calls import Announcement, AskMembers, Attachment, CoordinatorLink
+from node.link.calls import AskMembers, Attachment, CoordinatorLink
 from protocol.errors import (
     AtollError,
     CopyAttachedError,
@@ -29,7 +29,7 @@ from protocol.trust.rulings import SignedRuling, num_in_a_message
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.messages import Message, Report, RulingsTold
 from protocol.wire.rounds import Commit
-from protocol.wire.vitals import Vitals
+from protocol.wire.vitals import Announcement, Vitals
 
 log = structlog.get_logger()
 
@@ -160,7 +160,11 @@ class Session:
         while True:
             attached_at = math.inf
             try:
-                attachment = await self._link.attach(self._node.announce())
+                attachment = await self._link.attach(
+                    self._node.announce(),
+                    num_rulings=self._rulings.number,
+                    rulings_digest=self._rulings.digest,
+                )
                 attached_at, away_since = clock(), None
                 self._end_looking()
                 self._session_id = attachment.session_id

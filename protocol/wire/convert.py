@@ -1,8 +1,8 @@
 """Values on the wire and back. Pure; nothing else knows both forms.
 
 Most values have a message with the same fields under the same names: `to_wire` and `from_wire` go by their
-annotations, so a field is declared twice, in the value and in proto/, and nowhere else. Written out here are
-the few whose messages are otherwise: commits, contributors, counts of bytes.
+annotations, so a field is declared twice, in the value and in proto/, and nowhere else. Mappings are lists of
+messages there. Written out here are the few whose messages are otherwise: commits and contributors.
 
 What comes from the wire is checked for the size of its digests and keys and raises
 ProtocolMismatchError. Whether the values make sense is for who uses them to say.
@@ -54,10 +54,15 @@ def fields_to_wire(value: Any) -> Any:
 
 def from_wire(wire: WireMessage, kind: type[T]) -> T:
     """The value whose message this is."""
-    value = kind(**{name: read(wire) for name, _, _, read in _fields_of(kind)})
+    value = kind(**values_from_wire(wire, kind))
     if kind in _CHECKS:
         _CHECKS[kind](value)
     return value
+
+
+def values_from_wire(wire: WireMessage, kind: type) -> dict[str, Any]:
+    """Fields of a value as its message says them, unchecked: for one that has more than they."""
+    return {name: read(wire) for name, _, _, read in _fields_of(kind)}
 
 
 class _Field(NamedTuple):
@@ -88,6 +93,10 @@ def _field(kind: str, name: str, hint: Any) -> _Field:
     is_list, may_be_none = get_origin(hint) is tuple, type(None) in get_args(hint)
     has_fields = is_dataclass(within)
     on_wire = name
+    if hint in _MAPPINGS:
+        write, from_list = _MAPPINGS[hint]
+        read_list = lambda wire: from_list(getattr(wire, name))  # noqa: E731
+        return _Field(name=name, on_wire=name, write=write, read=read_list)
     if is_list and within is NodeId and not name.endswith("_ids"):
         on_wire = f"{name}_ids"
     told: Callable[[Any], Any] = attrgetter(on_wire)
@@ -110,6 +119,37 @@ def _field(kind: str, name: str, hint: Any) -> _Field:
     elif may_be_none:
         read = lambda wire: told(wire) if wire.HasField(name) else None  # noqa: E731
     return _Field(name=name, on_wire=on_wire, write=write, read=read)
+
+
+def wire_counts_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:
+    """Bytes sent and received by kind (`WireCounts.totals`), in the order of their names.
+
+    Without "carried" where nothing was: coordinators that ask nobody to carry may not know that kind.
+    """
+    return [
+        session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
+        for kind, (sent, received) in sorted(totals.items())
+        if kind != "carried" or sent or received
+    ]
+
+
+def wire_counts_from_wire(wire: Iterable[session_pb2.WireCount]) -> WireTotals:
+    """Bytes sent and received by kind."""
+    return {count.kind: (count.sent_bytes, count.received_bytes) for count in wire}
+
+
+def _carriers_to_wire(carriers: Mapping[NodeId, NodeId]) -> list[session_pb2.Through]:
+    return [session_pb2.Through(node_id=n, through_id=by) for n, by in sorted(carriers.items())]
+
+
+def _carriers_from_wire(wire: Iterable[session_pb2.Through]) -> Mapping[NodeId, NodeId]:
+    return {NodeId(each.node_id): NodeId(each.through_id) for each in wire}
+
+
+_MAPPINGS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    WireTotals: (wire_counts_to_wire, wire_counts_from_wire),
+    Mapping[NodeId, NodeId]: (_carriers_to_wire, _carriers_from_wire),
+}
 
 
 def _as_it_is(value: Any) -> Any:
@@ -355,20 +395,3 @@ def _slice_outcome_from_wire(
         norm=wire.norm,
         factor=WHOLE - wire.cut,
     )
-
-
-def wire_counts_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:
-    """Bytes sent and received by kind (`WireCounts.totals`), in the order of their names.
-
-    Without "carried" where nothing was: coordinators that ask nobody to carry may not know that kind.
-    """
-    return [
-        session_pb2.WireCount(kind=kind, sent_bytes=sent, received_bytes=received)
-        for kind, (sent, received) in sorted(totals.items())
-        if kind != "carried" or sent or received
-    ]
-
-
-def wire_counts_from_wire(wire: Iterable[session_pb2.WireCount]) -> WireTotals:
-    """Bytes sent and received by kind."""
-    return {count.kind: (count.sent_bytes, count.received_bytes) for count in wire}

@@ -142,6 +142,7 @@ def rulings_from_wire(wire: ruling_pb2.Rulings) -> tuple[SignedRuling, ...]:
 _REPORTS: Mapping[str, type[Report]] = {
     "trained": Trained,
     "held": Held,
+    "applied": Applied,
     "evaluated": Evaluated,
     "wrote": Wrote,
     "draining": Draining,
@@ -156,18 +157,10 @@ _REPORT_NAMES = {kind: name for name, kind in _REPORTS.items()}
 
 def report_to_wire(round: int, report: Report) -> pb.Report:
     """One report about a round."""
-    match report:
-        case Reduced():
-            wire = pb.Report(round=round)
-            reduced_to_wire(report, wire.reduced)
-            return wire
-        case Applied():
-            applied = pb.AppliedReport(
-                outer_digest=report.outer_digest,
-                incarnation=report.incarnation,
-                wire=convert.wire_counts_to_wire(report.wire),
-            )
-            return pb.Report(round=round, applied=applied)
+    if isinstance(report, Reduced):
+        wire = pb.Report(round=round)
+        reduced_to_wire(report, wire.reduced)
+        return wire
     fields: dict[str, Any] = {_REPORT_NAMES[type(report)]: convert.fields_to_wire(report)}
     return pb.Report(round=round, **fields)
 
@@ -180,14 +173,6 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
     match wire.WhichOneof("report"):
         case "reduced":
             return reduced_from_wire(wire.reduced, most_contributors=most_contributors)
-        case "applied":
-            return Applied(
-                outer_digest=convert.digest_from_wire(
-                    wire.applied.outer_digest, of="the outer state"
-                ),
-                incarnation=wire.applied.incarnation,
-                wire=convert.wire_counts_from_wire(wire.applied.wire),
-            )
         case str(name) if name in _REPORTS:
             return _checked(convert.from_wire(getattr(wire, name), _REPORTS[name]))
         case _:

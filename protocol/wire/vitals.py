@@ -1,6 +1,7 @@
-"""How a node is doing, as its heartbeats say it: each figure once, as a value and on the wire.
+"""What a node tells of itself, when it attaches and in heartbeats: each figure once, and how it travels.
 
 One figure more takes four files: session.proto, this one, the node that measures it, the page that shows it.
+What the coordinator acts on stands in its `Condition` of a member as well.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,14 @@ from typing import Literal, get_args
 from protocol.v1 import session_pb2 as pb
 from protocol.wire import convert
 from protocol.wire.payload import WireTotals
-from protocol.wire.rounds import Digest, NodeId, RoundSpan
+from protocol.wire.rounds import (
+    CorpusSummary,
+    Digest,
+    LayoutSummary,
+    NodeId,
+    PeerAddress,
+    RoundSpan,
+)
 
 SHORT_WORDS, LONG_WORDS = 64, 256
 """Characters of a text for people that a coordinator takes: of an activity, a mesh; of a wait, a goodbye."""
@@ -101,52 +109,82 @@ class Utilisation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vitals:
-    """How a node is doing, for its heartbeat."""
+class Declaration:
+    """What a node declares when it attaches and with each heartbeat: its outer state, what it can do."""
 
     outer_round: int
     outer_digest: Digest
-    outer_incarnation: int
-    unreachable: tuple[NodeId, ...]
+    outer_incarnation: int = 0
+    cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
+    cannot_evaluate: bool = False  # nobody asks it for a held-out loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement(Declaration):
+    """What a node says of itself when it attaches."""
+
+    node_name: str
+    address: PeerAddress
+    run_digest: Digest
+    layout: LayoutSummary
+    codecs: tuple[str, ...]  # up and down, with their versions
+    corpus: CorpusSummary
+    device: str
+    num_ranks: int
+    version: str
+    process_id: int = 0  # what another process of the node held in memory is gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkState:
+    """How a node's link is to all peers, as its transport sees it. Lists of members are in order."""
+
+    unreachable: tuple[NodeId, ...] = ()  # not connected, not dialled for a while; or narrow
+    narrow: tuple[NodeId, ...] = ()  # only small packets get through
+    punched: tuple[NodeId, ...] = ()  # reached through holes in routers
+    by_proxy: tuple[NodeId, ...] = ()  # reached through its network's HTTP proxy
+    through: Mapping[NodeId, NodeId] = field(
+        default_factory=dict
+    )  # out of reach: who carries lately
+    carry_bytes_per_second: float = 0.0  # for pairs that do not reach each other; 0: nothing
+    outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
+    outside_by_ipv6: str = ""  # where its QUIC is, as no router translates it: a multiaddress
+    link_rates: LinkRates = UNMEASURED
+    upload_pace: UploadPace = NO_UPLOAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vitals(Declaration):
+    """How a node is doing, for its heartbeat."""
+
     activity: str
     waiting_for: str
     inner_step: int
     loss: float
     tokens_per_second: float
     wire: WireTotals
-    link_rates: LinkRates = UNMEASURED
+    link: LinkState = field(default_factory=LinkState)
     utilisation: Utilisation | None = None  # of the round that ended last, if it trained in it
     mesh: str = ""  # how its ranks are laid out, in words
     congestion_control: str = ""  # of its host's TCP; empty: not known
     software: str = ""  # whose versions decide what it computes; empty: none does
     let_go_rounds: float = 0.0  # of late work, by this process
-    upload_pace: UploadPace = NO_UPLOAD
     exchange_speed: ExchangeSpeed | None = None  # None: not measured
     reach_back: tuple[RoundSpan, ...] = ()  # rounds to whose states it can go back by itself
-    cannot_train: bool = False
-    cannot_evaluate: bool = False
-    outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
-    outside_by_ipv6: str = ""  # where its QUIC is, as no router translates it: a multiaddress
-    punched: tuple[NodeId, ...] = ()  # members that it reaches through holes in routers
-    by_proxy: tuple[NodeId, ...] = ()  # members that it reaches through its network's HTTP proxy
-    narrow: tuple[NodeId, ...] = ()  # members to which only small packets get through
-    carry_bytes_per_second: float = 0.0  # for pairs that do not reach each other; 0: nothing
-    through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
 
 
 def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
     """What a node says of itself, as it goes over the wire: by its fields, but for these."""
-    through = [pb.Through(node_id=n, through_id=by) for n, by in sorted(vitals.through.items())]
-    told = convert.fields_to_wire(vitals) | {
+    own = convert.fields_to_wire(vitals)
+    told = own.pop("link") | own
+    told |= {
         "activity": words_for_people(vitals.activity, most=SHORT_WORDS),
         "waiting_for": words_for_people(vitals.waiting_for, most=LONG_WORDS),
         "mesh": words_for_people(vitals.mesh, most=SHORT_WORDS),
         "software": words_for_people(vitals.software, most=SHORT_WORDS),
-        "wire": convert.wire_counts_to_wire(vitals.wire),
-        "through": through,
     }
-    if vitals.link_rates == UNMEASURED:
+    if vitals.link.link_rates == UNMEASURED:
         del told["link_rates"]
-    if vitals.upload_pace == NO_UPLOAD:
+    if vitals.link.upload_pace == NO_UPLOAD:
         del told["upload_pace"]
     return pb.HeartbeatRequest(session_id=session_id, **told)

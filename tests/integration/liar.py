@@ -15,13 +15,13 @@ from lab.misreading import Misreading
 from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, SliceResult
-from node.link.calls import Announcement, CoordinatorLink
+from node.link.calls import CoordinatorLink
 from node.outer_state import Vector
 from protocol.terminal import cli
 from protocol.wire.messages import Applied, Report, Trained
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Digest
-from protocol.wire.vitals import Vitals
+from protocol.wire.vitals import Announcement, Vitals
 
 LOUDER = 1000
 FASTER = 20_000

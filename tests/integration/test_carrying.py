@@ -108,9 +108,13 @@ async def test_bodies_come_through_a_member_that_both_reach_and_count_as_the_sen
         await until(lambda: carrier.counts.totals()["carried"][0] > 2 * BIG)
         sent, received = carrier.counts.totals()["carried"]
         assert 2 * BIG < sent < 2.4 * BIG and 2 * BIG < received < 2.4 * BIG
-        await until(lambda: home.one.transport.unreachable and home.other.transport.unreachable)
-        assert home.one.transport.through == {home.other.node_id: carrier.node_id}
-        assert home.other.transport.through == {home.one.node_id: carrier.node_id}
+        await until(
+            lambda: (
+                home.one.transport.seen().unreachable and home.other.transport.seen().unreachable
+            )
+        )
+        assert home.one.transport.seen().through == {home.other.node_id: carrier.node_id}
+        assert home.other.transport.seen().through == {home.one.node_id: carrier.node_id}
 
 
 async def test_nobody_carries_for_a_pair_that_no_plan_names() -> None:
@@ -138,7 +142,7 @@ async def test_who_is_carried_to_takes_nothing_from_a_carrier_that_no_plan_names
 async def test_a_node_whose_owner_wants_it_so_carries_nothing_and_says_so() -> None:
     async with three(0.0) as home:
         home.plan(home.way())
-        assert home.carriers[0].transport.carry_bytes_per_second == 0
+        assert home.carriers[0].transport.seen().carry_bytes_per_second == 0
         payload = make_payload(sender_id=home.one.node_id)
         with pytest.raises(TransferRefusedError, match="carries nothing: its owner wants it so"):
             await home.one.transport.push(home.other.node_id, payload, timeout_seconds=20)
@@ -218,7 +222,7 @@ async def test_a_pair_has_so_many_streams_carried_and_is_told_when_there_are_mor
 async def test_what_is_carried_keeps_to_its_share_of_what_the_owner_allows() -> None:
     async with three(0.5, most=400_000.0) as home:
         home.plan(home.way())
-        assert home.carriers[0].transport.carry_bytes_per_second == 200_000
+        assert home.carriers[0].transport.seen().carry_bytes_per_second == 200_000
         began_at = asyncio.get_running_loop().time()
         payload = make_payload(sender_id=home.one.node_id, body=bytes(600_000))
         await home.one.transport.push(home.other.node_id, payload, timeout_seconds=60)

@@ -73,7 +73,7 @@ async def test_an_upload_says_that_its_owner_limits_it_while_it_lasts(
     one = await start_peer(8 * MEGABIT, Limits())
     other = await start_peer(None, Limits())
     await introduce(one, other)
-    assert one.transport.upload_pace == NO_UPLOAD
+    assert one.transport.seen().upload_pace == NO_UPLOAD
     pushing = asyncio.create_task(
         one.transport.push(
             other.node_id, make_payload(body=bytes(1_000_000)), timeout_seconds=SECONDS
@@ -81,11 +81,11 @@ async def test_an_upload_says_that_its_owner_limits_it_while_it_lasts(
     )
     limit = UploadPace(held_by="limit", bytes_per_second=8 * MEGABIT)
     async with asyncio.timeout(SECONDS):
-        while one.transport.upload_pace != limit:
+        while one.transport.seen().upload_pace != limit:
             assert not pushing.done()
             await asyncio.sleep(0.01)
         await pushing
-        while one.transport.upload_pace != NO_UPLOAD:  # noqa: ASYNC110 (it tells nobody)
+        while one.transport.seen().upload_pace != NO_UPLOAD:  # noqa: ASYNC110 (it tells nobody)
             await asyncio.sleep(0.01)
 
 

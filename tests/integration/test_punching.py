@@ -51,7 +51,7 @@ class AtHome:
 
     async def seen(self, peer: Peer) -> tuple[str, ...]:
         """Where each port sees a member, once both do."""
-        token = peer.transport.outside_token
+        token = peer.transport.seen().outside_token
 
         async def shown() -> bool:
             await peer.transport.show_outside(self.observers)
@@ -69,7 +69,7 @@ class AtHome:
     def is_punched(self) -> bool:
         """Whether both have the hole, and neither still dials: that would come after what ends it."""
         dials = [peer.transport._punching._dials for peer in (self.one, self.other)]  # type: ignore[attr-defined]
-        holes = (self.one.transport.punched, self.other.transport.punched)
+        holes = (self.one.transport.seen().punched, self.other.transport.seen().punched)
         return not any(dials) and holes == ((self.other.node_id,), (self.one.node_id,))
 
 
@@ -103,7 +103,7 @@ async def at_home(one: NatKind, other: NatKind, *, has_ipv6: bool = False) -> As
         ]
         for peer in peers:
             peer.transport.set_roster(tuple(each.entry for each in peers))
-            lookout.of(peer.node_id, peer.transport.outside_token)
+            lookout.of(peer.node_id, peer.transport.seen().outside_token)
         yield AtHome(lab=lab, lookout=lookout, one=peers[0], other=peers[1])
 
 
@@ -145,10 +145,12 @@ async def test_members_behind_their_routers_reach_each_other_through_the_holes_t
     one: NatKind, other: NatKind
 ) -> None:
     async with at_home(one, other) as home:
-        await until(lambda: home.one.transport.unreachable == (home.other.node_id,))
+        await until(lambda: home.one.transport.seen().unreachable == (home.other.node_id,))
         await home.dial_each_other()
         await until(home.is_punched)
-        assert home.one.transport.unreachable == home.other.transport.unreachable == ()
+        assert (
+            home.one.transport.seen().unreachable == home.other.transport.seen().unreachable == ()
+        )
         for sender, receiver in ((home.one, home.other), (home.other, home.one)):
             payload = make_payload(sender_id=sender.node_id, body=bytes(BIG))
             await sender.transport.push(receiver.node_id, payload, timeout_seconds=60)
@@ -160,13 +162,13 @@ async def test_members_behind_their_routers_reach_each_other_through_the_holes_t
 
 async def test_through_symmetric_routers_members_reach_each_other_by_ipv6() -> None:
     async with at_home("symmetric", "symmetric", has_ipv6=True) as home:
-        await until(lambda: home.one.transport.unreachable == (home.other.node_id,))
-        await until(lambda: home.other.transport.unreachable == (home.one.node_id,))
+        await until(lambda: home.one.transport.seen().unreachable == (home.other.node_id,))
+        await until(lambda: home.other.transport.seen().unreachable == (home.one.node_id,))
         places = {}
         for peer in (home.one, home.other):
-            assert peer.transport.outside_by_ipv6 == ""  # before it is wanted
+            assert peer.transport.seen().outside_by_ipv6 == ""  # before it is wanted
             await peer.transport.show_outside(home.observers)
-            places[peer.node_id] = peer.transport.outside_by_ipv6
+            places[peer.node_id] = peer.transport.seen().outside_by_ipv6
         assert all(place.startswith("/ip6/fd99::") for place in places.values())
         home.one.transport.punch(home.other.node_id, places[home.other.node_id])
         home.other.transport.punch(home.one.node_id, places[home.one.node_id])
@@ -201,12 +203,16 @@ async def test_each_two_kinds_of_routers_are_passed_as_the_page_says(
     one: NatKind, other: NatKind, way: str
 ) -> None:
     async with at_home(one, other) as home:
-        await until(lambda: home.one.transport.unreachable and home.other.transport.unreachable)
+        await until(
+            lambda: (
+                home.one.transport.seen().unreachable and home.other.transport.seen().unreachable
+            )
+        )
         await home.dial_each_other()
         if way == "through":
             dials = [p.transport._punching._dials for p in (home.one, home.other)]  # type: ignore[attr-defined]
             await until(lambda: not any(dials))
-            assert home.one.transport.punched == home.other.transport.punched == ()
+            assert home.one.transport.seen().punched == home.other.transport.seen().punched == ()
             return
         assert way == "punched"
         await until(home.is_punched)
@@ -225,8 +231,8 @@ async def test_a_symmetric_and_a_port_restricted_router_are_told_apart_and_no_ho
         dials = [p.transport._punching._dials for p in (home.one, home.other)]  # type: ignore[attr-defined]
         assert all(dials)
         await until(lambda: not any(dials))
-        assert home.one.transport.punched == home.other.transport.punched == ()
-        assert home.one.transport.unreachable == (home.other.node_id,)
+        assert home.one.transport.seen().punched == home.other.transport.seen().punched == ()
+        assert home.one.transport.seen().unreachable == (home.other.node_id,)
 
 
 async def test_whoever_is_no_member_any_more_is_refused_through_its_hole() -> None:
@@ -234,7 +240,7 @@ async def test_whoever_is_no_member_any_more_is_refused_through_its_hole() -> No
         await home.dial_each_other()
         await until(home.is_punched)
         home.other.transport.set_roster((home.other.entry,))
-        assert home.other.transport.punched == ()
+        assert home.other.transport.seen().punched == ()
         payload = make_payload(sender_id=home.one.node_id)
         with pytest.raises(Exception, match="you are not on the roster") as refused:
             await home.one.transport.push(home.other.node_id, payload, timeout_seconds=30)
@@ -252,14 +258,22 @@ async def test_a_hole_to_a_member_that_has_moved_or_by_a_p2pd_that_died_is_punch
         entry = home.other.entry
         moved = replace(entry, address=replace(entry.address, multiaddrs=("/ip4/10.1.1.1/tcp/1",)))
         home.one.transport.set_roster((home.one.entry, moved))
-        await until(lambda: not (home.one.transport.punched or home.other.transport.punched))
-        await until(lambda: home.other.transport.unreachable)
+        await until(
+            lambda: not (home.one.transport.seen().punched or home.other.transport.seen().punched)
+        )
+        await until(lambda: home.other.transport.seen().unreachable)
         await home.dial_each_other()
         await until(home.is_punched)
 
         os.kill(home.one.transport._punching._daemon.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        await until(lambda: not (home.one.transport.punched or home.other.transport.punched))
-        await until(lambda: home.one.transport.unreachable and home.other.transport.unreachable)
+        await until(
+            lambda: not (home.one.transport.seen().punched or home.other.transport.seen().punched)
+        )
+        await until(
+            lambda: (
+                home.one.transport.seen().unreachable and home.other.transport.seen().unreachable
+            )
+        )
         await home.dial_each_other()
         await until(home.is_punched)
         payload = make_payload(sender_id=home.one.node_id)
@@ -285,8 +299,8 @@ async def test_a_hole_that_a_router_has_forgotten_is_given_up_and_punched_again(
             QUICK.punch_seconds
         )  # it is no fresh hole any more, whose dial came first
         home.one.transport.heed_outside(await home.seen(home.one))
-        assert home.one.transport.unreachable == (home.other.node_id,)
-        assert home.other.transport.punched  # nobody could tell it
+        assert home.one.transport.seen().unreachable == (home.other.node_id,)
+        assert home.other.transport.seen().punched  # nobody could tell it
         await home.dial_each_other()
         await until(home.is_punched)
         payload = make_payload(sender_id=home.other.node_id)
@@ -295,7 +309,7 @@ async def test_a_hole_that_a_router_has_forgotten_is_given_up_and_punched_again(
 
 
 def _token(home: AtHome) -> bytes:
-    return home.one.transport.outside_token
+    return home.one.transport.seen().outside_token
 
 
 async def test_a_machine_that_lends_no_socket_says_once_why_no_hole_is_punched(
@@ -306,12 +320,12 @@ async def test_a_machine_that_lends_no_socket_says_once_why_no_hole_is_punched(
 
     async with at_home("port restricted", "port restricted") as home:
         transport = home.one.transport
-        await until(lambda: transport.unreachable)
+        await until(lambda: transport.seen().unreachable)
         monkeypatch.setattr(punching, "send_from", refuse)
         with capture_logs() as logs:
             for _ in range(3):
                 await transport.show_outside(home.observers)
-        assert transport.outside_token == b""  # then nobody waits to see it
+        assert transport.seen().outside_token == b""  # then nobody waits to see it
         (told,) = (line for line in logs if line["log_level"] == "warning")
         assert "no holes are punched in routers" in told["event"]
         assert "pidfd_getfd" in told["why"]

@@ -201,7 +201,6 @@ async def test_whatever_a_node_has_to_say_of_itself_is_taken(words: str) -> None
         outer_round=0,
         outer_digest=DIGEST,
         outer_incarnation=0,
-        unreachable=(),
         activity=words,
         waiting_for=words,
         mesh=words,

@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.services.session import SentMessages
-from node.link.calls import Announcement, CoordinatorLink, RunOver
+from node.link.calls import CoordinatorLink, RunOver
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.run.amendments import amended
 from protocol.run.run_spec import RunSpec
@@ -49,7 +49,16 @@ from protocol.wire.rounds import (
     PeerAddress,
     RosterEntry,
 )
-from protocol.wire.vitals import FREE, LinkRates, UploadPace, Utilisation, Vitals, upload_in_words
+from protocol.wire.vitals import (
+    FREE,
+    Announcement,
+    LinkRates,
+    LinkState,
+    UploadPace,
+    Utilisation,
+    Vitals,
+    upload_in_words,
+)
 from tests.unit.exchange_scene import A, B, plan_for
 
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())
@@ -62,7 +71,6 @@ VITALS = Vitals(
     outer_round=3,
     outer_digest=DIGEST,
     outer_incarnation=0,
-    unreachable=(),
     activity="waiting",
     waiting_for="",
     inner_step=2,
@@ -328,7 +336,9 @@ async def test_a_heartbeat_tells_what_the_link_carries_once_it_was_measured() ->
     stub = Stub()
     link = CoordinatorLink(stub)
     await link.heartbeat(1, VITALS)
-    await link.heartbeat(1, replace(VITALS, link_rates=LinkRates(up_bytes_per_second=5e6)))
+    await link.heartbeat(
+        1, replace(VITALS, link=LinkState(link_rates=LinkRates(up_bytes_per_second=5e6)))
+    )
     unknown, up_only = stub.asked
     assert not unknown.HasField("link_rates")
     assert up_only.link_rates == pb.LinkRates(up_bytes_per_second=5e6)
@@ -339,7 +349,7 @@ async def test_a_heartbeat_tells_what_keeps_uploads_from_going_faster_while_ther
     link = CoordinatorLink(stub)
     await link.heartbeat(1, VITALS)
     for pace in (FREE, UploadPace(held_by="limit", bytes_per_second=2e6)):
-        await link.heartbeat(1, replace(VITALS, upload_pace=pace))
+        await link.heartbeat(1, replace(VITALS, link=LinkState(upload_pace=pace)))
     nothing, free, limited = stub.asked
     assert not nothing.HasField("upload_pace")
     assert upload_in_words(free.upload_pace) == "as fast as the network takes it"

@@ -11,7 +11,7 @@ from coordinator.services.status import StatusDesk
 from lab.simulation.coordinator import DeskStub, SimulatedCoordinator
 from lab.simulation.swarm import identity_of
 from node.disk.history import KeptRulings
-from node.link.calls import Announcement, Attachment, CoordinatorLink
+from node.link.calls import Attachment, CoordinatorLink
 from node.link.session import NodeSide, Session
 from protocol.errors import UnavailableError
 from protocol.run.models import layout_of
@@ -22,6 +22,7 @@ from protocol.terminal.status_words import summary_line
 from protocol.v1 import status_pb2
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.rounds import CorpusSummary, Digest, PeerAddress
+from protocol.wire.vitals import Announcement
 from tests.unit.exchange_scene import in_virtual_time
 from tests.unit.test_link_calls import VITALS
 

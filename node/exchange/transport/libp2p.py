@@ -5,7 +5,8 @@ libp2p itself lets anyone in who has a key. Membership is checked here, against 
 
 import asyncio
 import resource
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -46,7 +47,7 @@ from protocol.trust.rulings import Address
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry, Way
-from protocol.wire.vitals import LinkRates, UploadPace
+from protocol.wire.vitals import LinkState
 
 PROTOCOL = "atoll/6/transfer"
 """What libp2p calls our streams; a change on the wire is a new number."""
@@ -245,75 +246,52 @@ class Libp2pTransport:
         if self._connections is not None:
             self._connections.set_roster(others)
 
-    @property
-    def unreachable(self) -> tuple[NodeId, ...]:
-        """See Transport.unreachable."""
+    def seen(self) -> LinkState:
+        """See Transport.seen. We send no faster than our owner allows, whatever the link carries."""
+        unreachable, connections, daemon = self._unreachable(), self._connections, self._daemon
+        here = frozenset[str]() if connections is None else connections.connected
+        by_proxy = frozenset[str]() if daemon is None else daemon.by_proxy
+        carriers = self._carrying.through
+        return LinkState(
+            unreachable=unreachable,
+            narrow=self._narrow(),
+            punched=() if connections is None else self._named(self._punching.connected - here),
+            by_proxy=self._named(by_proxy & here),
+            through={peer: carriers[peer] for peer in unreachable if peer in carriers},
+            carry_bytes_per_second=self._carrying.bytes_per_second,
+            outside_token=b"" if self._punching.why_not else self._punching.token,
+            outside_by_ipv6=self._punching.place_by_ipv6 if self._shows_outside else "",
+            link_rates=self._traffic.rates,
+            upload_pace=self._traffic.pace(sum(s.is_waiting for s in self._sendings.values())),
+        )
+
+    def _unreachable(self) -> tuple[NodeId, ...]:
         if self._connections is None:
             return ()
-        apart = (
-            self._node_ids[peer_id]
-            for peer_id in self._connections.unreachable()
-            if peer_id in self._node_ids and peer_id not in self._punching.connected
-        )
-        return tuple(sorted({*apart, *self.narrow}))
+        apart = set(self._connections.unreachable()) - self._punching.connected
+        return tuple(sorted({*self._named(apart), *self._narrow()}))
 
-    @property
-    def narrow(self) -> tuple[NodeId, ...]:
-        """See Transport.narrow."""
+    def _narrow(self) -> tuple[NodeId, ...]:
         if self._daemon is None or self._connections is None:
             return ()
         if not (hosts := self._daemon.tcp_pacing.narrow_hosts):
             return ()
-        found = self._connections.at(hosts) - self._punching.connected
-        return tuple(sorted(self._node_ids[p] for p in found if p in self._node_ids))
+        return self._named(self._connections.at(hosts) - self._punching.connected)
 
-    @property
-    def punched(self) -> tuple[NodeId, ...]:
-        """See Transport.punched."""
-        if self._connections is None:
-            return ()
-        peer_ids = self._punching.connected - self._connections.connected
-        return tuple(sorted(self._node_ids[p] for p in peer_ids if p in self._node_ids))
-
-    @property
-    def by_proxy(self) -> tuple[NodeId, ...]:
-        """See Transport.by_proxy."""
-        if self._daemon is None or self._connections is None:
-            return ()
-        peer_ids = self._daemon.by_proxy & self._connections.connected
+    def _named(self, peer_ids: AbstractSet[str]) -> tuple[NodeId, ...]:
+        """Members among these, in order."""
         return tuple(sorted(self._node_ids[p] for p in peer_ids if p in self._node_ids))
 
     def set_ways(self, ways: tuple[Way, ...]) -> None:
         """See Transport.set_ways."""
         self._carrying.set_ways(ways)
 
-    @property
-    def through(self) -> Mapping[NodeId, NodeId]:
-        """See Transport.through."""
-        told = frozenset(self.unreachable)
-        return {peer: by for peer, by in self._carrying.through.items() if peer in told}
-
-    @property
-    def carry_bytes_per_second(self) -> float:
-        """See Transport.carry_bytes_per_second."""
-        return self._carrying.bytes_per_second
-
-    @property
-    def outside_token(self) -> bytes:
-        """See Transport.outside_token."""
-        return b"" if self._punching.why_not else self._punching.token
-
-    @property
-    def outside_by_ipv6(self) -> str:
-        """See Transport.outside_by_ipv6."""
-        return self._punching.place_by_ipv6 if self._shows_outside else ""
-
     async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
         """See Transport.show_outside."""
         if self._connections is None or not self._punching.token:
             return False
         self._punching.leave_to_tcp(self._connections.connected)
-        is_needed = bool(self.unreachable or self._punching.connected)
+        is_needed = bool(self._unreachable() or self._punching.connected)
         did, self._shows_outside = self._shows_outside, is_needed and bool(observers)
         if self._shows_outside:
             await self._punching.show([Observer(*observer) for observer in observers])
@@ -345,16 +323,6 @@ class Libp2pTransport:
             *(asked_of(self._daemon, peer_id, pin, self._traffic) for peer_id in asked)
         )
         return list(dict.fromkeys(address for addresses in told for address in addresses))
-
-    @property
-    def rates(self) -> LinkRates:
-        """See Transport.rates. We send no faster than our owner allows, whatever the link carries."""
-        return self._traffic.rates
-
-    @property
-    def upload_pace(self) -> UploadPace:
-        """See Transport.upload_pace."""
-        return self._traffic.pace(sum(sending.is_waiting for sending in self._sendings.values()))
 
     def round_trip_seconds(self, peer: NodeId) -> float:
         """See Transport.round_trip_seconds."""
@@ -440,7 +408,7 @@ class Libp2pTransport:
         peer_id, connections = self._peer_ids[entry.node_id], self._connections
         if connections is None or peer_id in self._punching.connected:
             return True
-        return peer_id in connections.connected and entry.node_id not in self.narrow
+        return peer_id in connections.connected and entry.node_id not in self._narrow()
 
     async def _open_direct(self, entry: RosterEntry, protocol: str = CARRYING) -> TransferStream:
         peer_id = self._peer_ids[entry.node_id]
