@@ -414,10 +414,9 @@ def _checked_log(directory: Path | None) -> "tuple[list[SignedRuling], list[str]
     from coordinator.cli import folder_of
     from protocol.trust.credentials import Credentials
     from protocol.trust.evidence import proven_by
-    from protocol.trust.rulings import RulingVerifier, checked_chain
+    from protocol.trust.rulings import RulingVerifier, checked_chain, rulings_from_wire
     from protocol.v1 import operator_pb2 as pb
     from protocol.v1.ruling_pb2 import Rulings
-    from protocol.wire.convert_messages import rulings_from_wire
     from protocol.wire.rounds import Digest
 
     found: list[SignedRuling] = []

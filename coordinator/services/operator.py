@@ -27,11 +27,11 @@ from protocol.trust.rulings import (
     RulingKind,
     moved_to,
     num_in_a_message,
+    rulings_to_wire,
 )
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
-from protocol.wire.convert_messages import rulings_to_wire
 from protocol.wire.rounds import OWN_LOOP, NodeId
 
 MAX_USES = 100_000

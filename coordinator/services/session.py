@@ -48,13 +48,12 @@ from protocol.run.run_spec import RunSpec
 from protocol.trust.evidence import equivocation_in, of_equivocation, of_omission
 from protocol.trust.pki import Role
 from protocol.trust.receipts import Receipt, omission_in
-from protocol.trust.rulings import MOST_RULINGS, digest_of
+from protocol.trust.rulings import MOST_RULINGS, digest_of, rulings_from_wire
 from protocol.trust.signing import CommitSigner, statement_of
 from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 from protocol.wire import convert
-from protocol.wire.convert_messages import message_to_wire, report_from_wire, rulings_from_wire
 from protocol.wire.messages import (
     EquivocationSeen,
     Finding,
@@ -64,6 +63,8 @@ from protocol.wire.messages import (
     ResultRefused,
     RoundCommitted,
     RulingsTold,
+    message_to_wire,
+    report_from_wire,
 )
 from protocol.wire.payload import PayloadError, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId

@@ -43,11 +43,12 @@ from protocol.trust.rulings import (
     in_words,
     key_number,
     least_key,
+    rulings_from_wire,
+    rulings_to_wire,
     undoes,
 )
 from protocol.v1 import round_pb2, ruling_pb2
 from protocol.wire import convert
-from protocol.wire.convert_messages import rulings_from_wire, rulings_to_wire
 from protocol.wire.payload import MAX_HEADER_BYTES, Payload, PayloadError, PayloadHeader
 from protocol.wire.rounds import Commit, ContributionDigest, Digest, Plan
 from protocol.wire.versions import RESULTS_MAGIC as MAGIC

@@ -41,18 +41,25 @@ from protocol.trust.handshake import fetch_certificate
 from protocol.trust.identity import Identity
 from protocol.trust.invite import InvitedBy, endpoint_of, named_members
 from protocol.trust.pki import pin_of
-from protocol.trust.rulings import NO_DIGEST, Address, SignedRuling
+from protocol.trust.rulings import (
+    NO_DIGEST,
+    Address,
+    SignedRuling,
+    rulings_from_wire,
+    rulings_to_wire,
+)
 from protocol.v1 import session_pb2
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire import convert
 from protocol.wire.channel import DEADLINE_SECONDS, left_alone, open_channel, retried
-from protocol.wire.convert_messages import (
+from protocol.wire.messages import (
+    Message,
+    Report,
+    RosterChanged,
+    RosterTold,
     message_from_wire,
     report_to_wire,
-    rulings_from_wire,
-    rulings_to_wire,
 )
-from protocol.wire.messages import Message, Report, RosterChanged, RosterTold
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import Commit, Digest, NodeId, RosterEntry
 from protocol.wire.versions import WIRE, refuse_foreign_wire

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import BadDataError, ExpelledError, HeldBackError, ProtocolMismatchError
 from protocol.trust.signing import Bundle, Trust, commit_statement
+from protocol.v1 import ruling_pb2
 from protocol.wire.rounds import Commit, Digest, NodeId
 
 TAG = b"atoll ruling 1\n"
@@ -467,3 +468,21 @@ def refuse_barred(standing: Ruling | None) -> None:
             words,
             next_step=f"it waits until the run owner types 'atoll nodes readmit {standing.node_name}'",
         )
+
+
+def rulings_to_wire(signed: Iterable[SignedRuling]) -> ruling_pb2.Rulings:
+    """Signed rulings."""
+    return ruling_pb2.Rulings(
+        rulings=[
+            ruling_pb2.Ruling(ruling_json=one.ruling.canonical_json(), signature=one.signature)
+            for one in signed
+        ]
+    )
+
+
+def rulings_from_wire(wire: ruling_pb2.Rulings) -> tuple[SignedRuling, ...]:
+    """Signed rulings; raises BadDataError for one that cannot be read. Checks no signature."""
+    return tuple(
+        SignedRuling(ruling=ruling_from_json(one.ruling_json), signature=one.signature)
+        for one in wire.rulings
+    )

@@ -23,11 +23,10 @@ from protocol.errors import (
 )
 from protocol.terminal import cli, console
 from protocol.trust.credentials import Credentials
-from protocol.trust.rulings import Address, moved_to
+from protocol.trust.rulings import Address, moved_to, rulings_from_wire
 from protocol.v1 import operator_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
-from protocol.wire.convert_messages import rulings_from_wire
 from protocol.wire.payload import WireCounts
 from tests.relay_scene import free_port
 

@@ -47,12 +47,11 @@ from protocol.trust.pki import (
     new_swarm_id,
     validity_of,
 )
-from protocol.trust.rulings import Address
+from protocol.trust.rulings import Address, rulings_from_wire
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import operator_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
-from protocol.wire.convert_messages import rulings_from_wire
 from protocol.wire.payload import WireCounts
 from tests.ports import free_port
 

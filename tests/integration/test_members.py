@@ -31,7 +31,7 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Role
-from protocol.trust.rulings import RulingKind, checked_chain
+from protocol.trust.rulings import RulingKind, checked_chain, rulings_from_wire, rulings_to_wire
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import (
     session_pb2,
@@ -40,7 +40,6 @@ from protocol.v1 import (
 )
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_channel
-from protocol.wire.convert_messages import rulings_from_wire, rulings_to_wire
 from tests.ports import free_port
 
 

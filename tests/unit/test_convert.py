@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.errors import ProtocolMismatchError
 from protocol.v1 import round_pb2, session_pb2
 from protocol.wire import convert, messages, rounds
-from protocol.wire.convert_messages import (
+from protocol.wire.messages import (
     message_from_wire,
     message_to_wire,
     report_from_wire,

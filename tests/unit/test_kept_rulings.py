@@ -25,9 +25,10 @@ from protocol.trust.rulings import (
     in_words,
     moved_to,
     ruling_from_json,
+    rulings_from_wire,
+    rulings_to_wire,
 )
 from protocol.trust.signing import CommitSigner
-from protocol.wire.convert_messages import rulings_from_wire, rulings_to_wire
 
 SPEC = RunSpec()
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())

@@ -16,7 +16,6 @@ from protocol.run.run_spec import RunSpec
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
 from protocol.wire import convert
-from protocol.wire.convert_messages import message_to_wire, report_from_wire
 from protocol.wire.messages import (
     Applied,
     CommitsWanted,
@@ -38,6 +37,8 @@ from protocol.wire.messages import (
     RunFinished,
     SliceTakenOver,
     Trained,
+    message_to_wire,
+    report_from_wire,
 )
 from protocol.wire.rounds import (
     Commit,

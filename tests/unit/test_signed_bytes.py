@@ -12,12 +12,6 @@ from protocol.trust.identity import Identity
 from protocol.trust.receipts import Receipt
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import session_pb2
-from protocol.wire.convert_messages import (
-    message_from_wire,
-    message_to_wire,
-    report_from_wire,
-    report_to_wire,
-)
 from protocol.wire.messages import (
     Audited,
     Finding,
@@ -27,6 +21,10 @@ from protocol.wire.messages import (
     ResultRefused,
     SpotCheckAsked,
     SpotChecked,
+    message_from_wire,
+    message_to_wire,
+    report_from_wire,
+    report_to_wire,
 )
 from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
 
