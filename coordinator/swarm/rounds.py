@@ -29,7 +29,6 @@ from coordinator.swarm.state import (
     trimmed,
 )
 from coordinator.swarm.turn import (
-    Same,
     Turn,
     as_set,
     assignments_of,
@@ -312,7 +311,7 @@ def is_held_by_enough(
 
 def _holding(current: Round, progress: SliceProgress, among: tuple[NodeId, ...]) -> list[NodeId]:
     """Asked with every report, of a thousand nodes: so it goes by what was told, and not by nodes."""
-    index, digest, asked = progress.slice.index, progress.digest, as_set(Same(among))
+    index, digest, asked = progress.slice.index, progress.digest, as_set(among)
     told = current.held.items()
     return [n for n, results in told if results.get(index) == digest and n in asked]
 

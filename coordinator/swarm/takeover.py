@@ -31,7 +31,6 @@ from coordinator.swarm.rounds import (
 )
 from coordinator.swarm.state import Refusal, Round, RoundPhase, SliceProgress, SwarmState
 from coordinator.swarm.turn import (
-    Same,
     Turn,
     as_set,
     is_present,
@@ -92,7 +91,7 @@ def _convict_of_nonsense(turn: Turn) -> None:
         assert current is not None
         among = deciders(turn.state, current, is_late=False)
         say = say_in(turn.state, current, among)
-        by = [n for n in refusers_of(current, progress) if n in as_set(Same(among))]
+        by = [n for n in refusers_of(current, progress) if n in as_set(among)]
         if not by or not is_enough(say, by, among):
             continue
         by.sort(key=lambda n: (-say.weights.get(n, 0), n))
@@ -376,7 +375,7 @@ def _backup(
     reaching = {m.node_id for m in best_reducers(members, say_in(state, current, here))}
     others = (p for p in current.slices if p.slice.index != progress.slice.index)
     load = Counter(other.slice.reducer_id for other in others)
-    on_trial = as_set(Same(current.on_trial))
+    on_trial = as_set(current.on_trial)
     convicted = {conviction.node_id for conviction in state.convicted}
 
     def preference(

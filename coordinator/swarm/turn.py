@@ -6,8 +6,9 @@ share a Turn, which never leaves the step, so `step` stays a function.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Generic, TypeVar
+from functools import wraps
+from operator import is_
+from typing import TypeVar, TypeVarTuple
 
 from coordinator.swarm.events import Action
 from coordinator.swarm.members import PRESENT, Member, Members, MemberState
@@ -16,6 +17,66 @@ from protocol.trust.rulings import undoes
 from protocol.wire.rounds import Assignment, NodeId
 
 T = TypeVar("T")
+Values = TypeVarTuple("Values")
+
+REMEMBERED = 4
+
+
+def remembered(work: Callable[[*Values], T]) -> Callable[[*Values], T]:
+    """The function, which knows its latest results for the very same values, as they are never changed.
+
+    Many decisions in a row ask for the same: a report changes neither sessions nor assignments. To compare a
+    thousand ids would take as long as to look at them.
+    """
+    known: tuple[tuple[tuple[object, ...], T], ...] = ()
+
+    @wraps(work)
+    def found(*values: *Values) -> T:
+        nonlocal known
+        for had, result in known:
+            if all(map(is_, had, values)):
+                return result
+        result = work(*values)
+        known = ((values, result), *known[: REMEMBERED - 1])
+        return result
+
+    return found
+
+
+@remembered
+def as_set(node_ids: tuple[NodeId, ...]) -> frozenset[NodeId]:
+    """The same ids, to be looked up in."""
+    return frozenset(node_ids)
+
+
+@remembered
+def _all_among(assignments: tuple[Assignment, ...]) -> frozenset[NodeId]:
+    return frozenset(a.node_id for a in assignments)
+
+
+@remembered
+def _by_node(assignments: tuple[Assignment, ...]) -> Mapping[NodeId, Assignment]:
+    return {a.node_id: a for a in assignments}
+
+
+@remembered
+def _present_among(
+    assignments: tuple[Assignment, ...], present_ids: tuple[NodeId, ...]
+) -> tuple[NodeId, ...]:
+    present = frozenset(present_ids)
+    return tuple(sorted(a.node_id for a in assignments if a.node_id in present))
+
+
+@remembered
+def _awaited_among(
+    assignments: tuple[Assignment, ...],
+    present_ids: tuple[NodeId, ...],
+    on_trial: tuple[NodeId, ...],
+) -> tuple[NodeId, ...]:
+    left_out = frozenset(on_trial)
+    awaited = tuple(n for n in _present_among(assignments, present_ids) if n not in left_out)
+    asked = _by_node(assignments)
+    return awaited if any(asked[node_id].trains for node_id in awaited) else ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +163,7 @@ def holds_undone(state: SwarmState, member: Member) -> bool:
 
 def participants_of(current: Round) -> frozenset[NodeId]:
     """Who takes part in the round, present or not."""
-    return _all_among(Same(current.assignments))
+    return _all_among(current.assignments)
 
 
 def others_in(current: Round, node_ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
@@ -112,11 +173,8 @@ def others_in(current: Round, node_ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
 
 
 def present_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
-    """The round's participants that have a live session, in the order of their ids.
-
-    The same for many decisions in a row: a report changes neither sessions nor assignments.
-    """
-    return _present_among(Same(current.assignments), Same(members_of(state).present_ids))
+    """The round's participants that have a live session, in the order of their ids."""
+    return _present_among(current.assignments, members_of(state).present_ids)
 
 
 def awaited_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...]:
@@ -124,69 +182,19 @@ def awaited_participants(state: SwarmState, current: Round) -> tuple[NodeId, ...
 
     All of them where nobody else trains: helpers alone have nothing to reduce.
     """
-    awaited = _awaited_among(
-        Same(current.assignments), Same(members_of(state).present_ids), Same(current.on_trial)
-    )
+    present_ids = members_of(state).present_ids
+    awaited = _awaited_among(current.assignments, present_ids, current.on_trial)
     return awaited or present_participants(state, current)
 
 
 def assignments_of(current: Round) -> Mapping[NodeId, Assignment]:
     """What the round asks of each participant."""
-    return _by_node(Same(current.assignments))
+    return _by_node(current.assignments)
 
 
 def without(reports: Mapping[NodeId, T], node_id: NodeId) -> dict[NodeId, T]:
     """What all nodes but one have reported."""
     return {other: report for other, report in reports.items() if other != node_id}
-
-
-@dataclass(frozen=True, slots=True)
-class Same(Generic[T]):
-    """A value that counts as equal to itself alone, so that it can be looked up quickly."""
-
-    value: T
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-@lru_cache(maxsize=4)
-def as_set(node_ids: Same[tuple[NodeId, ...]]) -> frozenset[NodeId]:
-    """The same ids, to be looked up in; made once as long as it is the same tuple."""
-    return frozenset(node_ids.value)
-
-
-@lru_cache(maxsize=4)
-def _all_among(assignments: Same[tuple[Assignment, ...]]) -> frozenset[NodeId]:
-    return frozenset(a.node_id for a in assignments.value)
-
-
-@lru_cache(maxsize=4)
-def _by_node(assignments: Same[tuple[Assignment, ...]]) -> Mapping[NodeId, Assignment]:
-    return {a.node_id: a for a in assignments.value}
-
-
-@lru_cache(maxsize=4)
-def _present_among(
-    assignments: Same[tuple[Assignment, ...]], present_ids: Same[tuple[NodeId, ...]]
-) -> tuple[NodeId, ...]:
-    present = frozenset(present_ids.value)
-    return tuple(sorted(a.node_id for a in assignments.value if a.node_id in present))
-
-
-@lru_cache(maxsize=4)
-def _awaited_among(
-    assignments: Same[tuple[Assignment, ...]],
-    present_ids: Same[tuple[NodeId, ...]],
-    on_trial: Same[tuple[NodeId, ...]],
-) -> tuple[NodeId, ...]:
-    left_out = frozenset(on_trial.value)
-    awaited = tuple(n for n in _present_among(assignments, present_ids) if n not in left_out)
-    asked = _by_node(assignments)
-    return awaited if any(asked[node_id].trains for node_id in awaited) else ()
 
 
 def name_of(state: SwarmState, node_id: NodeId) -> str:

@@ -31,20 +31,19 @@ round in which a slice of its own is overdue.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TypeVar
 
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import PRESENT, Member, Standing, Work
 from coordinator.swarm.state import Round, RoundPhase, Say, SwarmState, is_void
 from coordinator.swarm.turn import (
-    Same,
     Turn,
     assignments_of,
     available_members,
     awaited_participants,
     others_in,
     present_participants,
+    remembered,
     training_among,
 )
 from protocol.wire.messages import ParticipantsIdle, Trained
@@ -209,9 +208,9 @@ def weight_of(say: Say, node_ids: Iterable[NodeId]) -> int:
     return sum(weights.get(node_id, 0) for node_id in node_ids)
 
 
-@lru_cache(maxsize=4)
-def _whole(say: Same[Say], among: Same[Collection[NodeId]]) -> int:
-    return weight_of(say.value, among.value)
+@remembered
+def _whole(say: Say, among: Collection[NodeId]) -> int:
+    return weight_of(say, among)
 
 
 def is_enough(say: Say, some: Collection[NodeId], among: Collection[NodeId]) -> bool:
@@ -221,13 +220,13 @@ def is_enough(say: Say, some: Collection[NodeId], among: Collection[NodeId]) -> 
     """
     if len(some) < min(2, len(among)) or not among:
         return False
-    held, whole = weight_of(say, some), _whole(Same(say), Same(among))
+    held, whole = weight_of(say, some), _whole(say, among)
     return 2 * held > whole if say.is_confirmed else 3 * held >= 2 * whole
 
 
 def say_in(state: SwarmState, current: Round, among: Collection[NodeId]) -> Say:
     """What participants of a round weigh: as when it was opened, while any of those asked for does."""
-    if current.say is not None and _whole(Same(current.say), Same(among)):
+    if current.say is not None and _whole(current.say, among):
         return current.say
     return say_of((state.members[node_id] for node_id in among), current.number - 1)
 
@@ -491,37 +490,37 @@ def _overdue(state: SwarmState, current: Round) -> _Overdue:
     """The same for many decisions in a row: a thousand nodes send hundreds of heartbeats a second."""
     awaited = awaited_participants(state, current)
     return _late_among(
-        Same(current.assignments),
-        Same(present_participants(state, current)),
-        Same(awaited),
-        Same(current.trained),
-        Same(say_in(state, current, awaited)),
+        current.assignments,
+        present_participants(state, current),
+        awaited,
+        current.trained,
+        say_in(state, current, awaited),
     )
 
 
-@lru_cache(maxsize=4)
+@remembered
 def _late_among(
-    assignments: Same[tuple[Assignment, ...]],
-    present: Same[tuple[NodeId, ...]],
-    awaited: Same[tuple[NodeId, ...]],
-    trained: Same[Mapping[NodeId, Trained]],
-    say: Same[Say],
+    assignments: tuple[Assignment, ...],
+    present: tuple[NodeId, ...],
+    awaited: tuple[NodeId, ...],
+    trained: Mapping[NodeId, Trained],
+    say: Say,
 ) -> _Overdue:
-    trains = {a.node_id for a in assignments.value if a.trains}
-    waited_for, done = frozenset(awaited.value), trained.value
+    trains = {a.node_id for a in assignments if a.trains}
+    waited_for, done = frozenset(awaited), trained
     untrained = trains - done.keys()
-    in_time = [n for n in awaited.value if n in done]
-    weights = say.value.weights if say.value.is_confirmed else {}
-    are_enough = is_enough(say.value, in_time, awaited.value)
+    in_time = [n for n in awaited if n in done]
+    weights = say.weights if say.is_confirmed else {}
+    are_enough = is_enough(say, in_time, awaited)
     late = tuple(
         n
-        for n in present.value
+        for n in present
         if n in untrained and (n not in waited_for or (are_enough and not weights.get(n, 0)))
     )
     others = trains.difference(late)
     return _Overdue(
         late=late,
-        others=tuple(n for n in awaited.value if n in others),
+        others=tuple(n for n in awaited if n in others),
         are_new=not waited_for.isdisjoint(late),
     )
 
