@@ -143,6 +143,18 @@ def _do_nothing(receipt: bytes) -> None:
     """Where a receipt is not needed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """A payload for a peer. Where there are turns its first try waits for one."""
+
+    peer: NodeId
+    payload: Payload
+    deadline: float  # by the loop's clock
+    is_wanted: Callable[[], bool]
+    on_received: Callable[[bytes], None] = _do_nothing  # hears of the receipt
+    turns: Turns | None = None
+
+
 class Pushes:
     """Transfers that go on in the background."""
 
@@ -158,26 +170,14 @@ class Pushes:
         """Whether nothing is under way."""
         return not self._tasks
 
-    def start(
-        self,
-        peer: NodeId,
-        payload: Payload,
-        *,
-        deadline: float,
-        is_wanted: Callable[[], bool],
-        on_received: Callable[[bytes], None] = _do_nothing,
-        turns: Turns | None = None,
-    ) -> None:
-        """Begins a push that may last until the deadline, by the loop's clock.
-
-        `on_received` hears of the receipt. The first try waits for its turn, if there are any.
+    def start(self, push: Push) -> None:
+        """Begins a push that may last until its deadline.
 
         A refusal is tried again too: the peer may not have heard of the round yet. A push under way
         is not broken off when it is no longer wanted; it is only not repeated.
         """
-        push = self._push_of_lot(peer, payload, deadline, is_wanted, on_received, turns)
-        task = asyncio.get_running_loop().create_task(push)
-        self._tasks[task] = payload.header
+        task = asyncio.get_running_loop().create_task(self._push_of_lot(push))
+        self._tasks[task] = push.payload.header
         task.add_done_callback(self._tasks.pop)
 
     async def stop(self, *, kind: int | None = None, from_round: int = 0) -> None:
@@ -191,60 +191,48 @@ class Pushes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _push_of_lot(
-        self,
-        peer: NodeId,
-        payload: Payload,
-        deadline: float,
-        is_wanted: Callable[[], bool],
-        on_received: Callable[[bytes], None],
-        turns: Turns | None,
-    ) -> None:
-        what, round = payload.header.kind_name, payload.header.round
-        place = (what, round, peer)
-        lot = self._lots.setdefault(place, _Lot(what=what, round=round, peer=peer))
+    async def _push_of_lot(self, push: Push) -> None:
+        header = push.payload.header
+        place = (header.kind_name, header.round, push.peer)
+        made = _Lot(what=header.kind_name, round=header.round, peer=push.peer)
+        lot = self._lots.setdefault(place, made)
         lot.num_slices += 1
         try:
-            await self._push(lot, payload, deadline, is_wanted, on_received, turns)
+            await self._push(push, lot)
         finally:
             lot.num_slices -= 1
             if not lot.num_slices:
                 del self._lots[place]
                 lot.tell_late()
 
-    async def _push(
-        self,
-        lot: _Lot,
-        payload: Payload,
-        deadline: float,
-        is_wanted: Callable[[], bool],
-        on_received: Callable[[bytes], None],
-        turns: Turns | None,
-    ) -> None:
-        retry_seconds = self._waits.first_retry_seconds
-        while is_wanted():
-            left = deadline - asyncio.get_running_loop().time()
+    async def _push(self, push: Push, lot: _Lot) -> None:
+        retry_seconds, turns = self._waits.first_retry_seconds, push.turns
+        clock = asyncio.get_running_loop().time
+        while push.is_wanted():
+            left = push.deadline - clock()
             if left <= 0:
                 lot.num_late += 1
                 return
             try:
                 async with nullcontext() if turns is None else turns.turn():
-                    left = deadline - asyncio.get_running_loop().time()
-                    if not is_wanted() or left <= 0:
+                    left = push.deadline - clock()
+                    if not push.is_wanted() or left <= 0:
                         continue
-                    receipt = await self._transport.push(lot.peer, payload, timeout_seconds=left)
-                on_received(receipt)
+                    receipt = await self._transport.push(
+                        push.peer, push.payload, timeout_seconds=left
+                    )
+                push.on_received(receipt)
                 return
             except (PeerUnreachableError, TransferRefusedError) as error:
                 why = str(error)
             except Exception:
                 log.exception("push failed", what=lot.what, round=lot.round, to=lot.peer)
                 return
-            if not is_wanted():
+            if not push.is_wanted():
                 return
             await asyncio.sleep(min(self._rng.uniform(0.0, retry_seconds), left))
             turns = None  # a peer that is away must not hold up the others again
-            if is_wanted():
+            if push.is_wanted():
                 lot.tell_repetition(why)  # after the pause, when all that fails with it has failed
             retry_seconds = min(2 * retry_seconds, self._waits.last_retry_seconds)
 

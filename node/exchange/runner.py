@@ -15,7 +15,7 @@ import structlog
 
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors, fetch_results
-from node.exchange.giving import Pushes, Turns
+from node.exchange.giving import Push, Pushes, Turns
 from node.exchange.peers import Admission, TransferRefusedError, Transport, WantResult
 from node.exchange.round.state import (
     Action,
@@ -113,14 +113,15 @@ class RoundRunner:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Send():
-                self._pushes.start(
-                    action.peer,
-                    action.payload,
+                push = Push(
+                    peer=action.peer,
+                    payload=action.payload,
                     deadline=action.until,
                     is_wanted=lambda: is_wanted(self.state, action),
                     on_received=partial(self._note_receipt, action),
                     turns=self._turns if action.payload.header.kind == CONTRIBUTION else None,
                 )
+                self._pushes.start(push)
             case Reduce():
                 self._start(self._reduce(action))
             case Hold(payload=payload, made=made):

@@ -11,13 +11,13 @@ from structlog.testing import capture_logs
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.exchange.codecs.registry import codec_named
-from node.exchange.giving import AT_ONCE, TIMES_EXPECTED, Pushes, Turns
+from node.exchange.giving import AT_ONCE, TIMES_EXPECTED, Push, Pushes, Turns
 from node.exchange.peers import Admission, TransferRefusedError, Waits, Want
 from node.exchange.round.state import Rules
 from node.exchange.runner import turns_of
 from protocol.wire.payload import Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry
-from protocol.wire.vitals import LinkRates
+from protocol.wire.vitals import LinkRates, LinkState
 from tests.unit.exchange_scene import RUN, A, B, C, contribution_of, in_virtual_time, plan_for
 
 NUM_SLICES = 64
@@ -72,12 +72,13 @@ class Scene:
     def push(self, peer: NodeId, *, round: int = 1, seconds: float = 20.0) -> None:
         """All slices of a round."""
         for index in range(NUM_SLICES):
-            self.pushes.start(
-                peer,
-                contribution(round, index),
+            push = Push(
+                peer=peer,
+                payload=contribution(round, index),
                 deadline=asyncio.get_running_loop().time() + seconds,
                 is_wanted=lambda: True,
             )
+            self.pushes.start(push)
 
 
 def contribution(round: int, index: int) -> Payload:
@@ -150,7 +151,10 @@ async def test_what_is_not_wanted_any_more_is_neither_repeated_nor_told_of() -> 
     scene.network.cut(A, B)
     wanted = {(1, 0)}
     with capture_logs() as logs:
-        scene.pushes.start(B, contribution(1, 0), deadline=20.0, is_wanted=lambda: bool(wanted))
+        push = Push(
+            peer=B, payload=contribution(1, 0), deadline=20.0, is_wanted=lambda: bool(wanted)
+        )
+        scene.pushes.start(push)
         await asyncio.sleep(0.1)  # it has failed, and would be sent again
         wanted.clear()
         scene.network.mend(A, B)
@@ -206,9 +210,8 @@ async def test_a_hundred_that_a_reducer_refuses_do_not_come_back_in_step() -> No
         transport = MemoryTransport(network=network, node_id=node_id, counts=WireCounts())
         await transport.start(Taker())
         transport.set_roster(roster)
-        Pushes(transport, Random(node_id), Waits()).start(
-            B, contribution(1, 0), deadline=60.0, is_wanted=lambda: True
-        )
+        push = Push(peer=B, payload=contribution(1, 0), deadline=60.0, is_wanted=lambda: True)
+        Pushes(transport, Random(node_id), Waits()).start(push)
     await asyncio.sleep(60)
     assert len(taker.taken) == NUM_CONTRIBUTORS
     assert taker.num_refused >= NUM_CONTRIBUTORS - MOST_AT_ONCE
@@ -239,13 +242,14 @@ async def in_turns(*, cut: bool) -> list[tuple[float, int]]:
         scene.network.cut(A, B)
     turns, loop = Turns(1.0), asyncio.get_running_loop()
     for index in range(10):
-        scene.pushes.start(
-            B if index % 2 else C,
-            contribution(1, index),
+        push = Push(
+            peer=B if index % 2 else C,
+            payload=contribution(1, index),
             deadline=60.0,
             is_wanted=lambda: True,
             turns=turns,
         )
+        scene.pushes.start(push)
     seen: list[tuple[float, int]] = []
     while loop.time() < 30:
         await asyncio.sleep(0.25)
@@ -304,8 +308,9 @@ def test_a_node_takes_turns_where_it_is_too_slow_to_reduce_and_its_link_stays_fu
     plan, codec = plan_for(*reducers), codec_named("fp32")
     rules = Rules(node_id=node_id, run_digest=RUN, context=1, uplink=codec, downlink=codec)
     num_bytes = max(codec.most_bytes(part.num_elements) for part in plan.slices)
+    rate = num_bytes / body_seconds if body_seconds else None
     transport: Any = SimpleNamespace(
-        rates=LinkRates(up_bytes_per_second=num_bytes / body_seconds if body_seconds else None),
+        seen=lambda: LinkState(link_rates=LinkRates(up_bytes_per_second=rate)),
         round_trip_seconds=lambda peer: 0.05,
     )
     assert (turns_of(plan, rules, transport) is not None) is takes_turns
