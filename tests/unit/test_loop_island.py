@@ -1,15 +1,8 @@
-"""The daemon's island of a training loop, and the loop's side of it in a thread of the same process."""
+"""What a training loop trains by a node's orders, and what it is told."""
 
 import asyncio
-import json
 import math
-import os
-import signal
-import socket
-import stat
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,130 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import atoll
-from atoll.connection import Connection
 from atoll.session import STILL_STEPS
 from atoll.training import MOST_SKIPPED
 from node.island.data.dataset import Batch, Corpus, Indices
 from node.island.data.manifest import Split
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.island import Ability, InnerReport, InnerWork, Progress
-from node.island.loops.door import SOCKET_FILE
-from node.island.loops.island import LoopIsland
-from node.island.loops.messages import VERSION, Hello, word_of
+from node.island.island import Ability
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.island.training.schedule import Position, share_of_peak
-from node.outer_state import SharedVectors
-from protocol.run.models import Description, layout_of
-from protocol.run.run_spec import DataSection, RunSpec
-from tests.islands.rank_scene import small_spec, with_texts
-
-BATCH, CONTEXT = 4, 16
-STEP_TOKENS = BATCH * CONTEXT
-
-
-def work(round: int = 1, steps: int = 3, **changes: Any) -> InnerWork:
-    values: dict[str, Any] = {
-        "round": round,
-        "inner_steps": steps,
-        "first_sample": 100 * (round - 1),
-        "num_samples": steps * BATCH,
-        "token_clock": 0,
-        "round_tokens": steps * STEP_TOKENS,
-        "max_seconds": 60.0,
-        "num_participants": 1,
-    }
-    return InnerWork(**(values | changes))
-
-
-class Scene:
-    """An island, and loops in threads; what the island is asked stands for the daemon."""
-
-    def __init__(self, home: Path, spec: RunSpec, vectors: SharedVectors, **how: float) -> None:
-        self.home = home
-        self.spec = spec
-        self.vectors = vectors
-        self.island = LoopIsland(
-            spec=spec,
-            layout=layout_of(spec),
-            names=vectors.names,
-            home=home,
-            data=DataPlaces(folder=home),
-            **how,
-        )
-        self.progress: list[Progress] = []
-        self.ended: list[Any] = []
-        self.swarms: list[atoll.Swarm] = []
-
-    def loop(self, train: Callable[[atoll.Swarm], Any], **how: Any) -> threading.Thread:
-        """Joins with the run's model in a thread and calls `train`; `ended` has what came of it."""
-
-        def run() -> None:
-            model = how.pop("model", None) or Decoder(self.spec.decoder)
-            try:
-                with atoll.join(model, folder=self.home, wait_seconds=1.0, **how) as swarm:
-                    self.ended.append(train(swarm))
-            except Exception as error:
-                self.ended.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
-
-    async def joined(self, train: Callable[[atoll.Swarm], Any], **how: Any) -> threading.Thread:
-        """The same, and waits until the loop is here."""
-        thread = self.loop(train, **how)
-        await self.is_here()
-        return thread
-
-    async def stops(self, thread: threading.Thread) -> None:
-        """The island stops, and with it the loop."""
-        await self.island.stop()
-        await ends(thread)
-
-    async def train(self, asked: InnerWork) -> InnerReport:
-        return await self.island.train(asked, self.progress.append)
-
-    async def is_here(self) -> None:
-        async with asyncio.timeout(20):
-            while not self.island.ability.trains:  # noqa: ASYNC110 - it is in the product, not an event
-                await asyncio.sleep(0.01)
-
-
-def nudge(model: nn.Module) -> None:
-    """The least that an optimizer's step does."""
-    with torch.no_grad():
-        next(model.parameters())[0, 0] += 1e-3
-
-
-async def ends(thread: threading.Thread) -> None:
-    await asyncio.to_thread(thread.join, 20)
-    assert not thread.is_alive()
-
-
-@asynccontextmanager
-async def scene(folder: Path, spec: RunSpec | None = None, **how: float) -> AsyncIterator[Scene]:
-    spec = spec or small_spec()
-    vectors = SharedVectors.create(layout_of(spec).num_elements)
-    vectors.parameters[:] = 0.5
-    made = Scene(with_texts(folder), spec, vectors, **how)
-    await made.island.start()
-    try:
-        yield made
-    finally:
-        await made.island.stop()
-        vectors.close()
-
-
-def steps_on_samples(swarm: atoll.Swarm) -> list[tuple[atoll.Step, list[int]]]:
-    taken = []
-    for numbers in swarm.samples():
-        taken.append((swarm.step(loss=1.0), numbers.tolist()))
-    return taken
+from protocol.run.run_spec import DataSection
+from tests.islands.rank_scene import small_spec
+from tests.unit.loop_scene import (
+    BATCH,
+    CONTEXT,
+    STEP_TOKENS,
+    Normed,
+    ends,
+    nudge,
+    scene,
+    steps_on_samples,
+    work,
+)
 
 
 async def test_orders_are_carried_out_within_step_and_the_report_tells_what_was_trained(
@@ -343,16 +237,6 @@ async def test_training_ends_with_the_plan_s_time(tmp_path: Path) -> None:
         await one.stops(thread)
 
 
-async def test_without_a_loop_nothing_is_trained_and_nobody_waits(tmp_path: Path) -> None:
-    async with scene(tmp_path) as one:
-        report = await one.train(work())
-        assert (report.inner_steps, report.tokens) == (0, 0)
-        await one.island.adopt()
-        assert await one.island.evaluate() is None
-        with pytest.raises(LoopGoneError, match="no training loop to publish"):
-            await one.island.publish(0)
-
-
 async def test_what_was_trained_is_lost_with_its_loop_and_the_next_call_tells(
     tmp_path: Path,
 ) -> None:
@@ -371,43 +255,6 @@ async def test_what_was_trained_is_lost_with_its_loop_and_the_next_call_tells(
         thread = one.loop(steps_on_samples)
         assert (await one.train(work())).inner_steps == 3
         await one.stops(thread)
-
-
-async def test_a_loop_that_died_soon_comes_back_and_a_round_waits_for_it_and_not_for_ever(
-    tmp_path: Path,
-) -> None:
-    async with scene(tmp_path, return_seconds=0.2) as one:
-        connection = await asyncio.to_thread(come_in_bare, one)
-        await one.is_here()
-        connection.close()
-        with pytest.raises(LoopGoneError, match=f"process {os.getpid()}, is gone"):
-            for _ in range(100):
-                await one.island.adopt()
-                await asyncio.sleep(0.01)
-        began_at = asyncio.get_running_loop().time()
-        assert (await one.train(work())).inner_steps == 0
-        assert asyncio.get_running_loop().time() - began_at >= 0.2
-        assert (await one.train(work(2, max_seconds=math.inf))).inner_steps == 0
-
-
-async def test_a_hung_loop_is_given_up_and_joins_again_when_it_wakes_up(tmp_path: Path) -> None:
-    async with scene(tmp_path, hang_seconds=0.05) as one:
-        wakes_up = threading.Event()
-
-        def train(swarm: atoll.Swarm) -> int:
-            swarm.step(tokens=1)
-            wakes_up.wait(20)
-            return sum(1 for _ in iter(lambda: swarm.step(tokens=1).is_over, True))
-
-        thread = await one.joined(train)
-        with pytest.raises(LoopGoneError, match="gave no sign of life for"):
-            await one.train(work())
-        assert not one.island.ability.trains
-        wakes_up.set()
-        await one.is_here()
-        assert (await one.train(work())).inner_steps == 3
-        await one.stops(thread)
-        assert isinstance(one.ended[0], int)
 
 
 def in_two_ways(value: float) -> tuple[float | torch.Tensor, ...]:
@@ -526,15 +373,6 @@ async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_pa
         assert (seen, one.ended) == ([0.5], [7.0]), "its own weights are back"
 
 
-class Normed(nn.Module):
-    """The run's decoder, and a norm beside it that the run does not train."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        super().__init__()
-        self.module = Decoder(spec.decoder)
-        self.norm = nn.BatchNorm1d(1, affine=False)
-
-
 async def test_running_statistics_are_computed_for_the_global_parameters_and_for_the_end(
     tmp_path: Path,
 ) -> None:
@@ -567,83 +405,6 @@ async def test_running_statistics_are_computed_for_the_global_parameters_and_for
         await one.island.adopt(0)
         await one.stops(thread)
         assert one.ended == [-1.0], "of those that the model ends with"
-
-
-async def test_running_statistics_that_nobody_computes_are_refused_before_anything_moves(
-    tmp_path: Path,
-) -> None:
-    async with scene(tmp_path) as one:
-        await ends(one.loop(steps_on_samples, model=Normed(one.spec)))
-        (error,) = one.ended
-        assert isinstance(error, atoll.ModelMismatchError)
-        assert "norm (BatchNorm1d) keeps running statistics" in str(error)
-        assert not one.island.ability.trains
-
-
-async def test_a_buffer_that_the_first_step_changes_ends_the_loop_with_its_name(
-    tmp_path: Path,
-) -> None:
-    async with scene(tmp_path) as one:
-        model = Normed(one.spec).eval()
-        model.register_buffer("codebook", torch.zeros(3))
-
-        def train(swarm: atoll.Swarm) -> None:
-            model.codebook.add_(1.0)
-            swarm.step(tokens=1)
-
-        thread = await one.joined(train, model=model)
-        with pytest.raises(LoopGoneError, match="changes the buffer codebook of a Normed"):
-            await one.train(work())
-        await ends(thread)
-        assert isinstance(one.ended[0], atoll.ModelMismatchError)
-
-
-class WithBody(nn.Module):
-    """The run's decoder, and a layer beside it that is frozen."""
-
-    def __init__(self, spec: RunSpec, value: float) -> None:
-        super().__init__()
-        self.module = Decoder(spec.decoder)
-        self.body = nn.Linear(3, 3, bias=False).requires_grad_(False)
-        nn.init.constant_(self.body.weight, value)
-
-
-async def test_a_loop_with_another_frozen_body_than_the_run_s_is_refused_before_anything_moves(
-    tmp_path: Path,
-) -> None:
-    spec = small_spec()
-    spec = spec.model_copy(
-        update={"description": Description(frozen_values={"body.weight": (2.0,) * 8})}
-    )
-    async with scene(tmp_path, spec) as one:
-        model = WithBody(spec, 3.0)
-        before = [parameter.clone() for parameter in model.parameters()]
-        await ends(one.loop(steps_on_samples, model=model))
-        (error,) = one.ended
-        assert isinstance(error, atoll.ModelMismatchError)
-        assert "body.weight is another one here" in str(error)
-        assert all(map(torch.equal, before, model.parameters()))
-        one.loop(steps_on_samples, model=WithBody(spec, 2.0))
-        await one.is_here()
-
-
-async def test_an_average_of_weights_within_the_model_ends_the_loop_with_its_name(
-    tmp_path: Path,
-) -> None:
-    async with scene(tmp_path) as one:
-        model = WithBody(one.spec, 2.0)
-
-        def train(swarm: atoll.Swarm) -> None:
-            nudge(model)
-            model.body.weight.data.lerp_(
-                torch.ones(3, 3), 0.01
-            )  # no version of torch's counts that
-            swarm.step(tokens=1)
-
-        thread = await one.joined(train, model=model)
-        with pytest.raises(LoopGoneError, match=r"changes body\.weight, which is frozen"):
-            await one.train(work())
-        await ends(thread)
 
 
 async def test_a_loop_reads_the_run_s_rates_and_is_told_once_of_an_amendment(
@@ -715,209 +476,6 @@ async def test_a_loop_that_never_looks_whether_the_run_is_over_ends_with_the_glo
             assert torch.equal(parameter, torch.full_like(parameter, 0.25))
         assert model.norm.running_mean is not None
         assert model.norm.running_mean.item() == pytest.approx(5.0)
-
-
-async def test_a_process_that_a_loop_has_forked_does_not_keep_it_alive(tmp_path: Path) -> None:
-    async with scene(tmp_path) as one:
-        connection = await asyncio.to_thread(come_in_bare, one)
-        await one.is_here()
-        child = os.fork()
-        if child == 0:
-            signal.pause()
-        try:
-            connection.close()
-            async with asyncio.timeout(20):
-                while one.island.ability.trains:  # noqa: ASYNC110 - as in is_here
-                    await asyncio.sleep(0.01)
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)  # noqa: ASYNC222 - it is dead
-
-
-async def test_a_model_that_is_not_the_run_s_is_refused_before_anything_moves(
-    tmp_path: Path,
-) -> None:
-    async with scene(tmp_path) as one:
-        wider = one.spec.decoder.model_copy(update={"ffn_size": 48})
-        model = Decoder(wider)
-        before = [parameter.clone() for parameter in model.parameters()]
-        thread = one.loop(steps_on_samples, model=model)
-        await ends(thread)
-        (error,) = one.ended
-        assert isinstance(error, atoll.ModelMismatchError)
-        assert "gate_proj.weight is [48, 16] in this model and [24, 16] in the run" in str(error)
-        assert all(map(torch.equal, before, model.parameters()))
-        assert not one.island.ability.trains
-        thread = one.loop(steps_on_samples)  # the door is open for the right one
-        await one.is_here()
-
-
-async def test_a_loop_is_here_with_its_last_rank_and_gone_with_the_first_that_goes(
-    tmp_path: Path,
-) -> None:
-    async with scene(tmp_path) as one:
-        first = await asyncio.to_thread(come_in_bare, one, rank=1, world_size=2)
-        assert not one.island.ability.trains
-        second = await asyncio.to_thread(come_in_bare, one, rank=0, world_size=2)
-        await one.is_here()
-        order = asyncio.ensure_future(one.island.adopt())
-        for rank in (first, second):
-            told = await asyncio.to_thread(rank.hear)
-            assert told is not None and (told["kind"], told["fragment"]) == ("adopt", None)
-            assert not order.done()
-            rank.say({"kind": "done", "number": told["number"]})
-        await order
-        first.close()
-        goodbye = await asyncio.to_thread(second.hear)
-        assert goodbye is not None and goodbye["kind"] == "goodbye" and not goodbye["is_over"]
-        assert "its rank 1" in goodbye["why"]
-
-
-async def test_a_second_loop_is_refused_with_the_process_that_is_there(tmp_path: Path) -> None:
-    async with scene(tmp_path) as one:
-        one.loop(steps_on_samples)
-        await one.is_here()
-        second = one.loop(steps_on_samples)
-        await ends(second)
-        assert f"another training loop is with this node: process {os.getpid()}" in str(
-            one.ended[0]
-        )
-        assert one.island.ability.trains
-
-
-async def test_a_loop_of_another_version_is_refused(tmp_path: Path) -> None:
-    async with scene(tmp_path) as one:
-        answer = await asyncio.to_thread(come_in_bare, one, version=99)
-        refusal = await asyncio.to_thread(answer.hear)
-        assert refusal is not None and refusal["kind"] == "refused"
-        assert f"speaks version 99 and the node version {VERSION}" in refusal["what"]
-
-
-async def test_no_node_is_said_with_the_command_that_starts_one(tmp_path: Path) -> None:
-    with pytest.raises(atoll.NoNodeError, match=f"atoll node start --loop --dir {tmp_path}"):
-        atoll.join(torch.nn.Linear(1, 1), folder=tmp_path, wait_seconds=0.0)
-
-
-async def test_the_socket_is_its_owner_s_and_of_any_length_and_gone_afterwards(
-    tmp_path: Path,
-) -> None:
-    home = tmp_path / ("a-long-name-" * 12)
-    home.mkdir()
-    async with scene(home) as one:
-        path = home / SOCKET_FILE
-        assert len(os.fsencode(path)) > 108
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        one.loop(steps_on_samples)
-        await one.is_here()
-    assert not path.exists()
-
-
-async def test_a_socket_that_a_killed_daemon_left_is_replaced(tmp_path: Path) -> None:
-    left = socket.socket(socket.AF_UNIX)
-    left.bind(str(tmp_path / SOCKET_FILE))
-    left.close()
-    async with scene(tmp_path) as one:
-        one.loop(steps_on_samples)
-        await one.is_here()
-
-
-async def test_what_a_loop_gets_of_the_global_parameters_cannot_be_written(tmp_path: Path) -> None:
-    async with scene(tmp_path) as one:
-        connection = await asyncio.to_thread(come_in_bare, one)
-        parameters, published = connection.vectors(*one.vectors.names.sizes)
-        assert (parameters == 0.5).all()
-        published[0] = 3.0
-        assert one.vectors.published[0] == 3.0
-        descriptor = connection._descriptors[0]
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.write(descriptor, b"x")
-        connection.close()
-
-
-async def test_nonsense_is_told_and_harms_nobody(tmp_path: Path) -> None:
-    async with scene(tmp_path) as one:
-
-        def speak() -> bytes:
-            with socket.socket(socket.AF_UNIX) as link:
-                link.connect(str(one.home / SOCKET_FILE))
-                link.recv(1)
-                link.sendall(b'{"kind": "hello", "rank": -1}\n')
-                return link.recv(1)
-
-        assert await asyncio.to_thread(speak) == b""
-        one.loop(steps_on_samples)
-        await one.is_here()
-
-
-@pytest.mark.parametrize("when", ["training", "evaluating"])
-async def test_a_loop_that_says_what_the_node_cannot_read_ends_with_what_that_was(
-    when: str, tmp_path: Path
-) -> None:
-    """It would say the same again after coming back, and so for ever."""
-
-    def say_nonsense(swarm: atoll.Swarm) -> None:
-        swarm._session.say({"kind": "stepped", "number": 1, "steps": "two"})
-
-    def evaluate() -> float:
-        say_nonsense(one.swarms[0])
-        return 1.0
-
-    def train(swarm: atoll.Swarm) -> None:
-        one.swarms.append(swarm)
-        if when == "training":
-            say_nonsense(swarm)
-        while not swarm.step(tokens=1).is_over:
-            pass
-
-    async with scene(tmp_path) as one:
-        thread = await one.joined(train, evaluate=evaluate)
-        if when == "evaluating":
-            await one.train(work(steps=1))
-        with pytest.raises(LoopGoneError, match=r"stepped\.steps"):
-            await (one.island.evaluate() if when == "evaluating" else one.train(work(steps=1)))
-        await ends(thread)
-        assert isinstance(one.ended[0], atoll.SwarmError)
-        assert "stepped.steps" in str(one.ended[0]) and "same version" in str(one.ended[0])
-        assert not one.island.ability.trains
-        nobody = await asyncio.wait_for(one.train(work(steps=1)), 5)  # and no 20 s of waiting
-        assert nobody.inner_steps == 0
-
-
-def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
-    hello = {
-        "kind": "hello",
-        "version": VERSION,
-        "group": "g",
-        "rank": 0,
-        "world_size": 1,
-        "evaluates": False,
-    }
-    assert isinstance(word_of(json.dumps(hello).encode()), Hello)
-    with pytest.raises(ValueError, match=r"hello\.rank"):
-        word_of(json.dumps({**hello, "rank": "0"}).encode())
-    with pytest.raises(ValueError, match="kind"):
-        word_of(b'{"kind": "pickle"}')
-
-
-def come_in_bare(
-    one: Scene, version: int = VERSION, *, rank: int = 0, world_size: int = 1
-) -> Connection:
-    """A rank that only says that it is ready."""
-    connection = Connection.open(one.home, wait_seconds=1.0)
-    connection.say(
-        {
-            "kind": "hello",
-            "version": version,
-            "group": "bare",
-            "rank": rank,
-            "world_size": world_size,
-            "evaluates": False,
-        }
-    )
-    if version == VERSION:
-        connection.hear()
-        connection.say({"kind": "ready", "software": ""})
-    return connection
 
 
 async def test_a_loop_that_trains_another_copy_of_the_model_ends_and_says_so(
