@@ -26,7 +26,8 @@ from coordinator.presets.cost import (
 )
 from lab.simulation.memory_transport import QueuedNetwork
 from lab.simulation.swarm import Life, simulate
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 
 MODELS = ("0.2m", "125m", "1b", "7b")
 LINKS_MBIT = (10, 100, 1000)

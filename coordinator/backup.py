@@ -26,7 +26,7 @@ from protocol.files.durable import (
     whole_folder,
     write_atomically,
 )
-from protocol.run.run_spec import DESCRIPTION_FILE
+from protocol.run.run_files import DESCRIPTION_FILE
 from protocol.trust.credentials import LINK_FILE
 
 _NOTE_PREFIX = ".backup-"

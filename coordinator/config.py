@@ -50,13 +50,8 @@ from protocol.files.durable import (
 )
 from protocol.run.amendments import in_force
 from protocol.run.models import Section, layout_of, nearest_key
-from protocol.run.run_spec import (
-    RunSection,
-    RunSpec,
-    load_run_file,
-    load_run_folder,
-    validated,
-)
+from protocol.run.run_files import load_run_file, load_run_folder, validated
+from protocol.run.run_spec import RunSection, RunSpec
 from protocol.terminal.console import seconds_of, web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,

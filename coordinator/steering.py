@@ -325,7 +325,7 @@ def advise(rtt: str, is_json: bool, directory: Path | None) -> None:
     from coordinator.presets.settling import span_of
     from protocol.errors import ConfigError
     from protocol.run.amendments import in_force
-    from protocol.run.run_spec import load_run_folder
+    from protocol.run.run_files import load_run_folder
     from protocol.terminal.query import StatusLink
 
     try:

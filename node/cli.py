@@ -569,7 +569,7 @@ def describe(
 
     if looks_at_data:
         from node.island.data.opening import look_at_run_data
-        from protocol.run.run_spec import load_run_folder
+        from protocol.run.run_files import load_run_folder
 
         look_at_run_data(load_run_folder(directory, "run.toml"), Path.cwd())
         return

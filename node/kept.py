@@ -13,7 +13,8 @@ from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, load_settings, require_n
 from node.island.data.places import DataPlaces
 from protocol.errors import AtollError, IncompleteError, NoInputError
 from protocol.files.durable import write_atomically
-from protocol.run.run_spec import RunSpec, run_from_json
+from protocol.run.run_files import run_from_json
+from protocol.run.run_spec import RunSpec
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink, print_fitting
 from protocol.trust.credentials import Credentials

@@ -86,7 +86,7 @@ def _of_this_folder(
     from node.config import HISTORY_FILE, load_settings
     from node.disk.history import History
     from node.kept import RUN_FILE
-    from protocol.run.run_spec import run_from_json
+    from protocol.run.run_files import run_from_json
     from protocol.terminal.logging import start_logging
 
     node_id = credentials.principal.node_id

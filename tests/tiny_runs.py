@@ -4,7 +4,8 @@ from typing import Any
 
 from lab.run_files import TINY_MODEL, toml_of
 from protocol.run.models import DecoderModel
-from protocol.run.run_spec import ExchangeSection, RunSection, RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import ExchangeSection, RunSection, RunSpec
 
 TINY: dict[str, dict[str, Any]] = {
     "run": {"rounds": 4, "min_nodes": 3, "seed": 1},

@@ -33,7 +33,7 @@ from node.exchange.peers import (  # noqa: E402
     Want,
 )
 from node.exchange.transport.libp2p import Libp2pTransport  # noqa: E402
-from protocol.run.run_spec import validated  # noqa: E402
+from protocol.run.run_files import validated  # noqa: E402
 from protocol.trust.identity import Identity  # noqa: E402
 from protocol.wire import messages  # noqa: E402
 from protocol.wire.payload import (  # noqa: E402

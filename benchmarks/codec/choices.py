@@ -23,7 +23,8 @@ from node.exchange.codecs.deflate import deflated
 from node.exchange.codecs.dense import nibble_bytes, pack_nibbles
 from node.outer_state import Vector
 from protocol.run.models import Layout, layout_of
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 
 CHUNK = 4096
 TILE = 64

@@ -26,7 +26,7 @@ from benchmarks.measurement import Rows, add_results, machine, markdown, parser_
 from coordinator.config import CoordinatorConfig, Home, create_home
 from lab.processes.family import atoll_command, atoll_environment, seconds_of
 from protocol.run.models import Description, TensorShape
-from protocol.run.run_spec import DESCRIPTION_FILE
+from protocol.run.run_files import DESCRIPTION_FILE
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity

@@ -17,7 +17,7 @@ import grpc.aio
 from node.link.session import MOST_REPORTS
 from protocol.errors import AtollError, TemporaryError, UnavailableError
 from protocol.run.models import layout_of
-from protocol.run.run_spec import run_from_json
+from protocol.run.run_files import run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.identity import Identity
 from protocol.v1 import round_pb2, session_pb2

@@ -21,7 +21,8 @@ import click
 import structlog
 
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 
 STEPS = 20
 

@@ -22,7 +22,8 @@ from node.island.data.dataset import Corpus, read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 
 TIMES: dict[str, tuple[float, ...]] = {"adamw": (0.3, 0.6, 1.0, 2.0), "muon": (1.2, 1.8, 2.4, 4.8)}
 

@@ -26,7 +26,8 @@ from node.island.data.manifest import Manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.preparing import Wanted, prepare
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 
 CALIBRATING_ROUNDS = 3
 NUM_NODES = 2

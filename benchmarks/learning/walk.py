@@ -14,7 +14,8 @@ from benchmarks.measurement import parser_of
 from coordinator.config import RUN_TEMPLATE
 from lab.processes.swarm import RealSwarm
 from node.demo.command import RUN_FILE
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 
 NODES = 2
 EVALUATED_SAMPLES = 512

@@ -28,7 +28,8 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 
 CONGESTION_CONTROL = "cubic"
 """What most machines use."""

@@ -31,7 +31,7 @@ from lab.processes.family import nothing_left
 from lab.simulation.plain_calls import Setting, train_swarm
 from node.island.data.dataset import read_corpus
 from protocol.errors import UsageError
-from protocol.run.run_spec import validated
+from protocol.run.run_files import validated
 
 AVERAGE = (1.0, 0.0)
 """Outer rate and momentum that make an exchange a plain average of parameters."""

@@ -26,14 +26,14 @@ from coordinator.presets.wanted import (
 from protocol.errors import ConfigError, NoInputError, UsageError
 from protocol.files.durable import refusing, write_atomically
 from protocol.run.models import FIRST_WEIGHTS, DecoderModel
-from protocol.run.run_spec import (
+from protocol.run.run_files import (
     DESCRIPTION_FILE,
-    RunSpec,
     description_file,
     load_run_file,
     load_run_folder,
     validated,
 )
+from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import count_in_words
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from coordinator.presets.reasons import counted
 from protocol.errors import ConfigError
 from protocol.files.durable import TOML_ENCODING, read_toml
 from protocol.run.models import Positive, Section
-from protocol.run.run_spec import RunSpec, validated, validated_file
+from protocol.run.run_files import validated, validated_file
+from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import directions_of, seconds_of
 
 # Sets keys in the text of a TOML file that people wrote, and leaves all else as it stands.

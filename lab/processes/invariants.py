@@ -15,7 +15,7 @@ from coordinator.swarm.ledger import committed_samples
 from coordinator.swarm.state import ClosedRound
 from lab.processes.logs import Entry
 from lab.processes.swarm import COORDINATOR, RealSwarm
-from protocol.run.run_spec import load_run_file
+from protocol.run.run_files import load_run_file
 
 EXPECTED_ERRORS = frozenset({"the libp2p daemon died"})
 """Lines of level error that a fault causes: the death of a process that the node has to have."""

@@ -23,7 +23,8 @@ from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
 from protocol.run.models import layout_of
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Assignment, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
 

@@ -21,7 +21,7 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.run.run_spec import load_run_file
+from protocol.run.run_files import load_run_file
 from protocol.terminal.console import (
     bytes_in_words,
     count_in_words,

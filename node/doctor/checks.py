@@ -28,7 +28,7 @@ from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.durable import FolderLock
 from protocol.files.leftovers import require_open_files
 from protocol.run.models import layout_of
-from protocol.run.run_spec import run_from_json
+from protocol.run.run_files import run_from_json
 from protocol.terminal import console
 from protocol.terminal.console import printable
 from protocol.terminal.node_words import NARROW, NARROW_STEP, is_present, ways_of

@@ -25,7 +25,8 @@ from node.exchange.codecs.registry import codec_named, compile_kernels
 from node.exchange.outer import compile_arithmetic
 from node.exchange.outer_optimizer import outer_optimizer_of
 from node.heavy import in_thread
-from protocol.run.run_spec import RunSpec, run_from_json
+from protocol.run.run_files import run_from_json
+from protocol.run.run_spec import RunSpec
 
 log = structlog.get_logger()
 

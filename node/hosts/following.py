@@ -56,7 +56,7 @@ from protocol.errors import (
 )
 from protocol.files.durable import FolderLock, make_folder
 from protocol.run.models import Layout, layout_of
-from protocol.run.run_spec import run_from_json
+from protocol.run.run_files import run_from_json
 from protocol.wire.rounds import Digest
 from protocol.wire.versions import release
 

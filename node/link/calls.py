@@ -34,7 +34,8 @@ from protocol.errors import (
     TemporaryError,
     UnavailableError,
 )
-from protocol.run.run_spec import RunSpec, run_from_json
+from protocol.run.run_files import run_from_json
+from protocol.run.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import no_new_one, renew_by_identity, renewal_request, taken
 from protocol.trust.handshake import fetch_certificate

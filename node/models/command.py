@@ -221,7 +221,7 @@ def evaluate(
 def _refuse_to_measure_functions(home: Path) -> None:
     """Raises UsageError before anybody installs what would not measure this run's model either."""
     from node.kept import RUN_FILE
-    from protocol.run.run_spec import run_from_json
+    from protocol.run.run_files import run_from_json
 
     path = home / RUN_FILE
     if not path.is_file():

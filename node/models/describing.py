@@ -41,14 +41,8 @@ from protocol.run.models import (
     TransformersModel,
     layout_of,
 )
-from protocol.run.run_spec import (
-    DESCRIPTION_FILE,
-    DataSection,
-    RunSpec,
-    description_file,
-    load_run_file,
-    validated,
-)
+from protocol.run.run_files import DESCRIPTION_FILE, description_file, load_run_file, validated
+from protocol.run.run_spec import DataSection, RunSpec
 from protocol.terminal.console import count_in_words
 
 RUN_FILE = "run.toml"

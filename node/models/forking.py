@@ -26,7 +26,8 @@ from protocol.files.durable import (
     write_atomically,
 )
 from protocol.run.models import FIRST_WEIGHTS, Beginning, Description
-from protocol.run.run_spec import DESCRIPTION_FILE, RunSpec, description_file, validated_file
+from protocol.run.run_files import DESCRIPTION_FILE, description_file, validated_file
+from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from protocol.v1.status_pb2 import GetRoundResponse

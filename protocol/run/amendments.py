@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.errors import ConfigError, UsageError
-from protocol.run.run_spec import CODEC_VERSIONS, RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import CODEC_VERSIONS, RunSpec
 from protocol.trust.rulings import Ruling, RulingKind, Scalar, withdraws
 
 Changes = tuple[tuple[str, Scalar], ...]

@@ -11,7 +11,7 @@ from coordinator.app import Coordinator
 from coordinator.config import CoordinatorConfig, Home, create_home
 from coordinator.relay.line import Carriage
 from protocol.run.models import Description, TensorShape, layout_of
-from protocol.run.run_spec import DESCRIPTION_FILE, run_from_json
+from protocol.run.run_files import DESCRIPTION_FILE, run_from_json
 from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity

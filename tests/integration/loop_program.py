@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import atoll
 from node.island.models.decoder_modules import Decoder
-from protocol.run.run_spec import load_run_file
+from protocol.run.run_files import load_run_file
 
 
 def main() -> None:

@@ -33,7 +33,8 @@ from protocol.errors import (
     SessionEndedError,
     SystemRefusedError,
 )
-from protocol.run.run_spec import RunSpec, run_from_json, validated
+from protocol.run.run_files import run_from_json, validated
+from protocol.run.run_spec import RunSpec
 from protocol.trust.credentials import Credentials
 from protocol.v1 import operator_pb2, session_pb2, status_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub

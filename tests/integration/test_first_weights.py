@@ -11,7 +11,7 @@ from typed_commands import Running, Swarm, atoll, done, until
 from node.kept import kept_model
 from node.models.reading import digest_of_first, write_first
 from protocol.run.models import FIRST_WEIGHTS, Description, layout_of
-from protocol.run.run_spec import DESCRIPTION_FILE, load_run_file
+from protocol.run.run_files import DESCRIPTION_FILE, load_run_file
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(run={"name": "given", "rounds": 2, "min_nodes": 2})

@@ -9,7 +9,8 @@ from benchmarks.presets import checked, checks
 from coordinator.config import Home, create_home, settle_preset
 from lab.simulation.swarm import Life, simulate
 from protocol.errors import ConfigError
-from protocol.run.run_spec import RunSpec, load_run_file
+from protocol.run.run_files import load_run_file
+from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
 
 CHECKS = dict(checks())

@@ -14,7 +14,8 @@ from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.token_shards import TokenShards
-from protocol.run.run_spec import RunSpec, load_run_file
+from protocol.run.run_files import load_run_file
+from protocol.run.run_spec import RunSpec
 from tests.tiny_runs import tiny, tiny_text
 from tests.unit.tokens_scene import small_shards
 

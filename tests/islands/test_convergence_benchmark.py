@@ -21,7 +21,7 @@ from lab.simulation.plain_calls import Setting, parts_of, swarm_at_end, train_sw
 from lab.simulation.swarm import Life, simulate
 from node.island.data.dataset import Corpus
 from node.island.models.first_weights import initial_parameters
-from protocol.run.run_spec import validated
+from protocol.run.run_files import validated
 from tests.slow_exchange import run_with
 from tests.tiny_runs import tiny
 

@@ -18,7 +18,7 @@ from coordinator.presets.cost import (
 )
 from coordinator.presets.loss import SLOPE, SPARSE, Given, above, settings_of
 from coordinator.presets.settling import settled, with_values
-from protocol.run.run_spec import validated
+from protocol.run.run_files import validated
 
 rates = st.floats(3e5, 1e11)
 situations = st.builds(

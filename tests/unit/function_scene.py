@@ -15,12 +15,7 @@ from node.island.parallel.mesh_shape import (
 )
 from node.island.training.trainer import Trainer
 from protocol.run.models import FunctionModel
-from protocol.run.run_spec import (
-    DataSection,
-    EvaluationSection,
-    InnerSection,
-    RunSpec,
-)
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 HERE = Path.cwd()
 EXAMPLES = HERE / "examples" / "functions"

@@ -16,7 +16,7 @@ from node.heavy import Heavy, in_place
 from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
 from node.island.ranks.faults import RankDiedError
 from protocol.run.models import Layout
-from protocol.run.run_spec import validated
+from protocol.run.run_files import validated
 from protocol.wire.rounds import BLOCK, Assignment, CorpusSummary, Digest, Plan, cut_into_slices
 from tests.unit.daemon_scene import Life
 from tests.unit.exchange_scene import A

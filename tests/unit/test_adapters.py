@@ -18,14 +18,8 @@ from node.island.training.trainer import Trainer
 from node.models.export import Origin, export_model
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.run.models import DecoderModel, TransformersModel
-from protocol.run.run_spec import (
-    DataSection,
-    EvaluationSection,
-    InnerSection,
-    LoraSection,
-    RunSpec,
-    validated,
-)
+from protocol.run.run_files import validated
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, LoraSection, RunSpec
 from protocol.wire.rounds import Digest
 from tests.transformers_configs import CONFIGS, ODD
 from tests.unit.test_transformers_models import published, with_text, work_of

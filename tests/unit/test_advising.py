@@ -21,7 +21,8 @@ from coordinator.presets.advising import (
 from coordinator.presets.loss import SPARSE
 from protocol.errors import TemporaryError, UsageError
 from protocol.run.amendments import amended, changes_of
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import status_pb2 as pb
 

@@ -28,7 +28,8 @@ from protocol.run.amendments import (
     still_in_force,
     with_versions,
 )
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
 
 SPEC = validated({"run": {"rounds": 10}}, origin="the test")

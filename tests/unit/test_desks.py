@@ -24,7 +24,8 @@ from protocol.errors import (
     TemporaryError,
 )
 from protocol.run.models import layout_of
-from protocol.run.run_spec import RunSpec, run_from_json
+from protocol.run.run_files import run_from_json
+from protocol.run.run_spec import RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind
 from protocol.trust.signing import CommitSigner

@@ -30,7 +30,8 @@ from protocol.errors import (
 )
 from protocol.run.amendments import span_of
 from protocol.run.models import FIRST_WEIGHTS, Beginning, Description, layout_of
-from protocol.run.run_spec import RunSpec, load_run_folder
+from protocol.run.run_files import load_run_folder
+from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2 as pb

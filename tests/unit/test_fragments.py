@@ -15,7 +15,8 @@ from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel, Layout, layout_of
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 from tests.tiny_runs import run_of, tiny
 
 BLEND = 0.25

@@ -26,9 +26,7 @@ from protocol.errors import (
     ProtocolMismatchError,
     UsageError,
 )
-from protocol.run.run_spec import (
-    RunSpec,
-)
+from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Digest
 from tests import run_functions
 from tests.unit.function_scene import spec_of, trainer_of, undescribed

@@ -35,14 +35,8 @@ from protocol.errors import (
     ConfigError,
 )
 from protocol.run.models import Description, FunctionModel
-from protocol.run.run_spec import (
-    DataSection,
-    EvaluationSection,
-    InnerSection,
-    RunSpec,
-    load_run_file,
-    validated,
-)
+from protocol.run.run_files import load_run_file, validated
+from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests import run_functions
 from tests.run_functions import Centred, Ending, Net
 from tests.unit.function_scene import EXAMPLES, HERE, spec_of, trainer_of, undescribed

@@ -8,7 +8,8 @@ from coordinator.config import rules_of
 from coordinator.store import Store
 from coordinator.swarm.transition import initial_state
 from protocol.errors import ConfigError
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 
 RUN_FILE = Path("my-run/run.toml")
 

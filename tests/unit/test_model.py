@@ -11,7 +11,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.models.generate import decoder_of, sample_tokens
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel, layout_of
-from protocol.run.run_spec import validated
+from protocol.run.run_files import validated
 from tests.tiny_runs import run_of
 
 TIED = DecoderModel(

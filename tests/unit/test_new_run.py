@@ -16,7 +16,8 @@ from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import Link, exchange_bytes_per_second
 from coordinator.presets.view import warnings_of
 from node.island.parallel.auto_mesh import node_bytes
-from protocol.run.run_spec import RunSpec, load_run_file
+from protocol.run.run_files import load_run_file
+from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
 from protocol.terminal.console import bytes_in_words, count_in_words, seconds_in_words
 from protocol.terminal.query import StatusLink

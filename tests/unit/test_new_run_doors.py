@@ -22,7 +22,8 @@ from coordinator.store import Store, may_have_begun
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
 from protocol.errors import CannotCreateError, ConfigError, NoInputError
-from protocol.run.run_spec import RunSpec, load_run_file, load_run_folder
+from protocol.run.run_files import load_run_file, load_run_folder
+from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
 from tests.unit.tokens_scene import prepared, write_jsonl, write_tokenizer
 

@@ -10,7 +10,8 @@ from node.island.models.decoder_modules import Decoder
 from node.island.training.optimizers import AdamW, Muon, inner_optimizers, orthogonalised
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel
-from protocol.run.run_spec import InnerSection, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import InnerSection
 
 MODEL = DecoderModel(
     hidden_size=16,

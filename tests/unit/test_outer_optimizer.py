@@ -14,7 +14,8 @@ from node.exchange.outer_optimizer import (
     outer_optimizer_of,
 )
 from protocol.errors import ConfigError, SystemRefusedError
-from protocol.run.run_spec import OuterSection, load_run_file, run_from_json
+from protocol.run.run_files import load_run_file, run_from_json
+from protocol.run.run_spec import OuterSection
 
 NESTEROV = Nesterov(learning_rate=0.6, momentum=0.9)
 SGD = Sgd(learning_rate=0.6)

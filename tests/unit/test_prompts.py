@@ -17,7 +17,8 @@ from node.models.writing import TEMPERATURE, TextWriter
 from node.outer_state import SharedVectors
 from protocol.errors import BadDataError, ConfigError
 from protocol.run.models import layout_of
-from protocol.run.run_spec import OuterSection, RunSpec, validated, validated_file
+from protocol.run.run_files import validated, validated_file
+from protocol.run.run_spec import OuterSection, RunSpec
 from protocol.terminal.console import printable
 from protocol.terminal.rounds import written_in_full
 from protocol.terminal.status_words import written_in_words

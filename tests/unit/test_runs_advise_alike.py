@@ -12,7 +12,8 @@ from coordinator.presets.cost import Situation
 from node.demo.command import DEFAULT_ROUNDS, RUN_FILE
 from node.exchange.outer_optimizer import rate_scale_of
 from protocol.errors import ConfigError
-from protocol.run.run_spec import RunSpec, load_run_file, validated
+from protocol.run.run_files import load_run_file, validated
+from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import Contributor, NodeId
 
 TEMPLATE = validated(tomllib.loads(RUN_TEMPLATE), origin="template")

@@ -15,7 +15,8 @@ from node.island.training.schedule import (
 )
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel
-from protocol.run.run_spec import InnerSection, RunSection, RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import InnerSection, RunSection, RunSpec
 
 COSINE = InnerSection(warmup_tokens=100, total_tokens=1100, final_fraction=0.2, schedule="cosine")
 LINEAR = COSINE.model_copy(update={"schedule": "linear"})

@@ -8,7 +8,7 @@ from coordinator.config import RUN_TEMPLATE
 from coordinator.presets.settling import CannotEditError, settled, wants_settling, with_values
 from coordinator.presets.view import prediction_lines
 from protocol.errors import ConfigError
-from protocol.run.run_spec import validated
+from protocol.run.run_files import validated
 from protocol.terminal.console import bits_per_second_of, directions_of, rate_in_words, seconds_of
 
 ASKED = """\

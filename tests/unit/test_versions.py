@@ -18,7 +18,8 @@ from node.first_look import other_software
 from node.installed import software_of
 from protocol.errors import ProtocolMismatchError
 from protocol.run.models import TransformersModel
-from protocol.run.run_spec import LATER_KEYS, DataSection, RunSpec, run_from_json
+from protocol.run.run_files import run_from_json
+from protocol.run.run_spec import LATER_KEYS, DataSection, RunSpec
 from protocol.terminal.status_words import releases_in_words, software_in_words
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2

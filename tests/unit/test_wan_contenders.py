@@ -24,7 +24,8 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from protocol.errors import UsageError
-from protocol.run.run_spec import InnerSection, RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import InnerSection, RunSpec
 from tests.tiny_runs import tiny
 
 

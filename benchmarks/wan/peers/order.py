@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from node.outer_state import Vector
-from protocol.run.run_spec import RunSpec, validated
+from protocol.run.run_files import validated
+from protocol.run.run_spec import RunSpec
 
 ORDER_VARIABLE = "ATOLL_WAN_ORDER"
 """Names the order's file to Atoll's ranks, which get no arguments of ours."""
