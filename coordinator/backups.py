@@ -29,6 +29,8 @@ from protocol.files.durable import expanded, make_folder, refusing, remove_folde
 from protocol.service.beside import heed_stdin
 from protocol.v1 import status_pb2 as pb
 
+_log = structlog.get_logger()
+
 DEFAULT_EVERY = "10m"
 DEFAULT_KEEP = 24
 
@@ -352,8 +354,6 @@ RECORD_FILE = "backups.json"
 
 ABANDONED_AFTER_SECONDS = 600.0
 """Overdue for so long, or for the time between two copies, nobody can be making any."""
-
-_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

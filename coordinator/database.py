@@ -39,6 +39,8 @@ from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import NodeId
 from protocol.wire.versions import DATABASE
 
+_log = structlog.get_logger()
+
 DATABASE_NAME = "atoll.db"
 
 TABLES = """
@@ -477,8 +479,6 @@ DATABASES = 2
 
 AGAIN = 1.25
 """As many times that is enough again, so that the log does not tell of each file that comes and goes."""
-
-_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

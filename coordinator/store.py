@@ -1,7 +1,8 @@
 """The coordinator's memory on disk: its run file, the state, closed rounds, invites, enrolled nodes.
 
 What was answered is on the disk. What to remember is the core's decision; nothing is decided here
-except whether an invite can be redeemed, because that must be one transaction.
+except whether an invite can be redeemed, because that must be one transaction. The run file is kept
+with the first state: one that was changed since is refused by key and value.
 """
 
 import json
@@ -54,9 +55,6 @@ from protocol.v1.status_pb2 import RoundSummary
 from protocol.wire import convert
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.rounds import Assignment, Commit, Digest
-
-# The run file that a database belongs to, kept in it: so that a changed one is refused by key and value.
-
 
 MOST_NAMED = 3
 """Changed keys that a refusal names, and the number of the rest."""

@@ -21,11 +21,10 @@ from protocol.trust.credentials import Credentials
 from protocol.wire.rounds import CorpusSummary, Digest
 
 if TYPE_CHECKING:
-    from protocol.v1 import status_pb2 as pb
-if TYPE_CHECKING:
     from node.link.calls import RunOver
     from node.outer_state import Vector
     from protocol.run.models import Layout
+    from protocol.v1 import status_pb2 as pb
 
 
 RUN_FILE = "run.json"

@@ -19,6 +19,8 @@ from protocol.files.durable import RollingFile, lines_of
 from protocol.wire.messages import AuditAsked, RoundCommitted, SliceTakenOver
 from protocol.wire.rounds import NodeId
 
+_log = structlog.get_logger()
+
 KEPT_ROUNDS = 20
 
 MOST_NODES = 64
@@ -301,8 +303,6 @@ def _phase_of(state: SwarmState) -> str:
 
 MOST_BYTES = 4_000_000
 """Of the file, and of the one before: about as many rounds of 8 nodes as the database keeps whole."""
-
-_log = structlog.get_logger()
 
 _TIMES = TypeAdapter(RoundTimes)
 

@@ -2,7 +2,8 @@
 
 Presets count on what links are said to carry, before the first round. Here the same formulas (cost.py,
 loss.py) count with what exchanges achieved and nodes trained, and choose among what may be amended while a
-run goes on: inner steps of a round, and codecs. All else stays as the run has it.
+run goes on: inner steps of a round, and codecs. All else stays as the run has it. What links carry and how
+fast nodes compute serves the next run's file as well.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,9 +20,6 @@ from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import seconds_in_words
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import status_pb2 as pb
-
-# What a swarm's links carry and how fast its nodes compute, by what they told: for the next run's file.
-
 
 _PRESENT = {pb.NODE_STATE_JOINING, pb.NODE_STATE_READY}
 

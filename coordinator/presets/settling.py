@@ -2,6 +2,11 @@
 
 It happens once, before the first round: the settled file has no preset any more, so its digest is of
 values alone and every node has the same ones, whatever version chooses differently later.
+
+Keys are set in the text that people wrote, and all else stays as it stands. So small an editor knows one key
+on a line, below the header of its table or, above all headers, with the table's name before it
+(exchange.preset = "auto"), which is how run files are written. Whatever else TOML allows is found by reading
+the result, and refused.
 """
 
 import json
@@ -24,13 +29,6 @@ from protocol.run.models import Positive, Section
 from protocol.run.run_files import validated, validated_file
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import directions_of, seconds_of
-
-# Sets keys in the text of a TOML file that people wrote, and leaves all else as it stands.
-#
-# It knows one key on a line, below the header of its table or, above all headers, with the table's name
-# before it (exchange.preset = "auto"), which is how run files are written. Whatever else TOML allows is
-# found by reading the result, and refused.
-
 
 Place = tuple[str, str]
 """Table and key."""

@@ -1,4 +1,9 @@
-"""Members' certificates: for an invite, or for one that ends. All that strangers can reach is here."""
+"""Members' certificates: for an invite, or for one that ends. All that strangers can reach is here.
+
+A certificate is of a day, issued and renewed by the coordinator's key. A member renews in its session when
+half of that is over. With one that has ended it does so on the joining port, where the signature of its
+identity under a challenge says who it is. Dates are of the coordinator's clock alone.
+"""
 
 import hashlib
 import hmac
@@ -37,13 +42,6 @@ from protocol.trust.rulings import Ruling, refuse_barred
 from protocol.v1 import enrolment_pb2 as pb
 from protocol.v1.enrolment_pb2_grpc import EnrolmentServiceServicer
 from protocol.wire.rounds import NodeId
-
-# Members' certificates: of a day each, issued and renewed by the coordinator's key.
-#
-# A member renews in its session when half of a certificate's life is over. With one that has ended it does so
-# on the joining port, where the signature of its identity under a challenge says who it is. Dates are of the
-# coordinator's clock alone.
-
 
 CHALLENGE_SECONDS = 60.0
 MAX_REQUEST_BYTES = 4096

@@ -1,4 +1,8 @@
-"""The command: it types what people type, in order, shows how the run goes, and says what came of it."""
+"""The command: it types what people type, in order, shows how the run goes, and says what came of it.
+
+At the end it tells what was learned, what it cost on the wire, and whether all agree. The run is a byte
+language model on the Python standard library's own source.
+"""
 
 import itertools
 import os
@@ -33,8 +37,6 @@ from protocol.terminal.node_words import by_name, name_of, sent_bytes
 from protocol.terminal.query import StatusLink
 from protocol.terminal.watch import REFRESH_SECONDS, LineScreen, LiveScreen, Screen
 from protocol.v1 import status_pb2 as pb
-
-# What the demo says at the end: what was learned, what it cost on the wire, whether all agree.
 
 
 class NotProvenError(AtollError):

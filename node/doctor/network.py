@@ -1,4 +1,7 @@
-"""What the doctor says, and what it says of networks: how members reach this machine, and what is slow."""
+"""What the doctor says, one finding for each thing that it looked at; and what it says of networks.
+
+That is how members reach this machine, and what of the kernel's settings makes long links slow.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,9 +12,6 @@ from node.machine.addresses import OwnAddress, require_interface, told_addresses
 from node.machine.hardware import SETTINGS, congestion_control, setting
 from protocol.errors import AtollError, ExitCode
 from protocol.terminal.node_words import NARROW, NARROW_STEP
-
-# What the doctor says: one finding for each thing that it looked at.
-
 
 Verdict = Literal["fine", "note", "advice", "wrong"]
 """A note is for who wants to know; advice makes things better; only what is wrong keeps a node from
@@ -218,13 +218,9 @@ def _note(what: str, next_step: str) -> Finding:
     return Finding(about=ABOUT_NETWORK, verdict="note", what=what, next_step=next_step)
 
 
-# What of the Linux kernel's settings makes transfers over long links slow. Only reads.
-#
-# A node's peers are far away, and it talks to them for some seconds every few minutes. Both are what
-# the kernel's defaults are not made for.
-
-
-ABOUT = "kernel"
+ABOUT_KERNEL = "kernel"
+"""Of its settings, which are only read. A node's peers are far away, and it talks to them for some seconds
+every few minutes: neither is what Linux's defaults are made for."""
 
 FAST_BITS_PER_SECOND = 1e9
 LONG_ROUND_TRIP_SECONDS = 0.2
@@ -250,12 +246,15 @@ def kernel_findings(root: Path = SETTINGS) -> list[Finding]:
     """What to change, with the command; a note where there is nothing to read."""
     if not (root / "net/ipv4").is_dir():
         return [
-            Finding(about=ABOUT, verdict="note", what=f"no settings to look at below {root}/net")
+            Finding(
+                about=ABOUT_KERNEL, verdict="note", what=f"no settings to look at below {root}/net"
+            )
         ]
     found = [*_slow_start(root), *_buffers(root), *_congestion_control(root)]
     if all(finding.verdict == "note" for finding in found):
         found.insert(
-            0, Finding(about=ABOUT, verdict="fine", what="nothing of it slows long links down")
+            0,
+            Finding(about=ABOUT_KERNEL, verdict="fine", what="nothing of it slows long links down"),
         )
     return found
 
@@ -264,7 +263,7 @@ def _slow_start(root: Path) -> Iterator[Finding]:
     name = "net.ipv4.tcp_slow_start_after_idle"
     if setting(name, root) == "1":
         yield Finding(
-            about=ABOUT,
+            about=ABOUT_KERNEL,
             verdict="advice",
             what=f"{name} is 1: after each pause, so in each round, TCP begins slowly again, with "
             "ten packets",
@@ -279,7 +278,7 @@ def _buffers(root: Path) -> Iterator[Finding]:
         if most.isdigit() and int(most) < needed_bytes:
             mbit = 8 * int(most) / LONG_ROUND_TRIP_SECONDS / 1e6
             yield Finding(
-                about=ABOUT,
+                about=ABOUT_KERNEL,
                 verdict="advice",
                 what=f"the largest buffer of {name} is {int(most) / 1e6:.1f} MB: over a round trip of "
                 f"{1e3 * LONG_ROUND_TRIP_SECONDS:g} ms no more than {mbit:.0f} Mbit/s are {moved} "
@@ -300,4 +299,4 @@ def _congestion_control(root: Path) -> Iterator[Finding]:
         what = f"TCP uses {used}; over bbr exchanges get more of a link, whole or lossy"
         load = "" if "bbr" in there else "sudo modprobe tcp_bbr && "
         next_step = f"{load}sudo sysctl -w net.ipv4.tcp_congestion_control=bbr; {_KEPT}"
-    yield Finding(about=ABOUT, verdict="note", what=what, next_step=next_step)
+    yield Finding(about=ABOUT_KERNEL, verdict="note", what=what, next_step=next_step)

@@ -18,6 +18,8 @@ from node.outer_state import Vector
 from protocol.run.run_spec import WANTS_FEEDBACK, ReducerErrorRule
 from protocol.wire.rounds import Digest, SliceOutcome
 
+log = structlog.get_logger()
+
 
 @kernel
 def _sum_owed(
@@ -241,9 +243,6 @@ class Residual:
                 raise ValueError(
                     f"{vector.dtype} of shape {vector.shape} for {stop - start} elements of {span}"
                 )
-
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,10 +9,11 @@ that they belong to.
 """
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import blake3
 import structlog
@@ -32,14 +33,9 @@ from protocol.wire.rounds import Digest, NodeId, RosterEntry, Way
 from protocol.wire.vitals import LinkState
 
 if TYPE_CHECKING:
-    from protocol.v1 import transfer_pb2
-import contextlib
-import random
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from protocol.v1 import transfer_pb2
 
 
 _log = structlog.get_logger(__name__)
@@ -494,7 +490,7 @@ class Patience:
     async def pause(self, asked: int, *, first_seconds: float) -> None:
         """Waits after everybody was asked for the `asked`-th time in vain."""
         longest = min(LONGEST_PAUSE_SECONDS, first_seconds * 2.0 ** min(asked - 1, 10))
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             async with asyncio.timeout(self._rng.uniform(longest / 2, longest)):
                 await self._news.wait()
         self._news.clear()

@@ -55,11 +55,6 @@ if TYPE_CHECKING:
     from node.island.ranks.aside import Aside
 
 
-# The leader's desk: hosts that come to follow, and orders to each of them.
-#
-# What they are ordered to do comes below.
-
-
 log = structlog.get_logger()
 
 _FAULTS: dict[str, type[AtollError]] = {

@@ -66,6 +66,8 @@ from protocol.wire.rounds import Commit, Digest, NodeId, RosterEntry
 from protocol.wire.versions import WIRE, refuse_foreign_wire
 from protocol.wire.vitals import LONG_WORDS, Announcement, Vitals, heartbeat_of, words_for_people
 
+log = structlog.get_logger()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
@@ -287,8 +289,6 @@ class CoordinatorLink:
         said = words_for_people(reason, most=LONG_WORDS)
         await self._stub.Detach(session_pb2.DetachRequest(session_id=session_id, reason=said))
 
-
-log = structlog.get_logger()
 
 ASK_MEMBERS_AGAIN_SECONDS = 60.0
 

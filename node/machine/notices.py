@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 import structlog
 
+log = structlog.get_logger()
+
 Cloud = Literal["aws", "gcp", "azure"]
 
 CloudChoice = Literal["auto", "aws", "gcp", "azure", "off"]
@@ -135,8 +137,6 @@ def _seconds(at: datetime, now: datetime) -> float:
 
 # Asks the cloud's metadata service of this machine whether it is about to be taken away.
 
-
-log = structlog.get_logger()
 
 ADDRESS = "169.254.169.254"
 """Where all three clouds answer their own machines; it is not routed."""

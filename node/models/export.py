@@ -1,7 +1,7 @@
 """Writes a committed model as a folder that transformers loads, with its card, and reads it back.
 
-The folder is complete or absent (protocol.files.durable). What config.json says of a
-model is node.models.families' business, the words for people are node.models.export's.
+The folder is complete or absent (protocol.files.durable). What config.json says of a model is
+node.models.families' business. The card says where it comes from, who trained it, and how to load it.
 """
 
 import json
@@ -41,9 +41,6 @@ from protocol.wire.rounds import Commit, Digest, NodeId
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-# What an exported model says of itself: where it comes from, who trained it, and how to load it.
 
 
 DType = Literal["fp32", "bf16", "fp16"]

@@ -1,7 +1,10 @@
 """One shard, written by one process: documents in, a file of tokens and its neighbours out.
 
 Memory stays flat: documents are encoded a few at a time, and go to the disk. Rows are packed when all
-documents of a shard are there, out of a mapped file.
+documents of a shard are there, out of a mapped file: each row with a document's beginning at its own. By best
+fit a document goes to the row in which it leaves the least room (Ding et al. 2024, "Fewer Truncations Improve
+Language Modeling"). Only documents longer than a row are cut. What stays empty is padding, which is never
+learned and counts as no token.
 """
 
 import os
@@ -21,13 +24,6 @@ from node.island.data.manifest import OFFSET_BYTES, PIECE_BYTES, FileEntry, Shar
 from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, Tokenizer
 from protocol.files.durable import refusing
 from protocol.run.models import Section
-
-# Rows of one length out of whole documents, each row with a document's beginning at its own.
-#
-# Best fit: a document goes to the row in which it leaves the least room (Ding et al. 2024, "Fewer
-# Truncations Improve Language Modeling"). Only documents longer than a row are cut. What stays empty is
-# padding, which is never learned and counts as no token.
-
 
 Lengths = npt.NDArray[np.int64]
 

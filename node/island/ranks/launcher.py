@@ -2,6 +2,9 @@
 
 They are forked elsewhere (node.island.ranks.forkserver). After any error the island is broken, since the
 ranks may have parted ways: `stop` and `start` it again.
+
+A rank that is stopped, or waits for ever in a collective or a driver, neither dies nor answers. How long work
+may take is not known beforehand, so what was seen so far is the measure of when ranks hang.
 """
 
 import asyncio
@@ -58,12 +61,6 @@ from protocol.wire.rounds import CorpusSummary
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-
-# When ranks hang: a decision on silences, and the timer that asks for it.
-#
-# A rank that is stopped, or waits for ever in a collective or a driver, neither dies nor answers. How
-# long work may take is not known beforehand, so what was seen so far is the measure.
 
 
 LOOK_SECONDS = 1.0
