@@ -29,19 +29,19 @@ async def own_metrics(
         yield None
         return
     # Only now: who wants no pages need not wait for their libraries.
-    from protocol.web.metrics import CONTENT_TYPE, NODE_METRICS, Board, put_node
+    from protocol.web.metrics import CONTENT_TYPE, Board, NodeTold, put_node
     from protocol.web.server import Answer, WebServer
 
     async def metrics() -> Answer:
-        board = Board(NODE_METRICS)
-        put_node(
-            board,
+        board = Board()
+        node = NodeTold(
             node_name=called(),
             node_id=facts.node_id,
             device=facts.device,
             version=facts.version,
             heartbeat=heartbeat_of(_NO_SESSION, vitals()),
         )
+        put_node(board, node)
         return Answer(body=board.text(), content_type=CONTENT_TYPE)
 
     host, port = web_address_of(address)

@@ -11,7 +11,7 @@ from node.daemon import NodeFacts
 from node.own_metrics import own_metrics
 from protocol.errors import SystemRefusedError
 from protocol.web.metrics import NODE_METRICS, PARTS
-from protocol.wire.vitals import UploadPace, Utilisation
+from protocol.wire.vitals import LinkState, UploadPace, Utilisation
 from tests.unit.exchange_scene import A
 from tests.unit.test_link_calls import VITALS
 
@@ -66,7 +66,8 @@ async def test_a_node_tells_what_it_would_tell_the_coordinator() -> None:
 
 
 async def test_what_holds_uploads_back_is_a_metric_by_its_kind_while_there_are_any() -> None:
-    vitals = replace(VITALS, upload_pace=UploadPace(held_by="link", bytes_per_second=2e6))
+    pace = UploadPace(held_by="link", bytes_per_second=2e6)
+    vitals = replace(VITALS, link=LinkState(upload_pace=pace))
     async with own_metrics("127.0.0.1:0", FACTS, lambda: vitals, lambda: "attic") as port:
         held = await asyncio.to_thread(fetched, port)
         vitals = VITALS
