@@ -205,7 +205,7 @@ def held_by_most(state: SwarmState, *, of_all: bool = True) -> Digest | None:
     among = known if of_all else frozenset(known.present_ids)
     named = {a.node_id for a in newest.assignments if a.node_id in among}
     voters = sorted(named | held.keys())
-    say = say_of((state.members[node_id] for node_id in voters), newest.round)
+    say = say_of((state.members[n] for n in voters), newest.round, state.rules)
     digest = heaviest(say, held)
     alike = [node_id for node_id, each in held.items() if each == digest]
     return digest if len(alike) >= 2 and is_enough(say, alike, voters) else None

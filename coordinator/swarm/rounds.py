@@ -499,7 +499,8 @@ def settle_round(turn: Turn) -> None:
     awaited = awaited_appliers(turn.state, current)
     if (awaited and all(node in reports for node in awaited)) or (reports and is_late):
         voters = sorted({*awaited, *reports})
-        say = say_of((turn.state.members[node_id] for node_id in voters), current.number)
+        members, rules = turn.state.members, turn.state.rules
+        say = say_of((members[node_id] for node_id in voters), current.number, rules)
         digest = heaviest(say, reports)
         agreeing = [node_id for node_id, told in reports.items() if told == digest]
         most, waited = turn.state.rules.apply_seconds, turn.now - current.committed_at

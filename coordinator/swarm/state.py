@@ -39,6 +39,7 @@ class SpotCheck:
     seed: int
     seconds: float  # that the checker may take
     is_planned_for: bool = False  # a plan asks the checker to train less for it
+    part: float = 1.0  # of the committed elements that the contribution is in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,6 +388,11 @@ class Rules:
     audited_share: float = 0.0  # of slices and contributors, drawn when they are committed
     tokens_before: int = 0  # on the token clock where the run begins, as a fork's does
     trained_before: tuple[int, ...] = ()  # places: the first, the one after the last, and so on
+
+    @property
+    def checks_training(self) -> bool:
+        """Whether members check what others have trained, as far as samples show it."""
+        return self.audited_share > 0 and not (self.has_private_data or self.compares_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ def _check_reducers(plan: Plan, state: SwarmState) -> None:
     ]
     told = {n: set(state.members[n].unreachable) for n in among}
     cut = {n: {m for m in among if m != n and (m in told[n] or n in told[m])} for n in among}
-    weight = say_of([state.members[n] for n in among], plan.round - 1).weights
+    weight = say_of([state.members[n] for n in among], plan.round - 1, state.rules).weights
     lost = {n: sum(weight.get(m, 0) for m in cut[n]) for n in among}
     has_helper = any(part.reducer_id in helpers for part in plan.slices)
     for part in plan.slices:
