@@ -81,7 +81,7 @@ def retract_lost(turn: Turn) -> bool:
             for outcome in before.slices
         ),
     )
-    *earlier, closed = turn.state.recent
+    *before_it, closed = turn.state.recent
     closed = replace(
         closed,
         commit=commit,
@@ -92,6 +92,7 @@ def retract_lost(turn: Turn) -> bool:
     if closed.is_void:
         commit = replace(commit, outer_digest=before.base_digest)
         closed = replace(closed, commit=commit)
+        before_it = list(turn.state.earlier)  # whose state nobody may hold either
     turn.state = replace(
         book(unbook(turn.state, before), commit),
         incarnation=incarnation,
@@ -101,7 +102,7 @@ def retract_lost(turn: Turn) -> bool:
             apply_deadline=turn.now + turn.state.rules.apply_seconds,
             applied={},
         ),
-        recent=(*earlier, closed),
+        recent=(*before_it, closed),
     )
     turn.act(Tell(message=RoundCommitted(commit=commit)))
     return True

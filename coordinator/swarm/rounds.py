@@ -449,6 +449,7 @@ def close_round(turn: Turn) -> None:
             later_session_id=state.next_session_id,
         ),
         recent=trimmed((*state.recent, closed)),
+        earlier=state.recent,
         norms=norms_after(state.norms, commit),
         errors=errors_after(state, current, commit),
         audits=pending_audits(state),
@@ -533,7 +534,8 @@ def end_round(turn: Turn, digest: Digest) -> None:
     *before, closed = turn.state.recent
     commit = replace(closed.commit, outer_digest=digest)
     closed = replace(closed, commit=commit, wire=turn.state.round_wire)
-    turn.state = replace(turn.state, open_round=None, recent=(*before, closed), round_wire={})
+    recent = (*before, closed)
+    turn.state = replace(turn.state, open_round=None, recent=recent, earlier=(), round_wire={})
     agree_on(turn, digest)
     turn.has_new_state = True
 

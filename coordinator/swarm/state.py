@@ -411,6 +411,9 @@ class SwarmState:
     open_round: Round | None = None
     norms: tuple[SeenNorms, ...] = ()  # what the latest commits of each fragment applied
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
+    earlier: tuple[
+        ClosedRound, ...
+    ] = ()  # likewise before the round in flight, while it is applied
     held_out: tuple[HeldOut, ...] = ()
     held_out_text: str = ""  # what the latest of them is of, by its digests; "": nobody knows
     held_out_text_from: int = 0  # the first round that was evaluated on it

@@ -208,6 +208,19 @@ def test_a_helper_that_was_killed_and_is_back_in_the_round_reduces_it_after_all(
     assert on_stage.state.committed_round == number
 
 
+def test_a_helper_that_was_started_again_at_once_goes_on_with_its_slices_and_nobody_else_begins() -> (
+    None
+):
+    """Nodes took them over, and gave them back with the next message of anybody."""
+    on_stage = scene("h", is_behind_nat=False)
+    num_slices = len(on_stage.round.slices)
+    on_stage.attach("h", is_helper=True, cannot_train=True, cannot_evaluate=True, num_ranks=0)
+    assert reducers(on_stage) == {"h"}
+    assert [one.reducer_id for one in on_stage.asked(SliceTakenOver)] == ["h"] * num_slices
+    on_stage.do(Ticked())
+    assert not on_stage.asked(SliceTakenOver)
+
+
 def test_a_helper_that_stalls_gets_nothing_back_in_the_round() -> None:
     """A newcomer may be reached, and this one has shown that it does nothing."""
     on_stage = scene("h", is_behind_nat=False)
