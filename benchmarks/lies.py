@@ -279,6 +279,33 @@ def keeps_contributions(node: SimulatedNode) -> None:
     _sending(node, lambda _, payload: [] if payload.header.kind == CONTRIBUTION else [payload])
 
 
+def keeps_from_one(node: SimulatedNode) -> None:
+    """One reducer gets none of its work, always the same: so it was never spot-checked."""
+    spared: list[NodeId] = []
+
+    def sends(peer: NodeId, payload: Payload) -> Sequence[Payload]:
+        if payload.header.kind != CONTRIBUTION:
+            return [payload]
+        spared[:] = [min([peer, *spared])]
+        return [] if peer == spared[0] else [payload]
+
+    _sending(node, sends)
+
+
+def keeps_in_turn(node: SimulatedNode) -> None:
+    """In each round another reducer gets none of its work."""
+    reducers: set[NodeId] = set()
+
+    def sends(peer: NodeId, payload: Payload) -> Sequence[Payload]:
+        if payload.header.kind != CONTRIBUTION:
+            return [payload]
+        reducers.add(peer)
+        in_turn = sorted(reducers)[payload.header.round % len(reducers)]
+        return [] if peer == in_turn else [payload]
+
+    _sending(node, sends)
+
+
 def keeps_results(node: SimulatedNode) -> None:
     """It reports the results of its slices, and sends them to nobody."""
     _sending(node, lambda _, payload: [] if payload.header.kind == RESULT else [payload])
@@ -334,6 +361,8 @@ ATTACKS: Mapping[str, Attack] = {
     "idle": Attack(says=reports_nothing),
     "slow": Attack(seconds_a_step=100 * SECONDS_A_STEP),
     "kept contributions": Attack(lies=keeps_contributions),
+    "kept in turn": Attack(lies=keeps_in_turn),
+    "copied mean, kept from one": Attack(lie=copied_mean, lies=keeps_from_one),
     "kept results": Attack(lies=keeps_results),
     "NaN": Attack(lies=sends_nonsense),
     "two contributions": Attack(lies=signs_two_contributions),

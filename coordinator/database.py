@@ -447,6 +447,7 @@ def without_rows(state: SwarmState) -> SwarmState:
         members={},
         open_round=None,
         recent=(),
+        earlier=(),
         norms=(),
         audit_secret=b"",  # of the key, which lies elsewhere
         ledger=Ledger(),

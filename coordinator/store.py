@@ -39,6 +39,7 @@ from coordinator.swarm.state import (
     HeldOut,
     HolderLoss,
     Round,
+    RoundPhase,
     Rules,
     SwarmState,
     Written,
@@ -245,6 +246,9 @@ class Store:
             row = row_of(connection, "ledger")
             ledger = None if row is None else _LEDGER.validate_json(row[1])[0]
             recent = _recent_rounds(connection)
+            earlier: tuple[ClosedRound, ...] = ()
+            if open_round is not None and open_round.phase is RoundPhase.APPLYING:
+                earlier = _recent_rounds(connection, last=open_round.number - 1)
             norms = _norms(connection, len(rules.layout.fragment_elements))
         if state.run_digest != run_digest:
             raise ConfigError(
@@ -259,6 +263,7 @@ class Store:
             members={member.node_id: self._with_fresh_lease(member, rules) for member in members},
             open_round=open_round,
             recent=recent,
+            earlier=earlier,
             norms=norms,
             ledger=self._ledger_of(open_round, rules) if ledger is None else ledger,
             held_out=held_out,

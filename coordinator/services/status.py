@@ -343,7 +343,7 @@ def standing_in_words(standing: Ruling) -> str:
 
 def confirmed_shares(state: SwarmState) -> Mapping[NodeId, float]:
     """What each present member's confirmed work is of all of theirs; empty while nobody has any."""
-    say = say_of(present_members(state), state.committed_round)
+    say = say_of(present_members(state), state.committed_round, state.rules)
     if not say.is_confirmed:
         return {}
     whole = weight_of(say, say.weights)

@@ -259,7 +259,7 @@ def _here(state: SwarmState, audit: Audit) -> list[NodeId]:
 
 
 def _say(state: SwarmState, audit: Audit) -> Say:
-    return say_of((state.members[n] for n in _here(state, audit)), audit.round)
+    return say_of((state.members[n] for n in _here(state, audit)), audit.round, state.rules)
 
 
 def _drawn(state: SwarmState, audit: Audit, may: Sequence[NodeId]) -> NodeId:

@@ -76,7 +76,7 @@ def agree_on_initial_state(turn: Turn) -> None:
     here = _choosing(state)
     if not here:
         return
-    say = say_of(here, 0)
+    say = say_of(here, 0, state.rules)
     digest = heaviest(say, {m.node_id: m.outer_digest for m in here})
     for_it, for_what_is_agreed = (
         weight_of(say, (m.node_id for m in here if m.outer_digest == each))

@@ -124,7 +124,7 @@ def drawn_evaluators(state: SwarmState, ready: Sequence[Member]) -> list[NodeId]
     Each is as likely as its confirmed work weighs, and of another invite than those before, as far as there
     are such. Who has no work comes after those who have.
     """
-    say = say_of(ready, state.committed_round)
+    say = say_of(ready, state.committed_round, state.rules)
     chosen: list[Member] = []
     while len(chosen) < min(EVALUATORS, len(ready)):
         left = [member for member in ready if member not in chosen]

@@ -178,7 +178,7 @@ def _without_open_round(state: SwarmState) -> SwarmState:
     current = state.open_round
     if current is not None and current.commit is None:
         ledger = settle(ledger, current.assignments, {})
-    return replace(state, ledger=ledger, open_round=None, round_wire={})
+    return replace(state, ledger=ledger, open_round=None, earlier=(), round_wire={})
 
 
 def _contributors(state: SwarmState, commits: Sequence[Commit]) -> tuple[str, ...]:

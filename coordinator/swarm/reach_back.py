@@ -131,7 +131,7 @@ class _Saying:
     def of(cls, state: SwarmState, node_ids: Collection[NodeId]) -> "_Saying":
         """These, of all that are here."""
         here = present_members(state)
-        say = say_of(here, state.committed_round)
+        say = say_of(here, state.committed_round, state.rules)
         saying = cls(state=state, here=tuple(member.node_id for member in here), say=say)
         for node_id in node_ids:
             saying.add(node_id, 1)

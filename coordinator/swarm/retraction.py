@@ -81,7 +81,7 @@ def retract_lost(turn: Turn) -> bool:
             for outcome in before.slices
         ),
     )
-    *earlier, closed = turn.state.recent
+    *before_it, closed = turn.state.recent
     closed = replace(
         closed,
         commit=commit,
@@ -92,6 +92,7 @@ def retract_lost(turn: Turn) -> bool:
     if closed.is_void:
         commit = replace(commit, outer_digest=before.base_digest)
         closed = replace(closed, commit=commit)
+        before_it = list(turn.state.earlier)  # whose state nobody may hold either
     turn.state = replace(
         book(unbook(turn.state, before), commit),
         incarnation=incarnation,
@@ -101,7 +102,7 @@ def retract_lost(turn: Turn) -> bool:
             apply_deadline=turn.now + turn.state.rules.apply_seconds,
             applied={},
         ),
-        recent=(*earlier, closed),
+        recent=(*before_it, closed),
     )
     turn.act(Tell(message=RoundCommitted(commit=commit)))
     return True
@@ -205,7 +206,7 @@ def held_by_most(state: SwarmState, *, of_all: bool = True) -> Digest | None:
     among = known if of_all else frozenset(known.present_ids)
     named = {a.node_id for a in newest.assignments if a.node_id in among}
     voters = sorted(named | held.keys())
-    say = say_of((state.members[node_id] for node_id in voters), newest.round)
+    say = say_of((state.members[n] for n in voters), newest.round, state.rules)
     digest = heaviest(say, held)
     alike = [node_id for node_id, each in held.items() if each == digest]
     return digest if len(alike) >= 2 and is_enough(say, alike, voters) else None

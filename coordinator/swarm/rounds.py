@@ -448,6 +448,7 @@ def close_round(turn: Turn) -> None:
             later_session_id=state.next_session_id,
         ),
         recent=trimmed((*state.recent, closed)),
+        earlier=state.recent,
         norms=norms_after(state.norms, commit),
         errors=errors_after(state, current, commit),
         audits=pending_audits(state),
@@ -498,7 +499,8 @@ def settle_round(turn: Turn) -> None:
     awaited = awaited_appliers(turn.state, current)
     if (awaited and all(node in reports for node in awaited)) or (reports and is_late):
         voters = sorted({*awaited, *reports})
-        say = say_of((turn.state.members[node_id] for node_id in voters), current.number)
+        members, rules = turn.state.members, turn.state.rules
+        say = say_of((members[node_id] for node_id in voters), current.number, rules)
         digest = heaviest(say, reports)
         agreeing = [node_id for node_id, told in reports.items() if told == digest]
         most, waited = turn.state.rules.apply_seconds, turn.now - current.committed_at
@@ -531,7 +533,8 @@ def end_round(turn: Turn, digest: Digest) -> None:
     *before, closed = turn.state.recent
     commit = replace(closed.commit, outer_digest=digest)
     closed = replace(closed, commit=commit, wire=turn.state.round_wire)
-    turn.state = replace(turn.state, open_round=None, recent=(*before, closed), round_wire={})
+    recent = (*before, closed)
+    turn.state = replace(turn.state, open_round=None, recent=recent, earlier=(), round_wire={})
     agree_on(turn, digest)
     turn.has_new_state = True
 

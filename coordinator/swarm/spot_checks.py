@@ -22,18 +22,18 @@ from dataclasses import replace
 from blake3 import blake3
 
 from coordinator.swarm.audit import STAGE_ROUNDS
+from coordinator.swarm.checking import Kind, can_check, kind_of, unchecked
 from coordinator.swarm.conviction import MOST_CONTRADICTED, convict
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import Member, MemberState, SpotFinding, Work
 from coordinator.swarm.state import Round, Say, SpotCheck, SwarmState
 from coordinator.swarm.turn import Turn, is_present, present_members
-from coordinator.swarm.weighing import is_enough, say_of, weight_of
+from coordinator.swarm.weighing import is_enough, say_of, weight_of, worth
 from protocol.trust.evidence import of_spot_checks
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import (
     AUDIT_ROUNDS,
     LEAST_CHECKED,
-    OWN_LOOP,
     PASSES_OF_CHECK,
     PASSES_OF_TRAINING,
     WHOLE,
@@ -73,18 +73,19 @@ def draw(turn: Turn, closed: Round, commit: Commit) -> None:
     state = turn.state
     kept = [c for c in state.spot_checks if c.round > closed.number - AUDIT_ROUNDS]
     turn.state = replace(state, spot_checks=tuple(kept))
-    if state.rules.has_private_data or state.rules.compares_samples:
+    if not state.rules.checks_training:
         return
     convicted = {conviction.node_id for conviction in state.convicted}
-    for node_id, samples in sorted(_wholly_taken(commit).items()):
+    for node_id, (samples, part) in sorted(_taken(commit).items()):
         if samples < LEAST_CHECKED or not is_present(turn.state, node_id) or node_id in convicted:
             continue
-        if turn.state.members[node_id].device == OWN_LOOP:  # which may train data of its own
+        if kind_of(turn.state.members[node_id]) is not Kind.RANKS:
             continue
         if _lot(turn.state, closed.number, node_id, "is checked") >= state.rules.audited_share:
             continue
         if len(may := _may_check(turn.state, closed, node_id)) > 1:  # one alone convicts nobody
-            _ask(turn, closed, node_id, _drawn(turn.state, closed.number, node_id, may), samples)
+            checker_id = _drawn(turn.state, closed.number, node_id, may)
+            _ask(turn, closed, node_id, checker_id, samples=samples, part=part)
 
 
 def spot_checked(turn: Turn, node_id: NodeId, round: int, report: SpotChecked) -> None:
@@ -106,7 +107,7 @@ def spot_checked(turn: Turn, node_id: NodeId, round: int, report: SpotChecked) -
         checker_id=node_id,
         num_samples=report.num_samples,
         score=max(-most, min(most, report.score)),
-        expected=EXPECTED_SHARE * usual * math.sqrt(report.num_samples),
+        expected=EXPECTED_SHARE * asked[0].part * usual * math.sqrt(report.num_samples),
         signed=report,
     )
     turn.put_member(replace(member, spots=(*member.spots, finding)[-KEPT_FINDINGS:]))
@@ -159,7 +160,7 @@ def usual_effect(state: SwarmState, node_id: NodeId) -> float:
     others = [m for m in present_members(state) if m.node_id != node_id and m.spots]
     if len(others) < 2 or sum(len(m.spots) for m in others) < LEAST_USUAL:
         return 0.0
-    say = say_of(others, state.committed_round)
+    say = say_of(others, state.committed_round, state.rules)
     effects = sorted(
         (_middle(map(_effect, m.spots[-USUAL_FINDINGS:])), say.weights[m.node_id]) for m in others
     )
@@ -202,7 +203,7 @@ def _decide(turn: Turn, node_id: NodeId) -> None:
     by_checker = balances(state, member)
     others = [m.node_id for m in _judging(state, member)]
     among = sorted(by_checker) if len(by_checker) >= MOST_CHECKERS else others
-    say = say_of((state.members[n] for n in others), state.committed_round)
+    say = say_of((state.members[n] for n in others), state.committed_round, state.rules)
     # Of each checker only what accuses counts. So each may go astray once in two more ways: 2 to the power
     # of their number bounds the mean of the product of likelihood ratios, instead of 1.
     if evidence(say, by_checker, among) >= _threshold(len(by_checker)):
@@ -231,12 +232,15 @@ def _judging(state: SwarmState, accused: Member) -> list[Member]:
     """Who decides on a member: all others that are here; of its own invite only where there is no other.
 
     Those of its invite may be one person with it, and never check it where others can: their weight would be
-    a shield and nothing else. The run owner vouches for his own machines.
+    a shield and nothing else. So would that of members whom nobody checks, once those that are checked are
+    enough. The run owner vouches for his own machines.
     """
     here = [m for m in present_members(state) if m.node_id != accused.node_id and not m.is_helper]
-    if accused.is_own:
-        return here
-    return [m for m in here if m.invite_id != accused.invite_id] or here
+    others = [m for m in here if accused.is_own or m.invite_id != accused.invite_id] or here
+    worths = {m.node_id: worth(m.work, state.committed_round) for m in others}
+    left_out = frozenset(unchecked(others, worths))
+    rest = [m for m in others if m.node_id not in left_out]
+    return rest if any(can_check(m, accused) for m in rest) else others
 
 
 def _threshold(num_checkers: int) -> float:
@@ -266,19 +270,26 @@ def _middle(values: Iterable[float]) -> float:
 # Who is checked, and by whom
 
 
-def _wholly_taken(commit: Commit) -> dict[NodeId, int]:
-    """Whose contributions all committed slices took, with the samples that they are said to be of."""
+def _taken(commit: Commit) -> dict[NodeId, tuple[int, float]]:
+    """Of whose contributions most of what was committed has taken something: samples, and how much of it.
+
+    A member may keep its contribution from a reducer, have it left out by one, or tell that one of fewer
+    samples. It shall not go unchecked by that: what it tells of the most samples counts.
+    """
     outcomes = [outcome for outcome in commit.slices if outcome.digest is not None]
-    taken: list[dict[NodeId, int]] = []
+    whole = sum(outcome.num_elements for outcome in outcomes)
+    samples, taken = dict[NodeId, int](), dict[NodeId, int]()
     for outcome in outcomes:
         factors = outcome.factors or (WHOLE,) * len(outcome.contributors)
-        named = zip(outcome.contributors, factors, strict=True)
-        taken.append({c.node_id: c.samples for c, factor in named if factor and c.tokens})
-    leased = {a.node_id: a.num_samples for a in commit.assignments if a.trains}
+        for contributor, factor in zip(outcome.contributors, factors, strict=True):
+            node_id = contributor.node_id
+            if factor and contributor.tokens:
+                samples[node_id] = max(samples.get(node_id, 0), contributor.samples)
+                taken[node_id] = taken.get(node_id, 0) + outcome.num_elements
     return {
-        node_id: min([leased[node_id], *(each[node_id] for each in taken)])
-        for node_id in leased
-        if taken and all(node_id in each for each in taken)
+        a.node_id: (min(a.num_samples, samples[a.node_id]), taken[a.node_id] / whole)
+        for a in commit.assignments
+        if a.trains and 2 * taken.get(a.node_id, 0) >= whole > 0
     }
 
 
@@ -298,7 +309,7 @@ def _may_check(state: SwarmState, closed: Round, node_id: NodeId) -> list[Member
         and (member := state.members[a.node_id]).state is not MemberState.DIVERGED
         and not member.is_draining
         and not member.cannot_evaluate
-        and member.corpus.is_same(checked.corpus)
+        and can_check(member, checked)
         and not member.standing.is_on_trial
         and member.audits.num_contradicted < MOST_CONTRADICTED
     ]
@@ -308,7 +319,7 @@ def _may_check(state: SwarmState, closed: Round, node_id: NodeId) -> list[Member
 
 def _drawn(state: SwarmState, round: int, node_id: NodeId, may: Sequence[Member]) -> NodeId:
     """One of them by confirmed work; who has checked this member before, more seldom."""
-    say, spots = say_of(may, round), state.members[node_id].spots
+    say, spots = say_of(may, round, state.rules), state.members[node_id].spots
     before = [sum(f.checker_id == member.node_id for f in spots) for member in may]
     weights = [
         say.weights.get(member.node_id, 0) / (1 + num) ** 2
@@ -324,12 +335,15 @@ def _drawn(state: SwarmState, round: int, node_id: NodeId, may: Sequence[Member]
     return may[-1].node_id
 
 
-def _ask(turn: Turn, closed: Round, node_id: NodeId, checker_id: NodeId, samples: int) -> None:
+def _ask(
+    turn: Turn, closed: Round, node_id: NodeId, checker_id: NodeId, *, samples: int, part: float
+) -> None:
     check = SpotCheck(
         round=closed.number,
         contributor_id=node_id,
         checker_id=checker_id,
         num_samples=samples,
+        part=part,
         seed=_drawn_number(turn.state, closed.number, node_id, "samples"),
         seconds=max(LEAST_SECONDS, STAGE_ROUNDS * (turn.now - closed.opened_at)),
     )

@@ -378,7 +378,7 @@ def _without_open_round(state: SwarmState) -> SwarmState:
     ledger = end_ahead(state.ledger, {a.node_id for a in state.ledger.ahead})
     if state.open_round is not None:
         ledger = settle(ledger, state.open_round.assignments, {})
-    return replace(state, ledger=ledger, open_round=None)
+    return replace(state, ledger=ledger, open_round=None, earlier=())
 
 
 def tell_when_all_is_learned(turn: Turn) -> None:

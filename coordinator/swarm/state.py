@@ -39,6 +39,7 @@ class SpotCheck:
     seed: int
     seconds: float  # that the checker may take
     is_planned_for: bool = False  # a plan asks the checker to train less for it
+    part: float = 1.0  # of the committed elements that the contribution is in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,6 +389,11 @@ class Rules:
     tokens_before: int = 0  # on the token clock where the run begins, as a fork's does
     trained_before: tuple[int, ...] = ()  # places: the first, the one after the last, and so on
 
+    @property
+    def checks_training(self) -> bool:
+        """Whether members check what others have trained, as far as samples show it."""
+        return self.audited_share > 0 and not (self.has_private_data or self.compares_samples)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmState:
@@ -405,6 +411,9 @@ class SwarmState:
     open_round: Round | None = None
     norms: tuple[SeenNorms, ...] = ()  # what the latest commits of each fragment applied
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
+    earlier: tuple[
+        ClosedRound, ...
+    ] = ()  # likewise before the round in flight, while it is applied
     held_out: tuple[HeldOut, ...] = ()
     held_out_text: str = ""  # what the latest of them is of, by its digests; "": nobody knows
     held_out_text_from: int = 0  # the first round that was evaluated on it

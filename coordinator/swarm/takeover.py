@@ -378,6 +378,11 @@ def _backup(
     on_trial = as_set(current.on_trial)
     convicted = {conviction.node_id for conviction in state.convicted}
 
+    def is_back(member: Member) -> bool:
+        """Whether it is a helper that was started again: else the slice went on to it a step later."""
+        is_late = member.standing.late_round == current.number
+        return progress.is_orphaned and member.is_helper and not is_late
+
     def preference(
         member: Member,
     ) -> tuple[bool, bool, bool, bool, bool, bool, bool, int, NodeId]:
@@ -387,7 +392,7 @@ def _backup(
             member.state is not MemberState.READY,
             member.session_id >= current.later_session_id and not member.is_helper,
             member.node_id not in reaching,
-            member.node_id == progress.slice.reducer_id,
+            member.node_id == progress.slice.reducer_id and not is_back(member),
             member.node_id in new,
             load[member.node_id],
             member.node_id,

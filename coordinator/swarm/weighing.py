@@ -33,9 +33,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import PRESENT, Member, Standing, Work
-from coordinator.swarm.state import Round, RoundPhase, Say, SwarmState, is_void
+from coordinator.swarm.state import Round, RoundPhase, Rules, Say, SwarmState, is_void
 from coordinator.swarm.turn import (
     Turn,
     assignments_of,
@@ -137,11 +138,12 @@ def worth(work: Work, round_number: int) -> int:
 # Deciding
 
 
-def say_of(members: Iterable[Member], round_number: int) -> Say:
+def say_of(members: Iterable[Member], round_number: int, rules: Rules) -> Say:
     """What each of the members weighs when they decide together.
 
     While none of them has confirmed work each invite weighs alike, and its members share it; each of the
-    run owner's own nodes weighs like an invite. Helpers weigh nothing.
+    run owner's own nodes weighs like an invite. Helpers weigh nothing. Those whose work nothing confirms
+    weigh less together than the others, where these may be checked: coordinator.swarm.checking.
     """
     members = [member for member in members if not member.is_helper]
     worths = {member.node_id: worth(member.work, round_number) for member in members}
@@ -161,11 +163,16 @@ def say_of(members: Iterable[Member], round_number: int) -> Say:
     for alike, whole in zip(by_invite.values(), together, strict=True):
         if whole > cap:
             _shrink(worths, alike, whole, cap)
+    others = unchecked(members, worths) if rules.checks_training else []
+    whole = sum(worths[n] for n in others)
+    checked = sum(worths.values()) - whole
+    if whole >= checked:
+        _shrink(worths, others, whole, checked - 1)
     return Say(weights=worths, is_confirmed=True)
 
 
 def _shrink(worths: dict[NodeId, int], alike: Sequence[NodeId], whole: int, cap: int) -> None:
-    """Has members of one invite, who are worth `whole`, weigh `cap` together, by their work."""
+    """Has members who are worth `whole` weigh `cap` together, by their work."""
     so_far = 0
     for node_id in sorted(alike):
         before, so_far = so_far, so_far + worths[node_id]
@@ -228,7 +235,7 @@ def say_in(state: SwarmState, current: Round, among: Collection[NodeId]) -> Say:
     """What participants of a round weigh: as when it was opened, while any of those asked for does."""
     if current.say is not None and _whole(current.say, among):
         return current.say
-    return say_of((state.members[node_id] for node_id in among), current.number - 1)
+    return say_of((state.members[n] for n in among), current.number - 1, state.rules)
 
 
 def heaviest(say: Say, reports: Mapping[NodeId, Told]) -> Told:
@@ -264,7 +271,8 @@ def common_corpus(state: SwarmState) -> CorpusSummary | None:
     known = [member for member in known if member.state in PRESENT] or known
     if not known:
         return None
-    return heaviest(say_of(known, state.committed_round), {m.node_id: m.corpus for m in known})
+    say = say_of(known, state.committed_round, state.rules)
+    return heaviest(say, {m.node_id: m.corpus for m in known})
 
 
 MOST_ROUNDS_OUT = 64
@@ -388,7 +396,7 @@ def late_helper(turn: Turn, node_id: NodeId, number: int) -> None:
 def note_appliers(turn: Turn, current: Round, awaited: Sequence[NodeId]) -> None:
     """Who of those awaited has not applied the round in time; not when that is most of them."""
     state = turn.state
-    say = say_of((state.members[n] for n in awaited), current.number)
+    say = say_of((state.members[n] for n in awaited), current.number, state.rules)
     in_time = [n for n in awaited if n in current.applied]
     if 2 * weight_of(say, in_time) < weight_of(say, awaited):
         return

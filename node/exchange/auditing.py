@@ -497,15 +497,14 @@ class SpotChecks:
     async def _ready(self, asked: SpotCheckAsked) -> SpotCheckReady:
         commit = await self._applied(asked.round)
         assignment = next(a for a in commit.assignments if a.node_id == asked.contributor_id)
-        samples = assignment.num_samples
         span = self._outer.layout.fragments[commit.fragment].span
         half = np.zeros(span.stop - span.start, dtype=np.float32)
         there = [outcome for outcome in commit.slices if outcome.digest is not None]
-        lacking, why = 0, ""
+        lacking, why, samples = 0, "", 0
         for outcome in there:
-            place = _place_of(outcome, asked.contributor_id)
-            samples = min(samples, outcome.contributors[place].samples)
             try:
+                place = _place_of(outcome, asked.contributor_id)
+                samples = max(samples, outcome.contributors[place].samples)
                 await self._add(half, commit, outcome, place, asked)
             except (
                 NotGivenError
@@ -515,6 +514,7 @@ class SpotChecks:
             raise NotGivenError(why)
         rng = np.random.default_rng(asked.seed)
         first = assignment.first_sample % BOOK_PLACES
+        samples = min(samples, assignment.num_samples)
         num = num_spot_checked(samples)
         leased = first + rng.choice(samples, num, replace=False)
         unleased = UNLEASED_FROM + rng.choice(UNLEASED, num, replace=False)
@@ -592,8 +592,8 @@ class SpotChecks:
 
 
 def _place_of(outcome: SliceOutcome, node_id: NodeId) -> int:
-    """Where a slice's outcome names a contributor; raises NotGivenError."""
+    """Where a slice's outcome names a contributor that it took something of; raises NotGivenError."""
     for place, contributor in enumerate(outcome.contributors):
-        if contributor.node_id == node_id:
+        if contributor.node_id == node_id and contributor.tokens and outcome.factor_of(node_id):
             return place
-    raise NotGivenError(f"slice {outcome.index} does not name it")
+    raise NotGivenError(f"slice {outcome.index} has nothing of it")

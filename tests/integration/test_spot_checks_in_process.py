@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.lies import keeps_from_one
 from coordinator.swarm.events import Ruled
 from coordinator.swarm.members import MemberState
 from lab.simulation.coordinator import Outage
@@ -103,6 +104,21 @@ def test_nobody_that_trains_is_put_out_and_all_are_found_to_have_trained(corpus:
         assert np.mean(scores) > 1.3
 
 
+def test_who_keeps_its_work_from_one_reducer_is_checked_by_what_the_others_got(
+    corpus: Corpus,
+) -> None:
+    done = run(corpus, with_liar(replace(HONEST, lies=keeps_from_one)), rounds=14)
+
+    assert not put_out(done), "it trains"
+    named = [
+        sum(LIAR in {c.node_id for c in outcome.contributors} for outcome in commit.slices)
+        for commit in done.commits[2:]
+    ]
+    assert max(named) == NUM_NODES - 1, "one slice always lacks it"
+    scores = [finding.score for finding in done.final.members[LIAR].spots]
+    assert len(scores) > 5 and np.mean(scores) > 1.0
+
+
 def test_rounds_take_no_longer_where_members_check_each_other(corpus: Corpus) -> None:
     """Who checks trains less, and checks while the others train: else a round lasts a third longer."""
     spec = tiny(
@@ -158,6 +174,16 @@ def test_a_commit_waits_for_a_piece_of_a_check_at_most_and_no_audit_goes_unanswe
 def test_who_copies_the_mean_of_the_others_is_put_out(corpus: Corpus) -> None:
     copier = Copier()
     liar = replace(HONEST, seconds_per_inner_step=1.01, on_published=copier.copy)
+
+    expect_liar_put_out(run(corpus, [*map(copier.watch, range(LIAR_PLACE)), as_liar(liar)]))
+
+
+@pytest.mark.nightly
+def test_who_copies_the_mean_and_keeps_it_from_one_reducer_is_put_out(corpus: Corpus) -> None:
+    copier = Copier()
+    liar = replace(
+        HONEST, seconds_per_inner_step=1.01, on_published=copier.copy, lies=keeps_from_one
+    )
 
     expect_liar_put_out(run(corpus, [*map(copier.watch, range(LIAR_PLACE)), as_liar(liar)]))
 

@@ -66,7 +66,7 @@ def _check_reducers(plan: Plan, state: SwarmState) -> None:
     ]
     told = {n: set(state.members[n].unreachable) for n in among}
     cut = {n: {m for m in among if m != n and (m in told[n] or n in told[m])} for n in among}
-    weight = say_of([state.members[n] for n in among], plan.round - 1).weights
+    weight = say_of([state.members[n] for n in among], plan.round - 1, state.rules).weights
     lost = {n: sum(weight.get(m, 0) for m in cut[n]) for n in among}
     has_helper = any(part.reducer_id in helpers for part in plan.slices)
     for part in plan.slices:
@@ -76,7 +76,9 @@ def _check_reducers(plan: Plan, state: SwarmState) -> None:
             most = (sum(weight.values()) - 1) // 2 if is_helper else 0
             assert is_best or lost[part.reducer_id] <= most, "who is cut off reduces beside helpers"
             continue
-        taken = [Fraction(weight[m], lost[m]) for m in cut[part.reducer_id] if weight.get(m)]
+        taken = [
+            Fraction(weight[m], lost[m] or weight[m]) for m in cut[part.reducer_id] if weight.get(m)
+        ]
         assert is_best or sum(taken) < 1, "who is cut off from most of the others reduces"
 
 
@@ -460,10 +462,11 @@ def _check_ledger(books: Books, state: SwarmState) -> None:
     assert sorted(committed + leased + free) == list(range(books.leased_until))
 
 
-def _reached_by_all(members: Collection[Member]) -> bool:
-    """Whether one of them is cut off from no other."""
+def _reached_by_all(members: Collection[Member], opened_at: float) -> bool:
+    """Whether one of them is cut off from no other, and was here long enough for them to say so."""
     return any(
-        not any(
+        (one.is_helper or (one.work.by_stretch and opened_at - one.came_at >= 30.0))
+        and not any(
             o.node_id in one.unreachable or one.node_id in o.unreachable
             for o in members
             if o is not one
@@ -490,7 +493,9 @@ def _check_slices(books: Books, state: SwarmState, now: float) -> None:
             continue
         reducer = state.members[progress.slice.reducer_id]
         is_gone = reducer.state not in PRESENT or progress.is_orphaned
-        stays = not reducer.is_draining or (reducer.is_helper and not _reached_by_all(here))
+        stays = not reducer.is_draining or (
+            reducer.is_helper and not _reached_by_all(here, current.opened_at)
+        )
         if not is_gone and (progress.digest is not None or stays):
             continue
         holders = books.held.get(place, {})

@@ -196,7 +196,7 @@ class RoundMachine(RuleBasedStateMachine):
         assert waited_for.isdisjoint(coming)
         assert known.others_at is not None
         took = known.others_at - known.begun_at
-        assert not waited_for or self.now >= known.begun_at + 1.5 * took
+        assert not waited_for or self.now >= known.begun_at + 1.25 * took
         if Awaited.FULLY in awaited.values():
             assert 2 * len(late) < len(NODES), "not where that were half of all"
             assert self.now >= known.begun_at + max(4 * took, took + 10)

@@ -285,7 +285,7 @@ class CoalitionMachine(RuleBasedStateMachine):
     def share_of_liars(self) -> float:
         """Of the weight of all who are present."""
         present = [m for m in self.world.state.members.values() if m.state in PRESENT]
-        say = say_of(present, self.world.state.committed_round)
+        say = say_of(present, self.world.state.committed_round, self.world.state.rules)
         return weight_of(say, LIARS) / weight_of(say, (m.node_id for m in present))
 
     @invariant()

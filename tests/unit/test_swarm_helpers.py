@@ -1,7 +1,7 @@
 """Helpers in the pure core: members that reduce for others, train nothing and decide nothing."""
 
 import pytest
-from swarm_scene import INITIAL, Scene, asked_of, digest_of
+from swarm_scene import INITIAL, PLAIN_RULES, Scene, asked_of, digest_of
 
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
@@ -139,7 +139,7 @@ def test_a_lone_helper_is_tried_again_at_once_however_often_it_was_at_fault() ->
 
 def test_helpers_weigh_nothing_and_their_holding_a_result_decides_nothing() -> None:
     on_stage = scene("h", "i")
-    say = say_of(on_stage.state.members.values(), 0)
+    say = say_of(on_stage.state.members.values(), 0, PLAIN_RULES)
     assert set(say.weights) == set(NODES)
     for name in NODES:
         on_stage.train(name)
@@ -206,6 +206,19 @@ def test_a_helper_that_was_killed_and_is_back_in_the_round_reduces_it_after_all(
     assert not on_stage.asked(SliceTakenOver)  # once
     play(on_stage, number=number)
     assert on_stage.state.committed_round == number
+
+
+def test_a_helper_that_was_started_again_at_once_goes_on_with_its_slices_and_nobody_else_begins() -> (
+    None
+):
+    """Nodes took them over, and gave them back with the next message of anybody."""
+    on_stage = scene("h", is_behind_nat=False)
+    num_slices = len(on_stage.round.slices)
+    on_stage.attach("h", is_helper=True, cannot_train=True, cannot_evaluate=True, num_ranks=0)
+    assert reducers(on_stage) == {"h"}
+    assert [one.reducer_id for one in on_stage.asked(SliceTakenOver)] == ["h"] * num_slices
+    on_stage.do(Ticked())
+    assert not on_stage.asked(SliceTakenOver)
 
 
 def test_a_helper_that_stalls_gets_nothing_back_in_the_round() -> None:

@@ -83,6 +83,20 @@ def test_with_nothing_left_of_it_the_round_is_void_and_its_samples_are_free_agai
     assert num_samples_of(leased) + num_samples_of(free) == 3 * 10
 
 
+def test_with_nothing_left_of_it_and_nobody_with_the_state_before_that_round_goes_too() -> None:
+    """It was forgotten, so the run ended, or waited, with a state that nobody held."""
+    scene = committed_by_two_of_three()
+    scene.attach("node-c", at=1, digest=digest_of("one"))  # it has lost its newest state
+    scene.leave("node-a")
+    scene.leave("node-b")
+    scene.wait(scene.state.rules.apply_seconds + 1)
+    assert [closed.commit.round for closed in scene.state.recent] == [2, 3]
+    assert scene.state.outer_digest == digest_of("two")
+    scene.wait(scene.state.rules.apply_seconds + 1)
+    assert scene.state.outer_digest == digest_of("one")
+    assert all(closed.is_void for closed in scene.state.recent)
+
+
 def test_nothing_is_taken_back_while_somebody_can_supply_it() -> None:
     scene = committed_by_two_of_three()
     scene.leave("node-a")

@@ -229,6 +229,35 @@ def test_a_loop_of_a_members_own_is_not_checked_for_samples_that_it_need_not_tra
     assert checked == set(NAMES) - {"c"}
 
 
+@pytest.mark.parametrize("num_ranks", [4, 5])
+def test_loops_shield_nobody_with_ranks_by_their_weight(num_ranks: int) -> None:
+    """They check nobody. With half of the weight they had no conviction, however much they made up."""
+    ranks, loops = NAMES[:num_ranks], ("x", "y", "z")
+    scene = scene_of(*ranks, *loops)
+    for name in loops:
+        scene.attach(name, device=OWN_LOOP, cannot_evaluate=True, invite=name)
+    members = {**scene.state.members}
+    for name in loops:
+        member = members[NodeId(name)]
+        members[NodeId(name)] = replace(member, work=Work(by_stretch=((0, 10**9),)))
+    scene.state = replace(scene.state, members=members)
+
+    assert rounds_until_convicted(scene, freeloading("c"), *ranks, *loops) < 40
+    assert convicted(scene) == ["c"]
+
+
+def test_ranks_of_two_invites_beside_loops_of_more_convict_nobody_of_a_third() -> None:
+    ranks, loops = NAMES[:3], ("x", "y", "z")
+    scene = scene_of(*ranks, *loops)
+    for name in loops:
+        scene.attach(name, device=OWN_LOOP, cannot_evaluate=True, invite=name)
+
+    def scores(checker: NodeId, contributor: NodeId) -> float:
+        return -10.0 if checker in "ab" and contributor == "c" else TRAINED
+
+    assert rounds_until_convicted(scene, scores, *ranks, *loops) == 40
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -251,6 +280,47 @@ def test_who_has_other_data_checks_nobody_and_is_checked_by_those_that_have_the_
     )
     for checker, order in asked:
         assert (checker in others) == (order.contributor_id in others)
+
+
+@pytest.mark.parametrize("how", ["kept from one", "left out by one", "fewer samples to one"])
+def test_who_gives_one_reducer_less_than_the_others_is_checked_all_the_same(how: str) -> None:
+    """It went unchecked, for want of one slice, and earned nearly as much."""
+    scene = scene_of(*NAMES)
+    for name in NAMES:
+        scene.train(name, tokens=2 * STEPS * 8, inner_steps=STEPS, seconds=STEPS / 20)
+    whole = dict.fromkeys(NAMES, 2 * STEPS * 8)
+    for progress in scene.round.slices:
+        index, reducer = progress.slice.index, progress.slice.reducer_id
+        tokens, is_the_one = dict(whole), index == 0
+        if is_the_one and how == "kept from one":
+            del tokens["c"]
+        samples = None
+        if is_the_one and how == "fewer samples to one":
+            samples, tokens["c"] = {"c": 3}, 3 * 8
+        left_out = ("c",) if is_the_one and how == "left out by one" else ()
+        result = digest_of(f"result {index}")
+        scene.reduce(reducer, index, result, tokens, samples, left_out=left_out)
+        for name in NAMES:
+            if scene.state.committed_round == 0:
+                scene.hold(name, index, result)
+    (check,) = [c for c in scene.state.spot_checks if c.contributor_id == "c"]
+    assert check.num_samples == 2 * STEPS
+    num_slices = len(NAMES) - 1  # of four blocks
+    assert check.part == (1.0 if how == "fewer samples to one" else 1 - 1 / num_slices)
+
+
+def test_of_work_that_came_in_part_less_is_expected() -> None:
+    """Else a node behind a slow link, whose last slices come too late, were convicted for it."""
+    scene = scene_of(*NAMES)
+    for _ in range(2):
+        checks = do_round(scene, *NAMES)
+        halves = [replace(c, part=0.5) for c in scene.state.spot_checks if c.contributor_id == "c"]
+        others = [c for c in scene.state.spot_checks if c.contributor_id != "c"]
+        scene.state = replace(scene.state, spot_checks=(*others, *halves))
+        for checker, asked in sorted(checks, key=lambda order: order[1].contributor_id == "c"):
+            answer(scene, checker, asked, TRAINED)
+    of_c, of_a = scene.member("c").spots[-1].expected, scene.member("a").spots[-1].expected
+    assert of_c == pytest.approx(of_a / 2) and of_a > 0
 
 
 @pytest.mark.parametrize("why", ["has_private_data", "compares_samples"])
