@@ -54,6 +54,8 @@ MOST_WRITING = 4
 def ask_if_due(turn: Turn) -> None:
     """Asks one ready member to evaluate a new committed state, when the rules want it evaluated.
 
+    Void rounds leave the state as it was: its loss again would tell nothing, and the canary would believe
+    that losses hardly move in this run.
     It holds that state until it applies the next commit, and its ranks are free, or ahead, while the
     bytes of that round travel: so nobody waits for it. The final state is for
     coordinator.swarm.start to ask about, which does wait.
@@ -62,8 +64,18 @@ def ask_if_due(turn: Turn) -> None:
         return
     turn.has_new_state = False
     committed, rules = turn.state.committed_round, turn.state.rules
-    if committed % rules.evaluate_every_rounds == 0 and committed < rules.total_rounds:
+    is_due = committed % rules.evaluate_every_rounds == 0 and committed < rules.total_rounds
+    if is_due and _has_moved(turn.state):
         ask_somebody(turn)
+
+
+def _has_moved(state: SwarmState) -> bool:
+    """Whether rounds since the newest loss have changed the state, as far as they are kept."""
+    if not state.held_out:
+        return True
+    since = [one for one in state.recent if one.commit.round > state.held_out[-1].round]
+    is_all_kept = len(since) == state.committed_round - state.held_out[-1].round
+    return not is_all_kept or not all(one.is_void for one in since)
 
 
 def may_be_evaluated(state: SwarmState) -> bool:
