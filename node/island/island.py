@@ -101,8 +101,8 @@ class Island(Protocol):
     async def start(self) -> CorpusSummary:
         """Brings the ranks up: processes, model, data. Raises AtollError with what is wrong."""
 
-    async def stop(self) -> None:
-        """Ends the ranks; safe to call at any time, more than once."""
+    async def stop(self, why: str = "") -> None:
+        """Ends the ranks; safe to call at any time, more than once. A loop is told `why`."""
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
         """Ranks take over the global parameters in shared memory.
@@ -214,7 +214,7 @@ class RanklessIsland(Island):
         """Nothing to bring up."""
         return NO_DATA
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "") -> None:
         """Nothing to end."""
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:

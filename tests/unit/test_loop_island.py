@@ -429,29 +429,27 @@ async def test_a_loss_that_is_no_number_of_ruined_weights_ends_training_with_a_s
                 swarm.step(tokens=1, loss=loss)
 
         thread = await one.joined(train, model=model)
-        with pytest.raises(TrainingDivergedError, match="round 1: the training loop's loss"):
+        with pytest.raises(
+            TrainingDivergedError, match="round 1: the training loop's loss"
+        ) as error:
             await one.train(work())
-        await one.stops(thread)
+        await one.island.stop(str(error.value))
+        await ends(thread)
         log = (tmp_path / "logs" / "loop.log").read_text()
         assert "loss is no longer finite at inner step 1; lower the learning rate" in log
 
 
 @pytest.mark.parametrize(
-    ("round", "num_rounds", "said"),
+    ("why", "said"),
     [
-        (100, None, "the run is finished"),  # as the run file says
-        (100, 300, "the node has stopped"),
-        (300, 300, "the run is finished"),
-        (60, 60, "the run is finished"),
+        ("the run is finished: ops has stopped the run after round 7", None),
+        ("the node was stopped by its owner, after the commit of round 7", None),
+        ("", "the node has stopped"),
     ],
 )
-async def test_a_loop_is_told_the_run_is_finished_by_its_rounds_as_amended(
-    tmp_path: Path, round: int, num_rounds: int | None, said: str
-) -> None:
-    """Extended, a run whose schedule is over goes on, and a stopped node is no end of it."""
+async def test_a_loop_is_told_why_its_node_ends(tmp_path: Path, why: str, said: str | None) -> None:
     async with scene(tmp_path) as one:
         model = Decoder(one.spec.decoder)
-        assert one.spec.run.rounds == 100
 
         def train(swarm: atoll.Swarm) -> str:
             while not swarm.is_over:
@@ -460,10 +458,10 @@ async def test_a_loop_is_told_the_run_is_finished_by_its_rounds_as_amended(
             return swarm.why_over
 
         thread = await one.joined(train, model=model)
-        progress = {} if num_rounds is None else {"progress_begin": 1.0, "progress_end": 1.0}
-        await one.train(work(round, num_rounds=num_rounds, **progress))
-        await one.stops(thread)
-        assert one.ended == [said]
+        await one.train(work())
+        await one.island.stop(why)
+        await ends(thread)
+        assert one.ended == [said or why]
 
 
 @pytest.mark.parametrize("bad", [*in_two_ways(math.nan), *in_two_ways(math.inf)])
