@@ -458,6 +458,7 @@ class Daemon:
             reach_back=self._exchange.reach_back(),
             cannot_train=not self._island.ability.trains,
             cannot_evaluate=not self._island.ability.evaluates,
+            evaluates_by=self._island.ability.evaluates_by,
             outside_token=self._transport.outside_token,
             outside_by_ipv6=self._transport.outside_by_ipv6,
             punched=self._transport.punched,

@@ -241,6 +241,7 @@ class SessionDesk:
             rates=_rates_of(request),
             cannot_train=request.cannot_train,
             cannot_evaluate=request.cannot_evaluate,
+            evaluates_by=request.evaluates_by,
             reach_back=checks.round_spans(request.reach_back),
             outside=self._lookout.of(node_id, request.outside_token),
             outside_by_ipv6=checks.place_by_ipv6(request.outside_by_ipv6),

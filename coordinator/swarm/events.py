@@ -62,6 +62,7 @@ class HeartbeatSeen:
     rates: Rates = UNKNOWN
     cannot_train: bool = False
     cannot_evaluate: bool = False
+    evaluates_by: str = ""
     reach_back: tuple[RoundSpan, ...] = ()
     # Multiaddresses that its router shows lately, to each that looks, by IPv4 …
     outside: tuple[str, ...] = ()

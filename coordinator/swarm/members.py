@@ -137,6 +137,7 @@ class Member:
     is_heard: bool = True  # since its stream broke, or the coordinator started or could hear nobody
     cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
     cannot_evaluate: bool = False  # nobody asks it for a held-out loss
+    evaluates_by: str = ""  # of a loop: a digest of its function for that
     invite_id: str = ""  # that it joined with
     is_own: bool = False  # the run owner's own, by that invite: coordinator.swarm.weighing
     is_helper: bool = False  # by its certificate: it reduces for those who cannot be dialled

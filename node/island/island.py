@@ -85,6 +85,7 @@ class Ability:
     evaluates: bool = True
     waits_for: str = "a training loop"  # where it does not train
     software: str = ""  # of a loop, by which others see whether it computes as theirs do
+    evaluates_by: str = ""  # a digest of a loop's function for that, by which losses are told apart
 
 
 ALL = Ability()

@@ -125,6 +125,7 @@ class Vitals:
     reach_back: tuple[RoundSpan, ...] = ()  # rounds to whose states it can go back by itself
     cannot_train: bool = False
     cannot_evaluate: bool = False
+    evaluates_by: str = ""  # a digest of its loop's function for that; empty: the run's own measure
     outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
     outside_by_ipv6: str = ""  # where its QUIC is, as no router translates it: a multiaddress
     punched: tuple[NodeId, ...] = ()  # members that it reaches through holes in routers
@@ -142,6 +143,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         "waiting_for": words_for_people(vitals.waiting_for, most=LONG_WORDS),
         "mesh": words_for_people(vitals.mesh, most=SHORT_WORDS),
         "software": words_for_people(vitals.software, most=SHORT_WORDS),
+        "evaluates_by": words_for_people(vitals.evaluates_by, most=SHORT_WORDS),
         "wire": convert.wire_counts_to_wire(vitals.wire),
         "through": through,
     }

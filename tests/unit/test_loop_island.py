@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 
 import atoll
 from atoll.connection import Connection
-from atoll.session import STILL_STEPS
+from atoll.session import STILL_STEPS, digest_of_function
 from atoll.training import MOST_SKIPPED
 from node.island.data.dataset import Batch, Corpus, Indices
 from node.island.data.manifest import Split
@@ -517,6 +518,7 @@ async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_pa
         thread = await one.joined(train, model=model, evaluate=evaluate)
         able = one.island.ability
         assert able.trains and able.evaluates and able.software.startswith("a loop with torch ")
+        assert able.evaluates_by == digest_of_function(evaluate) != ""
         await one.train(work(steps=1))
         evaluation = await one.island.evaluate()
         assert evaluation is not None and (evaluation.loss, evaluation.tokens) == (1.5, 99)
@@ -881,6 +883,29 @@ async def test_a_loop_that_says_what_the_node_cannot_read_ends_with_what_that_wa
         assert nobody.inner_steps == 0
 
 
+def measure(scale: float) -> float:
+    return scale
+
+
+class Measure:
+    def __call__(self) -> float:
+        return 2.0
+
+
+def test_functions_that_evaluate_are_told_apart_by_what_they_say() -> None:
+    def measure_twice(scale: float) -> float:
+        return 2 * scale
+
+    made: dict[str, Any] = {}
+    exec("def measure(): return 1.0", made)
+    assert digest_of_function(None) == ""
+    assert digest_of_function(partial(measure, 1.0)) == digest_of_function(measure)
+    assert digest_of_function(Measure()) == digest_of_function(Measure.__call__)
+    functions = (measure, measure_twice, Measure(), made["measure"])
+    assert len({digest_of_function(function) for function in functions}) == 4
+    assert digest_of_function(made["measure"]) == "a function without source"
+
+
 def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
     hello = {
         "kind": "hello",
@@ -914,7 +939,7 @@ def come_in_bare(
     )
     if version == VERSION:
         connection.hear()
-        connection.say({"kind": "ready", "software": ""})
+        connection.say({"kind": "ready", "software": "", "evaluates_by": ""})
     return connection
 
 

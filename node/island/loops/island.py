@@ -99,7 +99,11 @@ class LoopIsland:
         here = self._whole
         if here is None:
             return Ability(trains=False, evaluates=False)
-        return Ability(evaluates=here.evaluates, software=here.software)
+        return Ability(
+            evaluates=here.evaluates,
+            software=here.software,
+            evaluates_by=here.evaluates_by,
+        )
 
     async def start(self) -> CorpusSummary:
         """See Island. Does not wait for a loop: the node can be of use without."""
@@ -267,7 +271,7 @@ class LoopIsland:
         self._watch.heard()
         match word:
             case Ready():
-                loop.software = word.software
+                loop.software, loop.evaluates_by = word.software, word.evaluates_by
                 self._is_ready(loop, rank)
             case Stepped():
                 self._stepped(loop, word)
