@@ -287,6 +287,34 @@ async def test_a_loader_of_one_s_own_counts_its_tokens_and_no_more_than_were_lea
         assert caplog.text.count("a step of this loop has 1000 tokens on a rank, and only 64") == 1
 
 
+async def test_a_loop_whose_samples_count_as_one_hears_of_samples(tmp_path: Path) -> None:
+    spec = small_spec()
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"context": 1})})
+    async with scene(tmp_path, spec) as one:
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> list[str]:
+            told = []
+            for tokens in (None, 2.5):
+                with pytest.raises(ValueError) as error:
+                    swarm.step(tokens=tokens)
+                told.append(str(error.value))
+            next(swarm.samples())
+            with pytest.raises(ValueError) as error:
+                swarm.step(tokens=5)
+            nudge(model)
+            swarm.step()
+            return [*told, str(error.value)]
+
+        thread = await one.joined(train, model=model)
+        assert (await one.train(work(steps=1))).tokens == 4
+        await one.stops(thread)
+        (told,) = one.ended
+        assert "how many samples this rank trained" in told[0]
+        assert "how many samples there are" in told[1]
+        assert "has 4 samples to train on, not 5" in told[2]
+
+
 async def test_step_wants_tokens_and_samples_want_step(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
 
@@ -295,7 +323,7 @@ async def test_step_wants_tokens_and_samples_want_step(tmp_path: Path) -> None:
                 swarm.step()
             samples = swarm.samples()
             next(samples)
-            with pytest.raises(ValueError, match="have 64 tokens to predict, not 65"):
+            with pytest.raises(ValueError, match="has 64 tokens to train on, not 65"):
                 swarm.step(tokens=65)
             with pytest.raises(atoll.SamplesError, match="must not fetch ahead"):
                 next(samples)
