@@ -4,6 +4,8 @@ Orders are carried out while the loop is in one of the calls of atoll.swarm, and
 ranks go through all of it together: they are given the same orders in the same order.
 """
 
+import hashlib
+import inspect
 import logging
 import math
 import secrets
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -368,7 +371,13 @@ class Session:
             num_samples=welcome["num_samples"],
         )
         self._rules = self._rules or welcome["rules"]
-        connection.say({"kind": "ready", "software": self._software})
+        connection.say(
+            {
+                "kind": "ready",
+                "software": self._software,
+                "evaluates_by": digest_of_function(self._evaluate),
+            }
+        )
 
     def _watch_buffers(self, places: Sequence[Place]) -> None:
         """From now on, over all connections. Raises ModelMismatchError."""
@@ -464,6 +473,24 @@ class Session:
             for module, is_training in modes:
                 module.training = is_training
         return _evaluation_of(found)
+
+
+def digest_of_function(function: Callable[..., Any] | None) -> str:
+    """By which losses of other functions are told apart; empty without a function.
+
+    It is of the source, for bytecode differs by Python's version. What it calls and closes over is not in it.
+    """
+    if function is None:
+        return ""
+    while isinstance(function, partial):
+        function = function.func
+    body = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        source = inspect.getsource(inspect.unwrap(body))
+    except (OSError, TypeError):  # typed into a prompt, or made by exec
+        return "a function without source"
+    lines = [line.strip() for line in source.splitlines() if line.strip()]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=4).hexdigest()
 
 
 def _not_refused(message: Message | None) -> Message | None:

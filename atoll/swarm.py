@@ -245,30 +245,34 @@ class Swarm:
         """Tokens that a step counts; on leased samples no more than count in them."""
         leased = self.run.tokens_per_step // self._ranks.world_size
         if tokens is not None:
-            tokens = _whole(tokens, "step(tokens=…)")
+            tokens = _whole(tokens, of=self._counted)
         if training.sampled_step == training.steps:
             most = training.sampled_tokens
             if tokens is not None and not 0 <= tokens <= most:
                 raise ValueError(
-                    f"the leased samples of this step have {most} tokens to predict, not {tokens}: leave "
-                    "tokens out, or tell fewer where the loop masks more"
+                    f"the lease of this step has {most} {self._counted} to train on, not {tokens}: leave "
+                    "tokens=… out, or tell fewer where the loop masks more"
                 )
             return most if tokens is None else tokens
         if tokens is None:
             raise ValueError(
-                "step() wants tokens=…: how many this rank trained, or samples where a sample counts as one. "
-                "Only steps on swarm.samples() know"
+                f"step() wants tokens=…: how many {self._counted} this rank trained. Only steps on "
+                "swarm.samples() know"
             )
         if tokens > leased and not self._has_warned:
             self._has_warned = True
-            are_samples = self.run.context == 1
-            counted, what = ("samples", "") if are_samples else ("tokens", " times [model] context")
+            what = " times [model] context" if self.run.context > 1 else ""
             self._session.log.tell(
                 logging.WARNING,
-                f"a step of this loop has {tokens} {counted} on a rank, and only {leased} of them weigh in "
-                f"the swarm: the run's [inner] batch{what}, over {self._ranks.world_size} ranks",
+                f"a step of this loop has {tokens} {self._counted} on a rank, and only {leased} of them "
+                f"weigh in the swarm: the run's [inner] batch{what}, over {self._ranks.world_size} ranks",
             )
         return tokens
+
+    @property
+    def _counted(self) -> str:
+        """What is told as tokens, for people: a sample without a context is one."""
+        return "tokens" if self.run.context > 1 else "samples"
 
     def _tell_now_and_then(self, training: Training) -> None:
         now = time.monotonic()
@@ -300,14 +304,14 @@ class Swarm:
         return order is not None
 
 
-def _whole(count: Any, what: str) -> int:
+def _whole(count: Any, *, of: str) -> int:
     """A count as an int. Raises ValueError for what is none: a node would end the connection over it."""
     try:
         whole = int(count)
     except (TypeError, ValueError, OverflowError):
         whole = -1
     if whole < 0 or whole != count or whole >= MOST_TOKENS:
-        raise ValueError(f"{what} is how many tokens there are, from 0 on, and not {count!r}")
+        raise ValueError(f"step(tokens=…) is how many {of} there are, from 0 on, and not {count!r}")
     return whole
 
 

@@ -150,7 +150,8 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
             "warning",
             "held-out losses are of another text",
             from_round=after.held_out_text_from,
-            why="most nodes have other data than before: losses on both sides of it are not compared",
+            why="nodes have other data, or evaluate by another function, than before: losses on both "
+            "sides of it are not compared",
         )
     for held_out in after.held_out[len(before.held_out) :]:
         own: dict[str, object] = {}

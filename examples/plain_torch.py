@@ -48,4 +48,4 @@ with atoll.join(model, optimizer, folder=folder, evaluate=evaluate) as swarm:
         optimizer.step()
         optimizer.zero_grad()
         swarm.step(tokens=BATCH * CONTEXT, loss=loss)
-print(f"{swarm.why_over}; held-out loss {evaluate()[0]:.3f} nats per byte")
+print(f"{swarm.why_over}; {evaluate()[0]:.3f} nats per byte here")

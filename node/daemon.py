@@ -251,7 +251,7 @@ class Daemon:
 
         Cancel it to leave at once, or `drain` it: it says goodbye and stops what it started.
         """
-        goodbye = "stopped by its owner"
+        goodbye, why = "stopped by its owner", ""
         ranks = asyncio.ensure_future(self._bring_ranks_up())
         transport = asyncio.ensure_future(self._transport.start(self._exchange))
         tasks: list[asyncio.Task[Any]] = [ranks, transport]
@@ -286,14 +286,16 @@ class Daemon:
                 return goodbye
             await self._session.flush(timeout_seconds=5)
             goodbye = "the run is finished"
+            why = f"{goodbye}: {work.result()}"
             return work.result()
         except (
             TrainingDivergedError
         ) as error:  # of the run, not of this machine: its owner may know
-            goodbye = f"stopped by an error: {error.what}"
+            goodbye, why = f"stopped by an error: {error.what}", str(error)
             raise
-        except Exception:
+        except Exception as error:
             goodbye = "stopped by an error, which its log tells"
+            why = f"the node was stopped by an error: {error}"
             raise
         finally:
             self._is_ending = True
@@ -307,7 +309,7 @@ class Daemon:
             await self._exchange.stop()
             for fault in await asyncio.gather(
                 self._transport.stop(),
-                self._island.stop(),
+                self._island.stop(why or f"the node was {goodbye}"),
                 self._duties.save_at_end(),
                 return_exceptions=True,
             ):
@@ -453,6 +455,7 @@ class Daemon:
             reach_back=self._exchange.reach_back(),
             cannot_train=not self._island.ability.trains,
             cannot_evaluate=not self._island.ability.evaluates,
+            evaluates_by=self._island.ability.evaluates_by,
         )
 
     def _waiting_for(self) -> str:

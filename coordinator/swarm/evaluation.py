@@ -18,6 +18,7 @@ of those who were asked must say so, and two at least: one that lies can neither
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -42,7 +43,7 @@ from coordinator.swarm.turn import Turn, available_members, is_present, present_
 from coordinator.swarm.weighing import common_corpus, say_of, worth
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
-from protocol.wire.rounds import NodeId, book_of_data
+from protocol.wire.rounds import OWN_LOOP, NodeId, book_of_data
 
 EVALUATORS = 3
 """Who are asked for one loss where the run goes by it: one that lies changes nothing."""
@@ -54,6 +55,8 @@ MOST_WRITING = 4
 def ask_if_due(turn: Turn) -> None:
     """Asks one ready member to evaluate a new committed state, when the rules want it evaluated.
 
+    Void rounds leave the state as it was: its loss again would tell nothing, and the canary would believe
+    that losses hardly move in this run.
     It holds that state until it applies the next commit, and its ranks are free, or ahead, while the
     bytes of that round travel: so nobody waits for it. The final state is for
     coordinator.swarm.start to ask about, which does wait.
@@ -62,8 +65,18 @@ def ask_if_due(turn: Turn) -> None:
         return
     turn.has_new_state = False
     committed, rules = turn.state.committed_round, turn.state.rules
-    if committed % rules.evaluate_every_rounds == 0 and committed < rules.total_rounds:
+    is_due = committed % rules.evaluate_every_rounds == 0 and committed < rules.total_rounds
+    if is_due and _has_moved(turn.state):
         ask_somebody(turn)
+
+
+def _has_moved(state: SwarmState) -> bool:
+    """Whether rounds since the newest loss have changed the state, as far as they are kept."""
+    if not state.held_out:
+        return True
+    since = [one for one in state.recent if one.commit.round > state.held_out[-1].round]
+    is_all_kept = len(since) == state.committed_round - state.held_out[-1].round
+    return not is_all_kept or not all(one.is_void for one in since)
 
 
 def may_be_evaluated(state: SwarmState) -> bool:
@@ -111,11 +124,31 @@ def ask_somebody(turn: Turn) -> None:
 
 
 def _on_common_text(state: SwarmState, ready: list[Member]) -> list[Member]:
-    """Those with the data of most weight, where any has: losses on other texts are no curve together."""
-    common = common_corpus(state)
-    if common is None or state.rules.has_private_data:
+    """Those with the data of most weight, where any has: losses on other texts are no curve together.
+
+    Nor are those of loops that evaluate by other functions: who goes on with the curve comes first.
+    """
+    if state.rules.has_private_data:
         return ready
-    return [m for m in ready if m.corpus.num_samples and m.corpus.is_same(common)] or ready
+    common = common_corpus(state)
+    of_run = [member for member in ready if member.device != OWN_LOOP]
+    if common is not None:
+        on_it = [m for m in of_run if m.corpus.num_samples and m.corpus.is_same(common)]
+        if on_it:
+            return on_it
+    texts = Counter(_text_of(member) for member in ready)
+    most = max(sorted(texts), key=lambda text: texts[text])
+    text = state.held_out_text if state.held_out_text in texts else most
+    return [member for member in ready if _text_of(member) == text]
+
+
+def _text_of(member: Member) -> str:
+    """What its losses are of: its data, and of a loop the function; empty where nobody knows."""
+    if member.device == OWN_LOOP:
+        return member.evaluates_by
+    corpus = member.corpus
+    held_out = corpus.held_out_digest or b""
+    return corpus.digest.hex() + held_out.hex() if corpus.num_samples else ""
 
 
 def drawn_evaluators(state: SwarmState, ready: Sequence[Member]) -> list[NodeId]:
@@ -237,11 +270,10 @@ def _noting_its_text(state: SwarmState, asked: Evaluating) -> SwarmState:
     """With what the losses are of: where it is another text, they begin anew, and nothing has jumped."""
     if not asked.found or state.rules.has_private_data:
         return state
-    corpus = state.members[middle_loss(state, asked.found).node_id].corpus
-    if not corpus.num_samples:  # a loop's own
-        return state
-    text = corpus.digest.hex() + (corpus.held_out_digest or b"").hex()
+    text = _text_of(state.members[middle_loss(state, asked.found).node_id])
     before = state.held_out_text
+    if not text:
+        return state
     if before.startswith(text) or text.startswith(before or text):  # as of nodes that tell less
         return replace(state, held_out_text=max(before, text, key=len))
     return replace(state, held_out_text=text, held_out_text_from=asked.round)

@@ -21,6 +21,7 @@ from coordinator.swarm.retraction import (
 from coordinator.swarm.rounds import awaited_appliers, held_in_words, is_undecided
 from coordinator.swarm.start import (
     bringing,
+    ends_at,
     finished_reason,
     is_at_end,
     is_evaluated,
@@ -204,8 +205,9 @@ def _end(state: SwarmState, now: float) -> str:
     """What the run waits for after its last round."""
     if state.unsupplied_since is not None:
         return _unsupplied(state, state.unsupplied_since, now)
-    assert state.end_waits_until is not None  # otherwise the run would be finished
-    left = _left(state.end_waits_until, now)
+    until = ends_at(state)
+    assert until is not None  # otherwise the run would be finished
+    left = _left(until, now)
     behind = members_behind(state)
     is_settled = is_evaluated(state) or not may_be_evaluated(state)
     if is_settled and not behind and (writers := awaited_writers(state)):

@@ -114,6 +114,7 @@ class Condition:
 
     cannot_train: bool = False  # its owner's loop does not run: no plan counts on it
     cannot_evaluate: bool = False  # nobody asks it for a held-out loss
+    evaluates_by: str = ""  # of a loop: a digest of its function for that
     unreachable: tuple[NodeId, ...] = ()  # members that it has no connection to
     reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
     outside_by_ipv6: str = ""  # the multiaddress that it says it has

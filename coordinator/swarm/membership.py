@@ -114,6 +114,7 @@ def attach(turn: Turn, event: Attached) -> None:
             process_id=event.process_id,
             cannot_train=event.cannot_train,
             cannot_evaluate=event.cannot_evaluate,
+            evaluates_by=before.evaluates_by if before else "",  # until its next heartbeat tells
             committed_tokens=before.committed_tokens if before else 0,
             inner_steps_per_second=_speed_before(before, event),
             rates=before.rates if before else UNKNOWN,

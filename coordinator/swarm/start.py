@@ -30,7 +30,7 @@ from coordinator.swarm.evaluation import (
 from coordinator.swarm.events import BaseLearned, CommitLearned, Tell
 from coordinator.swarm.ledger import end_ahead, settle
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
-from coordinator.swarm.membership import give_up
+from coordinator.swarm.membership import HEARTBEATS_PER_LEASE, give_up
 from coordinator.swarm.rounds import end_round
 from coordinator.swarm.slices import norms_after
 from coordinator.swarm.state import (
@@ -62,6 +62,9 @@ GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
 
 MARGIN = 1.5
 """The next round is given so many times what the newest one took, within the longest round's time."""
+
+SILENT_HEARTBEATS = 2
+"""A member that is behind at the end is waited for until so many in a row are missing."""
 
 
 def start(turn: Turn) -> None:
@@ -428,9 +431,9 @@ def end_run(turn: Turn) -> None:
 
     Where nobody who is here can evaluate, it ends without that. A node that evaluates has as long as
     the run file gives for applying, and so has the final model to write. Members that are behind have
-    what is left of it, and no more than commits take to be applied: they are waited for because those
-    who could supply them leave when the run is finished. While nobody here holds the final state, and
-    it may be taken back, the run does not end; after that it waits anew.
+    what is left of it while they are heard: they are waited for because those who could supply them
+    leave when the run is finished. While nobody here holds the final state, and it may be taken back,
+    the run does not end; after that it waits anew.
     """
     state = turn.state
     if state.is_finished or not is_at_end(state) or state.alarm is not None:
@@ -444,10 +447,35 @@ def end_run(turn: Turn) -> None:
         state = turn.state = replace(state, evaluating=None, end_waits_until=until)
     if not is_evaluated(state) and may_be_evaluated(state):
         _wait_for_evaluation(turn)
-    elif members_behind(state):
-        _wait_for_members_behind(turn)
-    elif not awaited_writers(state) or turn.now >= until:
+    elif turn.now >= _end_waits_until(state) or not (
+        members_behind(state) or awaited_writers(state)
+    ):
         _finish(turn)
+
+
+def ends_at(state: SwarmState) -> float | None:
+    """When the run ends even if nobody else comes to its final state; None away from its end."""
+    return None if state.end_waits_until is None else _end_waits_until(state)
+
+
+def _end_waits_until(state: SwarmState) -> float:
+    """A member that is behind is waited for as long as it is heard: a slow one may be within a step."""
+    until = state.end_waits_until
+    assert until is not None
+    is_evaluating = not is_evaluated(state) and may_be_evaluated(state)
+    behind = members_behind(state)
+    if is_evaluating or not behind or pending_audits(state):
+        return until
+    return min(until, max(_heard_until(state, member) for member in behind))
+
+
+def _heard_until(state: SwarmState, member: Member) -> float:
+    """When a member's silence has lasted for longer than living nodes are silent or commits take to apply."""
+    if not member.is_heard:  # its stream broke, and its lease is shortened for that
+        return member.lease_until
+    lease = state.rules.lease_seconds
+    silence = max(SILENT_HEARTBEATS * lease / HEARTBEATS_PER_LEASE, next_apply_seconds(state))
+    return member.lease_until - lease + silence
 
 
 def is_at_end(state: SwarmState) -> bool:
@@ -493,16 +521,6 @@ def _wait_for_evaluation(turn: Turn) -> None:
         ask_somebody(turn)
         if turn.state.evaluating is not None:
             turn.state = replace(turn.state, end_waits_until=turn.state.evaluating.until)
-
-
-def _wait_for_members_behind(turn: Turn) -> None:
-    state = turn.state
-    assert state.end_waits_until is not None
-    until = min(state.end_waits_until, turn.now + next_apply_seconds(state))
-    if turn.now >= until:
-        _finish(turn)
-    else:
-        turn.state = replace(state, end_waits_until=until)
 
 
 def _finish(turn: Turn) -> None:

@@ -62,6 +62,7 @@ from coordinator.swarm.spot_checks import spot_checked
 from coordinator.swarm.start import (
     end_run,
     end_waiting,
+    ends_at,
     learn_base,
     learn_commit,
     start,
@@ -185,8 +186,8 @@ def next_deadline(state: SwarmState) -> float | None:
         deadlines.append(taken_back_at)
     if (withdrawn_at := withdraws_at(state)) is not None:
         deadlines.append(withdrawn_at)
-    if state.end_waits_until is not None:
-        deadlines.append(state.end_waits_until)
+    if (end := ends_at(state)) is not None:
+        deadlines.append(end)
     return min(deadlines, default=None)
 
 

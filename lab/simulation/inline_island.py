@@ -83,7 +83,7 @@ class InlineIsland(Island):
         self._trainer.take_base(None)
         return corpus.summary()
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "") -> None:
         """Forgets model and optimizer."""
         self._trainer = None
 

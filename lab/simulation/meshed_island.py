@@ -72,7 +72,7 @@ class MeshedIsland(Island):
         )
         return self._answer_of(self._ranks.start())
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "") -> None:
         """See Island."""
         if self._thread is None:
             return

@@ -106,9 +106,9 @@ class LastingIsland:
         self._is_fresh = self._has_restarted = True
         self._up.set()
 
-    async def stop(self) -> None:
-        """Ends the ranks."""
-        await self._island.stop()
+    async def stop(self, why: str = "") -> None:
+        """Ends the ranks; a loop is told `why`."""
+        await self._island.stop(why)
 
     def halt(self) -> None:
         """Ends training for good: what is in progress after its current inner step.

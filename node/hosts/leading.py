@@ -392,9 +392,9 @@ class HostsIsland(Island):
         of_hosts = [f"host {host.name}: {why}" for host, why in said if why not in ("", own)]
         return "; ".join([own, *of_hosts] if own else of_hosts)
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "") -> None:
         """See Island."""
-        await self._own.stop()
+        await self._own.stop(why)
         await asyncio.gather(*(self._stop(host) for host in self._others))
         if self._store is not None:
             self._store.close()

@@ -85,6 +85,7 @@ class Ability:
     evaluates: bool = True
     waits_for: str = "a training loop"  # where it does not train
     software: str = ""  # of a loop, by which others see whether it computes as theirs do
+    evaluates_by: str = ""  # a digest of a loop's function for that, by which losses are told apart
 
 
 ALL = Ability()
@@ -101,8 +102,8 @@ class Island(Protocol):
     async def start(self) -> CorpusSummary:
         """Brings the ranks up: processes, model, data. Raises AtollError with what is wrong."""
 
-    async def stop(self) -> None:
-        """Ends the ranks; safe to call at any time, more than once."""
+    async def stop(self, why: str = "") -> None:
+        """Ends the ranks; safe to call at any time, more than once. A loop is told `why`."""
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
         """Ranks take over the global parameters in shared memory.
@@ -214,7 +215,7 @@ class RanklessIsland(Island):
         """Nothing to bring up."""
         return NO_DATA
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "") -> None:
         """Nothing to end."""
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:

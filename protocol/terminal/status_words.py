@@ -217,6 +217,13 @@ def software_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
     return f"{who}: what nodes compute of the same samples may differ" if who else ""
 
 
+def functions_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
+    """Which loops evaluate by which functions; nothing where all do by one."""
+    told = [node for node in nodes if node.heartbeat.evaluates_by]
+    who = _who_has_which(told, lambda node: node.heartbeat.evaluates_by)
+    return f"loops evaluate by other functions, one at a time for the curve: {who}" if who else ""
+
+
 def _who_has_which(
     nodes: Iterable[pb.NodeStatus], version_of: Callable[[pb.NodeStatus], str]
 ) -> str:

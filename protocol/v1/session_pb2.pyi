@@ -503,6 +503,7 @@ class HeartbeatRequest(_message.Message):
     OUTSIDE_BY_IPV6_FIELD_NUMBER: _builtins.int
     BY_PROXY_IDS_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
+    EVALUATES_BY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     outer_round: _builtins.int
@@ -543,6 +544,8 @@ class HeartbeatRequest(_message.Message):
     """Programs whose versions decide what it computes, for example "Python 3.13, torch 2.13, transformers 5.23";
     empty of helpers, of loops of one's own, and of nodes that do not tell.
     """
+    evaluates_by: _builtins.str
+    """A digest of the function by which its loop evaluates; empty of others, and of loops that do not tell."""
     @_builtins.property
     def wire(self) -> _containers.RepeatedCompositeFieldContainer[Global___WireCount]:
         """Bytes since the node started."""
@@ -619,10 +622,11 @@ class HeartbeatRequest(_message.Message):
         outside_by_ipv6: _builtins.str = ...,
         by_proxy_ids: _abc.Iterable[_builtins.str] | None = ...,
         software: _builtins.str = ...,
+        evaluates_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["exchange_speed", b"exchange_speed", "link_rates", b"link_rates", "upload_pace", b"upload_pace", "utilisation", b"utilisation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "by_proxy_ids", b"by_proxy_ids", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "carry_bytes_per_second", b"carry_bytes_per_second", "congestion_control", b"congestion_control", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "narrow_ids", b"narrow_ids", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "outside_by_ipv6", b"outside_by_ipv6", "outside_token", b"outside_token", "punched_ids", b"punched_ids", "reach_back", b"reach_back", "session_id", b"session_id", "software", b"software", "through", b"through", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "by_proxy_ids", b"by_proxy_ids", "cannot_evaluate", b"cannot_evaluate", "cannot_train", b"cannot_train", "carry_bytes_per_second", b"carry_bytes_per_second", "congestion_control", b"congestion_control", "evaluates_by", b"evaluates_by", "exchange_speed", b"exchange_speed", "inner_step", b"inner_step", "let_go_rounds", b"let_go_rounds", "link_rates", b"link_rates", "loss", b"loss", "mesh", b"mesh", "narrow_ids", b"narrow_ids", "outer_digest", b"outer_digest", "outer_incarnation", b"outer_incarnation", "outer_round", b"outer_round", "outside_by_ipv6", b"outside_by_ipv6", "outside_token", b"outside_token", "punched_ids", b"punched_ids", "reach_back", b"reach_back", "session_id", b"session_id", "software", b"software", "through", b"through", "tokens_per_second", b"tokens_per_second", "unreachable_ids", b"unreachable_ids", "upload_pace", b"upload_pace", "utilisation", b"utilisation", "waiting_for", b"waiting_for", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -171,6 +171,7 @@ class Vitals(Declaration):
     let_go_rounds: float = 0.0  # of late work, by this process
     exchange_speed: ExchangeSpeed | None = None  # None: not measured
     reach_back: tuple[RoundSpan, ...] = ()  # rounds to whose states it can go back by itself
+    evaluates_by: str = ""  # a digest of its loop's function for that; empty: the run's own measure
 
 
 def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
@@ -182,6 +183,7 @@ def heartbeat_of(session_id: int, vitals: Vitals) -> pb.HeartbeatRequest:
         "waiting_for": words_for_people(vitals.waiting_for, most=LONG_WORDS),
         "mesh": words_for_people(vitals.mesh, most=SHORT_WORDS),
         "software": words_for_people(vitals.software, most=SHORT_WORDS),
+        "evaluates_by": words_for_people(vitals.evaluates_by, most=SHORT_WORDS),
     }
     if vitals.link.link_rates == UNMEASURED:
         del told["link_rates"]

@@ -103,7 +103,7 @@ def test_whoever_comes_first_all_go_on_from_the_newest_state(
 
 
 def run_with_two_that_come_first(
-    corpus: Corpus, disks: Path, *, mended_at: float, others_at: float
+    corpus: Corpus, disks: Path, *, mended_at: float, others_at: float, rounds: int = 40
 ) -> tuple[SimulatedRun, list[MutableMapping[str, Any]]]:
     """Two of four that are behind come first, without a link between them: nothing commits so long."""
 
@@ -120,7 +120,7 @@ def run_with_two_that_come_first(
             *(stay_away(node, 22.5, RETURNS_AT + 1) for node in nodes[2:]),
         )
 
-    spec = tiny(run={"rounds": 40, "min_nodes": 2}, deadlines=DEADLINES)
+    spec = tiny(run={"rounds": rounds, "min_nodes": 2}, deadlines=DEADLINES)
     outage = Outage(copied_at=22.5, dies_at=DIES_AT, returns_at=RETURNS_AT)
     with capture_logs() as logs:
         run = simulate(
@@ -146,11 +146,14 @@ def test_who_took_part_in_void_rounds_leaves_them_behind_with_all_that_it_owes(
     assert {len(outcome.contributors) for outcome in run.commits[-1].slices} == {4}
 
 
+@pytest.mark.parametrize("rounds", [26, pytest.param(40, marks=pytest.mark.nightly)])
 def test_who_comes_after_others_have_committed_anew_goes_on_with_them_and_says_what_it_lets_go(
-    corpus: Corpus, tmp_path: Path
+    corpus: Corpus, tmp_path: Path, rounds: int
 ) -> None:
-    run, logs = run_with_two_that_come_first(corpus, tmp_path, mended_at=300, others_at=330)
-    assert_sound(run, rounds=40, nodes=4)
+    run, logs = run_with_two_that_come_first(
+        corpus, tmp_path, mended_at=300, others_at=330, rounds=rounds
+    )
+    assert_sound(run, rounds=rounds, nodes=4)
     let_go = [entry for entry in logs if entry.get("residual") == "dropped"]
     assert len(let_go) == 2
     assert {entry["log_level"] for entry in let_go} == {"warning"}

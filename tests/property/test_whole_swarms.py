@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 
 from effort import examples
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.swarm.ledger import num_samples_of
@@ -19,9 +19,7 @@ from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny
 
 ROUNDS = 8
-DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 30, "lease": 15}
-STEPS_AT_THE_END = 2.5
-"""Inner steps of the slowest that applying may take: the end waits for nobody longer."""
+DEADLINES = {"train": 20, "contribute": 30, "commit": 40, "apply": 30, "lease": 15, "floor": 2}
 LAST_CHANGE_SECONDS = 10.0
 """Before the run can be over: nodes that come, or are reachable again, later than that find nobody."""
 
@@ -29,7 +27,12 @@ PACE = st.sampled_from([1.0, 0.5, 2.0, 6.0])
 NODE = st.integers(0, 3)
 
 
+A_STEP_OUTLASTS_APPLYING = {"paces": [1.0, 1.0, 6.0], "starts": [0.0] * 3, "overlap": "keep"}
+NOTHING_HAPPENS = {"dies_after": None, "cuts": [], "fragments": 1}
+
+
 @examples(12)
+@example(**A_STEP_OUTLASTS_APPLYING, **NOTHING_HAPPENS, adapt=True)
 @given(
     paces=st.lists(PACE, min_size=2, max_size=4),
     starts=st.lists(st.floats(0, LAST_CHANGE_SECONDS), min_size=3, max_size=3),
@@ -74,7 +77,7 @@ def test_whoever_comes_dies_and_is_cut_off_all_end_with_the_same_state(
         run={"rounds": ROUNDS, "min_nodes": 1},
         model={"num_layers": 2},
         exchange={"fragments": fragments, "overlap": overlap},
-        deadlines=DEADLINES | {"adapt": adapt, "floor": STEPS_AT_THE_END * max(paces)},
+        deadlines=DEADLINES | {"adapt": adapt},
     )
     run = simulate(spec, lives=lives, corpus=corpus, script=cut)
     assert [commit.round for commit in run.commits] == list(range(1, ROUNDS + 1))

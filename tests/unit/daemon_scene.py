@@ -37,6 +37,7 @@ class FakeIsland:
     def __init__(self, outer: Any) -> None:
         self.outer = outer
         self.calls: list[str] = []
+        self.ended = ""  # why it was stopped
         self.works: list[InnerWork] = []
         self.kept: list[tuple[int, bool]] = []  # rounds, and whether it was for the last time
         self.evaluation_seconds = 0.0
@@ -63,8 +64,8 @@ class FakeIsland:
         self._live("start")
         return CorpusSummary(digest=Digest(bytes(32)), num_samples=1, num_bytes=1)
 
-    async def stop(self) -> None:
-        self.is_running = False
+    async def stop(self, why: str = "") -> None:
+        self.is_running, self.ended = False, why
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
         self._live("adopt")

@@ -152,5 +152,5 @@ def come_in_bare(
     )
     if version == VERSION:
         connection.hear()
-        connection.say({"kind": "ready", "software": ""})
+        connection.say({"kind": "ready", "software": "", "evaluates_by": ""})
     return connection

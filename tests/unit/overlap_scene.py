@@ -38,6 +38,7 @@ class CountingIsland:
         self.works: list[InnerWork] = []
         self.steps: list[tuple[float, int]] = []  # when each was over, and its first sample
         self.merges: list[tuple[int | None, bool]] = []
+        self.ended = ""  # why it was stopped
         self.num_starts = 0
         self.dies_at_step: int | None = None  # counted over its whole life
         self.fault: Exception | None = None  # raised by the next step
@@ -52,8 +53,8 @@ class CountingIsland:
         self.local[:] = 1000  # nothing, before it has adopted
         return CorpusSummary(digest=Digest(bytes(32)), num_samples=1, num_bytes=1)
 
-    async def stop(self) -> None:
-        pass
+    async def stop(self, why: str = "") -> None:
+        self.ended = why
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
         self.merges.append((fragment, is_taken))

@@ -78,6 +78,29 @@ def test_no_round_opens_and_the_run_does_not_end_before_it_is_ruled_what_follows
     assert kept.scene.state.alarm is None and kept.scene.state.committed_round == 4
 
 
+def test_void_rounds_are_not_evaluated_and_do_not_have_the_next_loss_seem_a_jump() -> None:
+    """What they did not commit is committed together later, and moves the loss as several rounds do."""
+    kept = watched([5.0, 4.0, 3.2])
+    for _ in range(5):
+        kept.scene.wait(80)
+        kept.scene.apply(kept.state_after(2), "a", "b")
+        assert kept.scene.state.evaluating is None
+    assert kept.scene.state.committed_round == 7
+    kept.rounds(1)
+    tell(kept, 4.2, 4.2)
+    assert kept.scene.state.alarm is None
+    assert [one.round for one in kept.scene.state.held_out] == [0, 1, 2, 8]
+
+
+def test_a_state_that_nobody_has_evaluated_is_evaluated_after_a_void_round() -> None:
+    kept = watched([5.0, 4.0])
+    kept.rounds(1)
+    kept.scene.wait(80)
+    kept.scene.apply(kept.state_after(2), "a", "b")
+    asked = kept.scene.state.evaluating
+    assert asked is not None and asked.round == 3
+
+
 def test_one_member_alone_starts_nothing() -> None:
     kept = watched([5.0, 4.0, 3.5, 3.3, 3.2])
     kept.rounds(1)

@@ -49,6 +49,7 @@ async def test_a_draining_node_contributes_what_it_trained_and_leaves_after_the_
         reason = await ended(life, within=1.5)  # a goodbye takes one
         assert reason == "stopped by its owner, after the commit of round 1"
         assert life.link.goodbyes == [reason]
+        assert life.island.ended == f"the node was {reason}"
         np.testing.assert_array_equal(life.outer._parameters, -1.0)
         # The coordinator is told first, and counts on it no more.
         assert [round_ for round_, _ in life.link.reported(Draining)] == [1]

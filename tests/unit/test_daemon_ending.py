@@ -118,6 +118,7 @@ async def test_a_finished_run_is_left_once_and_with_everything_reported() -> Non
         assert await life.running == "done"
     assert [number for number, _ in life.link.reported(Applied)] == [1]
     assert life.link.goodbyes == ["the run is finished"]
+    assert life.island.ended == "the run is finished: done"
     await asyncio.sleep(60)
     assert life.link.num_attached == 1  # it does not come back as a ghost
 
@@ -285,6 +286,7 @@ def test_a_node_that_cannot_save_says_so_at_once_and_ends_with_the_round_or_alon
             with pytest.raises(SystemRefusedError, match="No space left"):
                 await life.running
             assert life.link.goodbyes == ["stopped by an error, which its log tells"]
+            assert "No space left" in life.island.ended, "a loop here is told what the log tells"
 
     run()
 

@@ -271,13 +271,16 @@ async def test_a_state_that_was_fetched_anew_takes_what_was_trained_ahead_with_i
 async def test_training_ahead_that_diverges_ends_the_node_at_once() -> None:
     async with OverlapLife() as life:
         await life.opened(1, seconds=STEPS + 1.5)
-        life.island.fault = TrainingDivergedError("the loss is no longer finite", next_step="")
+        life.island.fault = TrainingDivergedError(
+            "the loss is no longer finite", next_step="lower the learning rate"
+        )
         await asyncio.sleep(3)
         assert life.running is not None and life.running.done()
         with pytest.raises(TrainingDivergedError):
             life.running.result()
         told = "stopped by an error: the loss is no longer finite"
         assert life.link.goodbyes == [told], "the run owner is told as well"
+        assert life.island.ended == "the loss is no longer finite; lower the learning rate"
 
 
 @in_virtual_time

@@ -4,6 +4,7 @@ import asyncio
 import math
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import atoll
-from atoll.session import STILL_STEPS
+from atoll.session import STILL_STEPS, digest_of_function
 from atoll.training import MOST_SKIPPED
 from node.island.data.dataset import Batch, Corpus, Indices
 from node.island.data.manifest import Split
@@ -180,6 +181,34 @@ async def test_a_loader_of_one_s_own_counts_its_tokens_and_no_more_than_were_lea
         assert caplog.text.count("a step of this loop has 1000 tokens on a rank, and only 64") == 1
 
 
+async def test_a_loop_whose_samples_count_as_one_hears_of_samples(tmp_path: Path) -> None:
+    spec = small_spec()
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"context": 1})})
+    async with scene(tmp_path, spec) as one:
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> list[str]:
+            told = []
+            for tokens in (None, 2.5):
+                with pytest.raises(ValueError) as error:
+                    swarm.step(tokens=tokens)
+                told.append(str(error.value))
+            next(swarm.samples())
+            with pytest.raises(ValueError) as error:
+                swarm.step(tokens=5)
+            nudge(model)
+            swarm.step()
+            return [*told, str(error.value)]
+
+        thread = await one.joined(train, model=model)
+        assert (await one.train(work(steps=1))).tokens == 4
+        await one.stops(thread)
+        (told,) = one.ended
+        assert "how many samples this rank trained" in told[0]
+        assert "how many samples there are" in told[1]
+        assert "has 4 samples to train on, not 5" in told[2]
+
+
 async def test_step_wants_tokens_and_samples_want_step(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
 
@@ -188,7 +217,7 @@ async def test_step_wants_tokens_and_samples_want_step(tmp_path: Path) -> None:
                 swarm.step()
             samples = swarm.samples()
             next(samples)
-            with pytest.raises(ValueError, match="have 64 tokens to predict, not 65"):
+            with pytest.raises(ValueError, match="has 64 tokens to train on, not 65"):
                 swarm.step(tokens=65)
             with pytest.raises(atoll.SamplesError, match="must not fetch ahead"):
                 next(samples)
@@ -276,29 +305,27 @@ async def test_a_loss_that_is_no_number_of_ruined_weights_ends_training_with_a_s
                 swarm.step(tokens=1, loss=loss)
 
         thread = await one.joined(train, model=model)
-        with pytest.raises(TrainingDivergedError, match="round 1: the training loop's loss"):
+        with pytest.raises(
+            TrainingDivergedError, match="round 1: the training loop's loss"
+        ) as error:
             await one.train(work())
-        await one.stops(thread)
+        await one.island.stop(str(error.value))
+        await ends(thread)
         log = (tmp_path / "logs" / "loop.log").read_text()
         assert "loss is no longer finite at inner step 1; lower the learning rate" in log
 
 
 @pytest.mark.parametrize(
-    ("round", "num_rounds", "said"),
+    ("why", "said"),
     [
-        (100, None, "the run is finished"),  # as the run file says
-        (100, 300, "the node has stopped"),
-        (300, 300, "the run is finished"),
-        (60, 60, "the run is finished"),
+        ("the run is finished: ops has stopped the run after round 7", None),
+        ("the node was stopped by its owner, after the commit of round 7", None),
+        ("", "the node has stopped"),
     ],
 )
-async def test_a_loop_is_told_the_run_is_finished_by_its_rounds_as_amended(
-    tmp_path: Path, round: int, num_rounds: int | None, said: str
-) -> None:
-    """Extended, a run whose schedule is over goes on, and a stopped node is no end of it."""
+async def test_a_loop_is_told_why_its_node_ends(tmp_path: Path, why: str, said: str | None) -> None:
     async with scene(tmp_path) as one:
         model = Decoder(one.spec.decoder)
-        assert one.spec.run.rounds == 100
 
         def train(swarm: atoll.Swarm) -> str:
             while not swarm.is_over:
@@ -307,10 +334,10 @@ async def test_a_loop_is_told_the_run_is_finished_by_its_rounds_as_amended(
             return swarm.why_over
 
         thread = await one.joined(train, model=model)
-        progress = {} if num_rounds is None else {"progress_begin": 1.0, "progress_end": 1.0}
-        await one.train(work(round, num_rounds=num_rounds, **progress))
-        await one.stops(thread)
-        assert one.ended == [said]
+        await one.train(work())
+        await one.island.stop(why)
+        await ends(thread)
+        assert one.ended == [said or why]
 
 
 @pytest.mark.parametrize("bad", [*in_two_ways(math.nan), *in_two_ways(math.inf)])
@@ -366,6 +393,7 @@ async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_pa
         thread = await one.joined(train, model=model, evaluate=evaluate)
         able = one.island.ability
         assert able.trains and able.evaluates and able.software.startswith("a loop with torch ")
+        assert able.evaluates_by == digest_of_function(evaluate) != ""
         await one.train(work(steps=1))
         evaluation = await one.island.evaluate()
         assert evaluation is not None and (evaluation.loss, evaluation.tokens) == (1.5, 99)
@@ -569,3 +597,26 @@ async def test_a_model_trains_on_in_its_own_modes_after_an_evaluation(tmp_path: 
         await one.island.evaluate()
         await one.stops(thread)
         assert one.ended == [modes]
+
+
+def measure(scale: float) -> float:
+    return scale
+
+
+class Measure:
+    def __call__(self) -> float:
+        return 2.0
+
+
+def test_functions_that_evaluate_are_told_apart_by_what_they_say() -> None:
+    def measure_twice(scale: float) -> float:
+        return 2 * scale
+
+    made: dict[str, Any] = {}
+    exec("def measure(): return 1.0", made)
+    assert digest_of_function(None) == ""
+    assert digest_of_function(partial(measure, 1.0)) == digest_of_function(measure)
+    assert digest_of_function(Measure()) == digest_of_function(Measure.__call__)
+    functions = (measure, measure_twice, Measure(), made["measure"])
+    assert len({digest_of_function(function) for function in functions}) == 4
+    assert digest_of_function(made["measure"]) == "a function without source"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.loop_scene import CONTEXT, Scene, ends, scene, work
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import atoll
 from node.island.training.schedule import Position, share_of_peak
+from tests.unit.loop_scene import CONTEXT, Scene, ends, scene, work
 
 
 def train(one: Scene, *, how: dict[str, Any], **arguments: Any) -> threading.Thread:

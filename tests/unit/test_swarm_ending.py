@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
 from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
-from coordinator.swarm.events import CommitLearned
+from coordinator.swarm.deadlines import next_apply_seconds
+from coordinator.swarm.events import CommitLearned, StreamBroken
 from coordinator.swarm.members import MemberState
 from protocol.wire.messages import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
 from protocol.wire.rounds import NodeId
@@ -116,6 +118,81 @@ def test_a_node_that_stays_behind_holds_the_end_up_no_longer_than_applying_may_t
     scene.wait(1)
     assert scene.state.is_finished
     assert scene.reason.endswith("the held-out loss is 1.500")
+
+
+def slow_at_the_end(*, lease_seconds: float) -> Scene:
+    """Commits take 1 s to apply, the final state is evaluated, and node-c is within a long inner step."""
+    scene = Scene(
+        min_nodes=2,
+        rounds=6,
+        evaluate_every=6,
+        lease_seconds=lease_seconds,
+        adapts_deadlines=True,
+    )
+    scene.attach(*NODES)
+    for _ in range(5):
+        run_round(scene)
+    scene.attach("node-c")
+    run_round(scene)
+    scene.beat("node-c", at=5, digest=digest_of("state 5"))
+    scene.evaluate(evaluator(scene), round=6)
+    assert next_apply_seconds(scene.state) == 5
+    return scene
+
+
+def beat_all(scene: Scene) -> None:
+    for name in (*NODES, "node-c"):
+        scene.beat(name, at=scene.member(name).outer_round, digest=scene.member(name).outer_digest)
+
+
+def test_a_slow_node_that_is_heard_has_the_run_files_time_to_come_to_the_final_state() -> None:
+    scene = slow_at_the_end(lease_seconds=15)
+    ends_by = scene.now + scene.state.rules.apply_seconds
+    while scene.now + 3 < ends_by:
+        scene.wait(3)
+        assert not scene.state.is_finished, "node-c was heard 3 s ago"
+        beat_all(scene)
+    scene.beat("node-c", at=6, digest=digest_of("state 6"))
+    assert scene.state.is_finished
+
+
+def test_a_slow_node_that_does_not_come_holds_the_end_up_no_longer_than_the_run_file_says() -> None:
+    scene = slow_at_the_end(lease_seconds=15)
+    ends_by = scene.now + scene.state.rules.apply_seconds
+    while scene.now + 3 < ends_by:
+        scene.wait(3)
+        beat_all(scene)
+    scene.wait_until(ends_by - 0.1)
+    assert not scene.state.is_finished
+    scene.wait_until(ends_by)
+    assert scene.state.is_finished
+
+
+@pytest.mark.parametrize(("lease", "waits"), [(15, 6), (5, 5), (30, 12)])
+def test_a_node_that_falls_silent_at_the_end_is_waited_for_until_two_heartbeats_are_missing(
+    lease: float, waits: float
+) -> None:
+    """Or for as long as commits take to apply; its lease is longer than that."""
+    scene = slow_at_the_end(lease_seconds=lease)
+    scene.wait(1)
+    beat_all(scene)
+    left = f"{waits:.0f} s left"
+    assert left in scene.reason
+    scene.wait(waits - 0.1)
+    assert not scene.state.is_finished
+    scene.wait(0.1)
+    assert scene.state.is_finished
+
+
+def test_a_node_whose_stream_breaks_at_the_end_is_waited_for_until_its_heartbeat_is_due() -> None:
+    scene = slow_at_the_end(lease_seconds=15)
+    scene.wait(1)
+    beat_all(scene)
+    node_c = scene.member("node-c")
+    scene.do(StreamBroken(node_id=node_c.node_id, session_id=node_c.session_id))
+    assert not scene.state.is_finished
+    scene.wait(3)
+    assert scene.state.is_finished
 
 
 def test_a_silent_node_holds_the_end_up_no_longer_than_its_lease() -> None:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import CORPUS, Scene, asked_of, digest_of, of_kind
+from swarm_scene import CORPUS, INITIAL, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.evaluation import plausible_losses
 from coordinator.swarm.events import Tell
 from protocol.wire.messages import EvaluationAsked, RoundOpened
-from protocol.wire.rounds import CorpusSummary
+from protocol.wire.rounds import OWN_LOOP, CorpusSummary, NodeId
 
 NODES = ("node-a", "node-b")
 
@@ -219,3 +219,61 @@ def test_a_loss_on_another_text_is_no_jump_of_the_model_and_begins_a_curve_of_it
         assert scene.state.held_out_text_from == 5
         assert [each.loss for each in scene.state.held_out] == list(losses)
         assert [each.loss for each in plausible_losses(scene.state, 6)[0]] == [5.0]
+
+
+def loops(**functions: str) -> Scene:
+    """A swarm of loops that each evaluate by a function, after so many seconds."""
+    scene = Scene(min_nodes=len(functions), rounds=50, evaluate_every=1)
+    for name, function in functions.items():
+        scene.attach(name, device=OWN_LOOP, corpus=replace(CORPUS, num_samples=0))
+        scene.beat(name, at=0, digest=INITIAL, evaluates_by=function)
+    return scene
+
+
+def evaluate_for(scene: Scene, rounds: int, *names: str) -> list[NodeId]:
+    """Who is asked in so many rounds."""
+    since = len(scene.log)
+    for _ in range(rounds):
+        number = scene.state.committed_round
+        if scene.state.evaluating is not None:
+            scene.evaluate(str(scene.state.evaluating.node_ids[0]), round=number)
+        scene.commit(*names)
+        scene.apply(digest_of(f"state {scene.state.committed_round}"), *names)
+    return asked_of(scene.log[since:], EvaluationAsked)
+
+
+@pytest.mark.parametrize("watches_loss", [False, True])
+def test_losses_by_other_functions_are_not_mixed_in_one_curve(watches_loss: bool) -> None:
+    names = ("a", "b", "c")
+    scene = loops(a="of mine", b="of theirs", c="of theirs")
+    scene.state = replace(scene.state, rules=replace(scene.state.rules, watches_loss=watches_loss))
+    evaluate_for(scene, 1, *names)
+    by = scene.state.held_out_text
+    asked = set(evaluate_for(scene, 8, *names))
+    assert asked == ({"a"} if by == "of mine" else {"b", "c"})
+    assert scene.state.held_out_text_from == 0
+
+
+def test_when_nobody_evaluates_by_the_curves_function_it_begins_anew_by_another() -> None:
+    scene = loops(a="of mine", b="of theirs", c="of theirs")
+    evaluate_for(scene, 3, "a", "b", "c")
+    assert scene.state.held_out_text == "of theirs"
+    for name in ("b", "c"):
+        scene.beat(
+            name,
+            at=scene.state.committed_round,
+            digest=scene.member(name).outer_digest,
+            cannot_evaluate=True,
+        )
+    assert set(evaluate_for(scene, 3, "a", "b", "c")[1:]) == {"a"}
+    assert scene.state.held_out_text == "of mine"
+    assert scene.state.held_out_text_from > 3
+
+
+def test_a_node_that_trains_the_runs_data_evaluates_before_loops_that_have_it_too() -> None:
+    scene = Scene(min_nodes=2, rounds=50, evaluate_every=1)
+    scene.attach("a", device=OWN_LOOP)
+    scene.attach("b")
+    scene.beat("a", at=0, digest=INITIAL, evaluates_by="of mine")
+    evaluate_for(scene, 1, "a", "b")
+    assert set(evaluate_for(scene, 6, "a", "b")) == {"b"}

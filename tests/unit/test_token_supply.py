@@ -78,7 +78,7 @@ class Ranks:
         )
         return self._dataset.summary()
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "") -> None:
         self.calls.append("stop")
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
@@ -173,7 +173,7 @@ class Scene:
         )
         return order.indices(0, steps * self.spec.inner.batch).tolist()
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "") -> None:
         if self.supplying is not None:
             self.supplying.cancel()
             await asyncio.gather(self.supplying, return_exceptions=True)

@@ -20,7 +20,7 @@ from protocol.errors import ProtocolMismatchError
 from protocol.run.models import TransformersModel
 from protocol.run.run_files import run_from_json
 from protocol.run.run_spec import LATER_KEYS, DataSection, RunSpec
-from protocol.terminal.status_words import releases_in_words, software_in_words
+from protocol.terminal.status_words import functions_in_words, releases_in_words, software_in_words
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2
 from protocol.wire.rounds import OWN_LOOP, Digest, NodeId
@@ -146,6 +146,16 @@ def test_a_status_says_whose_torch_and_python_compute_where_they_differ() -> Non
         loop.device = OWN_LOOP
     assert software_in_words([*same, loops[0]]) == "", "a loop tells other things than ranks"
     assert "values e: e; a loop with the frozen values f: f: what" in software_in_words(loops)
+
+    assert functions_in_words(loops) == ""
+    for loop in loops:
+        loop.heartbeat.evaluates_by = "0a1b2c3d"
+    assert functions_in_words([*same, *loops]) == ""
+    loops[1].heartbeat.evaluates_by = "4e5f6a7b"
+    told = (
+        "loops evaluate by other functions, one at a time for the curve: 0a1b2c3d: e; 4e5f6a7b: f"
+    )
+    assert functions_in_words([*same, *loops]) == told
 
     def joining(ours: str, *members: Any) -> str:
         return " ".join(other_software(ours, status_pb2.GetStatusResponse(nodes=members)))

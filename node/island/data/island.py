@@ -105,9 +105,9 @@ class SuppliedIsland:
             return []
         return await self._supply.missing(await self._supply.first_needs())
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "") -> None:
         """See Island."""
-        await self._island.stop()
+        await self._island.stop(why)
 
     async def adopt(self, fragment: int | None = None, *, is_taken: bool = True) -> None:
         """See Island. Ranks that were started late adopt all."""

@@ -193,6 +193,7 @@ class Loop:
     unpublished_steps: int = 0
     is_done: bool = False  # it has left with its work
     software: str = ""  # as its ranks tell it
+    evaluates_by: str = ""  # likewise
 
     @property
     def is_whole(self) -> bool:

@@ -92,8 +92,6 @@ class LoopIsland:
         self._waiting: asyncio.Future[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
         self._has_told_counting = False
-        self._was_last_round = False
-        self._diverged = ""  # what ends the node: the loop is told
 
     @property
     def ability(self) -> Ability:
@@ -101,7 +99,11 @@ class LoopIsland:
         here = self._whole
         if here is None:
             return Ability(trains=False, evaluates=False)
-        return Ability(evaluates=here.evaluates, software=here.software)
+        return Ability(
+            evaluates=here.evaluates,
+            software=here.software,
+            evaluates_by=here.evaluates_by,
+        )
 
     async def start(self) -> CorpusSummary:
         """See Island. Does not wait for a loop: the node can be of use without."""
@@ -112,13 +114,11 @@ class LoopIsland:
         )
         return self._samples.summary
 
-    async def stop(self) -> None:
-        """See Island. The loop is told that the node ends."""
+    async def stop(self, why: str = "") -> None:
+        """See Island. The loop is told that the node ends, and why."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            why = "the run is finished" if self._was_last_round else "the node has stopped"
-            why = self._diverged or why
-            loop.say({"kind": "goodbye", "is_over": True, "why": why})
+            loop.say({"kind": "goodbye", "is_over": True, "why": why or "the node has stopped"})
             for visitor in loop.visitors.values():
                 visitor.close()
         if self._pending is not None and not self._pending.future.done():
@@ -151,7 +151,6 @@ class LoopIsland:
             )
         if loop.is_fresh:
             await self.adopt()
-        self._was_last_round = work.round >= (work.num_rounds or self._spec.run.rounds)
         try:
             answers = await self._carried_out(
                 loop, train(self._spec, work), work=work, on_progress=on_progress
@@ -272,7 +271,7 @@ class LoopIsland:
         self._watch.heard()
         match word:
             case Ready():
-                loop.software = word.software
+                loop.software, loop.evaluates_by = word.software, word.evaluates_by
                 self._is_ready(loop, rank)
             case Stepped():
                 self._stepped(loop, word)
@@ -314,8 +313,6 @@ class LoopIsland:
         self._fail(LoopGoneError(f"the training loop is gone: {why}"))
 
     def _fail(self, error: AtollError) -> None:
-        if isinstance(error, TrainingDivergedError):
-            self._diverged = f"{error.what}; {error.next_step}"
         if self._pending is not None and not self._pending.future.done():
             self._pending.future.set_exception(error)
         elif isinstance(error, LoopGoneError):

@@ -32,7 +32,7 @@ from node.island.training.schedule import Position, scale_of_rates, share_of_pea
 from protocol.run.models import Layout, Section
 from protocol.run.run_spec import RunSpec
 
-VERSION = 5
+VERSION = 6
 
 MAX_LINE_BYTES = 1 << 20
 """Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""
@@ -61,6 +61,9 @@ class Ready(Section):
 
     kind: Literal["ready"]
     software: Annotated[str, Field(max_length=100)]  # and frozen values that the run cannot compare
+    evaluates_by: Annotated[
+        str, Field(max_length=100)
+    ]  # a digest of its function; empty: it has none
 
 
 class Refuses(Section):

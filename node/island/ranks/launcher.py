@@ -293,7 +293,7 @@ class ProcessIsland(Island):
         self._listen()
         return await self._answer_of(Begin(), CorpusSummary)
 
-    async def stop(self) -> None:
+    async def stop(self, why: str = "") -> None:
         """See Island. Takes at most five seconds."""
         async with self._stopping:
             if self._spawning is not None:
