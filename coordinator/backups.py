@@ -101,15 +101,19 @@ class Series:
             at = max(at, ours[-1].at + timedelta(seconds=1))
         return str(CopyName(run=self.run, swarm=self.swarm, at=at))
 
-    def due_in_seconds(self, found: Mapping[str, bool], now: datetime) -> float:
-        """When the next copy is to be made.
+    def due_in_seconds(
+        self, found: Mapping[str, bool], now: datetime, *, waited_seconds: float
+    ) -> float:
+        """When the next copy is to be made, by whoever has waited for it for `waited_seconds`.
 
         Not at once where a young one is there: what starts again and again would push out all older ones.
         """
         if (newest := self._newest(found)) is None:
             return 0.0
-        left = self.every_seconds - (now - newest.at).total_seconds()
-        return min(max(left, 0.0), self.every_seconds)
+        age = (now - newest.at).total_seconds()
+        if age < 0:  # the clock was set back, by how much is not known
+            age = waited_seconds
+        return max(self.every_seconds - age, 0.0)
 
     def to_remove(self, found: Mapping[str, bool], *, made: str) -> list[str]:
         """What goes once `made` is whole: all but the newest ones, and older copies that broke off."""
@@ -252,17 +256,17 @@ def back_up_for_good(
 
     `wait` waits so many seconds, and returns whether that was all.
     """
-    num_failures = 0
+    num_failures, waited_seconds = 0, 0.0
     is_first, is_over = True, False
     while not is_over:
         try:
-            pause = series.due_in_seconds(copies.found(), now())
+            pause = series.due_in_seconds(copies.found(), now(), waited_seconds=waited_seconds)
             if pause > 0 and is_first:
                 say(Waits(next_seconds=pause, every_seconds=series.every_seconds))
             elif pause == 0:
                 name = series.next_name(copies.found(), now())
                 made = copies.add(directory, name)
-                pause = series.every_seconds
+                pause, waited_seconds = series.every_seconds, 0.0
                 say(Made(place=copies.place(name), backup=made, next_seconds=pause))
                 for old in series.to_remove(copies.found(), made=name):
                     copies.remove(old)
@@ -272,6 +276,7 @@ def back_up_for_good(
             pause = series.pause_seconds(num_failures)
             say(Failed(error=_told(error), next_seconds=pause))
         is_first, is_over = False, wait(pause)
+        waited_seconds += pause
 
 
 def _told(error: AtollError | OSError) -> AtollError:

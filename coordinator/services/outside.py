@@ -89,6 +89,9 @@ async def listen(saw: Saw, host: str, ports: Sequence[int]) -> Listening:
     loop = asyncio.get_running_loop()
     transports: dict[int, asyncio.DatagramTransport] = {}
     address = "0.0.0.0" if host == "::" else host
+    if ":" in address:  # nodes with IPv6 punch holes without being seen
+        _log.info("listens by IPv6 alone: nodes that have IPv4 alone do not get here", host=address)
+        return Listening({})
     for port in ports:
         try:
             transports[port], _ = await loop.create_datagram_endpoint(

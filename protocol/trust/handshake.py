@@ -62,8 +62,16 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
     reason = (
         "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
     )
+    endpoint, here = endpoint_of(host, port), _addresses_of(host, error)
+    if here:
+        endpoint += f", which is {here} here"
     next_step = NOT_STARTED
-    if error.errno in _NO_WAY:
+    if isinstance(error, socket.gaierror):
+        next_step = (
+            f"check the name, and this machine's network: 'getent hosts {host}' shows an address where the "
+            "name is known; a guest network wants you to sign in by a browser first"
+        )
+    elif error.errno in _NO_WAY:
         family = "IPv6" if ":" in host else "IPv4"
         next_step = (
             f"if this machine is in a network, it is one without {family}: ask the run owner for an invite "
@@ -79,9 +87,20 @@ def nothing_answers(host: str, port: int, error: OSError) -> UnavailableError:
             f"; where this network lets out port {WEB_PORT} alone, ask the run owner to serve there: "
             f"'atoll coordinator start --one-port {WEB_PORT}'"
         )
-    return UnavailableError(
-        f"no coordinator answers at {endpoint_of(host, port)} ({reason})", next_step=next_step
-    )
+    if here:
+        next_step += "; if that is not its address, sign in to this network by a browser"
+    return UnavailableError(f"no coordinator answers at {endpoint} ({reason})", next_step=next_step)
+
+
+def _addresses_of(host: str, error: OSError) -> str:
+    """Where a name leads here, which may be elsewhere in a guest network; empty for addresses."""
+    if isinstance(error, socket.gaierror):
+        return ""
+    try:
+        found = [str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return ""
+    return " and ".join([one for one in dict.fromkeys(found) if one != host][:2])
 
 
 def proxy_in_words(url: str) -> str:
@@ -90,10 +109,13 @@ def proxy_in_words(url: str) -> str:
 
 
 def another_in_its_place(endpoint: str) -> UnavailableError:
-    """The sentence for what answers by TLS and is no coordinator at all."""
+    """The sentence for what answers, by TLS or without, and is no coordinator at all.
+
+    Not for good: a laptop in a guest network finds its coordinator again elsewhere.
+    """
     return UnavailableError(
-        f"what answers at {endpoint} is no coordinator: the sign-in page of a guest network, or a firewall "
-        "that looks into connections, is in its place",
+        f"what answers at {endpoint} is no coordinator: another program, the sign-in page of a guest "
+        "network, or a firewall that looks into connections, is in its place",
         next_step="sign in to this network in a browser, or use another network; if it is none of these, ask "
         "the run owner for the coordinator's host and port",
     )
@@ -109,6 +131,23 @@ def answer_lost(endpoint: str) -> UnavailableError:
     )
 
 
+def _broken_off(endpoint: str, error: OSError) -> AtollError:
+    """The sentence for a handshake that came to no end."""
+    if isinstance(error, TimeoutError):
+        return answer_lost(endpoint)
+    if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
+        if "ALERT" not in (error.reason or ""):  # what came is no TLS
+            return another_in_its_place(endpoint)
+        return ProtocolMismatchError(
+            f"what answers at {endpoint} is not a coordinator ({error.reason})",
+            next_step="check host and port",
+        )
+    return UnavailableError(
+        f"the handshake with {endpoint} broke off ({error.strerror or error})",
+        next_step="try again; if it stays so, look at the coordinator's log, or try another network",
+    )
+
+
 def connected(host: str, port: int, proxy: Proxy | None) -> socket.socket:
     """A connection, through a proxy where there is one. Blocks. Raises OSError."""
     if proxy is not None:
@@ -119,7 +158,8 @@ def connected(host: str, port: int, proxy: Proxy | None) -> socket.socket:
 def fetch_certificate(host: str, port: int, proxy: Proxy | None = None) -> bytes:
     """The certificate of whoever answers there, PEM: not to be believed yet. Blocks.
 
-    Raises UnavailableError when nothing is there and ProtocolMismatchError when it speaks no TLS.
+    Raises UnavailableError when nothing is there, or what speaks no TLS, and ProtocolMismatchError when it
+    refuses ours.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -131,15 +171,8 @@ def fetch_certificate(host: str, port: int, proxy: Proxy | None = None) -> bytes
     try:
         with connection, context.wrap_socket(connection, server_hostname=host) as tls:
             return ssl.DER_cert_to_PEM_cert(tls.getpeercert(True) or b"").encode()
-    except TimeoutError as error:
-        raise answer_lost(endpoint_of(host, port)) from error
-    except ssl.SSLError as error:
-        raise ProtocolMismatchError(
-            f"what answers at {endpoint_of(host, port)} is not a coordinator ({error.reason})",
-            next_step="ask the run owner for a new invite: 'atoll invite create'",
-        ) from error
     except OSError as error:
-        raise nothing_answers(host, port, error) from error
+        raise _broken_off(endpoint_of(host, port), error) from error
 
 
 def fetch_pinned_certificate(invite: Invite, proxy: Proxy | None = None) -> bytes:
@@ -204,18 +237,8 @@ class Diagnosis:
                 f"the coordinator at {endpoint} is not of swarm {swarm_id}",
                 next_step="check host and port, or join its swarm with 'atoll join INVITE'",
             )
-        except TimeoutError:
-            return answer_lost(endpoint)
         except OSError as error:
-            if isinstance(error, ssl.SSLError) and not isinstance(error, _CUT_OFF):
-                return ProtocolMismatchError(
-                    f"what answers at {endpoint} is not a coordinator ({error.reason})",
-                    next_step="check host and port",
-                )
-            return UnavailableError(
-                f"the handshake with {endpoint} broke off ({error.strerror or error})",
-                next_step="try again; if it stays so, look at the coordinator's log",
-            )
+            return _broken_off(endpoint, error)
         with tls:
             return (
                 None
@@ -227,7 +250,6 @@ class Diagnosis:
             )
 
     def _is_another_in_its_place(self) -> bool:
-        # Not for good: a laptop in a guest network finds its coordinator again elsewhere.
         try:
             ours = self._credentials
             certificate = fetch_certificate(ours.host, ours.control_port, ours.proxy)

@@ -129,16 +129,16 @@ async def test_a_proxy_that_the_environment_names_is_never_asked(
     assert asked == []
 
 
+@pytest.mark.parametrize("by_tls", [True, False])
 async def test_where_a_portal_answers_in_the_coordinators_place_a_node_waits(
-    coordinator: Coordinator, tmp_path: Path
+    coordinator: Coordinator, tmp_path: Path, by_tls: bool
 ) -> None:
     async def sign_in(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 302 Found\r\nLocation: https://login.hotel.example/\r\n\r\n")
         writer.close()
 
-    async with await asyncio.start_server(
-        sign_in, "127.0.0.1", 0, ssl=certificate_of("login.hotel.example", tmp_path)
-    ) as portal:
+    context = certificate_of("login.hotel.example", tmp_path) if by_tls else None
+    async with await asyncio.start_server(sign_in, "127.0.0.1", 0, ssl=context) as portal:
         port = portal.sockets[0].getsockname()[1]
         # Unavailable, which a node waits through: its laptop will be in another network.
         async for answer in both_ways(replace(coordinator.credentials(), control_port=port)):
@@ -180,25 +180,50 @@ def test_where_nothing_answers_and_a_proxy_is_set_the_sentence_says_that_it_is_n
     refused = ConnectionRefusedError(111, "Connection refused")
     monkeypatch.delenv("https_proxy", raising=False)
     monkeypatch.delenv("HTTPS_PROXY", raising=False)
-    assert "proxy" not in nothing_answers("run.example", 7700, refused).next_step
+    assert "proxy" not in nothing_answers("192.0.2.1", 7700, refused).next_step
     monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example:3128/")
-    said = nothing_answers("run.example", 7700, refused).next_step
+    said = nothing_answers("192.0.2.1", 7700, refused).next_step
     assert "only if it is told to: 'atoll join --proxy proxy.example:3128'" in said
     assert "secret" not in said
 
 
-async def test_what_listens_but_is_no_coordinator_is_called_so(coordinator: Coordinator) -> None:
-    async def chat(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"220 mail.example.org at your service\r\n")
+async def test_what_speaks_tls_and_refuses_ours_is_called_no_coordinator(
+    coordinator: Coordinator,
+) -> None:
+    async def alert(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(bytes((21, 3, 3, 0, 2, 2, 40)))  # handshake_failure
         await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(chat, "127.0.0.1", 0) as other:
+    async with await asyncio.start_server(alert, "127.0.0.1", 0) as other:
         port = other.sockets[0].getsockname()[1]
-        with pytest.raises(ProtocolMismatchError, match="is not a coordinator"):
+        with pytest.raises(ProtocolMismatchError, match=r"is not a coordinator .*FAILURE"):
             await get_run(replace(coordinator.credentials(), control_port=port))
-        with pytest.raises(ProtocolMismatchError, match="is not a coordinator"):
+        with pytest.raises(ProtocolMismatchError, match=r"is not a coordinator .*FAILURE"):
             await enrol(replace(coordinator.invite(), port=port), Identity.generate(), "node")
+
+
+async def test_where_a_name_leads_is_said_and_that_a_guest_network_may_lead_it_elsewhere(
+    coordinator: Coordinator,
+) -> None:
+    port = free_port()
+    said = rf"localhost:{port}, which is .*127\.0\.0\.1.* here \(.*refused\); .*sign in to this network"
+    with pytest.raises(UnavailableError, match=said):
+        await get_run(replace(coordinator.credentials(), host="localhost", control_port=port))
+    with pytest.raises(UnavailableError, match=said):
+        await enrol(
+            replace(coordinator.invite(), host="localhost", port=port), Identity.generate(), "node"
+        )
+
+
+async def test_a_name_that_nobody_knows_here_is_called_so(coordinator: Coordinator) -> None:
+    name = "no-such-host.invalid"  # which no name server may know (RFC 6761)
+    said = rf"no coordinator answers at {name}:7700 \(.*\); check the name, .*'getent hosts {name}'"
+    with pytest.raises(UnavailableError, match=said):
+        await enrol(
+            replace(coordinator.invite(), host=name, port=7700), Identity.generate(), "node"
+        )
 
 
 async def test_a_connection_that_is_cut_in_the_handshake_may_be_tried_again(
@@ -211,6 +236,8 @@ async def test_a_connection_that_is_cut_in_the_handshake_may_be_tried_again(
         port = other.sockets[0].getsockname()[1]
         with pytest.raises(UnavailableError, match="broke off"):
             await get_run(replace(coordinator.credentials(), control_port=port))
+        with pytest.raises(UnavailableError, match="broke off"):
+            await enrol(replace(coordinator.invite(), port=port), Identity.generate(), "node")
 
 
 async def test_a_coordinator_that_stops_is_not_taken_for_one_that_refuses_us(

@@ -1,9 +1,10 @@
 """Which copies of a coordinator stay, which go, and when the next is due."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from coordinator.backups import (
     FolderCopies,
     Made,
     Series,
+    Waits,
     back_up_for_good,
     copies_at,
     restore,
@@ -51,12 +53,16 @@ def test_a_name_is_read_as_it_was_written_and_other_folders_are_none() -> None:
 
 
 def test_a_copy_is_due_once_the_newest_whole_one_is_old_enough() -> None:
-    assert OURS.due_in_seconds({}, NOON) == 0
-    assert OURS.due_in_seconds({name_at(-4): True}, NOON) == 360
-    assert OURS.due_in_seconds({name_at(-4): False}, NOON) == 0  # it broke off
-    assert OURS.due_in_seconds({name_at(-4, swarm="ffffffff"): True}, NOON) == 0
-    assert OURS.due_in_seconds({name_at(-11): True}, NOON) == 0
-    assert OURS.due_in_seconds({name_at(60): True}, NOON) == 600  # the clock was set back
+    def due(found: dict[str, bool], *, waited: float = 0.0) -> float:
+        return OURS.due_in_seconds(found, NOON, waited_seconds=waited)
+
+    assert due({}) == 0
+    assert due({name_at(-4): True}, waited=3600) == 360
+    assert due({name_at(-4): False}) == 0  # it broke off
+    assert due({name_at(-4, swarm="ffffffff"): True}) == 0
+    assert due({name_at(-11): True}) == 0
+    assert due({name_at(1800): True}) == 600  # the clock was set back
+    assert due({name_at(1800): True}, waited=590) == 10
 
 
 def test_a_name_follows_all_others_when_the_clock_was_set_back() -> None:
@@ -121,18 +127,39 @@ class Shelf:
         return name
 
 
-def played(shelf: Shelf, *, seconds: float) -> list[Made | Failed]:
-    """What is said over so many seconds."""
-    said: list[Made | Failed] = []
-    now = NOON
+def played(
+    shelf: Shelf, *, seconds: float, set_by: Mapping[float, float] = MappingProxyType({})
+) -> list[Made | Failed | Waits]:
+    """What is said over so many seconds. The clock is set by so many hours once so many seconds are over."""
+    said: list[Made | Failed | Waits] = []
+    passed = 0.0
+
+    def now() -> datetime:
+        hours = sum(hours for at, hours in set_by.items() if at <= passed)
+        return NOON + timedelta(seconds=passed, hours=hours)
 
     def wait(pause: float) -> bool:
-        nonlocal now
-        now += timedelta(seconds=pause)
-        return (now - NOON).total_seconds() > seconds
+        nonlocal passed
+        assert pause > 0
+        passed += pause
+        return passed > seconds
 
-    back_up_for_good(Path("my-run"), shelf, OURS, say=said.append, wait=wait, now=lambda: now)
+    back_up_for_good(Path("my-run"), shelf, OURS, say=said.append, wait=wait, now=now)
     return said
+
+
+def test_copies_go_on_in_their_time_however_the_clock_is_set() -> None:
+    for hours in (-30, 30):
+        shelf = Shelf()
+        said = played(shelf, seconds=3700, set_by={1300: hours})
+        made = [name.removeprefix("made ") for name in shelf.told if name.startswith("made ")]
+        assert len(said) == len(made) and len(made) in (7, 8), (
+            made
+        )  # at once where it was set ahead
+        assert made == sorted(made)
+        assert sorted(shelf.there) == made[-OURS.keep :]
+    there = dict.fromkeys([name_at(1800)], True)  # of a clock that was ahead before the start
+    assert [type(told) for told in played(Shelf(there=there), seconds=1900)] == [Waits, *[Made] * 3]
 
 
 def test_a_copy_follows_the_other_and_an_old_one_goes_after_the_new_one_is_there() -> None:

@@ -81,6 +81,22 @@ def test_nodes_get_time_to_leave_and_shared_memory() -> None:
     assert budget["maxUnavailable"] == 1 and budget["selector"]["matchLabels"] == labels
 
 
+def test_the_volume_that_makes_a_pod_the_same_node_stays_where_it_is_moved_or_scaled() -> None:
+    for each in documents("kubernetes.yaml"):
+        if each["kind"] != "StatefulSet":
+            continue
+        kept = each["spec"]["persistentVolumeClaimRetentionPolicy"]
+        assert kept == {"whenDeleted": "Retain", "whenScaled": "Retain"}
+        pod = each["spec"]["template"]["spec"]
+        claims = {claim["metadata"]["name"] for claim in each["spec"]["volumeClaimTemplates"]}
+        (folder,) = (
+            one["name"]
+            for one in pod["containers"][0]["volumeMounts"]
+            if one["mountPath"] == "/data"
+        )
+        assert folder in claims and folder not in {one["name"] for one in pod.get("volumes", ())}
+
+
 def test_a_coordinators_ports_are_open_by_udp_as_well_which_holes_in_routers_take() -> None:
     both = {(port, protocol) for port in (7700, 7701) for protocol in ("TCP", "UDP")}
     named = {

@@ -38,7 +38,7 @@ def queries() -> list[str]:
 
 
 def alarms() -> list[str]:
-    return [alert["expr"] for alert in ALERTS if not alert["expr"].startswith("up{")]
+    return [alert["expr"] for alert in ALERTS]
 
 
 def test_every_query_asks_for_metrics_and_labels_that_there_are() -> None:
@@ -105,6 +105,10 @@ READY = {"state": "ready"}
 WAITING = 'atoll_node_time_share{node="node-1",part="waiting"}'
 LET_GO = 'atoll_node_late_work_let_go_rounds_total{node="node-1"}'
 
+OWN = '{instance="node-1:9101"}'
+OWN_WAITING, OWN_LET_GO = (each.replace("{", OWN[:-1] + ",") for each in (WAITING, LET_GO))
+"""What a node serves itself, whose metrics are scraped beside the coordinator's and in the same job."""
+
 CASES: list[tuple[str, dict[str, str | None], int, dict[str, dict[str, str]]]] = [
     ("all is well", {}, 30 * HOUR, {}),
     ("a run just begins", {"atoll_committed_tokens_total": "0x3000"}, 20, {}),
@@ -142,7 +146,30 @@ CASES: list[tuple[str, dict[str, str | None], int, dict[str, dict[str, str]]]] =
         2 * HOUR,
         {"AtollNodeWaits": {**NODE, "part": "waiting"}},
     ),
-    ("the coordinator is away", {"up": "1x60 0x3000"}, 70, {"AtollCoordinatorAway": {}}),
+    (
+        "the coordinator is away, and its series with it",
+        {"up": "1x60 0x3000", "atoll_run_finished": "0x60", "atoll_run_paused": "0x60"},
+        24 * HOUR,
+        {"AtollCoordinatorAway": {}},
+    ),
+    (
+        "it was stopped after the run's end",
+        {"up": "1x60 0x3000", "atoll_run_finished": "0x50 1x10"},
+        70,
+        {},
+    ),
+    (
+        "a node with metrics of its own has left for good",
+        {f"up{OWN}": "1x60 0x3000", f"atoll_node_info{OWN}": "1x60"},
+        24 * HOUR,
+        {},
+    ),
+    (
+        "such a node waits in a pause, and tells of work let go that the coordinator tells as well",
+        {"atoll_run_paused": "1x3000", OWN_WAITING: "0.9x3000", OWN_LET_GO: "0x60 3x3000"},
+        2 * HOUR,
+        {"AtollPaused": {}},
+    ),
     (
         "it restarts",
         {"atoll_uptime_seconds": "0+60x10 0+60x10 0+60x10 0+60x10 0+60x3000"},
@@ -205,9 +232,10 @@ CASES: list[tuple[str, dict[str, str | None], int, dict[str, dict[str, str]]]] =
 
 def test_each_alarm_has_a_case_in_which_it_rings_with_metrics_that_there_are() -> None:
     assert {name for *_, rings in CASES for name in rings} == {each["alert"] for each in ALERTS}
-    for series in {*HOLDS, *(name for _, changes, *_ in CASES for name in changes)} - {"up"}:
+    told = {*HOLDS, *(name for _, changes, *_ in CASES for name in changes)}
+    for series in told - {"up", f"up{OWN}"}:
         metric = METRICS[series.partition("{")[0]]
-        assert set(re.findall(r"(\w+)=", series)) <= set(metric.labels)
+        assert set(re.findall(r"(\w+)=", series)) <= {*metric.labels, "instance"}
     asked = {name for query in alarms() for name in re.findall(r"atoll_\w+", query)}
     assert asked == {series.partition("{")[0] for series in HOLDS} - {"up"}
 
@@ -272,7 +300,8 @@ def test_alarms_ring_when_they_should_in_prometheus(tmp_path: Path) -> None:
 
 def _with_labels(series: str, labels: dict[str, str]) -> str:
     name, _, others = series.partition("{")
-    pairs = [others.rstrip("}")] * bool(others) + [f'{k}="{v}"' for k, v in labels.items()]
+    missing = [f'{k}="{v}"' for k, v in labels.items() if f"{k}=" not in others]
+    pairs = [others.rstrip("}")] * bool(others) + missing
     return f"{name}{{{','.join(pairs)}}}"
 
 
@@ -287,6 +316,7 @@ def test_values_of_labels_are_those_that_metrics_have() -> None:
         "state": {"ready"},
         "direction": {"sent"},
         "part": {"compute", "waiting"},
+        "job": {"atoll"},
     }
     asked = {
         (label, value)

@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.services.outside import FRESH_SECONDS, TOKEN_BYTES, Lookout, listen
 from protocol.errors import BadDataError
@@ -110,3 +111,12 @@ async def test_a_port_that_is_taken_is_left_out(lookout: Lookout) -> None:
         listening = await listen(lookout.saw, "127.0.0.1", (taken.getsockname()[1],))
         listening.close()
     assert listening.ports == ()
+
+
+async def test_a_coordinator_by_ipv6_alone_hears_no_datagrams_and_blames_no_port(
+    lookout: Lookout,
+) -> None:
+    with capture_logs() as said:
+        listening = await listen(lookout.saw, "fd99::1", (7700,))
+    assert listening.ports == ()
+    assert [line["log_level"] for line in said] == ["info"] and "IPv6 alone" in said[0]["event"]
