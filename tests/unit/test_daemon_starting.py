@@ -38,6 +38,7 @@ async def test_a_node_attaches_before_its_ranks_are_up_and_is_counted_on_once_th
         (announced,) = life.link.announced
         assert announced.corpus == CORPUS
         assert announced.cannot_train and announced.cannot_evaluate
+        assert life.link.heartbeats[-1].activity == "waiting for its ranks, which are starting"
         assert life.link.heartbeats[-1].cannot_train
         life.link.say(EvaluationAsked(round=0))  # though it said that it cannot
         await asyncio.sleep(5)
