@@ -16,18 +16,9 @@ from coordinator.swarm.events import (
     Tell,
     Woke,
 )
-from coordinator.swarm.members import (
-    BARRED,
-    PRESENT,
-    Against,
-    AuditRecord,
-    Member,
-    MemberState,
-    Standing,
-    Work,
-)
+from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.reach import punch, steadied_carriage
-from coordinator.swarm.slices import UNKNOWN, steadied
+from coordinator.swarm.slices import steadied
 from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
 from coordinator.swarm.turn import Turn, members_of, others_in, present_members, without
 from protocol.errors import (
@@ -43,6 +34,12 @@ from protocol.wire.rounds import NodeId, RosterEntry
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""
+
+KEPT = (
+    *("committed_tokens", "rates", "work", "screenings", "against", "standing", "audits", "spots"),
+    "evaluates_by",  # until its next heartbeat tells
+)
+"""What stays of a member, whichever of its processes attaches."""
 
 MOST_NAMED = 4
 """In a sentence about members of one invite."""
@@ -114,21 +111,13 @@ def attach(turn: Turn, event: Attached) -> None:
             process_id=event.process_id,
             cannot_train=event.cannot_train,
             cannot_evaluate=event.cannot_evaluate,
-            evaluates_by=before.evaluates_by if before else "",  # until its next heartbeat tells
-            committed_tokens=before.committed_tokens if before else 0,
             inner_steps_per_second=_speed_before(before, event),
-            rates=before.rates if before else UNKNOWN,
             wire_told=_wire_told_before(before, event),
             invite_id=event.invite_id,
             is_own=event.invite_id in state.own_invites,
             is_helper=event.is_helper,
             came_at=before.came_at if before and is_same_process else turn.now,
-            work=before.work if before else Work(),
-            screenings=before.screenings if before else (),
-            against=before.against if before else Against(),
-            standing=before.standing if before else Standing(),
-            audits=before.audits if before else AuditRecord(),
-            spots=before.spots if before else (),
+            **({name: getattr(before, name) for name in KEPT} if before else {}),
         )
     )
     if before is not None and not is_same_process:

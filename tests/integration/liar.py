@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import blake3
 import numpy as np
@@ -80,9 +81,11 @@ def make_up_states() -> None:
     _replace_reports(applied)
     attach, heartbeat = CoordinatorLink.attach, CoordinatorLink.heartbeat
 
-    async def attach_lying(self: CoordinatorLink, announced: Announcement) -> object:
+    async def attach_lying(
+        self: CoordinatorLink, announced: Announcement, **rulings: Any
+    ) -> object:
         digest = made_up(announced.outer_round, announced.outer_digest)
-        return await attach(self, replace(announced, outer_digest=digest))
+        return await attach(self, replace(announced, outer_digest=digest), **rulings)
 
     async def beat_lying(self: CoordinatorLink, session_id: int, vitals: Vitals) -> bool:
         digest = made_up(vitals.outer_round, vitals.outer_digest)

@@ -157,7 +157,7 @@ class FakeLink:
         for event in events:
             self.events_of_now.put_nowait(event)
 
-    async def attach(self, announcement: Any) -> Attachment:
+    async def attach(self, announcement: Any, **rulings: Any) -> Attachment:
         self.num_attached += 1
         self.announced.append(announcement)
         return Attachment(

@@ -28,7 +28,7 @@ async def test_a_node_that_was_never_here_waits_for_its_ranks_to_say_what_they_t
         assert life.link.announced == []
         await asyncio.sleep(SECONDS)
         assert life.link.announced[0].corpus == CORPUS
-        assert life.link.announced[0].ability.trains
+        assert not life.link.announced[0].cannot_train
         assert life.kept_corpora == [CORPUS]
 
 
@@ -37,8 +37,8 @@ async def test_a_node_attaches_before_its_ranks_are_up_and_is_counted_on_once_th
     async with life_with(CORPUS) as life:
         (announced,) = life.link.announced
         assert announced.corpus == CORPUS
-        assert not (announced.ability.trains or announced.ability.evaluates)
-        assert announced.ability.waits_for == "its ranks, which are starting"
+        assert announced.cannot_train and announced.cannot_evaluate
+        assert life.link.heartbeats[-1].activity == "waiting for its ranks, which are starting"
         assert life.link.heartbeats[-1].cannot_train
         life.link.say(EvaluationAsked(round=0))  # though it said that it cannot
         await asyncio.sleep(5)
@@ -76,7 +76,7 @@ async def test_a_node_whose_data_are_others_than_it_said_attaches_anew_with_what
         assert life.link.announced[0].corpus == OTHER
         await asyncio.sleep(SECONDS)
         assert [one.corpus for one in life.link.announced] == [OTHER, CORPUS]
-        assert life.link.announced[1].ability.trains
+        assert not life.link.announced[1].cannot_train
         assert life.kept_corpora == [CORPUS]
 
 

@@ -54,7 +54,7 @@ class Link:
     def say(self, event: Message | AtollError) -> None:
         self._events.put_nowait(event)
 
-    async def attach(self, announcement: Any) -> Attachment:
+    async def attach(self, announcement: Any, **rulings: Any) -> Attachment:
         await self._call()
         self._events = asyncio.Queue()
         self.attached_at.append(asyncio.get_running_loop().time())
