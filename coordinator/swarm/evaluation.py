@@ -25,6 +25,7 @@ from statistics import median
 
 from blake3 import blake3
 
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.events import GoBack, Tell
 from coordinator.swarm.members import Member
 from coordinator.swarm.reach_back import latest_in_reach
@@ -124,7 +125,7 @@ def drawn_evaluators(state: SwarmState, ready: Sequence[Member]) -> list[NodeId]
     Each is as likely as its confirmed work weighs, and of another invite than those before, as far as there
     are such. Who has no work comes after those who have.
     """
-    say = say_of(ready, state.committed_round, state.rules)
+    say = say_of(ready, state.committed_round, unchecked(state))
     chosen: list[Member] = []
     while len(chosen) < min(EVALUATORS, len(ready)):
         left = [member for member in ready if member not in chosen]
