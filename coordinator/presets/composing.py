@@ -122,6 +122,10 @@ ADAPTERS_TIMES = 10
 not measured here."""
 
 MEAN_OF_PRIVATE = 'late in a run "agreeing" leaves out what only one node has data to learn from'
+WHO_HOLDS_PRIVATE = (
+    "private data: nobody can check what a holder trains, and in the plain mean a lie counts like work, "
+    "up to twice the usual norm: invite holders that you trust, or 'atoll run amend outer.merge=agreeing'"
+)
 
 TO_BE_TOLD = "DIGEST"
 """Of a fork's code, which is not here: a node that was not allowed to run it says the digest."""
@@ -273,7 +277,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         values[("inner", "steps")] = (wanted.steps, "")
     if wanted.private:
         values[("outer", "merge")] = ("mean", MEAN_OF_PRIVATE)
-    notes = [note, *facts.notes]
+    notes = [note, *facts.notes, *([WHO_HOLDS_PRIVATE] if wanted.private else [])]
     if trained.why_batch:
         notes.append(f"batch {trained.batch}: {trained.why_batch}")
     plan = None

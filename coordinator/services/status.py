@@ -13,6 +13,7 @@ from coordinator.services import checks
 from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.one_round import closed_round, open_round
 from coordinator.streams import Telemetry
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.committed import awaits_first_weights, recent_screening
 from coordinator.swarm.conviction import next_round, waiting_in_words
 from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
@@ -343,7 +344,7 @@ def standing_in_words(standing: Ruling) -> str:
 
 def confirmed_shares(state: SwarmState) -> Mapping[NodeId, float]:
     """What each present member's confirmed work is of all of theirs; empty while nobody has any."""
-    say = say_of(present_members(state), state.committed_round, state.rules)
+    say = say_of(present_members(state), state.committed_round, unchecked(state))
     if not say.is_confirmed:
         return {}
     whole = weight_of(say, say.weights)

@@ -26,6 +26,7 @@ from itertools import accumulate
 
 from blake3 import blake3
 
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.conviction import (
     MOST_CONTRADICTED,
     MOST_ROUNDS_OUT,
@@ -259,7 +260,7 @@ def _here(state: SwarmState, audit: Audit) -> list[NodeId]:
 
 
 def _say(state: SwarmState, audit: Audit) -> Say:
-    return say_of((state.members[n] for n in _here(state, audit)), audit.round, state.rules)
+    return say_of((state.members[n] for n in _here(state, audit)), audit.round, unchecked(state))
 
 
 def _drawn(state: SwarmState, audit: Audit, may: Sequence[NodeId]) -> NodeId:

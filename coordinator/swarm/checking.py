@@ -11,7 +11,7 @@ Whoever says what it is may say something else, so this has to be nobody's gain:
 
 In a run of private data, whose loss compares samples, or whose `[outer] audit` is 0, nobody is checked, and
 all are alike. Else the work of the first line is what checks can confirm. All others together weigh less
-than that, once they are no more by invites: see `unchecked`. The run owner's own machines need no check.
+than that, once they are no more by invites: see `unchecked_of`. The run owner's own machines need no check.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +19,8 @@ from dataclasses import replace
 from enum import StrEnum
 
 from coordinator.swarm.members import Member
+from coordinator.swarm.state import SwarmState
+from coordinator.swarm.turn import present_members
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, Digest, NodeId
 
 NO_DATA = CorpusSummary(digest=Digest(b""), num_samples=0, num_bytes=0)
@@ -48,15 +50,20 @@ def can_check(checker: Member, checked: Member) -> bool:
     return are_ranks and checker.corpus.is_same(checked.corpus)
 
 
-def unchecked(members: Iterable[Member], worths: Mapping[NodeId, int]) -> list[NodeId]:
-    """Those whose work nothing confirms, where they weigh less than all others together; else nobody.
+def unchecked(state: SwarmState) -> frozenset[NodeId]:
+    """Of those that are here: whose work nothing confirms, and who weigh less than all others together."""
+    return unchecked_of(present_members(state)) if state.rules.checks_training else frozenset()
+
+
+def unchecked_of(members: Iterable[Member]) -> frozenset[NodeId]:
+    """Of some members those whom nobody checks; nobody, where those that are checked are too few.
 
     Checked is who has ranks and the data that most invites tell of, or the run owner's own machines do, and
     is of an invite of which all that work have. So none that is checked lends its say to one that is not.
     Invites are not free. Where those that are checked are of fewer than the rest, or of fewer than three
     with each own machine for one, work decides as it is: else a few with a little of it had the most say.
     """
-    working = [m for m in members if worths.get(m.node_id)]
+    working = [m for m in members if not m.is_helper and any(t for _, t in m.work.by_stretch)]
     own = [member for member in working if member.is_own]
     others: dict[str, list[Member]] = {}
     for member in working:
@@ -65,8 +72,8 @@ def unchecked(members: Iterable[Member], worths: Mapping[NodeId, int]) -> list[N
     checked = _checked_invites(own, others)
     num_checked, num_rest = len(own) + len(checked), len(others) - len(checked)
     if not num_rest or num_checked < max(num_rest, 2 if own else LEAST_INVITES):
-        return []
-    return sorted(m.node_id for i, alike in others.items() if i not in checked for m in alike)
+        return frozenset()
+    return frozenset(m.node_id for i, alike in others.items() if i not in checked for m in alike)
 
 
 def _checked_invites(own: Sequence[Member], others: Mapping[str, Sequence[Member]]) -> set[str]:

@@ -10,6 +10,7 @@ totals have grown.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.events import HistoryTold, Tell
 from coordinator.swarm.ledger import committed_samples, lease_again, reopen, settle
 from coordinator.swarm.members import PRESENT, Member, MemberState, Screening, Work
@@ -76,7 +77,7 @@ def agree_on_initial_state(turn: Turn) -> None:
     here = _choosing(state)
     if not here:
         return
-    say = say_of(here, 0, state.rules)
+    say = say_of(here, 0, unchecked(state))
     digest = heaviest(say, {m.node_id: m.outer_digest for m in here})
     for_it, for_what_is_agreed = (
         weight_of(say, (m.node_id for m in here if m.outer_digest == each))

@@ -14,11 +14,12 @@ Then the run goes back by itself to the state after the latest round with a plau
 rounds where it has risen slowly, once for each place: where it finds the same again after going back, it
 pauses, for the cause is then in its rules or data. When the run owner resumes it, losses count anew. Most
 of those who were asked must say so, and two at least: one that lies can neither start anything nor hide it.
+Where data are private two holders must, each by what was found on its own data: texts are not equally hard.
 """
 
 import math
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -26,6 +27,8 @@ from statistics import median
 
 from blake3 import blake3
 
+from coordinator.swarm.checking import unchecked
+from coordinator.swarm.checking import Kind, kind_of
 from coordinator.swarm.events import GoBack, Tell
 from coordinator.swarm.members import Member
 from coordinator.swarm.reach_back import latest_in_reach
@@ -43,7 +46,7 @@ from coordinator.swarm.turn import Turn, available_members, is_present, present_
 from coordinator.swarm.weighing import common_corpus, say_of, worth
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
-from protocol.wire.rounds import OWN_LOOP, NodeId, book_of_data
+from protocol.wire.rounds import NodeId, book_of_data
 
 EVALUATORS = 3
 """Who are asked for one loss where the run goes by it: one that lies changes nothing."""
@@ -131,7 +134,7 @@ def _on_common_text(state: SwarmState, ready: list[Member]) -> list[Member]:
     if state.rules.has_private_data:
         return ready
     common = common_corpus(state)
-    of_run = [member for member in ready if member.device != OWN_LOOP]
+    of_run = [member for member in ready if kind_of(member) is not Kind.LOOP]
     if common is not None:
         on_it = [m for m in of_run if m.corpus.num_samples and m.corpus.is_same(common)]
         if on_it:
@@ -144,7 +147,7 @@ def _on_common_text(state: SwarmState, ready: list[Member]) -> list[Member]:
 
 def _text_of(member: Member) -> str:
     """What its losses are of: its data, and of a loop the function; empty where nobody knows."""
-    if member.device == OWN_LOOP:
+    if kind_of(member) is Kind.LOOP:
         return member.evaluates_by
     corpus = member.corpus
     held_out = corpus.held_out_digest or b""
@@ -157,7 +160,7 @@ def drawn_evaluators(state: SwarmState, ready: Sequence[Member]) -> list[NodeId]
     Each is as likely as its confirmed work weighs, and of another invite than those before, as far as there
     are such. Who has no work comes after those who have.
     """
-    say = say_of(ready, state.committed_round, state.rules)
+    say = say_of(ready, state.committed_round, unchecked(state))
     chosen: list[Member] = []
     while len(chosen) < min(EVALUATORS, len(ready)):
         left = [member for member in ready if member not in chosen]
@@ -389,27 +392,53 @@ def _most(reference: float, around: Sequence[float]) -> float:
     return reference + max(JUMP_SHARE * abs(reference), MOST_TIMES_USUAL * usual)
 
 
-def plausible_losses(state: SwarmState, before_round: int) -> tuple[list[HeldOut], Curve]:
-    """Those of states before a round that may follow on those before, and the curve that they are.
+@dataclass(slots=True, kw_only=True)
+class Known:
+    """Plausible losses on one text, and the evaluations that they are of."""
 
-    What the run owner resumed after a pause is accepted, and losses before that count no more; nor do those
-    on another text. What was best does not count under other rates and steps, which losses follow.
+    curve: Curve = field(default_factory=Curve)
+    found: list[HeldOut] = field(default_factory=list)
+
+
+def plausible_losses(
+    state: SwarmState, before_round: int
+) -> tuple[list[HeldOut], defaultdict[str, Known]]:
+    """Those of states before a round that may follow on those before, and what is known on each text.
+
+    Where data are private each holder has a text of its own, and one that finds a loss implausible may lie:
+    then the others' count. What the run owner resumed after a pause is accepted, and losses before that count
+    no more; nor do those on another text. What was best does not count under other rates and steps, which
+    losses follow.
     """
     amended = _amended_from(state)
     accepted = max(_accepted_from(state), state.held_out_text_from)
     kept: list[HeldOut] = []
-    curve = Curve()
+    known: defaultdict[str, Known] = defaultdict(Known)
     has_amended = False
     for each in state.held_out:
         if not accepted <= each.round < before_round:
             continue
         if each.round >= amended > 0 and not has_amended:
             has_amended = True
-            curve.seek_best_anew()
-        if curve.allows(each.loss):
+            for one in known.values():
+                one.curve.seek_best_anew()
+        losses = {_held_by(state, one.node_id): one.loss for one in each.holders}
+        losses = losses or {"": each.loss}
+        good = {text: loss for text, loss in losses.items() if known[text].curve.allows(loss)}
+        if len(losses) - len(good) < min(2, len(losses)):
             kept.append(each)
-            curve.add(each.loss)
-    return kept, curve
+            for text, loss in good.items():
+                known[text].curve.add(loss)
+                known[text].found.append(each)
+    return kept, known
+
+
+def _held_by(state: SwarmState, node_id: NodeId) -> str:
+    """What a node's loss is of: its holder's data where they are private, else that of all."""
+    if not state.rules.has_private_data:
+        return ""
+    member = state.members.get(node_id)
+    return node_id if member is None else member.corpus.digest.hex()
 
 
 def _accepted_from(state: SwarmState) -> int:
@@ -463,18 +492,22 @@ def alarm_of(state: SwarmState, round: int, found: Sequence[HolderLoss]) -> Alar
 
     Of one member alone nothing follows, unless the swarm has no other.
     """
-    good, curve = plausible_losses(state, round)
-    losses = [one.loss for one in found]
-    bad = [loss for loss in losses if not curve.allows(loss)]
+    good, known = plausible_losses(state, round)
+    on = {one.node_id: known[_text_of(state, one.node_id)] for one in found}
+    bad = [one for one in found if not on[one.node_id].curve.allows(one.loss)]
+    losses = [one.loss for one in bad]
     is_alone = sum(not m.cannot_evaluate for m in present_members(state)) <= 1
-    if len(bad) < (1 if is_alone else 2):  # of the three at most that were asked
+    if len(bad) < (1 if is_alone else 2):  # of the three at most that were asked, or of the holders
         return None
     if not good:
-        return Alarm(round=None, reason=f"{_found(bad)} after round {round}, and was never good")
+        return Alarm(round=None, reason=f"{_found(losses)} after round {round}, and was never good")
     last = good[-1]
-    if not any(curve.has_jumped(loss) for loss in bad):
-        last = good[curve.best_end - 1]
-    what = f"{_found(bad)} after round {round}, and was {last.loss:.3f} after round {last.round}"
+    if not any(on[one.node_id].curve.has_jumped(one.loss) for one in bad):
+        best = (on[one.node_id].found[on[one.node_id].curve.best_end - 1] for one in bad)
+        last = min(best, key=lambda one: one.round)
+    text = _text_of(state, min(bad, key=lambda one: _or_infinite(one.loss)).node_id)
+    was = next((h.loss for h in last.holders if _text_of(state, h.node_id) == text), last.loss)
+    what = f"{_found(losses)} after round {round}, and was {was:.3f} after round {last.round}"
     if _was_here_before(state, round):
         return Alarm(round=None, reason=f"{what}, again after the run went back from there")
     reached = latest_in_reach(state, last.round)

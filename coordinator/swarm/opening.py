@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.conviction import may_reduce, sitting_out_in_words
 from coordinator.swarm.deadlines import (
     budgets_in_words,
@@ -74,7 +75,7 @@ def open_round(turn: Turn) -> None:
     on_trial = tuple(member.node_id for member in members if member.standing.is_on_trial)
     sure = sorted((*_sure(ready), *_sure(helpers)), key=lambda member: member.node_id)
     sure = [member for member in sure if may_reduce(member, number)] or sure
-    say = say_of(sure, state.committed_round, rules)
+    say = say_of(sure, state.committed_round, unchecked(state))
     # After a void round others than helpers may be what it takes.
     was_void = state.last_closed is not None and state.last_closed.is_void
     new = frozenset[NodeId]() if was_void else newcomers(sure, say, turn.now)
@@ -128,7 +129,7 @@ def open_round(turn: Turn) -> None:
         + deadlines.reason,
         ahead=ahead,
         apply_seconds=deadlines.apply_seconds,
-        say=say_of(ready, number - 1, rules),
+        say=say_of(ready, number - 1, unchecked(state)),
         usual_speeds=usual_speeds(ready),
         on_trial=on_trial,
         later_session_id=state.next_session_id,

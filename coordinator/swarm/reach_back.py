@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.members import Member
 from coordinator.swarm.state import Say, SwarmState
 from coordinator.swarm.turn import name_of, present_members
@@ -131,7 +132,7 @@ class _Saying:
     def of(cls, state: SwarmState, node_ids: Collection[NodeId]) -> "_Saying":
         """These, of all that are here."""
         here = present_members(state)
-        say = say_of(here, state.committed_round, state.rules)
+        say = say_of(here, state.committed_round, unchecked(state))
         saying = cls(state=state, here=tuple(member.node_id for member in here), say=say)
         for node_id in node_ids:
             saying.add(node_id, 1)

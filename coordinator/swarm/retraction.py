@@ -18,6 +18,7 @@ going back less, and the run makes none by itself while it is paused.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.committed import agree_on, book, judge, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Tell, WithdrawalAsked
@@ -206,7 +207,7 @@ def held_by_most(state: SwarmState, *, of_all: bool = True) -> Digest | None:
     among = known if of_all else frozenset(known.present_ids)
     named = {a.node_id for a in newest.assignments if a.node_id in among}
     voters = sorted(named | held.keys())
-    say = say_of((state.members[n] for n in voters), newest.round, state.rules)
+    say = say_of((state.members[n] for n in voters), newest.round, unchecked(state))
     digest = heaviest(say, held)
     alike = [node_id for node_id, each in held.items() if each == digest]
     return digest if len(alike) >= 2 and is_enough(say, alike, voters) else None

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from coordinator.swarm import spot_checks
 from coordinator.swarm.audit import audits_in_words, draw, draw_what_leads_elsewhere, pending_audits
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.committed import agree_on, book
 from coordinator.swarm.conviction import (
     contradict,
@@ -499,8 +500,8 @@ def settle_round(turn: Turn) -> None:
     awaited = awaited_appliers(turn.state, current)
     if (awaited and all(node in reports for node in awaited)) or (reports and is_late):
         voters = sorted({*awaited, *reports})
-        members, rules = turn.state.members, turn.state.rules
-        say = say_of((members[node_id] for node_id in voters), current.number, rules)
+        members = (turn.state.members[node_id] for node_id in voters)
+        say = say_of(members, current.number, unchecked(turn.state))
         digest = heaviest(say, reports)
         agreeing = [node_id for node_id, told in reports.items() if told == digest]
         most, waited = turn.state.rules.apply_seconds, turn.now - current.committed_at

@@ -22,13 +22,13 @@ from dataclasses import replace
 from blake3 import blake3
 
 from coordinator.swarm.audit import STAGE_ROUNDS
-from coordinator.swarm.checking import Kind, can_check, kind_of, unchecked
+from coordinator.swarm.checking import Kind, can_check, kind_of, unchecked, unchecked_of
 from coordinator.swarm.conviction import MOST_CONTRADICTED, convict
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import Member, MemberState, SpotFinding, Work
 from coordinator.swarm.state import Round, Say, SpotCheck, SwarmState
 from coordinator.swarm.turn import Turn, is_present, present_members
-from coordinator.swarm.weighing import is_enough, say_of, weight_of, worth
+from coordinator.swarm.weighing import is_enough, say_of, weight_of
 from protocol.trust.evidence import of_spot_checks
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import (
@@ -160,7 +160,7 @@ def usual_effect(state: SwarmState, node_id: NodeId) -> float:
     others = [m for m in present_members(state) if m.node_id != node_id and m.spots]
     if len(others) < 2 or sum(len(m.spots) for m in others) < LEAST_USUAL:
         return 0.0
-    say = say_of(others, state.committed_round, state.rules)
+    say = say_of(others, state.committed_round, unchecked(state))
     effects = sorted(
         (_middle(map(_effect, m.spots[-USUAL_FINDINGS:])), say.weights[m.node_id]) for m in others
     )
@@ -203,7 +203,7 @@ def _decide(turn: Turn, node_id: NodeId) -> None:
     by_checker = balances(state, member)
     others = [m.node_id for m in _judging(state, member)]
     among = sorted(by_checker) if len(by_checker) >= MOST_CHECKERS else others
-    say = say_of((state.members[n] for n in others), state.committed_round, state.rules)
+    say = say_of((state.members[n] for n in others), state.committed_round, unchecked(state))
     # Of each checker only what accuses counts. So each may go astray once in two more ways: 2 to the power
     # of their number bounds the mean of the product of likelihood ratios, instead of 1.
     if evidence(say, by_checker, among) >= _threshold(len(by_checker)):
@@ -237,8 +237,7 @@ def _judging(state: SwarmState, accused: Member) -> list[Member]:
     """
     here = [m for m in present_members(state) if m.node_id != accused.node_id and not m.is_helper]
     others = [m for m in here if accused.is_own or m.invite_id != accused.invite_id] or here
-    worths = {m.node_id: worth(m.work, state.committed_round) for m in others}
-    left_out = frozenset(unchecked(others, worths))
+    left_out = unchecked_of(others)
     rest = [m for m in others if m.node_id not in left_out]
     return rest if any(can_check(m, accused) for m in rest) else others
 
@@ -319,7 +318,7 @@ def _may_check(state: SwarmState, closed: Round, node_id: NodeId) -> list[Member
 
 def _drawn(state: SwarmState, round: int, node_id: NodeId, may: Sequence[Member]) -> NodeId:
     """One of them by confirmed work; who has checked this member before, more seldom."""
-    say, spots = say_of(may, round, state.rules), state.members[node_id].spots
+    say, spots = say_of(may, round, unchecked(state)), state.members[node_id].spots
     before = [sum(f.checker_id == member.node_id for f in spots) for member in may]
     weights = [
         say.weights.get(member.node_id, 0) / (1 + num) ** 2

@@ -7,11 +7,32 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attacks import QUICK
+from benchmarks.attacks import QUICK, outcome_of, rows_of
 
 ROOT = Path(__file__).parents[2]
 MOST_LOSS = 1.03
 """Times the clean run's: both end at 1.00 after six rounds, and above 1.05 with nothing against them."""
+
+
+def test_two_that_pull_beside_the_momentum_count_for_nothing_and_no_honest_one_is_left_out() -> (
+    None
+):
+    """A short one by day: what it comes to in loss is tried by night."""
+    _, wanted = rows_of(
+        ["beside the momentum"],
+        liars=[2],
+        merges=["agreeing"],
+        seeds=[0],
+        rounds=3,
+        uneven=False,
+        audit=0.0,
+        invites=True,
+    )
+    row = outcome_of(wanted)
+    assert "ended" not in row, row
+    assert row["noticed"] == 2, row  # in the first round nobody has work, so fewer may be left out
+    assert row["honest_refused"] == 0, row
+    assert row["same"], "honest nodes differ"
 
 
 @pytest.mark.nightly

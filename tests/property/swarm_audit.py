@@ -8,6 +8,7 @@ from itertools import combinations
 
 from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 
+from coordinator.swarm.checking import unchecked
 from coordinator.swarm.conviction import MOST_CONTRADICTED
 from coordinator.swarm.ledger import Places, free_again
 from coordinator.swarm.members import PRESENT, Member, MemberState
@@ -66,7 +67,7 @@ def _check_reducers(plan: Plan, state: SwarmState) -> None:
     ]
     told = {n: set(state.members[n].unreachable) for n in among}
     cut = {n: {m for m in among if m != n and (m in told[n] or n in told[m])} for n in among}
-    weight = say_of([state.members[n] for n in among], plan.round - 1, state.rules).weights
+    weight = say_of([state.members[n] for n in among], plan.round - 1, unchecked(state)).weights
     lost = {n: sum(weight.get(m, 0) for m in cut[n]) for n in among}
     has_helper = any(part.reducer_id in helpers for part in plan.slices)
     for part in plan.slices:

@@ -19,7 +19,15 @@ from protocol.wire.messages import (
     SliceTakenOver,
     Trained,
 )
-from protocol.wire.rounds import Commit, ContributionDigest, Contributor, Digest, NodeId, Plan
+from protocol.wire.rounds import (
+    Commit,
+    ContributionDigest,
+    Contributor,
+    CorpusSummary,
+    Digest,
+    NodeId,
+    Plan,
+)
 
 INITIAL = Digest(b"initial")
 CONTEXT = 4
@@ -44,6 +52,9 @@ class Swarm:
     commits: Sequence[Commit]
     settled: Mapping[int, Digest]
     peers: Sequence["SimulatedNode"]
+
+
+CORPUS = CorpusSummary(digest=Digest(b"c" * 32), num_samples=9, num_bytes=9)
 
 
 @dataclass
@@ -75,6 +86,8 @@ class SimulatedNode:
     is_astray: bool = False
     process_id: int = 0
     invite_id: str = ""
+    device: str = "cpu"
+    corpus: CorpusSummary = CORPUS
     is_helper: bool = False
 
     @property

@@ -46,10 +46,9 @@ from protocol.wire.messages import (
     RunFinished,
     SliceTakenOver,
 )
-from protocol.wire.rounds import Commit, CorpusSummary, Digest, NodeId, PeerAddress
+from protocol.wire.rounds import Commit, Digest, NodeId, PeerAddress
 
 RUN = Digest(b"r" * 32)
-CORPUS = CorpusSummary(digest=Digest(b"c" * 32), num_samples=9, num_bytes=9)
 PAUSE_SECONDS = 15.0
 MOST_DEADLINES = 100
 """In a week without nodes there may be a deadline every few seconds, and each is as the one before."""
@@ -77,6 +76,7 @@ class World:
         has_overlap: bool,
         round_steps: int | None = None,
         has_helper: bool = False,
+        audited_share: float = 0.0,
     ) -> None:
         rules = Rules(
             total_rounds=total_rounds,
@@ -96,6 +96,7 @@ class World:
             round_steps=round_steps,
             layout=LAYOUT,
             codecs=CODECS,
+            audited_share=audited_share,
         )
         self._sealer = Sealer()
         self._members = MembersStay()
@@ -222,13 +223,13 @@ class World:
             node_id=node.node_id,
             node_name="vm",  # as many machines are called
             address=PeerAddress(public_key=b"k" * 32, multiaddrs=()),
-            device="cpu",
+            device=node.device,
             num_ranks=1,
             version="1",
             run_digest=RUN,
             layout=LAYOUT,
             codecs=CODECS,
-            corpus=CORPUS,
+            corpus=node.corpus,
             outer_round=number,
             outer_digest=digest,
             outer_incarnation=incarnation,

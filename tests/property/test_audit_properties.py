@@ -13,7 +13,7 @@ from coordinator.swarm.state import Verdict
 from coordinator.swarm.weighing import say_of, weight_of
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import NodeId, RoundSpan
-from tests.unit.swarm_scene import PLAIN_RULES, Scene, asked_of, digest_of
+from tests.unit.swarm_scene import Scene, asked_of, digest_of
 
 NAMES = tuple("abcdefg")
 CLAIMED, RIGHT, MADE_UP = (digest_of(t) for t in ("claimed", "right", "made up"))
@@ -34,7 +34,7 @@ def weighed(
         members = scene.state.members.items()
         return {n: replace(m, work=Work(by_stretch=((0, work[n]),))) for n, m in members}
 
-    say = say_of(with_work().values(), 1, PLAIN_RULES)
+    say = say_of(with_work().values(), 1)
     scene.state = replace(scene.state, open_round=replace(scene.round, say=say))
     return scene, with_work
 

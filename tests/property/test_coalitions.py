@@ -7,8 +7,9 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from coordinator.swarm.checking import unchecked
+from coordinator.swarm.checking import unchecked, unchecked_of
 from coordinator.swarm.members import Member, MemberState, Work
+from coordinator.swarm.transition import initial_state
 from coordinator.swarm.weighing import (
     LEAST_TRIAL_SECONDS,
     TRIAL_MARGIN,
@@ -60,7 +61,7 @@ def test_a_coalition_with_less_than_half_of_the_weight_decides_no_digest_and_no_
     honest: list[int], lying: list[int], invites: list[str]
 ) -> None:
     members = members_of(honest, lying, invites)
-    say = say_of(members.values(), 1, PLAIN_RULES)
+    say = say_of(members.values(), 1)
     liars = [n for n in members if n.startswith("a-liar")]
     assume(2 * weight_of(say, liars) < weight_of(say, members))
     reports: dict[NodeId, Digest] = {n: LIE if n in liars else RIGHT for n in members}
@@ -82,7 +83,7 @@ def test_no_invite_decides_alone_where_two_others_have_work_whatever_its_keys_ha
     works = [work for of_one in honest for work in of_one]
     invites = [f"own-{n}" for n, of_one in enumerate(honest) for _ in of_one]
     members = members_of(works, lying, ["liars"] * len(lying) + invites)
-    say = say_of(members.values(), 1, PLAIN_RULES)
+    say = say_of(members.values(), 1)
     working = {m.invite_id for n, m in members.items() if worth(m.work, 1)}
     for invite in {"liars", *invites}:
         if len(working - {invite}) < 2:
@@ -112,7 +113,7 @@ def test_keys_of_one_invite_beside_six_have_a_quarter_of_the_weight_however_many
     keys: int,
 ) -> None:
     members = members_of([100] * 6, [100] * keys, ["liars"] * keys + [f"own-{n}" for n in range(6)])
-    say = say_of(members.values(), 1, PLAIN_RULES)
+    say = say_of(members.values(), 1)
     liars = [n for n in members if n.startswith("a-liar")]
     assert 4 * weight_of(say, liars) <= weight_of(say, members)
 
@@ -121,7 +122,7 @@ def test_keys_of_one_invite_beside_six_have_a_quarter_of_the_weight_however_many
 def test_of_one_or_two_invites_work_alone_decides(invites: list[str]) -> None:
     """Docs say so: a cap would have the smaller of two invites decide alone."""
     members = members_of([100], [100] * 9, invites)
-    say = say_of(members.values(), 1, PLAIN_RULES)
+    say = say_of(members.values(), 1)
     assert is_enough(say, [n for n in members if n.startswith("a-liar")], list(members))
 
 
@@ -135,7 +136,7 @@ def test_the_run_owners_own_machines_weigh_by_their_work_and_strangers_with_less
     of_own = ["own"] * len(own)
     members = members_of(own, strangers, [*invites[: len(strangers)], *of_own])
     members = {n: replace(m, is_own=m.invite_id == "own") for n, m in members.items()}
-    say = say_of(members.values(), 1, PLAIN_RULES)
+    say = say_of(members.values(), 1)
     mine = [n for n, member in members.items() if member.is_own]
     others = [n for n in members if n not in mine]
     assert all(say.weights[n] == worth(members[n].work, 1) for n in mine)
@@ -152,7 +153,7 @@ def test_one_invite_decides_nothing_against_the_run_owners_own_however_little_th
 ) -> None:
     members = members_of([own], lying, [*(["liars"] * len(lying)), "own"])
     members = {n: replace(m, is_own=m.invite_id == "own") for n, m in members.items()}
-    say = say_of(members.values(), 1, PLAIN_RULES)
+    say = say_of(members.values(), 1)
     reports: dict[NodeId, Digest] = {n: RIGHT if m.is_own else LIE for n, m in members.items()}
     assert heaviest(say, reports) == RIGHT
 
@@ -160,10 +161,10 @@ def test_one_invite_decides_nothing_against_the_run_owners_own_however_little_th
 def test_a_run_whose_owners_invite_brings_most_nodes_begins_beside_strangers_that_idle() -> None:
     members = members_of([0] * 8, [0, 0], ["one", "two", *["own"] * 8])
     mine = [n for n, member in members.items() if member.invite_id == "own"]
-    before = say_of(members.values(), 0, PLAIN_RULES)
+    before = say_of(members.values(), 0)
     assert not is_enough(before, mine, list(members)), "each invite weighs alike"
     members = {n: replace(m, is_own=n in mine) for n, m in members.items()}
-    assert is_enough(say_of(members.values(), 0, PLAIN_RULES), mine, list(members))
+    assert is_enough(say_of(members.values(), 0), mine, list(members))
 
 
 @examples(300)
@@ -174,7 +175,7 @@ def test_work_split_over_many_keys_of_the_invite_that_all_have_decides_no_more_t
     assume(lying < sum(honest))
     split = [lying // keys] * keys
     members = members_of(honest, split, ["all"] * (len(honest) + keys))
-    say = say_of(members.values(), 1, PLAIN_RULES)
+    say = say_of(members.values(), 1)
     liars = [n for n in members if n.startswith("a-liar")]
     assert say.is_confirmed
     assert not is_enough(say, liars, list(members))
@@ -214,7 +215,7 @@ def test_who_says_that_nobody_can_check_it_decides_nothing_whatever_it_claims_to
     for name in told_held_out:  # as today's releases do
         corpus = replace(members[name].corpus, held_out_digest=RIGHT)
         members[name] = replace(members[name], corpus=corpus)
-    say = say_of(members.values(), 1, CHECKING)
+    say = say_of(members.values(), 1, unchecked_of(members.values()))
     liars = [n for n in members if n.startswith("a-liar")]
     if len({kind for _, _, kind in lying}) == 1 and lying[0][2] != "a loop":
         assume(len(set(invites)) < len(honest))  # else nobody knows which data are the run's
@@ -237,7 +238,9 @@ def test_ranks_of_fewer_invites_than_honest_loops_gain_nothing_by_being_ranks(
     theirs = [f"theirs-{place % (len(loops) - 1)}" for place in invites[: len(lying)]]
     members = members_of(loops, lying, [*theirs, *(f"own-{n}" for n in range(9))])
     members = {n: m if n.startswith("a-liar") else as_kind(m, "a loop") for n, m in members.items()}
-    assert say_of(members.values(), 1, CHECKING) == say_of(members.values(), 1, PLAIN_RULES)
+    assert say_of(members.values(), 1, unchecked_of(members.values())) == say_of(
+        members.values(), 1
+    )
 
 
 @examples(300)
@@ -258,7 +261,7 @@ def test_the_run_owners_own_machines_are_checked_by_their_owner(
         if name.startswith("a-liar") or (is_own_a_loop and member.invite_id == "own"):
             members[name] = as_kind(member, "a loop")
         members[name] = replace(members[name], is_own=member.invite_id == "own")
-    say = say_of(members.values(), 1, CHECKING)
+    say = say_of(members.values(), 1, unchecked_of(members.values()))
     liars = [n for n in members if n.startswith("a-liar")]
     assert 2 * weight_of(say, liars) < weight_of(say, members)
 
@@ -267,8 +270,7 @@ def test_an_invite_with_a_loop_lends_it_none_of_the_say_of_its_ranks() -> None:
     members = members_of([10] * 3, [1, 1000], ["liar", "liar", *(f"own-{n}" for n in range(3))])
     loop = NodeId("a-liar-1")
     members[loop] = as_kind(members[loop], "a loop")
-    worths = {n: worth(m.work, 1) for n, m in members.items()}
-    assert unchecked(members.values(), worths) == ["a-liar-0", "a-liar-1"]
+    assert unchecked_of(members.values()) == {"a-liar-0", "a-liar-1"}
 
 
 @pytest.mark.parametrize("change", ["has_private_data", "compares_samples", "audited_share"])
@@ -276,7 +278,9 @@ def test_where_nobody_is_checked_all_weigh_by_their_work(change: str) -> None:
     members = members_of([10] * 4, [1000] * 2, [f"{n}" for n in range(6)])
     members = {n: as_kind(m, "a loop") if n.startswith("a-liar") else m for n, m in members.items()}
     rules = replace(CHECKING, **{change: 0.0 if change == "audited_share" else True})
-    assert say_of(members.values(), 1, rules) == say_of(members.values(), 1, PLAIN_RULES)
+    state = replace(initial_state(CHECKING, RIGHT), members=members)
+    assert unchecked(state) == {n for n in members if n.startswith("a-liar")}
+    assert not unchecked(replace(state, rules=rules))
 
 
 @examples(100)
@@ -286,7 +290,7 @@ def test_keys_of_one_invite_without_work_decide_nothing_among_invites_without_wo
 ) -> None:
     invites = ["liars"] * num_keys + [f"own-{n}" for n in range(num_honest)]
     members = members_of([0] * num_honest, [0] * num_keys, invites)
-    say = say_of(members.values(), 0, PLAIN_RULES)
+    say = say_of(members.values(), 0)
     liars = [n for n in members if n.startswith("a-liar")]
     assert not say.is_confirmed
     assert not is_enough(say, liars, list(members))

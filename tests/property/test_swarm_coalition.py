@@ -16,9 +16,10 @@ from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from swarm_nodes import SimulatedNode, State, Swarm
+from swarm_nodes import CORPUS, SimulatedNode, State, Swarm
 from swarm_world import RUN, World
 
+from coordinator.swarm.checking import LEAST_INVITES, unchecked
 from coordinator.swarm.events import Detached, Event, RefusalSeen, Reported, Ruled, Ticked
 from coordinator.swarm.members import PRESENT
 from coordinator.swarm.state import RoundPhase
@@ -26,7 +27,7 @@ from coordinator.swarm.weighing import say_of, weight_of
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Held, Reduced, ResultRefused, Trained
 from protocol.wire.payload import RESULT, PayloadHeader
-from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId, Slice
+from protocol.wire.rounds import OWN_LOOP, ContributionDigest, Contributor, Digest, NodeId, Slice
 
 LIARS = (NodeId("n0"), NodeId("n1"))  # the smallest ids: what is decided by an id is theirs
 HONEST = tuple(NodeId(f"n{number}") for number in range(2, 6))
@@ -36,6 +37,10 @@ MOST_IN_A_ROUND = 2 * 3 * 2 * 4
 """Tokens of the two together: three inner steps of two samples of four."""
 
 LIAR, ORDER = st.sampled_from(LIARS), st.integers(0, 2**32 - 1).map(Random)
+OTHERS = replace(CORPUS, digest=Digest(b"other data"))
+NEVER = 1e-12
+"""Of contributions are checked: members might be, and none is."""
+CLAIMS = st.sampled_from(("", "", "a loop", "other data"))
 SOME = st.lists(st.sampled_from((*LIARS, *HONEST)), max_size=6, unique=True)
 
 
@@ -111,15 +116,22 @@ def refusal(by: NodeId, number: int, part: Slice, digest: Digest) -> RefusalSeen
 class CoalitionMachine(RuleBasedStateMachine):
     world: World
     num_seen: Counter[str]
+    is_unchecked: bool  # they say that nobody can check them, and have an invite each
 
     @initialize(
         min_nodes=st.integers(1, 4),
         adapts_deadlines=st.booleans(),
         has_overlap=st.booleans(),
         has_one_invite=st.booleans(),
+        claims=CLAIMS,
     )
     def begin(
-        self, min_nodes: int, adapts_deadlines: bool, has_overlap: bool, has_one_invite: bool
+        self,
+        min_nodes: int,
+        adapts_deadlines: bool,
+        has_overlap: bool,
+        has_one_invite: bool,
+        claims: str,
     ) -> None:
         self.world = World(
             num_nodes=6,
@@ -127,13 +139,20 @@ class CoalitionMachine(RuleBasedStateMachine):
             total_rounds=50,
             adapts_deadlines=adapts_deadlines,
             has_overlap=has_overlap,
+            audited_share=NEVER if claims else 0.0,
         )
         self.num_seen = Counter()
         nodes = self.world.nodes
         nodes.update({n: Liar(node_id=n) for n in LIARS})
         for node_id, node in nodes.items():
-            node.seconds_per_inner_step = 1.0
+            is_slow = bool(claims) and node_id in HONEST  # so that liars have most of the work
+            node.seconds_per_inner_step = 4.0 if is_slow else 1.0
             node.invite_id = "" if has_one_invite else "theirs" if node_id in LIARS else node_id
+        self.is_unchecked = bool(claims) and not has_one_invite
+        for liar in map(self.liar, LIARS if self.is_unchecked else ()):
+            liar.invite_id = liar.node_id
+            liar.device = OWN_LOOP if claims == "a loop" else liar.device
+            liar.corpus = OTHERS if claims == "other data" else liar.corpus
         for node_id in (*HONEST, *LIARS):  # a first state is what most of those who are here hold
             self.world.attach(nodes[node_id], has_restarted=False)
 
@@ -230,6 +249,8 @@ class CoalitionMachine(RuleBasedStateMachine):
         node, nodes = self.world.nodes[who], self.world.nodes
         if any(nodes[other].session_id is None for other in HONEST):
             return  # one at a time
+        if fault == "leaves" and self.is_unchecked:
+            return  # of those that have work there may be no more than it takes
         if fault == "leaves":
             assert node.session_id is not None
             self.world.deliver(
@@ -275,23 +296,33 @@ class CoalitionMachine(RuleBasedStateMachine):
             assert closed.commit.outer_digest != MADE_UP_STATE
 
     def may_earn(self) -> bool:
-        """Whether the others have more work than two can earn in a round, beside what these have."""
+        """Whether the others have more work than two can earn in a round, beside what these have.
+
+        Where nobody can check these two it is enough that three of the others have some.
+        """
         tokens = {
             n: sum(t for _, t in m.work.by_stretch) for n, m in self.world.state.members.items()
         }
+        if self.is_unchecked:
+            return sum(tokens.get(n, 0) > 0 for n in HONEST) >= LEAST_INVITES
         here = sum(t for n, t in tokens.items() if self.world.state.members[n].state in PRESENT)
         return here - 2 * sum(tokens.get(n, 0) for n in LIARS) > 2 * MOST_IN_A_ROUND
 
     def share_of_liars(self) -> float:
         """Of the weight of all who are present."""
         present = [m for m in self.world.state.members.values() if m.state in PRESENT]
-        say = say_of(present, self.world.state.committed_round, self.world.state.rules)
+        say = say_of(present, self.world.state.committed_round, unchecked(self.world.state))
         return weight_of(say, LIARS) / weight_of(say, (m.node_id for m in present))
 
     @invariant()
     def less_than_half_of_the_work_is_theirs(self) -> None:
         """Or the law above would say too much."""
         assert self.share_of_liars() < 1 / 2
+        work = {
+            n: sum(t for _, t in m.work.by_stretch) for n, m in self.world.state.members.items()
+        }
+        is_most = 2 * sum(work.get(n, 0) for n in LIARS) > sum(work.values())
+        self.num_seen["liars with most of the work"] += is_most
 
     def teardown(self) -> None:
         """With the liars still lying rounds commit again, once the others are here."""
@@ -314,26 +345,34 @@ TestCoalitionMachine = CoalitionMachine.TestCase
 
 
 def test_the_liars_of_these_worlds_try_what_they_may() -> None:
-    """Else the laws above would hold for want of lies: in four short worlds, counted."""
+    """Else the laws above would hold for want of lies: in five short worlds, counted."""
     num_seen: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(5):
         random, machine = Random(seed), CoalitionMachine()
-        machine.begin(2, adapts_deadlines=False, has_overlap=False, has_one_invite=bool(seed % 2))
+        machine.begin(
+            2,
+            adapts_deadlines=False,
+            has_overlap=False,
+            has_one_invite=bool(seed % 2),
+            claims="a loop" if seed == 4 else "",
+        )
         for _ in range(10):
             for who in LIARS:
                 machine.a_liar_changes_its_mind(
                     who,
                     random.random() < 0.5,
-                    random.random() < 0.5,
+                    random.random() < 0.5 and not machine.is_unchecked,  # else they are put out
                     list(HONEST[:3]) if random.random() < 0.3 else [],
                     random.random() < 0.5,
                 )
-            machine.all_work(random, do_liars_train=random.random() < 0.3)
+            may = random.random() < 0.3 or machine.is_unchecked
+            machine.all_work(random, do_liars_train=may)
             if random.random() < 0.3:
                 machine.only_the_liars_are_in_time(random)
             machine.all_apply(random)
             machine.time_passes(5, random)
             machine.nothing_made_up_is_the_swarms()
+            machine.less_than_half_of_the_work_is_theirs()
         machine.teardown()
         num_seen += machine.num_seen
         num_seen["commits"] += machine.world.num_fruitful
@@ -341,4 +380,5 @@ def test_the_liars_of_these_worlds_try_what_they_may() -> None:
     assert num_seen["made-up results"] > 8, num_seen
     assert num_seen["refusals"] > 8 and num_seen["convictions"] > 2, num_seen
     assert num_seen["false refusals"] > 8, num_seen
+    assert num_seen["liars with most of the work"] > 2, num_seen
     assert num_seen["commits"] > 20, num_seen

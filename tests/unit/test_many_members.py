@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm_scene import INITIAL, LAYOUT, PLAIN_RULES, RUN, TOKENS, Scene, digest_of
+from swarm_scene import INITIAL, LAYOUT, RUN, TOKENS, Scene, digest_of
 
 import coordinator.swarm
 from coordinator.driver import Driver, LoopClock
@@ -106,7 +106,7 @@ def half_cut_off(num_nodes: int) -> list[Member]:
 def test_finding_the_best_reducers_grows_with_what_is_told_and_not_with_all_pairs() -> None:
     def work_of(num_nodes: int) -> Callable[[], object]:
         members = half_cut_off(num_nodes)
-        return lambda: best_reducers(members, say_of(members, 0, PLAIN_RULES))
+        return lambda: best_reducers(members, say_of(members, 0))
 
     assert_linear(work_of, 100)
 

@@ -346,7 +346,11 @@ def test_private_data_are_one_command_with_the_tokenizer_of_the_model_or_one_tha
     spec = made(tmp_path / "bytes", "--private")
     assert (spec.data.private, spec.data.source, spec.data.tokenizer) == (True, "text", None)
     assert spec.outer.merge == "mean", "what one node alone learns is no lie"
-    assert "atoll node start --data FILES\n" in capfd.readouterr().out
+    told = capfd.readouterr().out
+    assert "atoll node start --data FILES\n" in told
+    assert "nobody can check what a holder trains" in " ".join(told.split()), (
+        "said where it is made"
+    )
 
 
 @pytest.mark.usefixtures("described_here")

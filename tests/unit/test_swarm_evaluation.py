@@ -6,7 +6,7 @@ import pytest
 from swarm_scene import CORPUS, INITIAL, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.evaluation import plausible_losses
-from coordinator.swarm.events import Tell
+from coordinator.swarm.events import GoBack, Tell
 from protocol.wire.messages import EvaluationAsked, RoundOpened
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, NodeId
 
@@ -124,6 +124,55 @@ def test_of_private_data_a_node_of_each_holder_is_asked_and_held_out_tokens_weig
     scene.commit("node-a", "node-b", "node-c", "node-d")
     scene.apply(digest_of("state 1"), "node-a", "node-b", "node-c", "node-d")
     assert asked_of(scene.log, EvaluationAsked)[3:] == ["node-a", "node-c", "node-d"]
+
+
+HARD = {"node-a": 4.0, "node-b": 1.0, "node-c": 1.0, "node-d": 4.0}
+"""What models come to on the holders' data: texts are not equally hard."""
+
+
+def rounds_of_holders(scene: Scene, number: int, **times: float) -> list[GoBack]:
+    """So many rounds, each evaluated by a node of each holder; `times` as much by some."""
+    begun = len(scene.log)
+    for _ in range(number):
+        asked = scene.state.evaluating
+        assert asked is not None
+        for node_id in asked.node_ids:
+            loss = HARD[node_id] * times.get(node_id.replace("-", "_"), 1.0)
+            scene.evaluate(node_id, round=asked.round, loss=loss)
+        if any(isinstance(action, GoBack) for action in scene.log[begun:]):
+            break
+        names = ("node-a", "node-b", "node-c", "node-d")
+        scene.commit(*names)
+        scene.apply(digest_of(f"state {scene.state.committed_round}"), *names)
+    return [action for action in scene.log[begun:] if isinstance(action, GoBack)]
+
+
+def watching_holders() -> Scene:
+    scene = three_holders()
+    rules = replace(scene.state.rules, watches_loss=True)
+    scene.state = replace(scene.state, rules=rules)
+    assert not rounds_of_holders(scene, 6), "two are further above the mean than any jump is"
+    return scene
+
+
+def test_a_holder_is_compared_with_what_was_found_on_its_own_data() -> None:
+    """Else a run whose holders' texts are not equally hard went back again and again."""
+    scene = watching_holders()
+    assert not rounds_of_holders(scene, 3, node_a=0.99, node_d=0.99)
+
+
+def test_where_two_holders_find_a_jump_on_their_own_data_the_run_goes_back() -> None:
+    """Also where the mean hardly moves, as these are the easy ones."""
+    scene = watching_holders()
+    (action,) = rounds_of_holders(scene, 1, node_a=1.6, node_b=1.6, node_c=1.6)
+    assert action.alarm.reason.startswith(
+        "the held-out loss was 1.600 after round 6, and was 1.000 after round 5"
+    )
+
+
+def test_where_one_holder_alone_finds_a_jump_nothing_follows() -> None:
+    scene = watching_holders()
+    assert not rounds_of_holders(scene, 3, node_d=1.6)
 
 
 def test_a_holder_that_is_gone_or_late_is_left_out_of_the_mean() -> None:

@@ -1,7 +1,7 @@
 """Helpers in the pure core: members that reduce for others, train nothing and decide nothing."""
 
 import pytest
-from swarm_scene import INITIAL, PLAIN_RULES, Scene, asked_of, digest_of
+from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
@@ -139,7 +139,7 @@ def test_a_lone_helper_is_tried_again_at_once_however_often_it_was_at_fault() ->
 
 def test_helpers_weigh_nothing_and_their_holding_a_result_decides_nothing() -> None:
     on_stage = scene("h", "i")
-    say = say_of(on_stage.state.members.values(), 0, PLAIN_RULES)
+    say = say_of(on_stage.state.members.values(), 0)
     assert set(say.weights) == set(NODES)
     for name in NODES:
         on_stage.train(name)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import CORPUS, INITIAL, PLAIN_RULES, TOKENS, Scene, digest_of, of_kind
+from swarm_scene import CORPUS, INITIAL, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.committed import book, unbook
 from coordinator.swarm.members import Member, MemberState, Work
@@ -147,7 +147,7 @@ def test_with_one_invite_for_all_honest_nodes_commit_as_with_one_each(
     invites: tuple[str, ...],
 ) -> None:
     scene = of_three(rounds=4, invites=invites)
-    say = say_of(scene.state.members.values(), 4, PLAIN_RULES)
+    say = say_of(scene.state.members.values(), 4)
     assert say.is_confirmed and len(set(say.weights.values())) == 1
     for progress in scene.round.slices:
         reducer, index = str(progress.slice.reducer_id), progress.slice.index
@@ -260,14 +260,14 @@ def of(name: str, tokens: int, invite: str) -> Member:
 
 def test_many_small_keys_take_no_say_from_one_with_more_work() -> None:
     members = [of("large", 1000, "all"), *(of(f"small-{n}", 5, "all") for n in range(100))]
-    say = say_of(members, 1, PLAIN_RULES)
+    say = say_of(members, 1)
     assert 2 * say.weights[NodeId("large")] > sum(say.weights.values())
 
 
 def test_members_of_one_invite_weigh_no_more_than_twice_what_is_usual_for_one() -> None:
     members = [of(f"own-{n}", 100, f"own-{n}") for n in range(4)]
     members += [of(f"many-{n}", 60, "many") for n in range(10)]
-    say = say_of(members, 1, PLAIN_RULES)
+    say = say_of(members, 1)
     together = sum(say.weights[NodeId(f"many-{n}")] for n in range(10))
     assert together == 2 * 100 * 128 < 600 * 128
     assert cap_of([100, 100, 100, 100, 600]) == 200, "its own work is not usual by itself"
