@@ -57,7 +57,7 @@ from protocol.run.run_spec import (
 )
 from protocol.wire.rounds import Digest
 from tests import run_functions
-from tests.run_functions import Centred, Ending, Net
+from tests.run_functions import Centred, Ending, Net, pairs
 from tests.unit.test_transformers_models import with_text, work_of
 
 HERE = Path.cwd()
@@ -571,7 +571,9 @@ def test_what_is_done_layer_by_layer_is_refused_where_there_are_none() -> None:
     ],
 )
 def test_a_loss_over_samples_of_a_batch_together_is_known(kind: str, compares: bool) -> None:
-    assert trying_a_loss(kind).compares_samples == compares
+    described = trying_a_loss(kind)
+    assert described.compares_samples == compares
+    assert described.num_samples == len(pairs()[0])
 
 
 def test_a_codebook_is_refused_when_the_run_is_made() -> None:
