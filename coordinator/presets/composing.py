@@ -447,6 +447,8 @@ def _share_of_data(spec: RunSpec, facts: Facts) -> str:
     Raises NoInputError where they are no batch, or none of them a held-out sample: each node would refuse
     them at its start.
     """
+    if facts.num_samples:
+        return _times_the_data(spec, facts.num_samples, counted=spec.counted)
     num_tokens = facts.num_tokens
     if num_tokens is None:
         return ""
@@ -468,11 +470,17 @@ def _share_of_data(spec: RunSpec, facts: Facts) -> str:
             next_step="give more text, or hold more of it out when tokens are made ('atoll data prepare "
             "--held-out 0.1'), or ask for shorter samples: --context",
         )
+    return _times_the_data(spec, num_tokens, counted="tokens")
+
+
+def _times_the_data(spec: RunSpec, there_are: int, *, counted: str) -> str:
     nodes = spec.run.min_nodes
-    trained = spec.run.rounds * spec.node_steps * spec.inner.batch * spec.model.context * nodes
+    trained = spec.run.rounds * spec.node_steps * spec.inner.batch * nodes
+    if counted == "tokens":
+        trained *= spec.model.context
     return (
-        f"{spec.run.rounds} rounds of {nodes} nodes train {count_in_words(trained)} tokens, "
-        f"{trained / num_tokens:.2g} times what the data have ([run] rounds changes it)"
+        f"{spec.run.rounds} rounds of {nodes} nodes train {count_in_words(trained)} {counted}, "
+        f"{trained / there_are:.2g} times what the data have ([run] rounds changes it)"
     )
 
 

@@ -84,6 +84,7 @@ class Facts:
     num_layers: int = 0
     vocab_size: int | None = None  # of the data's tokens, or of the tokenizer's
     num_tokens: int | None = None  # to train on, where they were looked at
+    num_samples: int | None = None  # likewise, of a function
     training_shards: Sequence[int] = ()  # tokens of each: no sample goes from one into the next
     held_out_shards: Sequence[int] = ()
     are_packed: bool = False  # whether they are rows with padding

@@ -27,8 +27,7 @@ from statistics import median
 
 from blake3 import blake3
 
-from coordinator.swarm.checking import unchecked
-from coordinator.swarm.checking import Kind, kind_of
+from coordinator.swarm.checking import Kind, kind_of, unchecked
 from coordinator.swarm.events import GoBack, Tell
 from coordinator.swarm.members import Member
 from coordinator.swarm.reach_back import latest_in_reach
@@ -493,7 +492,7 @@ def alarm_of(state: SwarmState, round: int, found: Sequence[HolderLoss]) -> Alar
     Of one member alone nothing follows, unless the swarm has no other.
     """
     good, known = plausible_losses(state, round)
-    on = {one.node_id: known[_text_of(state, one.node_id)] for one in found}
+    on = {one.node_id: known[_held_by(state, one.node_id)] for one in found}
     bad = [one for one in found if not on[one.node_id].curve.allows(one.loss)]
     losses = [one.loss for one in bad]
     is_alone = sum(not m.cannot_evaluate for m in present_members(state)) <= 1
@@ -505,8 +504,8 @@ def alarm_of(state: SwarmState, round: int, found: Sequence[HolderLoss]) -> Alar
     if not any(on[one.node_id].curve.has_jumped(one.loss) for one in bad):
         best = (on[one.node_id].found[on[one.node_id].curve.best_end - 1] for one in bad)
         last = min(best, key=lambda one: one.round)
-    text = _text_of(state, min(bad, key=lambda one: _or_infinite(one.loss)).node_id)
-    was = next((h.loss for h in last.holders if _text_of(state, h.node_id) == text), last.loss)
+    text = _held_by(state, min(bad, key=lambda one: _or_infinite(one.loss)).node_id)
+    was = next((h.loss for h in last.holders if _held_by(state, h.node_id) == text), last.loss)
     what = f"{_found(losses)} after round {round}, and was {was:.3f} after round {last.round}"
     if _was_here_before(state, round):
         return Alarm(round=None, reason=f"{what}, again after the run went back from there")

@@ -1,12 +1,12 @@
 """What the run waits for, in words that a person can act on, and when it will be done. Pure.
 
-A deadline bounds the slowest case; most rounds end long before theirs. So an estimate stands beside it: the
-median of what each phase took in recent rounds. It needs `ROUNDS_NEEDED` of them, and says nothing before.
+A deadline bounds the slowest case; most rounds end long before theirs. So an estimate stands beside it, by
+what each phase took in recent rounds. It needs `ROUNDS_NEEDED` of them, and says nothing before.
 """
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from statistics import median
+from statistics import fmean, median
 
 from coordinator.swarm.deadlines import ROUNDS_NEEDED, budgets_in_words, schedule_in_words
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
@@ -268,9 +268,14 @@ def run_seconds_left(state: SwarmState, now: float) -> float | None:
 
 
 def round_seconds(state: SwarmState) -> float | None:
-    """From one plan to the next, with nodes that are here."""
+    """From one plan to the next, with nodes that are here.
+
+    The mean of what each phase took, without the eighth that took longest and the one that took least: where
+    some rounds are long and others short, as with a node that often comes too late, a median would swing
+    between the two.
+    """
     times = state.phase_times
-    return _sum(*map(_median, (times.train, times.exchange, times.commit, times.apply)))
+    return _sum(*map(_middle_mean, (times.train, times.exchange, times.commit, times.apply)))
 
 
 def left_in_words(state: SwarmState, deadline: float, now: float) -> str:
@@ -290,12 +295,19 @@ def _usually_left(history: Sequence[Measured], *, since: float, now: float) -> f
 
 
 def _median(history: Sequence[Measured]) -> float | None:
-    """What a phase took; where nodes were cut off, the time that it was given."""
-    taken = [
-        measured.given_seconds if measured.seconds is None else measured.seconds
-        for measured in history
-    ]
+    taken = _taken(history)
     return median(taken) if len(taken) >= ROUNDS_NEEDED else None
+
+
+def _middle_mean(history: Sequence[Measured]) -> float | None:
+    taken = sorted(_taken(history))
+    outside = max(1, len(taken) // 8)  # on each side
+    return fmean(taken[outside : len(taken) - outside]) if len(taken) >= ROUNDS_NEEDED else None
+
+
+def _taken(history: Sequence[Measured]) -> list[float]:
+    """What a phase took; where nodes were cut off, the time that it was given."""
+    return [m.given_seconds if m.seconds is None else m.seconds for m in history]
 
 
 def _sum(*parts: float | None) -> float | None:

@@ -146,6 +146,7 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
     return {
         "num_parameters": spec.num_parameters,
         "num_frozen": spec.description.num_frozen,
+        "num_samples": spec.description.num_samples,
         "num_layers": spec.num_layers,
         "first_digest": given,
         "first_weights": "" if not given else str(source) if is_decoder else FIRST_WEIGHTS,

@@ -320,7 +320,8 @@ class Description(Section):
     brings, by its path there. `config` and `generation_config` are the JSON files of a transformers folder
     that the run was made from: exports begin with them. `compares_samples` says that the loss of samples
     together is not made of the losses of each, as with negatives from the same batch: then nobody can tell
-    from single samples who has trained on which.
+    from single samples who has trained on which. `num_samples` are those of its data function, to train on.
+    They stand in the coordinator's folder alone: what nodes are sent does not tell, nor does the digest.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()
@@ -341,6 +342,7 @@ class Description(Section):
     first_fragments: Positive | None = None
     beginning: Beginning | None = None
     compares_samples: bool = False
+    num_samples: int | None = Field(default=None, ge=0, exclude=True)
 
     def to_json(self) -> bytes:
         """A file that people may read."""

@@ -79,6 +79,8 @@ def description_file(spec: RunSpec) -> bytes:
     """The file that tells the description of a run, and what it was made of: people may read it."""
     assert spec.description is not None
     told = spec.description.model_dump(mode="json", exclude_defaults=True)
+    if (num_samples := spec.description.num_samples) is not None:
+        told["num_samples"] = num_samples
     return (json.dumps({**told, MADE_OF: _made_of(spec)}, indent=1) + "\n").encode()
 
 
@@ -133,6 +135,18 @@ def _refuse_other_than_described(
     )
 
 
+def _refuse_less_than_a_batch(spec: RunSpec, path: Path) -> None:
+    """Raises ConfigError for a batch that was made larger than the samples of the run's function are many."""
+    num_samples = None if spec.description is None else spec.description.num_samples
+    if num_samples is not None and spec.inner.batch > num_samples:
+        raise ConfigError(
+            f"{path}: [inner] batch is {spec.inner.batch}, and {spec.data.function} gave {num_samples} "
+            "samples to train on when the run was described: no node could start",
+            next_step="lower batch; or where it gives more by now: 'atoll node describe "
+            f"{path.parent} --force --from FOLDER', with its code",
+        )
+
+
 def _as_toml(value: object) -> str:
     return "nothing" if value is None else json.dumps(value)
 
@@ -165,6 +179,8 @@ def load_run_folder(
         spec = validated({**spec.model_dump(), "description": description}, origin=str(path))
         if isinstance(made_of, dict) and not may_be_stale:  # there is none from before
             _refuse_other_than_described(spec, made_of, named or folder / run_file)
+        if not may_be_stale:
+            _refuse_less_than_a_batch(spec, named or folder / run_file)
     if not spec.is_described:
         raise ConfigError(
             f'{folder / run_file}: a model with source = "{spec.model.source}" is known only once it was '

@@ -44,7 +44,7 @@ DEFAULT_LIMIT = 20
 CSV_COLUMNS = (
     *("round", "seconds", "tokens", "loss", "held_out_loss", "held_out_metric", "participants"),
     *("contributors", "slices", "committed_slices", "screened_nodes", "sent_bytes", "outer_digest"),
-    "reason",
+    *("reason", "counted"),
 )
 
 _ROUNDS_COMMANDS = (
@@ -115,7 +115,10 @@ def rounds(
         return
     held_out = {one.round: one for one in run.held_out_losses}
     if is_csv:
-        click.echo(as_csv(answer.rounds, held_out, has_all=limit is None), nl=False)
+        csv_text = as_csv(
+            answer.rounds, held_out, counted=run.counted or "tokens", has_all=limit is None
+        )
+        click.echo(csv_text, nl=False)
         return
     if not answer.rounds:
         click.echo("no round has closed yet; 'atoll status' says what the run waits for")
@@ -151,9 +154,15 @@ def rounds(
 
 
 def as_csv(
-    rounds: Sequence["pb.RoundSummary"], held_out: Mapping[int, "pb.HeldOutLoss"], *, has_all: bool
+    rounds: Sequence["pb.RoundSummary"],
+    held_out: Mapping[int, "pb.HeldOutLoss"],
+    *,
+    counted: str,
+    has_all: bool,
 ) -> str:
     """A header, and a row for each round, oldest first; what nobody knows is empty.
+
+    `counted` says what the column of tokens has: samples, where a sample counts as one.
 
     `rounds` come newest first, and `held_out` by the rounds of the states. With all rounds comes round 0, the
     loss that the run began with.
@@ -176,6 +185,7 @@ def as_csv(
             "sent_bytes": ledger_bytes(closed.wire),
             "outer_digest": closed.outer_digest.hex(),
             "reason": closed.reason,
+            "counted": counted,
         }
         for closed in reversed(rounds)
     ]

@@ -280,6 +280,7 @@ def test_rounds_come_as_csv_with_the_losses_of_exactly_their_states(monkeypatch,
     assert [row["held_out_loss"] for row in rows] == ["5.5", "", "4.75"]
     assert [row["loss"] for row in rows] == ["", "5.25", ""]
     assert rows[1]["reason"] == 'void, "late"'
+    assert rows[1]["counted"] == "tokens"
     assert (rows[2]["held_out_metric"], rows[2]["outer_digest"]) == ("0.5", "ff")
     assert console.run(cli.root, ["rounds", "--csv", "--limit", "1"]) == ExitCode.OK
     assert [row["round"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["2"]

@@ -38,7 +38,7 @@ from protocol.run.models import Description, FunctionModel
 from protocol.run.run_files import load_run_file, validated
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests import run_functions
-from tests.run_functions import Centred, Ending, Net
+from tests.run_functions import Centred, Ending, Net, pairs
 from tests.unit.function_scene import EXAMPLES, HERE, spec_of, trainer_of, undescribed
 from tests.unit.test_transformers_models import with_text, work_of
 
@@ -403,7 +403,9 @@ def test_what_is_done_layer_by_layer_is_refused_where_there_are_none() -> None:
     ],
 )
 def test_a_loss_over_samples_of_a_batch_together_is_known(kind: str, compares: bool) -> None:
-    assert trying_a_loss(kind).compares_samples == compares
+    described = trying_a_loss(kind)
+    assert described.compares_samples == compares
+    assert described.num_samples == len(pairs()[0])
 
 
 def test_a_codebook_is_refused_when_the_run_is_made() -> None:

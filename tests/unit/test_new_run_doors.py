@@ -201,6 +201,31 @@ def test_a_run_file_changed_by_hand_no_longer_has_the_model_that_was_described(
 
 
 @pytest.mark.usefixtures("described_here")
+def test_a_batch_above_the_samples_of_a_function_is_refused_before_any_node_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own"
+    made(own, "--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
+    assert re.search(r"train \S+ samples, \S+ times what the data have", capfd.readouterr().out)
+    spec = load_run_folder(own, "run.toml")
+    assert spec.description is not None and spec.description.num_samples is not None
+    unsaid = spec.description.model_copy(update={"num_samples": None})
+    assert spec.digest() == spec.model_copy(update={"description": unsaid}).digest()
+    assert "num_samples" not in spec.canonical_json(), "releases before do not know it"
+
+    num_samples = spec.description.num_samples
+    rewritten(own / "run.toml", f"batch = {num_samples}")
+    load_run_folder(own, "run.toml")
+    rewritten(own / "run.toml", f"batch = {num_samples + 1}")
+    told = f"batch is {num_samples + 1}, and vision:data gave {num_samples} samples to train on"
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_run_folder(own, "run.toml")
+    assert caught.value.next_step.startswith("lower batch; or where it gives more by now")
+    assert console.run(cli.root, ["coordinator", "start", str(own)]) == 78
+    load_run_folder(own, "run.toml", may_be_stale=True)
+
+
+@pytest.mark.usefixtures("described_here")
 def test_what_a_fork_changes_of_its_model_is_described_by_a_new_run_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,9 @@
 """How long things still take, by what they took, beside the deadlines that bound them."""
 
+import random
+from itertools import pairwise
+from statistics import mean
+
 from deadline_scene import A, B, a_round, swarm_of, train
 from swarm_scene import Scene
 
@@ -22,7 +26,19 @@ def test_before_some_rounds_were_measured_nobody_knows_and_the_deadline_alone_is
     assert scene.reason == "training: 0 of 2 nodes are done, 60 s left"
 
 
-def test_a_round_takes_what_its_phases_took_in_the_median() -> None:
+def test_the_time_left_does_not_swing_where_some_rounds_are_long_and_others_short() -> None:
+    scene = swarm_of(A, B)
+    lengths = random.Random(0)
+    found = []
+    for number in range(48):
+        a_round(scene, train_seconds=lengths.choice((5, 45)))
+        if number >= 16:
+            found.append(round_seconds(scene.state) or 0.0)
+    assert max(abs(later - earlier) for earlier, later in pairwise(found)) < 0.2 * mean(found)
+    assert 0.6 * 30 < min(found) < max(found) < 1.6 * 30
+
+
+def test_one_odd_round_is_passed_over_when_it_is_told_how_long_rounds_take() -> None:
     scene = after_rounds(ROUNDS_NEEDED)
     a_round(scene, train_seconds=29)  # one slow round is passed over
     assert round_seconds(scene.state) == 20 + 4 + 1 + apply_seconds(scene)

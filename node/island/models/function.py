@@ -420,9 +420,10 @@ def described_function(
     if found.plan:
         styles_of(found.module, found.plan)  # refuses what does not fit
     batch: Tree = (torch.zeros(2, model.context, dtype=torch.int64),) * 2
-    compares = False
+    compares, num_samples = False, None
     if spec.data.source == "function":
         data = FunctionData(spec)
+        num_samples = data.num_samples
         data.summary()  # what nodes read at their start: one that is not there is told here and now
         two = np.arange(2) % spec.inner.batch
         batch, *alone = (data.batch("training", own) for own in (two, two[:1], two[1:]))
@@ -441,6 +442,7 @@ def described_function(
         frozen_digest=digest_of_values(frozen) if frozen else None,
         frozen_values=few_values_of(frozen),
         compares_samples=compares,
+        num_samples=num_samples,
         sources=sources,
         tensor_plan=dict(found.plan),
         no_tensor_plan=""
