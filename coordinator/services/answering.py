@@ -133,7 +133,8 @@ class Gate:
         if member is None:
             # Its certificate is ours all the same.
             raise NotPermittedError(
-                f"node {node_id} joined after the copy was made from which the coordinator goes on",
+                f"node {node_id} is not enrolled here: it joined after the copy was made from which the "
+                "coordinator goes on",
                 next_step="ask the run owner for a new invite, and type 'atoll join' in the same folder: key "
                 "and work stay",
             )
