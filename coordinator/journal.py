@@ -27,7 +27,7 @@ from protocol.wire.messages import (
     RunFinished,
     SliceTakenOver,
 )
-from protocol.wire.rounds import NodeId
+from protocol.wire.rounds import NodeId, training_in
 
 _log = structlog.get_logger()
 
@@ -339,7 +339,9 @@ def _commit(state: SwarmState, number: int) -> Iterator[News]:
                 slices=f"{told.num_left_out or told.num_clipped} of {told.num_contributions}",
                 why="they are much longer than is usual for their work, or most others point against them",
             )
-    missed = [a.node_id for a in closed.plan.assignments if a.node_id not in screened]
+    missed = [
+        node_id for node_id in training_in(closed.plan.assignments) if node_id not in screened
+    ]
     if num_committed and missed:
         more = f" and {len(missed) - MOST_NAMED} more" if len(missed) > MOST_NAMED else ""
         names = ", ".join(_name(state, node_id) for node_id in missed[:MOST_NAMED])

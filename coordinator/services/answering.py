@@ -131,9 +131,12 @@ class Gate:
     def _member(self, node_id: NodeId, context: Context) -> NodeId:
         member = self._store.invites.member(node_id)
         if member is None:
+            # Its certificate is ours all the same.
             raise NotPermittedError(
-                f"node {node_id} is not enrolled here",
-                next_step="ask the run owner for an invite: 'atoll invite create'",
+                f"node {node_id} is not enrolled here: it joined after the copy was made from which the "
+                "coordinator goes on",
+                next_step="ask the run owner for a new invite, and type 'atoll join' in the same folder: key "
+                "and work stay",
             )
         standing = self._standing_of(node_id)
         refuse_barred(standing)

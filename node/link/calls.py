@@ -326,6 +326,7 @@ class RenewingCalls:
     ) -> None:
         self._ask_members = ask_members
         self._asked_at = -math.inf
+        self._has_told_of_asking = False  # since it has answered last
         self._credentials = credentials
         self._identity = identity
         self._counts = counts
@@ -364,6 +365,7 @@ class RenewingCalls:
                 answer = await getattr(SessionServiceStub(self._channel), method)(request)
                 if self._is_at_the_other and used is self._credentials:
                     self._found()
+                self._has_told_of_asking = False
                 return answer
             except CertificateRefusedError as error:
                 await self._renew_refused(used, error)
@@ -412,7 +414,9 @@ class RenewingCalls:
         self._asked_at = now
         where = [endpoint_of(member.host, member.port) for member in members]
         whom = {"members": where} if ask is None else {}
-        log.info("asking members where the coordinator is", **whom)
+        say = log.debug if self._has_told_of_asking else log.info
+        self._has_told_of_asking = True
+        say("asking members where the coordinator is", **whom)
         asked = ask or self._ask_members
         assert asked is not None
         try:
@@ -425,9 +429,7 @@ class RenewingCalls:
             (address for address, is_shown in zip(found, shown, strict=True) if is_shown), None
         )
         if there is None:
-            log.info(
-                "they know no other address where it answers, or do not answer", told=len(found)
-            )
+            say("they know no other address where it answers, or do not answer", told=len(found))
             return False
         if self._is_at_the_other:
             self._look_at_the_other()

@@ -1,5 +1,6 @@
 """From an invite to a member: make an identity, prove it, keep the certificate."""
 
+import asyncio
 import contextlib
 import os
 import sys
@@ -15,16 +16,20 @@ from protocol.errors import (
     AtollError,
     BadDataError,
     CannotCreateError,
+    ExpelledError,
+    HeldBackError,
     NoInputError,
+    NotPermittedError,
     ProtocolMismatchError,
     UnavailableError,
     UsageError,
 )
 from protocol.files.durable import FolderLock, expanded, make_folder
+from protocol.terminal.query import StatusLink
 from protocol.trust.credentials import COORDINATOR_FILE, IDENTITY_FILE, LINK_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
-from protocol.trust.pki import Role
+from protocol.trust.pki import Role, pin_of
 from protocol.trust.proxy import Proxy
 
 INVITE_VARIABLE = "ATOLL_INVITE"
@@ -111,12 +116,16 @@ async def join(
     `limits` are keys of the node.toml that it writes. `proxy` is how this network lets connections out.
 
     Where the invite's coordinator is not at its address, it looks `elsewhere`. A folder that belongs to
-    another swarm is left as it is. Raises AtollError.
+    another swarm, or to a member, is left as it is. Raises AtollError.
     """
-    _check_is_free(folder)
+    known = _known_to(folder)
+    if known is not None:
+        await asyncio.to_thread(_require_forgotten, known, folder, invite)
+        proxy = proxy or known.proxy
     check_limits(folder, limits or {})
     with _held(folder):
-        _check_is_free(folder)  # again: another 'atoll join' may just have used it
+        if (now := _known_to(folder)) != known and now is not None:
+            raise _a_member(now, folder)  # another 'atoll join' has just used it
         with _identity(folder) as identity:
             enrolled = await _enrolled(invite, identity, name, elsewhere, proxy)
             credentials = replace(enrolled, members=invite.members)
@@ -152,19 +161,41 @@ async def _enrolled(
     ) from missed
 
 
-def _check_is_free(folder: Path) -> None:
+def _known_to(folder: Path) -> Credentials | None:
+    """What a folder has of a swarm already; raises CannotCreateError for a coordinator's."""
     if (folder / COORDINATOR_FILE).exists():
         raise CannotCreateError(
             f"{folder} is a coordinator's folder",
             next_step="give the node a folder of its own with --dir OTHER",
         )
     if not (folder / LINK_FILE).exists():
-        return
+        return None
     try:
-        known = Credentials.load(folder)
+        return Credentials.load(folder)
     except BadDataError:
-        return  # damaged: to join again is the way to mend it
-    raise CannotCreateError(
+        return None  # damaged: to join again is the way to mend it
+
+
+def _require_forgotten(known: Credentials, folder: Path, invite: Invite) -> None:
+    """Lets a folder join its swarm again whose coordinator goes on from a copy of before. Blocks.
+
+    Raises CannotCreateError where it is a member, or where that cannot be known.
+    """
+    if invite.pin == pin_of(known.server_root_pem):
+        try:
+            with StatusLink(folder) as link:
+                link.status()
+        except (ExpelledError, HeldBackError):
+            raise
+        except NotPermittedError:
+            return
+        except AtollError:
+            pass  # it is away, so nobody joins
+    raise _a_member(known, folder)
+
+
+def _a_member(known: Credentials, folder: Path) -> CannotCreateError:
+    return CannotCreateError(
         f"{folder} is a member of '{known.run_name}' ({known.endpoint}) already",
         next_step=f"start it with 'atoll {_started_by(known)} start --dir {folder}', or join another "
         "swarm with --dir OTHER",

@@ -47,6 +47,13 @@ CLOCK_OFF_SECONDS = 300.0
 LOOK_ELSEWHERE_SECONDS = 20.0
 """A coordinator that is away for so long may have moved without our hearing of it. A restart takes less."""
 
+FIRST_TOLD_AGAIN_SECONDS = 60.0
+LAST_TOLD_AGAIN_SECONDS = 3600.0
+"""A coordinator that stays away is told of again after the first, then ever more seldom, up to the last."""
+
+MOST_REASONS = 8
+"""Of one absence that are told at once: some have a number in them that changes with each try."""
+
 LEAVE_SECONDS = 3.0
 """A goodbye that takes longer is left out: the lease ends anyway."""
 
@@ -76,6 +83,27 @@ class _Queued:
     def is_answered(self) -> bool:
         """Whether nothing of it is left to be sent."""
         return self.times_answered == self.times_wanted
+
+
+class Absence:
+    """Which tries of a coordinator that is away are told: else those of a weekend fill the log."""
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self._reasons: set[str] = set()
+        self._pause_seconds = FIRST_TOLD_AGAIN_SECONDS
+        self._again_at = since + self._pause_seconds
+
+    def is_told(self, why: str, now: float) -> bool:
+        """Whether this try is: each new reason is, and one that lasts ever more seldom."""
+        is_new = why not in self._reasons and len(self._reasons) < MOST_REASONS
+        if is_new:  # two addresses have one each, in turns
+            self._reasons.add(why)
+        if now >= self._again_at:
+            self._pause_seconds = min(2 * self._pause_seconds, LAST_TOLD_AGAIN_SECONDS)
+            self._again_at = now + self._pause_seconds
+            return True
+        return is_new
 
 
 class Session:
@@ -156,7 +184,7 @@ class Session:
         clock = asyncio.get_running_loop().time
         pause_seconds = FIRST_PAUSE_SECONDS
         waits_for = ""
-        away_since: float | None = None
+        absence: Absence | None = None
         while True:
             attached_at = math.inf
             try:
@@ -165,7 +193,7 @@ class Session:
                     num_rulings=self._rulings.number,
                     rulings_digest=self._rulings.digest,
                 )
-                attached_at, away_since = clock(), None
+                attached_at, absence = clock(), None
                 self._end_looking()
                 self._session_id = attachment.session_id
                 for queued in self._reports:
@@ -177,10 +205,11 @@ class Session:
                 await self._while_attached(attachment)
             except (UnavailableError, TemporaryError) as error:
                 self._session_id = None
+                absence = Absence(clock()) if absence is None else absence
+                away_seconds = clock() - absence.since
                 if isinstance(error, UnavailableError):
                     self._link.reconnect()
-                    away_since = clock() if away_since is None else away_since
-                    if clock() - away_since >= LOOK_ELSEWHERE_SECONDS:
+                    if away_seconds >= LOOK_ELSEWHERE_SECONDS:
                         self._look_elsewhere()
                 # A coordinator that ends sessions at once must not be asked ever faster.
                 if clock() - attached_at > RETRY_CAP_SECONDS:
@@ -189,9 +218,13 @@ class Session:
                 pause = self._rng.uniform(0, pause_seconds)
                 is_held_back = isinstance(error, CopyAttachedError | HeldBackError)
                 if not is_held_back:
-                    log.warning(
-                        "coordinator away", why=error.what, next_try_seconds=round(pause, 1)
-                    )
+                    if absence.is_told(error.what, clock()):
+                        log.warning(
+                            "coordinator away",
+                            why=error.what,
+                            away_seconds=round(away_seconds),
+                            next_try_seconds=round(pause, 1),
+                        )
                 elif error.what != waits_for:  # once: it may wait for days
                     is_copy = isinstance(error, CopyAttachedError)
                     log.error(

@@ -16,6 +16,8 @@ import click
 from protocol.errors import (
     AtollError,
     CertificateRefusedError,
+    HeldBackError,
+    NotPermittedError,
     ProtocolMismatchError,
     UnavailableError,
     UsageError,
@@ -130,6 +132,8 @@ class StatusLink:
                     there = _renewed(there, refusal)
                     answer = ask(self._stub(there))
                     there.save_renewed()
+            except (NotPermittedError, HeldBackError):
+                raise  # it is there, and does not let us in
             except AtollError:
                 self.close()
                 continue

@@ -149,6 +149,56 @@ def test_nodes_find_a_coordinator_at_the_address_that_it_was_said_to_move_to(swa
     assert {model.outer_digest.hex() for model in models} == {status["outer_digest"]}
 
 
+@pytest.mark.nightly
+def test_an_older_copy_at_the_address_that_was_told_learns_what_it_lacks_and_who_joined_since_joins_again(
+    swarm: Swarm,
+) -> None:
+    vouched, invite = swarm.invite("--role", "helper"), swarm.invite("--uses", "3")
+    helper_home = swarm.join("helper", vouched)
+    helper = swarm.start("helper", "start", "--dir", helper_home)
+    helper.says("attached")
+    running = {}
+    for name in NODES:
+        swarm.join(name, invite)
+        running[name] = swarm.start_node(name)
+    swarm.coordinator.says("round committed", times=2)
+    older = swarm.invite()  # it names the helper
+    copy = swarm.folder / "copy"
+    done(atoll("coordinator", "backup", swarm.home, copy))
+    swarm.join("three", invite)
+    running["three"] = swarm.start_node("three")
+    running["three"].says("applied")
+    control, enrolment = str(free_port()), str(free_port())
+    ports = ("--port", control, "--enrolment-port", enrolment)
+    done(atoll("run", "move", "127.0.0.1", *ports, "--dir", swarm.home))
+    for node in running.values():
+        node.says("the coordinator will move")
+    swarm.coordinator.process.send_signal(signal.SIGKILL)
+    swarm.coordinator.process.wait()
+
+    moved = swarm.start("coordinator", "start", copy, *ports)
+    moved.says("coordinator ready")
+    for name in NODES:
+        running[name].says("the coordinator has moved")
+    running["three"].ends_with(
+        77, "joined after the copy was made", "'atoll join' in the same folder"
+    )
+    moved.says("the coordinator moves to 127.0.0.1")  # a ruling that came back
+    moved.says("round learned")
+    moved.says("all slices are committed")
+    again = done(atoll("invite", "create", "--dir", copy)).split()[-1]
+    key = (swarm.folder / "three" / "identity.key").read_bytes()
+    done(atoll("join", again, "--dir", swarm.folder / "three"))
+    assert (swarm.folder / "three" / "identity.key").read_bytes() == key
+    running["three"] = swarm.start_node("three")
+    running["three"].says("applied")
+    assert "state replaced" not in running["three"].log
+    said = done(atoll("join", older, "--dir", swarm.folder / "late"))
+    assert "the coordinator has moved: a member that the invite names knew where to" in said
+    status = json.loads(done(atoll("status", "--json", "--dir", copy)))["run"]
+    assert status["digests_agree"]
+
+
 ELSEWHERE = "elsewhere"
 
 

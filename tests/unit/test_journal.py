@@ -116,3 +116,21 @@ def test_who_reaches_whom_only_through_a_helper_is_no_warning() -> None:
     scene.news.clear()
     scene.beat("b", at=0, digest=INITIAL, unreachable=("h",))
     assert [n.facts["nodes"] for n in scene.news if n.level == "warning"] == [["b", "h"]]
+
+
+def test_a_round_goes_on_without_those_that_should_have_trained_and_never_without_a_helper() -> (
+    None
+):
+    def missed(*training: str) -> list[object]:
+        scene = ToldScene(min_nodes=2)
+        scene.attach("h", is_helper=True, cannot_train=True)
+        scene.attach("a", "b")
+        assert {str(a.node_id) for a in scene.round.assignments} == {"a", "b", "h"}
+        for name in training:
+            scene.train(name)
+        scene.commit("a", "b", "h", tokens=dict.fromkeys(training, 80))
+        told = [n for n in scene.news if n.what == "went on without contributions of"]
+        return [one.facts["nodes"] for one in told]
+
+    assert missed("a", "b") == []
+    assert missed("a") == ["b"]

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ import structlog.testing
 
 from node.disk.history import KeptRulings
 from node.link.calls import Attachment
-from node.link.session import LEAVE_SECONDS, LOOK_ELSEWHERE_SECONDS, MOST_REPORTS, NodeSide, Session
+from node.link.session import (
+    LAST_TOLD_AGAIN_SECONDS,
+    LEAVE_SECONDS,
+    LOOK_ELSEWHERE_SECONDS,
+    MOST_REASONS,
+    MOST_REPORTS,
+    NodeSide,
+    Session,
+)
 from protocol.errors import (
     AtollError,
     NotPermittedError,
@@ -188,6 +197,42 @@ async def test_each_try_after_a_break_goes_over_a_new_connection() -> None:
     await asyncio.sleep(RETRY_CAP_SECONDS)
     assert len(link.attached_at) == 2
     assert link.num_reconnects > 2
+    await ended(running)
+
+
+@in_virtual_time
+async def test_a_coordinator_that_is_away_for_two_days_is_told_of_at_once_and_then_ever_more_seldom() -> (
+    None
+):
+    link = Link()
+    clock = asyncio.get_running_loop().time
+    running = await started(session_on(link))
+    with structlog.testing.capture_logs() as logs:
+
+        def told() -> list[float]:
+            return [e["away_seconds"] for e in logs if e["event"] == "coordinator away"]
+
+        for number in range(20):  # two addresses in turns, and a number that changes
+            link.error = UnavailableError(f"nobody is at {number % 2}, port {number // 2}")
+            if not number:
+                link.say(AWAY)
+            await asyncio.sleep(RETRY_CAP_SECONDS)
+        assert len(told()) <= MOST_REASONS + 2 and told()[0] == 0
+        link.error = AWAY
+        away_since = clock() - told()[-1]
+        await asyncio.sleep(48 * 3600)
+        assert 48 < len(told()) < 70
+        pauses = [later - sooner for sooner, later in pairwise(told()[MOST_REASONS:])]
+        assert max(pauses) < 1.1 * LAST_TOLD_AGAIN_SECONDS
+        assert told()[-1] == pytest.approx(clock() - away_since, abs=2 * LAST_TOLD_AGAIN_SECONDS)
+        logs.clear()
+        link.error = None
+        await asyncio.sleep(RETRY_CAP_SECONDS)
+        link.error = AWAY  # and again, which is news
+        link.say(AWAY)
+        await asyncio.sleep(RETRY_CAP_SECONDS)
+        assert told() == [0]
+    link.error = None
     await ended(running)
 
 
