@@ -1,6 +1,6 @@
 """Counts what a reader meets: files and lines of each room, and files that a round and a push enter.
 
-    python tools/counts.py           # --files lists what a round and a push enter, most called first
+    python tools/counts.py           # --files lists what a round and a push enter, and between which files
 
 A round is the third of a swarm of three in one process (lab.simulation), from one commit to the next;
 a push is a body of 1 MB between two real transports that have pushed one before, its parts over one stream:
@@ -77,6 +77,7 @@ class Entered:
 
     counts: Counter[str] = field(default_factory=Counter)
     comings: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, ...]] = field(default_factory=Counter)
     last: str = ""
 
     @property
@@ -87,7 +88,9 @@ class Entered:
     def enter(self, file: str) -> None:
         """A function of the file is called."""
         self.counts[file] += 1
-        self.comings[file] += file != self.last
+        if file != self.last:
+            self.comings[file] += 1
+            self.pairs[tuple(sorted((self.last, file)))] += 1
         self.last = file
 
     def words(self) -> str:
@@ -98,10 +101,12 @@ class Entered:
 
     def listed(self) -> str:
         """Each file with its calls, and how often it was come to from another."""
-        return "\n".join(
+        files = [
             f"{calls:>8,}{self.comings[file]:>8,}  {file}"
             for file, calls in self.counts.most_common()
-        )
+        ]
+        pairs = [f"{num:>16,}  {' and '.join(pair)}" for pair, num in self.pairs.most_common(10)]
+        return "\n".join((*files, "changes between", *pairs))
 
 
 @contextmanager
