@@ -166,11 +166,15 @@ def say_of(
     for alike, whole in zip(by_invite.values(), together, strict=True):
         if whole > cap:
             _shrink(worths, alike, whole, cap)
-    others = [member.node_id for member in members if member.node_id in unchecked_ids]
+    others = [n for n, worth in worths.items() if worth and n in unchecked_ids]
     whole = sum(worths[n] for n in others)
     checked = sum(worths.values()) - whole
     if whole >= checked > 0:
-        _shrink(worths, others, whole, checked - 1)
+        # In parts so fine that each keeps some: whoever weighs nothing is a newcomer, whom nobody waits for.
+        parts = len(others) + 2
+        worths = {n: worth * parts for n, worth in worths.items()}
+        _shrink(worths, others, whole * parts, checked * parts - 1 - len(others))
+        worths |= {n: worths[n] + 1 for n in others}
     return Say(weights=worths, is_confirmed=True)
 
 
