@@ -12,7 +12,8 @@ nothing: that it may reduce is the run owner's word. A member can earn no more i
 than twice the mean of its participants (coordinator.swarm.deadlines). An invite is not free, and may be one
 person with many keys whose work nobody has checked yet. So the largest weighs less than all others together,
 and at most twice what is usual among these. The run owner may say that an invite is of machines of his own:
-those weigh by their work alone.
+those weigh by their work alone. Work that nobody can check weighs less than what is checked:
+coordinator.swarm.checking.
 
 A member that misses deadlines is left out of what the next ones wait for. A member that does nothing in a
 round though it is here is at fault, and so is one that is late twice in a row, or in two of three rounds:
