@@ -9,6 +9,7 @@ from coordinator.invite_rows import InviteRecord
 from coordinator.services import checks
 from coordinator.services.answering import Gate, for_all, service
 from coordinator.services.ruling import Rulings, changes_from_wire
+from coordinator.swarm.checking import Kind, kind_of
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.membership import members_by
@@ -32,7 +33,7 @@ from protocol.trust.rulings import (
 from protocol.v1 import operator_pb2 as pb
 from protocol.v1 import ruling_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceServicer
-from protocol.wire.rounds import OWN_LOOP, NodeId
+from protocol.wire.rounds import NodeId
 
 MAX_USES = 100_000
 MOST_PLACES = 1 << 63
@@ -331,7 +332,7 @@ class OperatorDesk:
         own_loops = [
             member.node_name
             for member in present_members(self._driver.state)
-            if member.device == OWN_LOOP and not INNER_RATES.isdisjoint(dict(ruling.changes))
+            if kind_of(member) is Kind.LOOP and not INNER_RATES.isdisjoint(dict(ruling.changes))
         ]
         return pb.AmendRunResponse(ruling=self._wire(ruling), own_loops=sorted(own_loops))
 

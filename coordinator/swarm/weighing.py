@@ -12,7 +12,8 @@ nothing: that it may reduce is the run owner's word. A member can earn no more i
 than twice the mean of its participants (coordinator.swarm.deadlines). An invite is not free, and may be one
 person with many keys whose work nobody has checked yet. So the largest weighs less than all others together,
 and at most twice what is usual among these. The run owner may say that an invite is of machines of his own:
-those weigh by their work alone.
+those weigh by their work alone. Work that nobody can check weighs less than what is checked:
+coordinator.swarm.checking.
 
 A member that misses deadlines is left out of what the next ones wait for. A member that does nothing in a
 round though it is here is at fault, and so is one that is late twice in a row, or in two of three rounds:
@@ -165,11 +166,15 @@ def say_of(
     for alike, whole in zip(by_invite.values(), together, strict=True):
         if whole > cap:
             _shrink(worths, alike, whole, cap)
-    others = [member.node_id for member in members if member.node_id in unchecked_ids]
+    others = [n for n, worth in worths.items() if worth and n in unchecked_ids]
     whole = sum(worths[n] for n in others)
     checked = sum(worths.values()) - whole
     if whole >= checked > 0:
-        _shrink(worths, others, whole, checked - 1)
+        # In parts so fine that each keeps some: whoever weighs nothing is a newcomer, whom nobody waits for.
+        parts = len(others) + 2
+        worths = {n: worth * parts for n, worth in worths.items()}
+        _shrink(worths, others, whole * parts, checked * parts - 1 - len(others))
+        worths |= {n: worths[n] + 1 for n in others}
     return Say(weights=worths, is_confirmed=True)
 
 

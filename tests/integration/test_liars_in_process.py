@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
+from google.protobuf.message import Message
 from structlog.testing import capture_logs
 
 from coordinator.swarm.conviction import MOST_AGAINST
@@ -33,7 +34,7 @@ from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
 from protocol.wire.messages import LeftOutSeen
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
-from protocol.wire.rounds import WHOLE, ContributionDigest, Digest, NodeId
+from protocol.wire.rounds import OWN_LOOP, WHOLE, ContributionDigest, Digest, NodeId
 from tests.tiny_runs import tiny
 
 NUM_NODES = 5
@@ -43,6 +44,49 @@ LIAR, CALLED = identity_of(1).node_id, "node-2"
 def run(corpus: Corpus, *, screening: bool = True) -> SimulatedRun:
     spec = tiny(outer={"screening": screening}, run={"min_nodes": NUM_NODES})
     return simulate(spec, lives=[Life()] * NUM_NODES, corpus=corpus)
+
+
+MADE_UP = Digest(b"\x66" * 32)
+LIE_FROM = 4
+"""By then all have worked."""
+
+
+def calls_itself_a_loop(message: Message) -> Message:
+    """And tells of a made-up state, once it has worked."""
+    if isinstance(message, session_pb2.AttachRequest):
+        message.device = OWN_LOOP
+    if isinstance(message, session_pb2.ReportRequest):
+        for report in message.reports:
+            if report.HasField("applied") and report.round >= LIE_FROM:
+                report.applied.outer_digest = MADE_UP
+    if isinstance(message, session_pb2.HeartbeatRequest) and message.outer_round >= LIE_FROM:
+        message.outer_digest = MADE_UP
+    return message
+
+
+def test_members_that_nobody_can_check_settle_no_state_with_most_of_the_work(
+    corpus: Corpus,
+) -> None:
+    """Of as many invites as the others, with two keys each. They did, whatever they had trained."""
+    num, keys = 3, 2
+    spec = tiny(
+        run={"min_nodes": num, "rounds": LIE_FROM + 1},
+        outer={"audit": 0.05, "merge": "mean"},
+        evaluation={"every_rounds": 100},
+    )
+    honest = [Life(invite=f"honest-{n}") for n in range(num)]
+    fast = Life(says=calls_itself_a_loop, is_liar=True, absences=((600.0, None),))
+    liars = [replace(fast, invite=f"liar-{n}") for n in range(num) for _ in range(keys)]
+    done = simulate(spec, lives=[*honest, *liars], corpus=corpus, within_seconds=1000)
+
+    members = done.final.members
+    work = {n: sum(t for _, t in m.work.by_stretch) for n, m in members.items()}
+    of_honest = sum(work[identity_of(place).node_id] for place in range(num))
+    assert 0 < 2 * of_honest < sum(work.values())
+    assert {done.digests[identity_of(place).node_id] for place in range(num)} == {
+        done.final.outer_digest
+    }
+    assert MADE_UP not in {commit.outer_digest for commit in done.commits}
 
 
 def contribute_times(lie: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,8 @@ def test_who_says_that_nobody_can_check_it_decides_nothing_whatever_it_claims_to
     assert heaviest(say, {n: LIE if n in liars else RIGHT for n in members}) == RIGHT
     assert not is_enough(say, liars, list(members))
     assert is_enough(say, [n for n in members if n not in liars], list(members))
+    unbounded = say_of(members.values(), 1).weights
+    assert all(say.weights[n] for n in members if unbounded[n]), "nobody becomes a newcomer by it"
 
 
 @examples(300)
