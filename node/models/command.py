@@ -119,7 +119,7 @@ def _exported(
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     model = kept_model(home, round)
     from node.models.export import Origin, contributions_in, export_model, usual_dtype
-    from node.models.text import files_of_tokenizer
+    from node.models.text import end_of_text, files_of_tokenizer
 
     places = places_of(home, base=base, typed_in=Path.cwd())
     has_adapters = model.spec.adapters is not None
@@ -147,6 +147,7 @@ def _exported(
         ),
         out=out,
         tokenizer=files_of_tokenizer(model.spec, places, named=tokenizer),
+        end_of_text=end_of_text(model.spec, places, named=tokenizer),
         base=places.base if merges else None,
         base_name="" if places.base is None else places.base.resolve().name,
         dtype=dtype,

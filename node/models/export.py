@@ -21,6 +21,8 @@ from safetensors import SafetensorError
 from node.config import HISTORY_FILE
 from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
+from node.island.data.manifest import TOKENIZER_FILE
+from node.island.data.tokenizing import TOKENIZER_SETTINGS, settings_of_tokenizer
 from node.models.families import config_of, why_none
 from node.models.reading import CONFIG, GENERATION_CONFIG, INDEX, WEIGHTS, read_json, read_weights
 from node.outer_state import Vector
@@ -136,8 +138,11 @@ class Form:
     has_all: bool = False  # frozen values and running statistics are in the file too
 
 
-def card_of(spec: RunSpec, origin: Origin, form: Form, *, has_tokenizer: bool, problem: str) -> str:
-    """README.md: front matter as model hubs read it, the facts, and how to load the model."""
+def card_of(spec: RunSpec, origin: Origin, form: Form, *, tokenizer_by: str, problem: str) -> str:
+    """README.md: front matter as model hubs read it, the facts, and how to load the model.
+
+    `tokenizer_by` is transformers' class that reads the tokenizer; empty where there is none.
+    """
     is_adapter = spec.adapters is not None and not form.is_merged
     library = "peft" if is_adapter else "transformers"
     return "\n".join(
@@ -158,7 +163,7 @@ def card_of(spec: RunSpec, origin: Origin, form: Form, *, has_tokenizer: bool, p
             "|---|---|",
             *(f"| {name} | {value} |" for name, value in _rows(spec, origin, form)),
             "",
-            _way_to_load(spec, form, has_tokenizer, problem),
+            _way_to_load(spec, form, tokenizer_by, problem),
         ]
     )
 
@@ -281,7 +286,7 @@ def _call(function: str, arguments: Mapping[str, object]) -> str:
     return f"{function.partition(':')[2]}({told})"
 
 
-def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -> str:
+def _way_to_load(spec: RunSpec, form: Form, tokenizer_by: str, problem: str) -> str:
     if spec.adapters is not None and not form.is_merged:
         return (
             "```python\n"
@@ -298,11 +303,11 @@ def _way_to_load(spec: RunSpec, form: Form, has_tokenizer: bool, problem: str) -
             f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "
             "their names in Atoll.\n"
         )
-    if has_tokenizer:
+    if tokenizer_by:
         return (
             "```python\n"
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'tokenizer = AutoTokenizer.from_pretrained(".")\n'
+            f"from transformers import AutoModelForCausalLM, {tokenizer_by}\n\n"
+            f'tokenizer = {tokenizer_by}.from_pretrained(".")\n'
             'model = AutoModelForCausalLM.from_pretrained(".")\n'
             'prompt = tokenizer("The sea", return_tensors="pt")\n'
             "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))\n"
@@ -328,6 +333,7 @@ def export_model(
     origin: Origin,
     out: Path,
     tokenizer: Mapping[str, Path] | None = None,
+    end_of_text: int | None = None,
     base: Path | None = None,
     base_name: str = "",
     dtype: DType | None = None,
@@ -336,11 +342,12 @@ def export_model(
 ) -> str:
     """Writes weights, config.json, the tokenizer, atoll.json and a model card.
 
-    `tokenizer` are its files by the names that they get. Models with source = "transformers" are written
-    by transformers itself; adapters alone, as peft loads them, or added to the model in `base`, which
-    people know by `base_name`. With `code`, the folder of the run's functions, frozen values and running
-    statistics are made by those, and written with the weights. Without a `dtype` it is what `usual_dtype`
-    says.
+    `tokenizer` are its files by the names that they get; a tokenizer.json alone gets the settings with which
+    transformers reads it as it is, and `end_of_text` as what ends a text. Models with source =
+    "transformers" are written by transformers itself; adapters alone, as peft loads them, or added to the
+    model in `base`, which people know by `base_name`. With `code`, the folder of the run's functions, frozen
+    values and running statistics are made by those, and written with the weights. Without a `dtype` it is
+    what `usual_dtype` says.
 
     Returns why transformers does not load the result; empty where it does. Raises CannotCreateError when
     `out` exists and is not an empty folder, or cannot be written, SystemRefusedError when the disk is full,
@@ -377,7 +384,9 @@ def export_model(
                 has_all=code is not None,
                 num_files=num_files,
             )
-            problem = _write_settings(beside, spec, origin, tokenizer or {}, form)
+            problem = _write_settings(
+                beside, spec, origin, tokenizer or {}, form, end_of_text=end_of_text
+            )
             _make_durable(beside)
             beside.chmod(0o755)
     except SafetensorError as error:
@@ -419,17 +428,30 @@ def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
 
 
 def _write_settings(
-    folder: Path, spec: RunSpec, origin: Origin, tokenizer: Mapping[str, Path], form: Form
+    folder: Path,
+    spec: RunSpec,
+    origin: Origin,
+    tokenizer: Mapping[str, Path],
+    form: Form,
+    *,
+    end_of_text: int | None,
 ) -> str:
     """All but the weights; returns why transformers does not load it."""
     described = spec.description or Description()
     problem = ""
     for name, path in tokenizer.items():
         shutil.copyfile(path, folder / name)
+    if TOKENIZER_FILE in tokenizer:
+        settings = settings_of_tokenizer(folder)
+        if "tokenizer_class" not in settings:
+            settings |= _class_of_tokenizer(folder / TOKENIZER_FILE, settings, end_of_text)
+            _write_json(folder / TOKENIZER_SETTINGS, settings)
     if not isinstance(spec.model, TransformersModel):  # it has written its own
         config, problem = _config_of(spec, described, has_all=form.has_all)
         if not problem:
             config["torch_dtype"] = TORCH_NAMES[form.dtype]
+            if config["eos_token_id"] is None and end_of_text is not None:
+                config["eos_token_id"] = end_of_text
         _write_json(folder / CONFIG, config)
     if described.generation_config:
         _write_json(folder / GENERATION_CONFIG, described.generation_config)
@@ -438,9 +460,42 @@ def _write_settings(
     if spec.adapters is not None:
         about["lora"] = spec.adapters.model_dump(mode="json") | {"is_merged": form.is_merged}
     _write_json(folder / ABOUT, about)
-    card = card_of(spec, origin, form, has_tokenizer=bool(tokenizer), problem=problem)
+    tokenizer_by = _reader_of_tokenizer(folder) if tokenizer else ""
+    card = card_of(spec, origin, form, tokenizer_by=tokenizer_by, problem=problem)
     (folder / CARD).write_text(card, encoding="utf-8")
     return problem
+
+
+def _class_of_tokenizer(
+    path: Path, settings: Mapping[str, Any], end_of_text: int | None
+) -> dict[str, Any]:
+    """What transformers has to be told of a tokenizer.json to read it as it is, and what ends a text.
+
+    Without a class it takes that of the model's family, which splits text in that family's way: it would
+    give a model other tokens than it was trained on, and some beyond its vocabulary.
+    """
+    # Transformers 4 and 5 know it by this name.
+    found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    told = read_json(path)
+    vocabulary = told.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, list):  # of pieces with their scores
+        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
+    added = {one["content"]: one["id"] for one in told.get("added_tokens", ())}
+    ends = [token for token, number in (vocabulary | added).items() if number == end_of_text]
+    if ends and "eos_token" not in settings:
+        found["eos_token"] = ends[-1]
+    return found
+
+
+def _reader_of_tokenizer(folder: Path) -> str:
+    """The class of transformers that gives the tokens of tokenizer.json.
+
+    AutoTokenizer of transformers 5 takes Qwen2Tokenizer for every qwen2, whatever the settings name.
+    """
+    family = read_json(folder / CONFIG).get("model_type")
+    named = str(settings_of_tokenizer(folder).get("tokenizer_class", ""))
+    is_forced = family == "qwen2" and not named.startswith("Qwen2")
+    return "PreTrainedTokenizerFast" if is_forced else "AutoTokenizer"
 
 
 def _beside_the_trained(

@@ -97,6 +97,14 @@ def files_of_tokenizer(
     return files or tokenizer_files(BYTES_FOLDER)
 
 
+def end_of_text(spec: RunSpec, places: DataPlaces, *, named: Path | None = None) -> int | None:
+    """The token that ends documents, where tokens were made with the tokenizer that is kept."""
+    if named is not None or spec.data.source != "tokens":
+        return None
+    manifest, files = _tokenizer_of_run(spec, places)
+    return manifest.end_of_document if files else None
+
+
 def text_of_run(spec: RunSpec, places: DataPlaces, *, named: Path | None = None) -> Text:
     """How text goes to the run's model and comes back. Raises as `files_of_tokenizer`, or BadDataError."""
     ends = _ends_of(spec)

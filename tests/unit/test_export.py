@@ -207,7 +207,7 @@ def test_the_tokenizer_and_how_to_generate_go_along(tmp_path: Path) -> None:
     files = {}
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         files[name] = tmp_path / f"own-{name}"
-        files[name].write_text(name)
+        files[name].write_text(json.dumps({"name": name}))
     description = Description(generation_config={"top_p": 0.9})
     out = tmp_path / "out"
     export_model(
@@ -218,7 +218,7 @@ def test_the_tokenizer_and_how_to_generate_go_along(tmp_path: Path) -> None:
         tokenizer=files,
     )
     for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (out / name).read_text() == name
+        assert json.loads((out / name).read_text()) == {"name": name}
     # What the run began with comes before what lay beside the tokenizer.
     assert json.loads((out / "generation_config.json").read_text()) == {"top_p": 0.9}
     assert "AutoTokenizer" in (out / "README.md").read_text()

@@ -1,12 +1,15 @@
 """Text goes to a model and comes back by the tokenizer that the run's tokens were made with, or as bytes."""
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from served_folder import serving
 from test_export import ORIGIN
 from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
@@ -17,7 +20,7 @@ from node.island.models.describing import describe, first_vector
 from node.island.models.generate import model_that_writes
 from node.kept import keep_places, places_of
 from node.models.export import export_model
-from node.models.text import ByteText, files_of_tokenizer, text_of_run
+from node.models.text import ByteText, end_of_text, files_of_tokenizer, text_of_run
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.run.models import Description, FunctionModel, TransformersModel
 from protocol.run.run_spec import RunSpec
@@ -128,12 +131,60 @@ def test_without_a_tokenizer_tokens_are_bytes(tmp_path: Path) -> None:
     assert isinstance(text_of_run(spec, places), ByteText)
 
 
+SAID = (
+    "def f(x):\n    return 12345 + x",
+    "  hello   world\n\n\n\tx",
+    "naïve Ünïcode café 2024",
+    f"word1x1{END}word2x2",
+    "don't we'll I'M",
+)
+
+
+@pytest.mark.parametrize("has_settings", [False, True])
+@pytest.mark.parametrize(
+    "family", [{"qk_norm": True}, {}, {"attention_bias": "qkv"}, {"sliding_window": 16}]
+)
+def test_transformers_gives_an_exported_model_the_tokens_that_it_was_trained_on(
+    family: dict[str, Any], has_settings: bool, tmp_path: Path
+) -> None:
+    """The class of a model's family would split text in that family's way, and add tokens of its own."""
+    write_jsonl(tmp_path / "a.jsonl", 30)
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    named = folder
+    if not has_settings:
+        (folder / "tokenizer_config.json").unlink()
+        named = folder / "tokenizer.json"
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "tokens", tokenizer=named, end_of_document=END)
+    spec = spec_of(tmp_path / "tokens")
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update=family)})
+    places = DataPlaces(folder=tmp_path)
+    out = tmp_path / "out"
+    problem = export_model(
+        spec=spec,
+        parameters=np.zeros(spec.num_parameters, np.float32),
+        origin=ORIGIN,
+        out=out,
+        tokenizer=files_of_tokenizer(spec, places),
+        end_of_text=end_of_text(spec, places),
+    )
+    assert not problem
+    (by,) = re.findall(r"tokenizer = (\w+)\.from_pretrained", (out / "README.md").read_text())
+    assert by == ("PreTrainedTokenizerFast" if "attention_bias" in family else "AutoTokenizer")
+    given = getattr(transformers, by).from_pretrained(out)
+    text = text_of_run(spec, places)
+    for said in SAID:
+        assert given(said).input_ids == text.tokens_of(said)
+        assert given.decode(text.tokens_of(said)) == said
+    (end,) = text.ends
+    assert (given.eos_token, given.eos_token_id) == (END, end)
+    assert len(given) <= spec.decoder.vocab_size, "no token beyond the model's"
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == end
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
 def test_a_model_of_transformers_comes_out_whole_and_writes_what_it_would(
     kind: str, tmp_path: Path
 ) -> None:
-    import transformers  # takes seconds
-
     from tests.transformers_configs import CONFIGS
 
     CONFIGS[kind].save_pretrained(tmp_path)

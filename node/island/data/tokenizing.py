@@ -26,9 +26,11 @@ def tokenizer_folder(cache: Path, digest: str | None) -> Path:
     return cache / f"tokenizer-{str(digest)[:16]}"
 
 
+TOKENIZER_SETTINGS = "tokenizer_config.json"
+
 COPIED_FILES = (
     TOKENIZER_FILE,
-    "tokenizer_config.json",
+    TOKENIZER_SETTINGS,
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
@@ -91,7 +93,7 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = vocab_size_of(self._tokenizer)
-        self._config = _config_of(folder)
+        self._config = settings_of_tokenizer(folder)
         self.end_of_document = self._end(vocabulary, end_of_document, path)
         self._template = _Template.of(folder, self._config)
 
@@ -254,9 +256,9 @@ def _text_of(document: Document) -> str:
         ) from error
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def settings_of_tokenizer(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json, where there is one, with tokens as their texts."""
-    path = folder / "tokenizer_config.json"
+    path = folder / TOKENIZER_SETTINGS
     if not path.is_file():
         return {}
     try:
