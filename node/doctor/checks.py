@@ -333,8 +333,9 @@ def libp2p_findings(
 
     host, _ = _coordinator_place(folder)  # none: it is not known yet from where peers come
     # IPv6 of one's own helps those who have it, and many a router closes it.
-    is_public = any(_is_public_ipv4(own) for own in own_addresses())
-    asks_router = host != "" and settings.asks_router(host) and not is_public
+    of_ipv4 = [own for own in own_addresses() if ":" not in own]
+    is_behind = bool(of_ipv4) and not any(ip_address(own).is_global for own in of_ipv4)
+    asks_router = host != "" and settings.asks_router(host) and is_behind
 
     async def nobody(
         _peer: str, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -374,10 +375,6 @@ def libp2p_findings(
 
 def _why_no_holes(settings: NodeSettings, coordinator_host: str) -> str:
     return "" if settings.punches(coordinator_host) else "node.toml names one address in listen"
-
-
-def _is_public_ipv4(address: str) -> bool:
-    return ":" not in address and ip_address(address).is_global
 
 
 def network_here(folder: Path, settings: NodeSettings) -> Network:

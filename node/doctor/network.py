@@ -102,9 +102,13 @@ def what_to_use(network: Network) -> Finding:
         )
     if network.own_address and not network.has_ipv6_only:
         port = f"its TCP port {network.port}" if network.port else "its TCP ports"
-        return _fine(
-            f"nothing is needed if no firewall closes {port}: {network.own_address} is this machine's own"
-        )
+        what = f"nothing is needed if no firewall closes {port}: {network.own_address} is this machine's own"
+        if ":" in network.own_address:
+            what += (
+                ", and IPv4 is not to be had here; members that have nothing else exchange with it by a "
+                "helper with both"
+            )
+        return _fine(what)
     if network.forwarded and network.is_forwarded_wide:
         return _fine(
             f"a port was mapped at {network.forwarded} when the router was asked: nothing more is needed"

@@ -1,5 +1,6 @@
 """Real processes in a network lab that has IPv6 alone, or beside IPv4, and packets of 1,280 bytes."""
 
+import json
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -71,6 +72,12 @@ def test_who_cannot_reach_a_coordinator_by_its_kind_of_address_or_size_of_packet
             refused(lost, 69, "larger packets get lost on the way", "mtu 1280")
             subprocess.run(["ip", "link", "set", "tun0", "mtu", str(LEAST_MTU)], check=True)
             done(atoll("join", invite, "--dir", home))
+            public = ["ip", "addr", "add", "2600::5/128", "dev", "tun0"]
+            subprocess.run(public, check=True)
+            findings = json.loads(done(atoll("node", "doctor", "--json", "--dir", home)))
+        said = {each["about"]: each["what"] for each in findings}
+        assert "router" not in said  # there is none that translates IPv6
+        assert "2600::5 is this machine's own, and IPv4 is not to be had here" in said["network"]
 
 
 @pytest.mark.nightly

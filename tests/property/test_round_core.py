@@ -68,6 +68,7 @@ from protocol.wire.rounds import (
     Digest,
     NodeId,
     SliceOutcome,
+    Way,
 )
 from tests.unit.exchange_scene import (
     BLOCK,
@@ -496,9 +497,10 @@ def test_of_another_runs_payload_only_the_run_is_looked_at() -> None:
     assert refusal(RULES, state, B, header).startswith("run digest 7878")
 
 
-def awaiting(less: dict[NodeId, Awaited]) -> RoundState:
+def awaiting(less: dict[NodeId, Awaited], *ways: Way) -> RoundState:
     """A round from 0 s on, whose contributions end at 20 s; A and then B have contributed to A's slice."""
-    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0, less_awaited=less)
+    plan = plan_for(*NODES, ways=ways)
+    state = opened(plan, RULES, patience_seconds=50.0, now=0.0, less_awaited=less)
     state = step(state, ContributionEncoded(payload=contributed(A, 0, 0)), 2.0).state
     return step(state, body_of(contributed(B, 0, 0)), 8.0).state
 
@@ -520,6 +522,21 @@ def test_who_kept_contributions_lately_is_waited_for_a_quarter_as_long_again_as_
     assert awaiting({C: Awaited.NOT}).slices[0].phase is Phase.AVERAGING, "at once"
     assert reduced_at(awaiting({B: Awaited.BRIEFLY})) == 12.0, "for C in full, as A took 2 s"
     assert reduced_at(awaiting({})) == 20.0, "four times 8 s are more than there is"
+
+
+def test_who_is_carried_to_us_gets_a_quarter_more_though_it_was_waited_for_in_vain_and_no_more() -> (
+    None
+):
+    through = Way(one=A, other=C, through=(B,))
+    state = awaiting({C: Awaited.NOT}, through)
+    assert reduced_at(state) == 10.0
+    assert reduced_at(state, (9.0, ContributionBegan(sender=C))) == 10.0, (
+        "who trickles gains nothing"
+    )
+    came = step(state, body_of(contributed(C, 0, 0)), 9.5).state
+    assert came.slices[0].phase is Phase.AVERAGING and C in came.slices[0].contributions
+    between_others = awaiting({C: Awaited.NOT}, Way(one=B, other=C, through=(A,)))
+    assert between_others.slices[0].phase is Phase.AVERAGING, "C reaches us"
 
 
 def collecting_for(*senders: NodeId, at: float, until: float) -> RoundState:

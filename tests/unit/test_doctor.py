@@ -358,7 +358,11 @@ def joined(**facts: object) -> Network:
         (Network(), "note", "shows once a swarm is joined"),
         (joined(is_local=True), "fine", "nothing is needed: the coordinator and its nodes are on"),
         (joined(own_address="203.0.113.5"), "fine", "nothing is needed if no firewall closes its"),
-        (joined(own_address="2001:db8::5"), "fine", "nothing is needed if no firewall closes its"),
+        (
+            joined(own_address="2001:db8::5"),
+            "fine",
+            "IPv4 is not to be had here; members that have nothing",
+        ),
         (
             joined(own_address="2001:db8::5", has_ipv6_only=True),
             "note",

@@ -32,6 +32,9 @@ from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutco
 # its own comes, for its link may be slow. A reducer that waited so in vain does not wait for it until its
 # work was in time in 1, 2, 4, ... rounds. What comes in time counts, whoever was waited for.
 #
+# What a member carries has a way more to go, so it would never be in time again: for those whom the plan says
+# to be carried here it waits a quarter as long again in any case, and no longer though something comes.
+#
 # Also who is waited for in full is not waited for to the deadline where less than half are late, and nothing
 # of its comes or has come. The first deadlines of a run are the run file's, a hundred times a quick round.
 
@@ -192,6 +195,13 @@ class RoundState:
     committed_at: float = 0.0
     num_fetches: int = 0  # of committed results, under way
     is_closed: bool = False  # nothing of the round is taken, sent or waited for any more
+
+    @property
+    def carried_from(self) -> frozenset[NodeId]:
+        """Whose contributions to us come through other members."""
+        ours = self.rules.node_id
+        ends = [(way.one, way.other) for way in self.plan.ways if ours in (way.one, way.other)]
+        return frozenset(end for pair in ends for end in pair if end != ours)
 
     def goes_by(self, plan: Plan) -> bool:
         """Whether the plan asks the same of everybody, apart from who reduces and until when."""

@@ -129,7 +129,7 @@ def collects_until(state: RoundState, known: SliceState) -> float:
         if 2 * len(late) >= num_training:
             return known.deadline
         took = max(FULL_TIMES_OTHERS * took, took + FULL_LEAST_SECONDS)
-    elif Awaited.BRIEFLY in awaited.values():
+    elif Awaited.BRIEFLY in awaited.values() or not late.isdisjoint(state.carried_from):
         took = max(TIMES_OTHERS * took, took + LEAST_SECONDS)
     # A node's next contribution begins a little after the one before.
     came = [
