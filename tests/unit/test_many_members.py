@@ -36,6 +36,7 @@ from coordinator.swarm.opening import MOST_REDUCERS
 from coordinator.swarm.reach import best_reducers
 from coordinator.swarm.state import HeldOut, Round, SliceProgress, SwarmState
 from coordinator.swarm.transition import next_deadline, step
+from coordinator.swarm.turn import REMEMBERED, remembered
 from coordinator.swarm.weighing import say_of
 from protocol.errors import BadDataError
 from protocol.run.run_spec import RunSpec
@@ -453,3 +454,21 @@ def test_rulings_are_written_and_signed_once_however_many_members_join(
         told = sent.made_of(RulingsTold(rulings=rulings)).rulings.rulings
         assert len(told) == len(rulings)
     assert written["rulings"] == signed["rulings"] == len(rulings)
+
+
+def test_results_are_remembered_of_the_very_same_values_and_of_few() -> None:
+    asked: list[tuple[str, ...]] = []
+
+    @remembered
+    def counted(names: tuple[str, ...]) -> int:
+        asked.append(names)
+        return len(names)
+
+    one, equal = tuple("ab"), tuple("a") + tuple("b")
+    assert [counted(one), counted(one), counted(equal)] == [2, 2, 2]
+    assert len(asked) == 2  # to compare them would take as long as to count
+    others = [(str(number),) for number in range(REMEMBERED)]
+    for other in others:
+        counted(other)
+    assert counted(others[0]) == 1 and len(asked) == 2 + REMEMBERED
+    assert counted(one) == 2 and len(asked) == 3 + REMEMBERED
