@@ -46,7 +46,7 @@ from protocol.errors import (
     ProtocolMismatchError,
     UsageError,
 )
-from protocol.run.models import Description, FunctionModel
+from protocol.run.models import Description, FunctionModel, layout_of
 from protocol.run.run_spec import (
     DataSection,
     EvaluationSection,
@@ -574,6 +574,28 @@ def test_a_loss_over_samples_of_a_batch_together_is_known(kind: str, compares: b
     described = trying_a_loss(kind)
     assert described.compares_samples == compares
     assert described.num_samples == len(pairs()[0])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_scalars_are_adopted_trained_and_published_like_all_else(optimizer: str) -> None:
+    spec = spec_of(
+        "tests.run_functions:net_with_scalars", "tests.run_functions:pairs", optimizer=optimizer
+    )
+    trainer = trainer_of(spec)
+    trainer.train(work_of(3), lambda progress: None)
+    found = np.zeros(spec.num_parameters, np.float32)
+    trainer.publish(found, 0)
+    places = {place.name: place.offset for place in layout_of(spec).places}
+    gains = found[[places["gains.0"], places["gains.1"]]]
+    assert not np.isclose(gains, (1.0, 2.0), atol=1e-4).any()
+    assert np.allclose(gains, (1.0, 2.0), atol=0.2)
+
+
+def test_a_batch_with_anything_but_tensors_is_refused_when_the_run_is_made() -> None:
+    with pytest.raises(
+        BadDataError, match="has 'thing 0' of type str, and ranks take tensors alone"
+    ):
+        spec_of("tests.run_functions:net_with_scalars", "tests.run_functions:named_things")
 
 
 def test_a_codebook_is_refused_when_the_run_is_made() -> None:
