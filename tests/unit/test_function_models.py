@@ -31,7 +31,7 @@ from node.island.parallel.mesh_shape import (
     check_local,
     check_shape,
 )
-from node.island.parallel.modules import compile_layers
+from node.island.parallel.modules import compile_layers, refuse_scalars
 from node.island.training import engine
 from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.training.trainer import Trainer
@@ -57,7 +57,7 @@ from protocol.run.run_spec import (
 )
 from protocol.wire.rounds import Digest
 from tests import run_functions
-from tests.run_functions import Centred, Ending, Net, pairs
+from tests.run_functions import Centred, Ending, Net, Scaled, pairs
 from tests.unit.test_transformers_models import with_text, work_of
 
 HERE = Path.cwd()
@@ -589,6 +589,13 @@ def test_scalars_are_adopted_trained_and_published_like_all_else(optimizer: str)
     gains = found[[places["gains.0"], places["gains.1"]]]
     assert not np.isclose(gains, (1.0, 2.0), atol=1e-4).any()
     assert np.allclose(gains, (1.0, 2.0), atol=0.2)
+
+
+def test_scalars_are_not_sharded_and_that_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"the parameter gains\.0 has no dimension") as caught:
+        refuse_scalars(Scaled())
+    assert "set zero = 1 or shard = 1" in caught.value.next_step
+    refuse_scalars(Net(4, 4))
 
 
 def test_a_batch_with_anything_but_tensors_is_refused_when_the_run_is_made() -> None:
