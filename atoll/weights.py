@@ -223,7 +223,7 @@ def check_model(model: nn.Module, places: Sequence[Place]) -> None:
         )
     for place in places:
         tensor = tensors[place.name]
-        if tuple(tensor.shape) != place.shape:
+        if (tuple(tensor.shape) or _SCALAR) != place.shape:
             raise ModelMismatchError(
                 f"{place.name} is {list(tensor.shape)} in this model and {list(place.shape)} in the run",
                 next_step="bring a model of the run's sizes",
@@ -305,7 +305,8 @@ def held_of(place: Place, tensor: Tensor, *, rank: int) -> Held:
     values = tensor.detach()  # with grad mode on, to_local() of a parameter refuses edits
     if not isinstance(values, DTensor):
         start = (0,) * len(place.shape)
-        return Held(place=place, local=values, start=start, publishes=rank == 0)
+        local = values if values.ndim else values.view(_SCALAR)
+        return Held(place=place, local=local, start=start, publishes=rank == 0)
     mesh, placements = values.device_mesh, values.placements
     if any(isinstance(placement, Partial) for placement in placements):
         raise ModelMismatchError(
@@ -332,6 +333,10 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+_SCALAR = (1,)
+"""The shape of a scalar in the run's description."""
 
 
 def _fp32(tensor: Tensor) -> Tensor:

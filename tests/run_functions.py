@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 — its usual name
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 
 class Net(nn.Module):
@@ -454,3 +454,32 @@ def _loss_of(kind: str, module: nn.Module, batch: Any) -> Any:
             if len(one) < 2:
                 raise ValueError("no pair")
             return nats.mean()
+
+
+class Scaled(nn.Module):
+    """Scalars that are trained, as CLIP's temperature: parameters without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.ParameterList(nn.Parameter(torch.tensor(1.0 + i)) for i in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, things: Tensor) -> Tensor:
+        out: Tensor = self.gains[0] * self.head(self.gains[1] * things)
+        return out
+
+
+def net_with_scalars() -> Any:
+    return Scaled(), lambda module, batch: _loss_of("mean", module, batch)
+
+
+class _Named(Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, place: int) -> Any:
+        return {"thing": torch.ones(6), "name": f"thing {place}"}
+
+
+def named_things() -> Any:
+    return _Named(), _Named()

@@ -478,9 +478,11 @@ def _times_the_data(spec: RunSpec, there_are: int, *, counted: str) -> str:
     trained = spec.run.rounds * spec.node_steps * spec.inner.batch * nodes
     if counted == "tokens":
         trained *= spec.model.context
+    times = trained / there_are
     return (
         f"{spec.run.rounds} rounds of {nodes} nodes train {count_in_words(trained)} {counted}, "
-        f"{trained / there_are:.2g} times what the data have ([run] rounds changes it)"
+        f"{f'{times:,.0f}' if times >= 10 else f'{times:.2g}'} times what the data have ([run] rounds "
+        "changes it)"
     )
 
 

@@ -25,7 +25,7 @@ from node.island.parallel.mesh_shape import (
     check_local,
     check_shape,
 )
-from node.island.parallel.modules import compile_layers
+from node.island.parallel.modules import compile_layers, refuse_scalars
 from node.island.training import engine
 from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.training.trainer import Trainer
@@ -34,11 +34,11 @@ from protocol.errors import (
     BadDataError,
     ConfigError,
 )
-from protocol.run.models import Description, FunctionModel
+from protocol.run.models import Description, FunctionModel, layout_of
 from protocol.run.run_files import load_run_file, validated
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests import run_functions
-from tests.run_functions import Centred, Ending, Net, pairs
+from tests.run_functions import Centred, Ending, Net, Scaled, pairs
 from tests.unit.function_scene import EXAMPLES, HERE, spec_of, trainer_of, undescribed
 from tests.unit.test_transformers_models import with_text, work_of
 
@@ -406,6 +406,35 @@ def test_a_loss_over_samples_of_a_batch_together_is_known(kind: str, compares: b
     described = trying_a_loss(kind)
     assert described.compares_samples == compares
     assert described.num_samples == len(pairs()[0])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_scalars_are_adopted_trained_and_published_like_all_else(optimizer: str) -> None:
+    spec = spec_of(
+        "tests.run_functions:net_with_scalars", "tests.run_functions:pairs", optimizer=optimizer
+    )
+    trainer = trainer_of(spec)
+    trainer.train(work_of(3), lambda progress: None)
+    found = np.zeros(spec.num_parameters, np.float32)
+    trainer.publish(found, 0)
+    places = {place.name: place.offset for place in layout_of(spec).places}
+    gains = found[[places["gains.0"], places["gains.1"]]]
+    assert not np.isclose(gains, (1.0, 2.0), atol=1e-4).any()
+    assert np.allclose(gains, (1.0, 2.0), atol=0.2)
+
+
+def test_scalars_are_not_sharded_and_that_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"the parameter gains\.0 has no dimension") as caught:
+        refuse_scalars(Scaled())
+    assert "set zero = 1 or shard = 1" in caught.value.next_step
+    refuse_scalars(Net(4, 4))
+
+
+def test_a_batch_with_anything_but_tensors_is_refused_when_the_run_is_made() -> None:
+    with pytest.raises(
+        BadDataError, match="has 'thing 0' of type str, and ranks take tensors alone"
+    ):
+        spec_of("tests.run_functions:net_with_scalars", "tests.run_functions:named_things")
 
 
 def test_a_codebook_is_refused_when_the_run_is_made() -> None:

@@ -1,6 +1,7 @@
 """A loop's model beside the outer state: names, what is refused, and the arithmetic of rounding."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,8 +41,14 @@ def places_of(model: nn.Module) -> list[Place]:
     return places
 
 
-def weights_of(model: nn.Module, *, overlap: Overlap = "none", local_share: float = 0.0) -> Weights:
-    places = places_of(model)
+def weights_of(
+    model: nn.Module,
+    *,
+    overlap: Overlap = "none",
+    local_share: float = 0.0,
+    places: list[Place] | None = None,
+) -> Weights:
+    places = places or places_of(model)
     num_elements = sum(place.num_elements for place in places)
     return Weights(
         model=model,
@@ -87,6 +94,23 @@ def test_bf16_publishes_what_was_trained_and_not_what_adopting_rounded_away() ->
     train(model, 0.25)
     trained = flat(model) - before
     assert torch.allclose(-pseudo_gradient(weights), trained, atol=1e-6)
+
+
+def test_a_scalar_is_one_value_of_the_run() -> None:
+    """The run describes it with a dimension, as it does all else."""
+    model = nn.Linear(3, 2)
+    model.register_parameter("temperature", nn.Parameter(torch.tensor(2.0)))
+    described = [replace(place, shape=place.shape or (1,)) for place in places_of(model)]
+    check_model(model, described)
+    weights = weights_of(model, places=described)
+    weights.adopt(None, is_taken=True)
+    assert torch.equal(flat(model), weights.parameters)
+    train(model, 0.25)
+    assert torch.allclose(-pseudo_gradient(weights), torch.full((9,), 0.25), atol=1e-6)
+    with pytest.raises(
+        atoll.ModelMismatchError, match=r"temperature is \[\] in this model and \[2\]"
+    ):
+        check_model(model, [replace(p, shape=p.shape or (2,)) for p in places_of(model)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

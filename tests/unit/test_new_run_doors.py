@@ -206,7 +206,7 @@ def test_a_batch_above_the_samples_of_a_function_is_refused_before_any_node_star
 ) -> None:
     own = tmp_path / "own"
     made(own, "--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
-    assert re.search(r"train \S+ samples, \S+ times what the data have", capfd.readouterr().out)
+    assert re.search(r"train \S+ samples, [\d,.]+ times what the data have", capfd.readouterr().out)
     spec = load_run_folder(own, "run.toml")
     assert spec.description is not None and spec.description.num_samples is not None
     unsaid = spec.description.model_copy(update={"num_samples": None})

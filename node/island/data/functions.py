@@ -121,7 +121,7 @@ class FunctionData:
         collate = getattr(self._splits[split], "collate_fn", default_collate)
         items = [self._item(split, number) for number in numbers]
         try:
-            return collate(items)
+            batch = collate(items)
         except Exception as error:
             raise BadDataError(
                 f"the run's function {self._function} returns samples of which no batch can be made: "
@@ -129,10 +129,28 @@ class FunctionData:
                 next_step="give items of one shape, or give the dataset a method collate_fn(items), which "
                 "pads them and returns the batch",
             ) from error
+        for leaf in tree_leaves(batch):
+            if not hasattr(leaf, "to"):  # a device; parts of a batch are rows of all that it has
+                raise BadDataError(
+                    f"a batch of the run's function {self._function} has {short(leaf)} of type "
+                    f"{type(leaf).__name__}, and ranks take tensors alone",
+                    next_step="leave it out of the samples, or have collate_fn(items) of the dataset "
+                    "make a tensor of it",
+                )
+        return batch
 
     def num_counted(self, split: Split, indices: Indices) -> int:
         """See Dataset."""
         return len(indices) * self._context
+
+
+def short(value: object) -> str:
+    """A value as people see it, not longer than a line."""
+    told = repr(value)
+    return told if len(told) <= _MOST_SHOWN else f"{told[: _MOST_SHOWN - 1]}…"
+
+
+_MOST_SHOWN = 40
 
 
 @contextmanager

@@ -314,9 +314,10 @@ def held_by(
             box, is_first = _box_of(places[name], parameter)
             # With grad mode on, to_local() of a parameter refuses edits.
             values = parameter.detach()
+            local = values.to_local() if isinstance(values, DTensor) else values
             yield Held(
                 box=box,
-                local=values.to_local() if isinstance(values, DTensor) else values,
+                local=local if local.ndim else local.view(1),  # as the run describes a scalar
                 publishes=name in published and is_first and parameter not in copies,
             )
 

@@ -136,6 +136,7 @@ def parts_of(
             architecture.cut_by_context(part, mesh)
 
         if shape.is_fully_sharded:
+            refuse_scalars(part)
             assert mesh.devices is not None
             across = ("replicate", "shard") if shape.replicate > 1 else ("shard",)
             offload = (
@@ -157,6 +158,17 @@ def parts_of(
         architecture.fill_buffers(part, mesh, device)
         parts.append(part)
     return parts
+
+
+def refuse_scalars(part: nn.Module) -> None:
+    """Raises ConfigError for a parameter without a dimension, which FSDP cannot shard."""
+    scalar = next((name for name, each in part.named_parameters() if not each.ndim), None)
+    if scalar is not None:
+        raise ConfigError(
+            f"the parameter {scalar} has no dimension, and shards are parts of rows",
+            next_step="set zero = 1 or shard = 1 in node.toml; or let the run's function make it with one "
+            "value, as torch.ones(1)",
+        )
 
 
 class GradientClipping:
