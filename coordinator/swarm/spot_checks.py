@@ -107,7 +107,8 @@ def spot_checked(turn: Turn, node_id: NodeId, round: int, report: SpotChecked) -
         checker_id=node_id,
         num_samples=report.num_samples,
         score=max(-most, min(most, report.score)),
-        expected=EXPECTED_SHARE * asked[0].part * usual * math.sqrt(report.num_samples),
+        # Of a part of the elements samples differ less, by its root: by chance they add up so.
+        expected=EXPECTED_SHARE * usual * math.sqrt(asked[0].part * report.num_samples),
         signed=report,
     )
     turn.put_member(replace(member, spots=(*member.spots, finding)[-KEPT_FINDINGS:]))

@@ -179,16 +179,6 @@ def test_who_copies_the_mean_of_the_others_is_put_out(corpus: Corpus) -> None:
 
 
 @pytest.mark.nightly
-def test_who_copies_the_mean_and_keeps_it_from_one_reducer_is_put_out(corpus: Corpus) -> None:
-    copier = Copier()
-    liar = replace(
-        HONEST, seconds_per_inner_step=1.01, on_published=copier.copy, lies=keeps_from_one
-    )
-
-    expect_liar_put_out(run(corpus, [*map(copier.watch, range(LIAR_PLACE)), as_liar(liar)]))
-
-
-@pytest.mark.nightly
 def test_who_is_readmitted_and_trains_stays_and_a_restart_of_the_coordinator_loses_no_finding(
     corpus: Corpus, tmp_path: Path
 ) -> None:
