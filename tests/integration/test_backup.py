@@ -197,6 +197,25 @@ def test_nodes_that_come_after_their_rounds_were_closed_without_them_bring_all_o
         swarm.end()
 
 
+def test_who_joined_after_the_copy_was_made_is_told_so_and_joins_again_in_its_folder(
+    swarm: Swarm,
+) -> None:
+    copy = swarm.folder / "copy"
+    done(atoll("coordinator", "backup", swarm.home, copy))
+    home = swarm.join("late", swarm.invite())
+    key = (home / "identity.key").read_bytes()
+    swarm.coordinator.process.send_signal(signal.SIGKILL)
+    swarm.coordinator.process.wait()
+
+    swarm.home = copy
+    swarm.start_coordinator()
+    refused(atoll("status", "--dir", home), 77, "joined after the copy was made", "atoll join")
+    done(atoll("join", swarm.invite(), "--dir", home))
+    assert (home / "identity.key").read_bytes() == key
+    done(atoll("status", "--dir", home))
+    refused(atoll("join", swarm.invite(), "--dir", home), 73, f"{home} is a member of")
+
+
 def test_a_backup_is_refused_where_it_cannot_be_whole(swarm: Swarm, tmp_path: Path) -> None:
     taken, new, at = tmp_path / "taken", tmp_path / "new", tmp_path / "disk"
     for folder in (taken, at):
