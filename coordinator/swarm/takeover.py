@@ -197,8 +197,15 @@ def take_over(turn: Turn) -> None:
             late_helper(turn, progress.slice.reducer_id, current.number)
         if holders := holders_of(turn.state, current, progress):
             _offer(turn, current, progress, holders)
-        else:
+        elif is_overdue or not _is_its_own_backup(turn.state, current, progress):
             _hand_over(turn, current, progress)
+
+
+def _is_its_own_backup(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether a reducer that nobody waits for is the only one left: at each event it would begin anew."""
+    if progress.digest is not None or progress.is_orphaned or progress.refused:
+        return False
+    return _backup(state, current, progress) == progress.slice.reducer_id
 
 
 def _has_reducer(state: SwarmState, current: Round, progress: SliceProgress) -> bool:

@@ -512,3 +512,15 @@ def test_who_kept_a_result_lately_is_given_up_sooner_and_makes_no_others_slice()
     assert [told.slice_index for told in taken_over] == [0]
     assert taken_over[0].reducer_id not in theirs, "though these have nothing to do"
     assert scene.member(str(kept.sender_id)).audits.num_void == 2
+
+
+def test_who_is_late_and_alone_is_given_its_slices_once() -> None:
+    """Each event gave them to it anew, and it began anew."""
+    scene = Scene(min_nodes=2)
+    scene.attach("a", "b")
+    late = replace(scene.round, on_trial=(NodeId("b"),), is_excused=True)
+    scene.state = replace(scene.state, open_round=late)
+    scene.leave("a")
+    assert {progress.slice.reducer_id for progress in scene.round.slices} == {"b"}
+    scene.do(Ticked())
+    assert not scene.asked(SliceTakenOver)
