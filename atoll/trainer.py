@@ -22,7 +22,9 @@ from atoll.swarm import Swarm, join
 DEFAULT_SEED = 42
 """Of TrainingArguments."""
 
-TELL_TOKENS = "give TrainerCallback tokens_per_step=…, what this process trains in a step of the optimizer"
+TELL_TOKENS = (
+    "give TrainerCallback tokens_per_step=…, what this process trains in a step of the optimizer"
+)
 
 IGNORED = -100
 """The label of what a loss of transformers leaves out, as padding and prompts."""
@@ -74,9 +76,10 @@ class TrainerCallback(Base):
     """Joins when training begins, counts each step of the optimizer, and leaves when training ends.
 
     `tokens_per_step` is what this process trains in a step of the optimizer; left out, the targets are
-    counted in what the model is given (`targets_of`), over the micro-batches of the step. With `follows_learning_rate` the optimizer
-    has the run's learning rate, in place of the trainer's schedule. What else is given goes to `atoll.join`.
-    A run that is over stops the trainer. Its logs and checkpoints stay its own.
+    counted in what the model is given (`targets_of`), over the micro-batches of the step. With
+    `follows_learning_rate` the optimizer has the run's learning rate, in place of the trainer's schedule.
+    What else is given goes to `atoll.join`. A run that is over stops the trainer. Its logs and checkpoints
+    stay its own.
     """
 
     def __init__(
@@ -89,7 +92,9 @@ class TrainerCallback(Base):
         self._tokens_per_step = tokens_per_step
         self._follows_learning_rate = follows_learning_rate
         self._join_arguments = join_arguments
-        self._counts: list[int | Tensor] = []  # of the step's forward passes, maybe of several threads
+        self._counts: list[
+            int | Tensor
+        ] = []  # of the step's forward passes, maybe of several threads
         self._hook: Any = None
         self.swarm: Swarm | None = None
 

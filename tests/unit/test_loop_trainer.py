@@ -21,7 +21,6 @@ from atoll.trainer import shifts_labels, targets_of
 from node.island.training.schedule import Position, share_of_peak
 from tests.unit.loop_scene import CONTEXT, Scene, ends, scene, work
 
-
 Rows = list[dict[str, torch.Tensor]]
 
 
