@@ -165,6 +165,11 @@ def test_a_node_that_runs_twice_is_named():
     )
 
 
+def test_evaluators_that_find_other_losses_of_one_state_stand_in_the_line_of_evaluations():
+    assert " eval" not in drawn(a_status())
+    assert "eval   a finds 2.0 and b 2.5" in drawn(a_status(differing="a finds 2.0 and b 2.5"))
+
+
 def test_the_clock_reads_well_before_in_and_after_a_run():
     run = a_status(elapsed_seconds=70.0).run
     assert clock_in_words(run) == "1 min 10 s so far; the time left is known after some rounds"
