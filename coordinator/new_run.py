@@ -464,6 +464,11 @@ def _tell(directory: Path, home: "Home", new: "NewRun", start: dict[str, str]) -
         click.echo(f"each data holder makes tokens of its own once\n  {start['before']}")
     if start["nodes"] != "atoll node start" or "first_weights" in start:
         click.echo(f"nodes that have joined start with\n  {start['nodes']}")
+    if start["nodes"] != "atoll node start":
+        click.echo(
+            "and those with a training loop of their own, which need nothing of that, with\n"
+            "  atoll node start --loop"
+        )
     if "first_weights" in start:
         click.echo(
             f"and one of them has the first weights, which the others fetch from it:\n"

@@ -198,7 +198,9 @@ class RunStatus(_message.Message):
     elapsed_seconds: _builtins.float
     """Seconds that coordinators of this run have served it, over all their starts, until it was finished."""
     estimated_seconds_left: _builtins.float
-    """Seconds until the last round has ended, at the pace of recent rounds; absent before some were measured."""
+    """Seconds until the last round has ended, at the pace of recent rounds; absent before some were measured.
+    While no round is open it stands still: the run waits, or is paused.
+    """
     held_out_bytes_per_token: _builtins.float
     """Bytes of text that a token of the held-out split stands for; 0 where nobody knows."""
     paused: _builtins.str
