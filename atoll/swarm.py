@@ -4,7 +4,7 @@
     with atoll.join(model, optimizer) as swarm:
         for batch in my_loader:
             loss = step(batch)
-            swarm.step(tokens=batch.numel(), loss=loss)
+            swarm.step(tokens=num_targets(batch), loss=loss)  # without padding and what is masked
 
 The node's daemon gives orders: take so many inner steps, publish what you trained, take over the new
 weights. They are carried out within `join`, `step` and the end of the block, so between them the loop is

@@ -464,15 +464,16 @@ def _tell(directory: Path, home: "Home", new: "NewRun", start: dict[str, str]) -
         click.echo(f"each data holder makes tokens of its own once\n  {start['before']}")
     if start["nodes"] != "atoll node start" or "first_weights" in start:
         click.echo(f"nodes that have joined start with\n  {start['nodes']}")
-    if start["nodes"] != "atoll node start":
-        click.echo(
-            "and those with a training loop of their own, which need nothing of that, with\n"
-            "  atoll node start --loop"
-        )
     if "first_weights" in start:
         click.echo(
             f"and one of them has the first weights, which the others fetch from it:\n"
             f"  {start['nodes']} {start['first_weights']}"
+        )
+    if start["nodes"] != "atoll node start":
+        only = "but --weights " if "first_weights" in start else ""
+        click.echo(
+            f"with a training loop of its own a node needs nothing of that {only}and starts with\n"
+            "  atoll node start --loop"
         )
 
 
