@@ -54,7 +54,8 @@ def reference() -> str:
                 "(coordinators.md#steering) change what may change.",
                 *_run_file(),
                 "## The node file",
-                "`node.toml` is written by `atoll join`. Options of `atoll node start` come first.",
+                "`node.toml` is written by `atoll join`. Options of `atoll node start` come first. Relative"
+                " paths\nbegin where that is typed.",
                 markdown_left(("key", "at first", "what it is", "helpers"), _node_file()),
                 "## The coordinator's file",
                 "`coordinator.toml` is written by `atoll init`; of port 0 the system makes one at a start.",
