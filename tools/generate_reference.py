@@ -62,9 +62,12 @@ def reference() -> str:
                 "`coordinator.toml` is written by `atoll init`; of port 0 the system makes one at a start.",
                 markdown_left(("key", "at first", "what it is"), _coordinator_file()),
                 "## Metrics",
-                "For Prometheus. What is not known is left out, and never 0. Losses are in nats per token,"
-                " unless a function\nof the run's own has another unit. Phases, commits, takeovers and audits are"
-                " counted from the start of the\ncoordinator's process.",
+                textwrap.fill(
+                    "For Prometheus. What is not known is left out, and never 0. Losses are in nats per token, "
+                    "unless a function of the run's own has another unit. Phases, commits, takeovers and "
+                    "audits are counted from the start of the coordinator's process.",
+                    WIDTH,
+                ),
                 "Of the run, from the coordinator:",
                 markdown_left(("metric", "labels", "meaning"), _metrics(RUN_METRICS)),
                 "Of each node that is there, by its latest heartbeat; a node serves its own. Each has the"
