@@ -63,9 +63,9 @@ def reference() -> str:
                 markdown_left(("key", "at first", "what it is"), _coordinator_file()),
                 "## Metrics",
                 textwrap.fill(
-                    "For Prometheus. What is not known is left out, and never 0. Losses are in nats per token, "
-                    "unless a function of the run's own has another unit. Phases, commits, takeovers and "
-                    "audits are counted from the start of the coordinator's process.",
+                    "For Prometheus. What is not known is left out, and never 0. Losses are in nats per "
+                    "token, unless a function of the run's own has another unit. Phases, commits, takeovers "
+                    "and audits are counted from the start of the coordinator's process.",
                     WIDTH,
                 ),
                 "Of the run, from the coordinator:",
