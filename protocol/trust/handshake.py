@@ -223,7 +223,14 @@ class Diagnosis:
     def _shake_hands(self, connection: socket.socket) -> AtollError | None:
         endpoint, swarm_id = self._credentials.endpoint, self._credentials.swarm_id
         try:
-            tls = self._context().wrap_socket(connection, server_hostname=server_name(swarm_id))
+            context = self._context()
+        except ssl.SSLError as error:  # our own, and nothing that was answered
+            return CertificateRefusedError(
+                f"this member's certificate is not of its key ({error.reason})",
+                next_step="join again with 'atoll join INVITE'",
+            )
+        try:
+            tls = context.wrap_socket(connection, server_hostname=server_name(swarm_id))
         except ssl.SSLCertVerificationError as error:
             if error.verify_code in _CLOCK_ERRORS:
                 return ProtocolMismatchError(
