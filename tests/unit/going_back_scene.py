@@ -138,7 +138,7 @@ class Kept:
         self.save()
         asked = {
             "by": RUN_OWNER,
-            "undone": self.store.undone_after(round, num_fragments=1),
+            "undone": self.store.undone_after(round, rules=self.scene.state.rules),
             **fields,
         }
         self.scene.do(

@@ -116,7 +116,7 @@ def test_what_cannot_be_gone_back_to_is_refused_with_what_can() -> None:
 
 def test_a_database_that_was_asked_before_the_latest_round_closed_is_asked_again() -> None:
     kept = swarm_of(4)
-    older = kept.store.undone_after(2, num_fragments=1)
+    older = kept.store.undone_after(2, rules=kept.scene.state.rules)
     kept.rounds(1)
     with pytest.raises(HistoryMovedError):
         kept.go_back(2, undone=older)
