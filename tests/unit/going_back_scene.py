@@ -117,7 +117,7 @@ class Kept:
             scene.train(name)
             yield
         number = scene.round.number
-        scene.commit(*here)
+        scene.commit(*here, norm=float(number))
         self.made.append(scene.state.recent[-1].commit)
         yield
         self.num_applied += 1
