@@ -7,6 +7,7 @@ waits for is not stored: coordinator.swarm.explain says it for any instant.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median_high
 
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import Member, Members
@@ -399,16 +400,17 @@ class Rules:
     def stride_of(self, plan: Plan, trained: Mapping[NodeId, Trained]) -> float:
         """How far the inner steps lead that a round's results are of: see Schedule.stride.
 
-        By what participants have said that they did, or where nobody has by what was asked of them.
-        Of several fragments each gathers the steps of as many rounds.
+        By the part of the steps asked for that most of those have taken who have said it; of two the larger,
+        for one may lie. Of several fragments each gathers the steps of as many rounds.
         """
         asked = {a.node_id: a.inner_steps for a in plan.assignments if a.trains}
-        done = {n: min(asked[n], told.inner_steps) for n, told in trained.items() if n in asked}
+        parts = [told.inner_steps / asked[n] for n, told in trained.items() if n in asked]
         taken = StepsTaken(
             round=plan.round,
             token_clock=plan.token_clock,
             round_tokens=plan.round_tokens,
-            nodes=[(asked[node_id], steps) for node_id, steps in (done or asked).items()],
+            asked=tuple(asked.values()),
+            part=min(1.0, median_high(parts)) if parts else 1.0,
         )
         num_rounds = min(plan.round, max(1, len(self.layout.fragment_elements)))
         return self.schedule.stride(taken, num_rounds=num_rounds)

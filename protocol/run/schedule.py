@@ -4,7 +4,6 @@ Nodes train by it. The coordinator bounds by it how much longer a round's result
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -113,12 +112,13 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsTaken:
-    """The inner steps of a round: of each node that trained, those asked for and those taken."""
+    """The inner steps of a round."""
 
     round: int
     token_clock: int  # where the round begins
     round_tokens: int
-    nodes: Sequence[tuple[int, int]]
+    asked: Sequence[int]  # of each node that trains
+    part: float = 1.0  # of these, that was taken before the deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,24 +177,16 @@ class Schedule:
         The unit is the run file's peak. A node counts by its steps, as it does in a mean. With `num_rounds`
         it is how far that many lead, if those before had the same steps and tokens. 0: there are none.
         """
-        ends = Counter(taken.nodes)
-        num_steps = sum(steps * count for (_, steps), count in ends.items())
-        if not num_steps:
+        if not taken.asked:
             return 0.0
-        means = {part: self._mean(taken, part, num_rounds) for part in {d / a for a, d in ends}}
-        squares = sum(
-            done**2 * count * means[done / asked] for (asked, done), count in ends.items()
-        )
-        return self.scale_of(len(taken.nodes)) * num_rounds * squares / num_steps
-
-    def _mean(self, taken: StepsTaken, part: float, num_rounds: int) -> float:
-        """Of the rates in the first `part` of each of the rounds."""
         points = max(1, NUM_POINTS // num_rounds)
-        return fmean(
-            self._rate(taken, part * (point + 0.5) / points, earlier)
+        rate = fmean(
+            self._rate(taken, taken.part * (point + 0.5) / points, earlier)
             for earlier in range(num_rounds)
             for point in range(points)
         )
+        steps = sum(count**2 for count in taken.asked) / sum(taken.asked)
+        return self.scale_of(len(taken.asked)) * rate * num_rounds * taken.part * steps
 
     def _rate(self, taken: StepsTaken, part: float, earlier: int) -> float:
         round, first = taken.round - earlier, self.terms[0].inner

@@ -106,15 +106,16 @@ def taken_in(spec: RunSpec, number: int, done: float, num_nodes: int) -> StepsTa
         round=number,
         token_clock=(number - 1) * steps,
         round_tokens=steps,
-        nodes=[(steps, max(1, round(done * steps)))] * num_nodes,
+        asked=[steps] * num_nodes,
+        part=max(1, round(done * steps)) / steps,
     )
 
 
 def led(schedule: Schedule, taken: StepsTaken) -> float:
     """How far a node gets that goes as far as its rate in each inner step, all in one direction."""
-    (asked, done), way = taken.nodes[0], 0.0
+    asked, way = taken.asked[0], 0.0
     inner = next(t for t in reversed(schedule.terms) if t.from_round <= taken.round).inner
-    for step in range(done):
+    for step in range(round(taken.part * asked)):
         at = Position.at(
             inner,
             (step + 0.5) / asked,
@@ -123,7 +124,7 @@ def led(schedule: Schedule, taken: StepsTaken) -> float:
             round_tokens=taken.round_tokens,
         )
         way += inner.learning_rate * share_of_peak(inner, at)
-    return way * schedule.scale_of(len(taken.nodes))
+    return way * schedule.scale_of(len(taken.asked))
 
 
 @examples(200)

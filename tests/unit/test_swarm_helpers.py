@@ -7,12 +7,13 @@ from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
+from coordinator.swarm.rounds import plan_of
 from coordinator.swarm.slices import MOST_TIMES_USUAL, Rates
 from coordinator.swarm.weighing import say_of
 from protocol.run.run_spec import RunSection, RunSpec
 from protocol.run.schedule import Schedule
-from protocol.wire.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver
-from protocol.wire.rounds import WHOLE, LayoutSummary
+from protocol.wire.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver, Trained
+from protocol.wire.rounds import WHOLE, LayoutSummary, NodeId
 
 NODES = ("a", "b", "c")
 MB = 1e6
@@ -325,3 +326,16 @@ def test_the_plan_counts_on_what_a_helpers_link_carries() -> None:
         for name in ("h", "i")
     }
     assert 2 < sizes["h"] / sizes["i"] < 3
+
+
+def test_how_far_a_round_led_follows_most_nodes_and_no_single_one() -> None:
+    on_stage = scene("h")
+    plan, rules = plan_of(on_stage.round, 0.0), on_stage.state.rules
+    told = {
+        name: Trained(inner_steps=steps, samples=1, tokens=8, loss=2.0, seconds=1.0)
+        for name, steps in zip(map(NodeId, NODES), (5, 1, 5), strict=True)
+    }
+    assert rules.stride_of(plan, {}) == rules.stride_of(plan, told) == 5
+    two = {name: trained for name, trained in told.items() if name != "c"}
+    assert rules.stride_of(plan, two) == 5
+    assert rules.stride_of(plan, {NodeId("b"): told[NodeId("b")]}) == 1
