@@ -30,6 +30,7 @@ class Chunk:
     numbers: list[int]
     tokens: Tensor  # int32 [N, T + 1], or empty
     counted: Tensor | None
+    targets: list[int] | None  # [N] that count, where no tokens were asked for; None: all do
     why: str  # there are none; empty where there are
 
     @classmethod
@@ -48,6 +49,7 @@ class Chunk:
             counted=None
             if counted is None
             else _unpacked(counted, np.dtype("u1")).view(-1, context).bool(),
+            targets=message["targets"],
             why=message["why"],
         )
 
@@ -55,6 +57,13 @@ class Chunk:
         """Whether the samples of the next step are among them."""
         end = (training.steps - self.first_step + 1) * self.batch
         return self.order == training.number and end <= len(self.numbers)
+
+    def targets_at(self, first: int, count: int, *, context: int) -> int:
+        """How many targets of some samples are to be predicted."""
+        part = slice(first, first + count)
+        if self.counted is not None:
+            return int(self.counted[part].sum())
+        return count * context if self.targets is None else sum(self.targets[part])
 
     def batch_at(self, first: int, count: int) -> Batch:
         """Some samples."""

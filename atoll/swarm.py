@@ -4,7 +4,7 @@
     with atoll.join(model, optimizer) as swarm:
         for batch in my_loader:
             loss = step(batch)
-            swarm.step(tokens=batch.numel(), loss=loss)
+            swarm.step(tokens=num_targets(batch), loss=loss)  # without padding and what is masked
 
 The node's daemon gives orders: take so many inner steps, publish what you trained, take over the new
 weights. They are carried out within `join`, `step` and the end of the block, so between them the loop is
@@ -191,10 +191,8 @@ class Swarm:
                 )
             training.sampled_step = training.steps
             first = (training.steps - chunk.first_step) * self.run.batch + self._ranks.rank * share
-            batch = chunk.batch_at(first, share)
-            most = share * self.run.context
-            training.sampled_tokens = most if batch.counted is None else int(batch.counted.sum())
-            yield batch
+            training.sampled_tokens = chunk.targets_at(first, share, context=self.run.context)
+            yield chunk.batch_at(first, share)
 
     def leave(self, why: str = "it has ended") -> None:
         """Ends the loop's part, after contributing what it has trained of the round."""

@@ -7,10 +7,14 @@ trainer.train()
 import atexit
 import logging
 import sys
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import TrainerCallback as Base
 from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from atoll.errors import SwarmError
 from atoll.swarm import Swarm, join
@@ -18,16 +22,64 @@ from atoll.swarm import Swarm, join
 DEFAULT_SEED = 42
 """Of TrainingArguments."""
 
+TELL_TOKENS = (
+    "give TrainerCallback tokens_per_step=…, what this process trains in a step of the optimizer"
+)
+
+IGNORED = -100
+"""The label of what a loss of transformers leaves out, as padding and prompts."""
+
+SHIFTED_LOSSES = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")
+"""The `loss_type` of models whose loss is the ForCausalLMLoss of transformers."""
+
 _log = logging.getLogger("atoll")
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's loss compares a position with the label of the next one: the first is no target."""
+    get_base = getattr(model, "get_base_model", None)  # of peft
+    bare = model if get_base is None else get_base()
+    is_causal = (
+        getattr(bare, "loss_type", None) in SHIFTED_LOSSES
+        or type(bare).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )
+    return is_causal and not getattr(getattr(bare, "config", None), "is_encoder_decoder", False)
+
+
+def targets_of(inputs: Mapping[str, Any], *, context: int, is_shifted: bool) -> int | Tensor:
+    """Targets that a forward pass trains, as what it is given tells them; samples where a sample has one.
+
+    Those are the labels but for the ignored ones. Without labels they are what the attention mask lets
+    through, or whole samples of the run's context. Raises SwarmError where the inputs tell nothing.
+    """
+    rows = next((len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim()), None)
+    mask = inputs.get("attention_mask")
+    for name in ("shift_labels", "labels"):
+        labels = inputs.get(name)
+        if not isinstance(labels, Tensor) or not labels.dim():
+            continue
+        if context == 1 and labels.dim() > 1:
+            return len(labels)
+        is_cut = is_shifted and name == "labels" and labels.dim() > 1
+        return (labels[..., 1:] if is_cut else labels).ne(IGNORED).sum()
+    if context > 1 and isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask.ne(0).sum()
+    if rows is None:
+        raise SwarmError(
+            f"what the model is given tells no number of samples: {', '.join(inputs) or 'nothing by name'}",
+            next_step=TELL_TOKENS,
+        )
+    return rows * context
 
 
 class TrainerCallback(Base):
     """Joins when training begins, counts each step of the optimizer, and leaves when training ends.
 
-    `tokens_per_step` is what this process trains in a step of the optimizer; left out, it is taken from
-    the arguments: samples of a step times `context` of the run. With `follows_learning_rate` the optimizer
-    has the run's learning rate, in place of the trainer's schedule. What else is given goes to `atoll.join`.
-    A run that is over stops the trainer. Its logs and checkpoints stay its own.
+    `tokens_per_step` is what this process trains in a step of the optimizer; left out, the targets are
+    counted in what the model is given (`targets_of`), over the micro-batches of the step. With
+    `follows_learning_rate` the optimizer has the run's learning rate, in place of the trainer's schedule.
+    What else is given goes to `atoll.join`. A run that is over stops the trainer. Its logs and checkpoints
+    stay its own.
     """
 
     def __init__(
@@ -40,6 +92,10 @@ class TrainerCallback(Base):
         self._tokens_per_step = tokens_per_step
         self._follows_learning_rate = follows_learning_rate
         self._join_arguments = join_arguments
+        self._counts: list[
+            int | Tensor
+        ] = []  # of the step's forward passes, maybe of several threads
+        self._hook: Any = None
         self.swarm: Swarm | None = None
 
     def on_train_begin(
@@ -67,9 +123,18 @@ class TrainerCallback(Base):
         # An error, or Ctrl-C, ends the trainer without a word to its callbacks.
         atexit.register(self._leave_at_exit)
         if self._tokens_per_step is None:
-            samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-            self._tokens_per_step = samples * max(1, args.n_gpu) * self.swarm.run.context
+            self._count_in(model, self.swarm.run.context)
         self._follow(optimizer, kwargs.get("lr_scheduler"))
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Counts anew: what went through the model since the step before trained nothing."""
+        self._counts.clear()
 
     def on_step_end(
         self,
@@ -84,7 +149,7 @@ class TrainerCallback(Base):
         logged = next(
             (told["loss"] for told in reversed(state.log_history) if "loss" in told), None
         )
-        if self.swarm.step(tokens=self._tokens_per_step, loss=logged).is_over:
+        if self.swarm.step(tokens=self._tokens_of_step(), loss=logged).is_over:
             control.should_training_stop = True
         else:
             self._follow(kwargs.get("optimizer"), kwargs.get("lr_scheduler"))
@@ -100,6 +165,8 @@ class TrainerCallback(Base):
         if self.swarm is None:
             return
         atexit.unregister(self._leave_at_exit)
+        if self._hook is not None:
+            self._hook.remove()
         if not self.swarm.is_over:
             _log.warning(
                 "the trainer has ended after %d steps, and the run goes on: raise max_steps to stay to its "
@@ -107,6 +174,27 @@ class TrainerCallback(Base):
                 state.global_step,
             )
         self.swarm.__exit__(None, None, None)
+
+    def _count_in(self, model: nn.Module, context: int) -> None:
+        """Has each forward pass of training counted: the trainer shows its callbacks no batch."""
+        is_shifted = shifts_labels(model)
+
+        def count(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+            if module.training and torch.is_grad_enabled():
+                self._counts.append(targets_of(inputs, context=context, is_shifted=is_shifted))
+
+        self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
+
+    def _tokens_of_step(self) -> int:
+        if self._tokens_per_step is not None:
+            return self._tokens_per_step
+        if not self._counts:
+            raise SwarmError(
+                "a step of the optimizer came without a forward pass of the model that joined, so what it "
+                "has trained is not known",
+                next_step=TELL_TOKENS,
+            )
+        return sum(int(count) for count in self._counts)
 
     def _follow(self, optimizer: Any, scheduler: Any) -> None:
         """Sets the run's rate: after the trainer's scheduler, which has set its own by now."""

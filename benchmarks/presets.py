@@ -29,7 +29,7 @@ from lab.simulation.swarm import Life, simulate
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
 
-MODELS = ("0.2m", "125m", "1b", "7b")
+MODELS = ("125m", "1b", "7b")
 LINKS_MBIT = (10, 100, 1000)
 
 CHECKED_BITS_PER_SECOND = 21e3

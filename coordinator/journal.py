@@ -11,6 +11,7 @@ import structlog
 from coordinator.presets.choosing import Plan
 from coordinator.swarm.committed import awaits_first_weights, screenings_of
 from coordinator.swarm.events import EndSession, Tell
+from coordinator.swarm.explain import differing_in_words
 from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
@@ -152,6 +153,13 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
             from_round=after.held_out_text_from,
             why="nodes have other data, or evaluate by another function, than before: losses on both "
             "sides of it are not compared",
+        )
+    if before.differing is None and after.differing is not None:
+        yield _news(
+            "warning",
+            "held-out losses of one state differ",
+            round=after.differing.round,
+            why=differing_in_words(after),
         )
     for held_out in after.held_out[len(before.held_out) :]:
         own: dict[str, object] = {}

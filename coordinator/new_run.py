@@ -469,6 +469,12 @@ def _tell(directory: Path, home: "Home", new: "NewRun", start: dict[str, str]) -
             f"and one of them has the first weights, which the others fetch from it:\n"
             f"  {start['nodes']} {start['first_weights']}"
         )
+    if start["nodes"] != "atoll node start":
+        only = "but --weights " if "first_weights" in start else ""
+        click.echo(
+            f"with a training loop of its own a node needs nothing of that {only}and starts with\n"
+            "  atoll node start --loop"
+        )
 
 
 def _what_is_trained(new: "NewRun") -> str:

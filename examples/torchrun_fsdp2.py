@@ -33,7 +33,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # of what was sharde
 with atoll.join(model, optimizer, folder=sys.argv[1]) as swarm:
     for batch in swarm.batches():  # this rank's share of what the ledger has leased
         tokens = batch.tokens.to("cuda" if is_on_gpu else "cpu")  # [B, T + 1]
-        loss = cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+        targets = tokens[:, 1:]  # [B, T]
+        if batch.counted is not None:  # padding and prompts are not learned, and weigh nothing
+            targets = targets.masked_fill(~batch.counted.to(tokens.device), -100)
+        loss = cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

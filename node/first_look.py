@@ -111,7 +111,7 @@ def start_options(settings: NodeSettings, spec: RunSpec) -> list[str]:
 
 
 def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iterator[str]:
-    """Lines for people, as they are found, the last one with what to type next: `command` and its options.
+    """Lines for people, as they are found, the last ones with what to type next: `command` and its options.
 
     What keeps the node from its work is one of them, no error.
     """
@@ -175,7 +175,19 @@ def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iter
             "the run begins with given weights: one member starts with --weights FILE as well, and the "
             "others fetch them from it"
         )
-    yield f"next: {shlex.join([*command, *options])}"
+    yield from next_lines(command, options)
+
+
+def next_lines(command: Sequence[str], options: Sequence[str]) -> Iterator[str]:
+    """What to type next: with a training loop of one's own too, where a node that trains needs more."""
+    if options:
+        yield (
+            "next, with a training loop of your own, which needs nothing of that: "
+            + shlex.join([*command, "--loop"])
+        )
+        yield f"next, where the node trains itself: {shlex.join([*command, *options])}"
+    else:
+        yield f"next: {shlex.join(command)}"
 
 
 def what_is_over(status: status_pb2.GetStatusResponse) -> Iterator[str]:

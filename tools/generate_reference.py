@@ -33,6 +33,7 @@ from protocol.web.metrics import NODE_METRICS, Metric
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 WIDTH = 118
 LINK_BITS_PER_SECOND = 100e6
+OF_NODES = ("node", "node_id")
 
 Row = tuple[str, ...]
 
@@ -48,24 +49,32 @@ def reference() -> str:
                 *_requirements(),
                 "## Commands",
                 "`--help` says all of each.",
-                markdown_left(("command", "what it does"), _commands()),
+                markdown_left(("for", "command", "what it does", "under it"), _commands()),
                 "## The run file",
                 "`run.toml` is written by `atoll init`, and never changes after the first start: [amendments]"
                 "(coordinators.md#steering) change what may change.",
                 *_run_file(),
                 "## The node file",
-                "`node.toml` is written by `atoll join`. Options of `atoll node start` come first.",
+                "`node.toml` is written by `atoll join`. Options of `atoll node start` come first. Relative"
+                " paths\nbegin where that is typed.",
                 markdown_left(("key", "at first", "what it is", "helpers"), _node_file()),
                 "## The coordinator's file",
                 "`coordinator.toml` is written by `atoll init`; of port 0 the system makes one at a start.",
                 markdown_left(("key", "at first", "what it is"), _coordinator_file()),
                 "## Metrics",
-                'For Prometheus. What is not known is left out, and never 0. Counters "since this coordinator'
-                ' started"\nbegin anew with its process.',
+                textwrap.fill(
+                    "For Prometheus. What is not known is left out, and never 0. Losses are in nats per "
+                    "token, unless a function of the run's own has another unit. Phases, commits, takeovers "
+                    "and audits are counted from the start of the coordinator's process.",
+                    WIDTH,
+                ),
                 "Of the run, from the coordinator:",
                 markdown_left(("metric", "labels", "meaning"), _metrics(RUN_METRICS)),
-                "Of each node that is there, by its latest heartbeat; a node serves its own:",
-                markdown_left(("metric", "labels", "meaning"), _metrics(NODE_METRICS)),
+                "Of each node that is there, by its latest heartbeat; a node serves its own. Each has the"
+                " labels\n`node` and `node_id`, and:",
+                markdown_left(
+                    ("metric", "labels", "meaning"), _metrics(NODE_METRICS, of_all=OF_NODES)
+                ),
             ]
         ).replace("\n\n\n", "\n\n")
         + "\n"
@@ -138,28 +147,22 @@ def _sizes() -> Iterator[Row]:
 
 def _commands() -> Iterator[Row]:
     context = cli.root.make_context("atoll", [], resilient_parsing=True)
-    yield from _commands_of(cli.root, context, "atoll")
+    for who, entries in cli.SECTIONS:
+        for entry in entries:
+            command = cli.root.get_command(context, entry.name)
+            assert command is not None
+            under = ", ".join(f"`{name}`" for name in _shown_in(command))
+            yield who, f"`atoll {entry.name}`", _cell(entry.summary), under
 
 
-def _commands_of(group: click.Group, context: click.Context, said: str) -> Iterator[Row]:
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        assert command is not None
-        if command.hidden:
-            continue
-        if isinstance(command, click.Group):
-            if command.invoke_without_command:
-                yield f"`{said} {name}`", _cell(_first_words(command))
-            yield from _commands_of(command, click.Context(command), f"{said} {name}")
-        else:
-            arguments = [
-                p.make_metavar(context) for p in command.params if p.param_type_name == "argument"
-            ]
-            yield f"`{' '.join([said, name, *arguments])}`", _cell(_first_words(command))
-
-
-def _first_words(command: click.Command) -> str:
-    return " ".join((command.help or "").split("\n\n")[0].split())
+def _shown_in(command: click.Command) -> Iterator[str]:
+    """The names of a group's commands."""
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            if found is not None and not found.hidden:
+                yield name
 
 
 def _run_file() -> Iterator[str]:
@@ -215,9 +218,9 @@ def _coordinator_file() -> Iterator[Row]:
             )
 
 
-def _metrics(declared: Iterable[Metric]) -> Iterator[Row]:
+def _metrics(declared: Iterable[Metric], *, of_all: Row = ()) -> Iterator[Row]:
     for metric in declared:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        labels = ", ".join(f"`{label}`" for label in metric.labels if label not in of_all)
         yield f"`{metric.name}`", labels, _cell(metric.meaning)
 
 

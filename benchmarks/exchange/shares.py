@@ -12,7 +12,6 @@ ran on the machine's cores. A row's time ends when all nodes hold all results, s
 messages take is not in it. In slow motion cores are as many times as fast.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +22,9 @@ from benchmarks.exchange.report import has_even_slices, newest
 from benchmarks.measurement import Row, read_rows
 from coordinator.presets.cost import (
     COORDINATOR_ROUND_TRIPS,
-    CUBIC,
     INSTANT_HOST,
     MEASURED_HOST,
     PEER_ROUND_TRIPS,
-    Link,
     Setting,
     Situation,
     bytes_per_round,
@@ -145,27 +142,6 @@ def share_in_words(found: Iterable[Exchange]) -> str:
     )
 
 
-def slow_start_table() -> str:
-    """What it costs transfers that fill their link, as Markdown."""
-    mbits, round_trips_ms = (10, 20, 50, 100, 1000), (50, 100, 200)
-    lines = [
-        f"| link, Mbit/s | {' | '.join(map(str, mbits))} |",
-        f"|---|{'---|' * len(mbits)}",
-    ]
-    for milliseconds in round_trips_ms:
-        lost = [
-            Link(
-                bits_per_second=mbit * 1e6,
-                round_trip_seconds=milliseconds / 1e3,
-                congestion_control=CUBIC,
-            ).round_trips_lost(math.inf)
-            for mbit in mbits
-        ]
-        cells = " | ".join(f"{each:.1f}" for each in lost)
-        lines.append(f"| round trips lost, of {milliseconds} ms | {cells} |")
-    return "\n".join(lines)
-
-
 COLUMNS = (
     "nodes",
     "MB",
@@ -207,8 +183,7 @@ def main() -> None:
     console.terminal().print(console.table(COLUMNS, list(map(_cells_of, found)), right=right))
     print(f"\nMEASURED_SHARE = {measured_share(found):.2f}\n")
     print(f"a full link gives {share_in_words(found)}")
-    print(f"predictions are {predictions_in_words(found)}\n")
-    print(slow_start_table())
+    print(f"predictions are {predictions_in_words(found)}")
 
 
 if __name__ == "__main__":

@@ -178,18 +178,19 @@ def _carried(lab: NetworkLab) -> dict[str, int]:
 
 
 def report(rows: Sequence[Row]) -> Iterator[str]:
-    """The table of pages: the way and the seconds of each pair, and what went straight by each way."""
-    cells = {}
-    for row in rows:
-        cell = f"{row['way']}, {row['after_seconds']:.0f} s"
-        cells[row["one"], row["other"]] = cells[row["other"], row["one"]] = cell
+    """For pages, the way of each pair; then how soon each way was there, and what went straight by it."""
+    ways = {(row["one"], row["other"]): row["way"].removeprefix("through the ") for row in rows}
     yield markdown(
         ("", *ROUTERS),
-        [(one, *(cells.get((one, other), "") for other in ROUTERS)) for one in ROUTERS],
+        [(one, *(ways.get((one, other), "") for other in ROUTERS)) for one in ROUTERS],
     )
     for way in dict.fromkeys(row["way"] for row in rows):
-        found = sorted(row["straight_kbit"] for row in rows if row["way"] == way)
-        yield f"{way}: {found[0]:.0f} to {found[-1]:.0f} kbit/s go straight"
+        found = [row for row in rows if row["way"] == way]
+        seconds, kbit = (
+            sorted(row[key] for row in found) for key in ("after_seconds", "straight_kbit")
+        )
+        yield f"{way} after {seconds[0]:.0f} to {seconds[-1]:.0f} s"
+        yield f"{way}: {kbit[0]:.0f} to {kbit[-1]:.0f} kbit/s go straight"
 
 
 def main() -> int:

@@ -109,6 +109,7 @@ SENTENCES = {
     "node told to refetch": "{node} is told to fetch the state anew: {reason}",
     "node is ahead of us": "{node} knows rounds after {our_round}, and is asked for them",
     "evaluated": "The held-out loss after round {round} is {held_out_loss}",
+    "held-out losses of one state differ": "{why}",
     "run finished": "The run is finished after round {round}",
 }
 """How the page says what a line of the log says; of others it shows what the log has."""

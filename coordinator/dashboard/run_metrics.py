@@ -100,7 +100,7 @@ _OF_RUN: tuple[Metric[RunTold], ...] = (
     ),
     Metric(
         name="atoll_open_round",
-        meaning="Round in flight; left out when none is",
+        meaning="Round in flight",
         of=lambda told: told.run.open_round or None,
     ),
     Metric(
@@ -151,14 +151,12 @@ _OF_RUN: tuple[Metric[RunTold], ...] = (
     ),
     Metric(
         name="atoll_training_loss_nats",
-        meaning="Mean training loss of the newest committed round, by tokens, nats per token or as a "
-        "function of the run's own has it",
+        meaning="Mean training loss of the newest committed round, by tokens",
         of=_of_newest(lambda newest: newest.loss or None),
     ),
     Metric(
         name="atoll_held_out_loss_nats",
-        meaning="Held-out loss of the latest evaluation, nats per token or as a function of the run's own "
-        "has it",
+        meaning="Held-out loss of the latest evaluation",
         of=_of_evaluation(lambda told, found: found.loss),
     ),
     Metric(
@@ -188,13 +186,13 @@ _OF_RUN: tuple[Metric[RunTold], ...] = (
     ),
     Metric(
         name="atoll_phase_seconds_total",
-        meaning="Seconds in each phase of rounds since this coordinator started",
+        meaning="Seconds in each phase of rounds",
         labels=("phase",),
         of=lambda told: {(phase,): s for phase, s in told.counts.phase_seconds.items()},
     ),
     Metric(
         name="atoll_commits_total",
-        meaning="Commits since this coordinator started, void ones included",
+        meaning="Commits, void ones included",
         of=lambda told: told.counts.commits,
     ),
     Metric(
@@ -204,12 +202,12 @@ _OF_RUN: tuple[Metric[RunTold], ...] = (
     ),
     Metric(
         name="atoll_takeovers_total",
-        meaning="Slices that were given to another reducer since this coordinator started",
+        meaning="Slices that were given to another reducer",
         of=lambda told: told.counts.takeovers,
     ),
     Metric(
         name="atoll_audits_total",
-        meaning="Times that a member was asked to make a slice again since this coordinator started",
+        meaning="Times that a member was asked to make a slice again",
         of=lambda told: told.counts.audits,
     ),
     Metric(

@@ -49,6 +49,7 @@ from protocol.terminal.status_words import (
     phase_in_words,
     saving_in_words,
     screened_in_words,
+    stands_in_words,
     training_loss,
 )
 from protocol.v1 import status_pb2 as pb
@@ -120,6 +121,7 @@ def _run(status: pb.GetStatusResponse) -> View:
         "left": seconds_in_words(run.estimated_seconds_left)
         if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED
         else "",
+        "isStanding": bool(stands_in_words(run)),
         "loss": None if loss is None else _number(loss),
         "heldOut": held_out_in_words(run),
         "heldOutNow": _number(held[-1].loss) if held else None,
@@ -161,15 +163,13 @@ def _sentence(run: pb.RunStatus, present: int, ready: int) -> str:
     if run.phase == pb.RUN_PHASE_FINISHED:
         took = seconds_in_words(run.elapsed_seconds)
         return f"The run is finished: {run.committed_round} rounds in {took}."
+    if stands := stands_in_words(run):
+        return f"After round {run.committed_round} the run is {stands}; {nodes}."
     left = (
         f"about {seconds_in_words(run.estimated_seconds_left)} left"
         if run.HasField("estimated_seconds_left")
         else "the time left is known after some rounds"
     )
-    if run.paused:
-        return f"The run is paused after round {run.committed_round}; {nodes}."
-    if run.phase == pb.RUN_PHASE_WAITING:
-        return f"No round is open after round {run.committed_round}; {nodes}, {left}."
     doing = {"training": "Training", "exchanging": "Exchanging", "applying": "Applying"}
     verb = doing.get(phase_in_words(run), "In")
     return f"{verb} round {run.open_round} of {run.total_rounds}; {nodes}, {left}."

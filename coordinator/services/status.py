@@ -16,7 +16,12 @@ from coordinator.streams import Telemetry
 from coordinator.swarm.checking import unchecked
 from coordinator.swarm.committed import awaits_first_weights, recent_screening
 from coordinator.swarm.conviction import next_round, waiting_in_words
-from coordinator.swarm.explain import explain, paused_in_words, run_seconds_left
+from coordinator.swarm.explain import (
+    differing_in_words,
+    explain,
+    paused_in_words,
+    run_seconds_left,
+)
 from coordinator.swarm.going_back import books_after
 from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, used_up
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
@@ -263,6 +268,7 @@ class StatusDesk:
             elapsed_seconds=now if state.finished_at is None else state.finished_at,
             estimated_seconds_left=run_seconds_left(state, now),
             paused="" if state.paused is None else paused_in_words(state.paused),
+            differing=differing_in_words(state),
             amendments=[in_words(ruling) for ruling in still_in_force(state.rulings)],
             went_back=[f"{in_words(ruling)} (by {ruling.by})" for ruling in state.rolled_back],
             rounds_in_reach=spans_in_words(rounds_in_reach(state)),

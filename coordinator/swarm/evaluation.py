@@ -254,6 +254,7 @@ def _keep_found(turn: Turn) -> None:
     if asked is None:
         return
     turn.state = _noting_its_text(turn.state, asked)
+    turn.state = replace(turn.state, differing=_differing(turn.state, asked))
     held_out = turn.state.held_out
     alarm = None
     is_steered = turn.state.paused is not None or turn.state.stopped is not None
@@ -279,6 +280,26 @@ def _noting_its_text(state: SwarmState, asked: Evaluating) -> SwarmState:
     if before.startswith(text) or text.startswith(before or text):  # as of nodes that tell less
         return replace(state, held_out_text=max(before, text, key=len))
     return replace(state, held_out_text=text, held_out_text_from=asked.round)
+
+
+NOISE_SHARE = 0.05
+"""Of a loss: losses of one state by the same function of the same data differ by less, on any device."""
+
+
+def _differing(state: SwarmState, asked: Evaluating) -> HeldOut | None:
+    """Losses of one state that are of other data or code, or of a liar; those of before until they agree."""
+    if state.rules.has_private_data:  # texts are not equally hard
+        return None
+    found = sorted((f for f in asked.found if math.isfinite(f.loss)), key=lambda one: one.loss)
+    if found and found[-1].loss - found[0].loss > NOISE_SHARE * abs(found[-1].loss):
+        loss = middle_loss(state, found).loss
+        return HeldOut(round=asked.round, loss=loss, tokens=0, holders=tuple(found))
+    if (was := state.differing) is None:
+        return None
+    apart = [one.node_id for one in (was.holders[0], was.holders[-1])]
+    texts = {_text_of(state.members[n]) if is_present(state, n) else n for n in apart}
+    is_settled = len(texts) > 1 or {one.node_id for one in found}.issuperset(apart)
+    return None if is_settled else was
 
 
 def sound_alarm(turn: Turn) -> None:
@@ -320,6 +341,9 @@ def without_evaluations_since(state: SwarmState, number: int) -> SwarmState:
         state,
         held_out=tuple(loss for loss in state.held_out if loss.round < number),
         held_out_text_from=min(state.held_out_text_from, number),
+        differing=None
+        if state.differing is not None and state.differing.round >= number
+        else state.differing,
         evaluating=asked if asked is not None and asked.round < number else None,
         writing=tuple(one for one in state.writing if one.round < number),
         written=tuple(one for one in state.written if one.round < number),

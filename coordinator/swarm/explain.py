@@ -51,6 +51,18 @@ def explain(state: SwarmState, now: float) -> str:
     return _not_open(state, now)
 
 
+def differing_in_words(state: SwarmState) -> str:
+    """That those who evaluate do not find the same of one state; empty while they do."""
+    if (told := state.differing) is None:
+        return ""
+    low, high = told.holders[0], told.holders[-1]
+    return (
+        f"{name_of(state, low.node_id)} finds {low.loss:.3f} and {name_of(state, high.node_id)} "
+        f"{high.loss:.3f} of the state after round {told.round}: they evaluate on other data or by other "
+        "code, as that which their functions call, or one of them lies"
+    )
+
+
 def paused_in_words(paused: Ruling) -> str:
     """Who has paused the run, and since when."""
     since = datetime.fromtimestamp(paused.unix_seconds, UTC)

@@ -438,6 +438,7 @@ class SwarmState:
     held_out: tuple[HeldOut, ...] = ()
     held_out_text: str = ""  # what the latest of them is of, by its digests; "": nobody knows
     held_out_text_from: int = 0  # the first round that was evaluated on it
+    differing: HeldOut | None = None  # of one state, by all who were asked; until they agree
     evaluating: Evaluating | None = None
     writing: tuple[Writing, ...] = ()  # who has yet to answer, the latest last
     written: tuple[Written, ...] = ()  # by rounds

@@ -1,13 +1,15 @@
 """What a rank's device could do and what it did, and how long its inner steps waited for other ranks.
 
-Operations are counted by formula. The formula and the peaks are in docs/watching.md. Names are compared
-whole, since a part of a GPU is named like the GPU, and slower. A device that the table does not name has the
-peak that its rank has measured by matrix products, or none.
+Operations are counted by formula (docs/watching.md). Names are compared whole, since a part of a GPU is named
+like the GPU, and slower. A device that the table does not name has the peak that its rank has measured by
+matrix products, or none.
 
 A trace of one step tells how much of it a rank spends on the other ranks of its island. Exposed
 communication: a collective is under way and nothing is computed. What overlaps with computing costs nothing
 and is not in it; a rank that waits for a slower one of its island is. One step now and then is traced, so
-that tracing takes a hundredth of training at most; the formula is in docs/watching.md.
+that tracing takes a hundredth of training at most. The node's share is the mean over its ranks of
+
+    |collectives without computing| / |the traced step| * share of the time in inner steps
 
 A trace tells what runs when. A CPU's tells operators on their threads, and collectives of gloo on threads of
 its own. A GPU's tells kernels and copies on its streams; there the host only orders what is to be done. The

@@ -19,7 +19,7 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import grpc.aio
@@ -80,7 +80,9 @@ class Attachment:
     node_name: str = ""  # what the swarm calls the node
     num_rulings: int = 0  # that the coordinator knows
     rulings_digest: Digest = NO_DIGEST
-    rulings: tuple[SignedRuling, ...] = ()  # of those that the node lacks
+    rulings: tuple[SignedRuling, ...] = field(  # of those that the node lacks
+        default=(), metadata=convert.converted_by(rulings_to_wire, rulings_from_wire)
+    )
     renew_in_seconds: float = 0.0  # 0 where there is no certificate
     unix_seconds: float = 0.0  # the coordinator's time; 0 where it does not say
     other_data_names: tuple[str, ...] = ()  # nodes that train on other data than this one
@@ -191,19 +193,7 @@ class CoordinatorLink:
         request.wire_version = WIRE
         answer = await self._stub.Attach(request)
         refuse_foreign_wire(answer.wire_version, whose="the coordinator")
-        return Attachment(
-            session_id=answer.session_id,
-            heartbeat_seconds=answer.heartbeat_seconds,
-            committed_round=answer.committed_round,
-            committed_digest=Digest(answer.committed_digest) if answer.committed_digest else None,
-            node_name=answer.node_name,
-            num_rulings=answer.num_rulings,
-            rulings_digest=Digest(answer.rulings_digest or NO_DIGEST),
-            rulings=rulings_from_wire(answer.rulings),
-            renew_in_seconds=answer.renew_in_seconds,
-            unix_seconds=answer.unix_seconds,
-            other_data_names=tuple(answer.other_data_names),
-        )
+        return convert.from_wire(answer, Attachment)
 
     async def heartbeat(self, session_id: int, vitals: Vitals) -> bool:
         """Renews the lease. Raises SessionEndedError when the session is over.

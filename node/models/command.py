@@ -194,6 +194,8 @@ def evaluate(
             f"{' and '.join(missing)} is not installed, and needed to evaluate a model",
             next_step="pip install 'atoll[lm-eval]'",
         )
+    from node.models.export import tokenizer_apart
+
     remove_leftovers(temporary_directory())
     scratch = TemporaryFolder("evaluate")
     try:
@@ -208,7 +210,9 @@ def evaluate(
             )
         click.echo(f"evaluating round {model.round} ({model.outer_digest.hex()[:12]})", err=True)
         command = (sys.executable, "-m", "lm_eval", "run", "--model", "hf")
-        arguments = ("--model_args", f"pretrained={out}", "--tasks", tasks, *options)
+        apart = tokenizer_apart(out, scratch.path / "tokenizer")
+        told = f"pretrained={out}" + ("" if apart is None else f",tokenizer={apart}")
+        arguments = ("--model_args", told, "--tasks", tasks, *options)
         code = subprocess.run((*command, *arguments), check=False).returncode
     finally:
         scratch.remove()

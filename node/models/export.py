@@ -22,7 +22,7 @@ from node.config import HISTORY_FILE
 from node.disk.history import History
 from node.exchange.codecs.registry import codec_named
 from node.island.data.manifest import TOKENIZER_FILE
-from node.island.data.tokenizing import TOKENIZER_SETTINGS, settings_of_tokenizer
+from node.island.data.tokenizing import TOKENIZER_SETTINGS, settings_of_tokenizer, tokenizer_files
 from node.models.families import config_of, why_none
 from node.models.reading import CONFIG, GENERATION_CONFIG, INDEX, WEIGHTS, read_json, read_weights
 from node.outer_state import Vector
@@ -318,6 +318,7 @@ def _way_to_load(spec: RunSpec, form: Form, tokenizer_by: str, problem: str) -> 
 
 ABOUT = "atoll.json"
 CARD = "README.md"
+AUTO_TOKENIZER = "AutoTokenizer"
 
 SHARD_BYTES = 5_000_000_000
 """Most that one file of weights holds, unless one tensor is larger: what model hubs take well."""
@@ -487,6 +488,20 @@ def _class_of_tokenizer(
     return found
 
 
+def tokenizer_apart(folder: Path, to: Path) -> Path | None:
+    """A new folder with an export's tokenizer alone, where AutoTokenizer misreads it beside the model.
+
+    Without the model's family there it takes the class that the settings name. None where it does anyway.
+    """
+    if not (folder / TOKENIZER_FILE).is_file() or _reader_of_tokenizer(folder) == AUTO_TOKENIZER:
+        return None
+    to.mkdir()
+    for name, path in tokenizer_files(folder).items():
+        shutil.copyfile(path, to / name)
+    _write_json(to / CONFIG, {})  # which has to be there
+    return to
+
+
 def _reader_of_tokenizer(folder: Path) -> str:
     """The class of transformers that gives the tokens of tokenizer.json.
 
@@ -495,7 +510,7 @@ def _reader_of_tokenizer(folder: Path) -> str:
     family = read_json(folder / CONFIG).get("model_type")
     named = str(settings_of_tokenizer(folder).get("tokenizer_class", ""))
     is_forced = family == "qwen2" and not named.startswith("Qwen2")
-    return "PreTrainedTokenizerFast" if is_forced else "AutoTokenizer"
+    return "PreTrainedTokenizerFast" if is_forced else AUTO_TOKENIZER
 
 
 def _beside_the_trained(

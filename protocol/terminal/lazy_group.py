@@ -42,6 +42,11 @@ OTHER_WORDS: Mapping[str, tuple[str, ...]] = {
 """What people type for commands that are called otherwise here."""
 
 NO_COMMAND_FOR: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("limit", "limits", "node limit", "node limits"),
+        "write max_upload, hours, only_idle, on_battery, load or max_disk into the node's node.toml, and "
+        "start it again; 'atoll invite limit' bounds how many nodes of an invite take part",
+    ),
     "coordinator stop": "press Ctrl-C where it runs, or have systemd stop its service; 'atoll run stop' ends "
     "the run",
     "relay stop": "press Ctrl-C where it runs, or have systemd stop its service",
@@ -131,15 +136,19 @@ def _meant(context: click.Context, name: str) -> str:
             name, [path[-1] for path in paths if list(path[:-1]) == own], n=1
         )
         asked = [(*own, word) for word in near]
+    # A word that is like one of another group may well be a mistake within this one.
+    is_far = not asked and bool(own)
     if not asked:
         near = difflib.get_close_matches(name, {path[-1] for path in paths}, n=1, cutoff=0.8)
         asked = [path for path in paths if path[-1] in near]
     here = [path for path in asked if list(path[: len(own)]) == own] if own else []
     guesses = [f"'{' '.join((root.command_path, *path))}'" for path in dict.fromkeys(here or asked)]
+    see = f"see '{context.command_path} --help'"
     if not guesses:
-        return f"see '{context.command_path} --help'"
+        return see
     *some, last = guesses[:MOST_GUESSES]
-    return f"did you mean {', '.join(some)} or {last}?" if some else f"did you mean {last}?"
+    meant = f"did you mean {', '.join(some)} or {last}?" if some else f"did you mean {last}?"
+    return f"{see}; or {meant}" if is_far else meant
 
 
 def _paths_below(group: click.Group, context: click.Context) -> Iterator[tuple[str, ...]]:

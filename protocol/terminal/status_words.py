@@ -255,7 +255,9 @@ def summary_line(status: pb.GetStatusResponse) -> str:
     parts.append(agreement_in_words(status))
     if run.reason:
         parts.append(run.reason)
-    if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
+    if stands := stands_in_words(run):
+        parts.append(f"the run is {stands}")
+    elif run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED:
         parts.append(f"the run has about {seconds_in_words(run.estimated_seconds_left)} left")
     parts += filter(None, (cut_off(status.nodes), copies_in_words(status.nodes)))
     parts += owner_troubles(run)
@@ -280,13 +282,27 @@ def what_people_wait_for(status: pb.GetStatusResponse) -> tuple[object, ...]:
 
 
 def clock_in_words(run: pb.RunStatus) -> str:
-    """How long the run has taken, and how long it will at the pace of recent rounds."""
+    """How long the run has taken, and how long it will at the pace of recent rounds, or that it waits."""
     taken = f"{seconds_in_words(run.elapsed_seconds)} so far"
     if run.phase == pb.RUN_PHASE_FINISHED:
         return f"{seconds_in_words(run.elapsed_seconds)} in all"
+    if stands := stands_in_words(run):
+        return f"{taken}; {stands}"
     if not run.HasField("estimated_seconds_left"):
         return f"{taken}; the time left is known after some rounds"
     return f"{taken}, about {seconds_in_words(run.estimated_seconds_left)} left"
+
+
+def stands_in_words(run: pb.RunStatus) -> str:
+    """That no round is open, so no time that is left runs down; empty while one is, and at the end."""
+    if run.phase == pb.RUN_PHASE_FINISHED or not (run.paused or run.phase == pb.RUN_PHASE_WAITING):
+        return ""
+    stands = "paused" if run.paused else "waiting"
+    if not run.estimated_seconds_left:  # not known, or its last round is closed
+        return stands
+    return (
+        f"{stands}, with about {seconds_in_words(run.estimated_seconds_left)} left once it goes on"
+    )
 
 
 def round_shown(run: pb.RunStatus) -> int:

@@ -82,6 +82,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         ("copies", copies_in_words(status.nodes), "yellow"),
         ("atoll", releases_in_words(status.nodes), "yellow"),
         ("torch", software_in_words(status.nodes), "yellow"),
+        ("eval", status.run.differing, "yellow"),
         ("eval", functions_in_words(status.nodes), "yellow"),
         ("rates", rates_in_words(status.nodes), ""),
         ("time", mean_time_in_words(status.nodes), ""),

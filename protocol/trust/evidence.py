@@ -257,15 +257,11 @@ def _read(piece: str) -> tuple[str, bytes]:
 
 
 def _reduced_to_bytes(report: Reduced) -> bytes:
-    wire = pb.ReducedReport()
-    reduced_to_wire(report, wire)
-    return wire.SerializeToString(deterministic=True)
+    return reduced_to_wire(report).SerializeToString(deterministic=True)
 
 
 def _reduced_from_bytes(kept: bytes) -> Reduced:
-    wire = _parsed(pb.ReducedReport, kept, of="a reducer's report")
-    most = len(wire.contributors) + len(wire.late_ids) + len(wire.missed)
-    return reduced_from_wire(wire, most_contributors=most)
+    return reduced_from_wire(_parsed(pb.ReducedReport, kept, of="a reducer's report"))
 
 
 def _to_bytes(finding: Finding, kind: type[WireMessage]) -> bytes:

@@ -154,8 +154,7 @@ _OF_HEARTBEAT: tuple[Metric[HeartbeatRequest], ...] = (
     ),
     Metric(
         name="atoll_node_training_loss_nats",
-        meaning="Mean training loss of its latest inner steps, nats per token or as a function of the run's "
-        "own has it",
+        meaning="Mean training loss of its latest inner steps",
         labels=_NODE,
         of=lambda beat: beat.loss or None,
     ),
@@ -167,7 +166,7 @@ _OF_HEARTBEAT: tuple[Metric[HeartbeatRequest], ...] = (
     ),
     Metric(
         name="atoll_node_time_share",
-        meaning="Share of the time of its latest round, by part; a part not measured is left out",
+        meaning="Share of the time of its latest round, by part",
         labels=(*_NODE, "part"),
         of=_in_its_round(_shares),
     ),
@@ -179,13 +178,13 @@ _OF_HEARTBEAT: tuple[Metric[HeartbeatRequest], ...] = (
     ),
     Metric(
         name="atoll_node_peak_flops_per_second",
-        meaning="Most that its devices can do; left out when not known",
+        meaning="Most that its devices can do",
         labels=(*_NODE, "origin"),
         of=_in_its_round(_peak),
     ),
     Metric(
         name="atoll_node_mfu_ratio",
-        meaning="Its FLOP/s over the peak of its devices; left out when the peak is not known",
+        meaning="Its FLOP/s over the peak of its devices",
         labels=_NODE,
         of=_in_its_round(lambda made: made.mfu if made.HasField("mfu") else None),
     ),
@@ -209,13 +208,13 @@ _OF_HEARTBEAT: tuple[Metric[HeartbeatRequest], ...] = (
     ),
     Metric(
         name="atoll_node_link_bytes_per_second",
-        meaning="What its link to its peers carries; left out before it was measured",
+        meaning="What its link to its peers carries",
         labels=(*_NODE, "direction"),
         of=_link_rates,
     ),
     Metric(
         name="atoll_node_upload_held",
-        meaning="1 for what keeps its uploads from going faster; left out while it uploads nothing",
+        meaning="1 for what keeps its uploads from going faster",
         labels=(*_NODE, "by"),
         of=lambda beat: _held_by(beat, 1),
     ),

@@ -2,7 +2,8 @@
 
 Most values have a message with the same fields under the same names: `to_wire` and `from_wire` go by their
 annotations, so a field is declared twice, in the value and in proto/, and nowhere else. Mappings are lists of
-messages there. Written out here are the few whose messages are otherwise: commits and contributors.
+messages there. A field of a kind that this room does not know names its conversions (`converted_by`). Written
+out here are the few values whose messages are otherwise: commits and contributors.
 
 What comes from the wire is checked for the size of its digests and keys and raises
 ProtocolMismatchError. Whether the values make sense is for who uses them to say.
@@ -81,9 +82,24 @@ def _fields_of(kind: Any) -> tuple[_Field, ...]:
     if kind not in _FIELDS:
         hints = get_type_hints(kind)
         _FIELDS[kind] = tuple(
-            _field(kind.__name__, field.name, hints[field.name]) for field in fields(kind)
+            _by(field.name, *field.metadata[_CONVERTED])
+            if _CONVERTED in field.metadata
+            else _field(kind.__name__, field.name, hints[field.name])
+            for field in fields(kind)
         )
     return _FIELDS[kind]
+
+
+_CONVERTED = "converted by"
+
+
+def converted_by(write: Callable[[Any], Any], read: Callable[[Any], Any]) -> Mapping[str, Any]:
+    """The metadata of a field that is written and read by these two."""
+    return {_CONVERTED: (write, read)}
+
+
+def _by(name: str, write: Callable[[Any], Any], read: Callable[[Any], Any]) -> _Field:
+    return _Field(name=name, on_wire=name, write=write, read=lambda wire: read(getattr(wire, name)))
 
 
 def _field(kind: str, name: str, hint: Any) -> _Field:
@@ -94,9 +110,7 @@ def _field(kind: str, name: str, hint: Any) -> _Field:
     has_fields = is_dataclass(within)
     on_wire = name
     if hint in _MAPPINGS:
-        write, from_list = _MAPPINGS[hint]
-        read_list = lambda wire: from_list(getattr(wire, name))  # noqa: E731
-        return _Field(name=name, on_wire=name, write=write, read=read_list)
+        return _by(name, *_MAPPINGS[hint])
     if is_list and within is NodeId and not name.endswith("_ids"):
         on_wire = f"{name}_ids"
     told: Callable[[Any], Any] = attrgetter(on_wire)

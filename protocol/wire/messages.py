@@ -112,7 +112,11 @@ class AuditAsked:
     reducer_id: NodeId
     attempt: int  # takeovers of the slice
     seconds: float  # from when it is received; then an answer comes too late
-    reduced: "Reduced"
+    reduced: "Reduced" = field(
+        metadata=convert.converted_by(
+            lambda report: reduced_to_wire(report), lambda wire: reduced_from_wire(wire)
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,9 +266,8 @@ class Reduced:
             factors=factors,
             late=tuple(sorted(self.late)),
         )
-        wire = pb.ReducedReport()
-        reduced_to_wire(whole, wire)
-        return Digest(blake3(wire.SerializeToString(deterministic=True)).digest())
+        body = reduced_to_wire(whole).SerializeToString(deterministic=True)
+        return Digest(blake3(body).digest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,23 +463,24 @@ Report = (
 """What a node tells the coordinator about its part in a round."""
 
 
-def reduced_to_wire(report: Reduced, wire: pb.ReducedReport) -> None:
-    """Writes a reducer's report; the digest in the header of its result is of these bytes."""
-    wire.slice_index = report.slice_index
-    wire.digest = convert.optional_digest_to_wire(report.digest)
-    contributors = convert.contributors_to_wire(
-        report.contributors, report.contributions, report.factors
+def reduced_to_wire(report: Reduced) -> pb.ReducedReport:
+    """A reducer's report; the digest in the header of its result is of its bytes."""
+    return pb.ReducedReport(
+        slice_index=report.slice_index,
+        digest=convert.optional_digest_to_wire(report.digest),
+        contributors=convert.contributors_to_wire(
+            report.contributors, report.contributions, report.factors
+        ),
+        header=report.header,
+        late_ids=report.late,
+        missed=dict(report.missed),
+        error_before=report.error_before,
+        error_after=report.error_after,
+        undecodable_ids=report.undecodable,
     )
-    wire.contributors.extend(contributors)
-    wire.header = report.header
-    wire.late_ids.extend(report.late)
-    wire.missed.update(report.missed)
-    wire.error_before = report.error_before
-    wire.error_after = report.error_after
-    wire.undecodable_ids.extend(report.undecodable)
 
 
-def reduced_from_wire(wire: pb.ReducedReport, *, most_contributors: int) -> Reduced:
+def reduced_from_wire(wire: pb.ReducedReport, *, most_contributors: float = math.inf) -> Reduced:
     """A reducer's report; more of anything than a plan has participants is not looked at."""
 
     def of_plan(told: Sequence[T]) -> Sequence[T]:
@@ -512,6 +516,7 @@ _MESSAGES: Mapping[str, type[Message]] = {
     "idle": ParticipantsIdle,
     "takeover": SliceTakenOver,
     "result_offered": ResultOffered,
+    "audit": AuditAsked,
     "spot_check": SpotCheckAsked,
     "commits_wanted": CommitsWanted,
     "evaluate": EvaluationAsked,
@@ -529,14 +534,6 @@ def message_to_wire(message: Message) -> pb.SubscribeResponse:
             return pb.SubscribeResponse(plan=convert.to_wire(plan, round_pb2.Plan))
         case RoundCommitted(commit=commit):
             return pb.SubscribeResponse(commit=convert.commit_to_wire(commit))
-        case AuditAsked():
-            wire = pb.SubscribeResponse()
-            wire.audit.round = message.round
-            wire.audit.reducer_id = message.reducer_id
-            wire.audit.attempt = message.attempt
-            wire.audit.seconds = message.seconds
-            reduced_to_wire(message.reduced, wire.audit.reduced)
-            return wire
         case RulingsTold(rulings=rulings, signatures=signatures):
             signed = zip(rulings, signatures, strict=True)
             told = rulings_to_wire(SignedRuling(ruling=r, signature=s) for r, s in signed)
@@ -552,16 +549,6 @@ def message_from_wire(wire: pb.SubscribeResponse) -> Message:
             return RoundOpened(plan=convert.from_wire(wire.plan, Plan))
         case "commit":
             return RoundCommitted(commit=convert.commit_from_wire(wire.commit))
-        case "audit":
-            told = wire.audit.reduced
-            most = len(told.contributors) + len(told.late_ids) + len(told.missed)
-            return AuditAsked(
-                round=wire.audit.round,
-                reducer_id=NodeId(wire.audit.reducer_id),
-                attempt=wire.audit.attempt,
-                seconds=wire.audit.seconds,
-                reduced=reduced_from_wire(wire.audit.reduced, most_contributors=most),
-            )
         case "rulings":
             signed = rulings_from_wire(wire.rulings)
             return RulingsTold(
@@ -596,9 +583,7 @@ _REPORT_NAMES = {kind: name for name, kind in _REPORTS.items()}
 def report_to_wire(round: int, report: Report) -> pb.Report:
     """One report about a round."""
     if isinstance(report, Reduced):
-        wire = pb.Report(round=round)
-        reduced_to_wire(report, wire.reduced)
-        return wire
+        return pb.Report(round=round, reduced=reduced_to_wire(report))
     fields: dict[str, Any] = {_REPORT_NAMES[type(report)]: convert.fields_to_wire(report)}
     return pb.Report(round=round, **fields)
 

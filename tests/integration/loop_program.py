@@ -5,6 +5,7 @@ the end the model.
 """
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -38,9 +39,13 @@ def main() -> None:
         steps = torch.arange(spec.model.context + 1)
         return ((numbers[:, None] * 7 + steps * (1 + numbers[:, None] % 3)) % 64).to(device)
 
+    def in_its_unit(loss: float) -> float:
+        return loss / math.log(2) if "in_bits" in options else loss
+
     def evaluate() -> tuple[float, int]:
         with torch.no_grad():
-            return loss_of(batch_of(torch.arange(4))).item(), 4 * spec.model.context
+            loss = loss_of(batch_of(torch.arange(4))).item()
+        return in_its_unit(loss), 4 * spec.model.context
 
     num_steps = 0
     with (

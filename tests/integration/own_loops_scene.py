@@ -77,9 +77,9 @@ class Scene:
     def start_nodes(self) -> tuple[Running, Running]:
         return self.swarm.start_node("ranks"), self.swarm.start_node("loop", "--loop")
 
-    def start_loop(self, name: str, *options: str, **environment: str) -> Loop:
+    def start_loop(self, name: str, *options: str, node: str = "loop", **environment: str) -> Loop:
         out = self.folder / f"{name}.jsonl"
-        home = self.homes.setdefault("loop", self.folder / "swarm" / "loop")
+        home = self.homes.setdefault(node, self.folder / "swarm" / node)
         command = (PROGRAM, home, self.run_file, out, *options)
         return self.program(*command, name=name, **environment)
 

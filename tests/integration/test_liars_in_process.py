@@ -20,7 +20,7 @@ from coordinator.swarm.weighing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS,
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention
 from node.exchange.codecs.codec import CodecError
-from node.exchange.giving import Pushes
+from node.exchange.giving import Push, Pushes
 from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
@@ -215,14 +215,15 @@ def test_who_hands_different_results_to_different_members_is_expelled_by_its_own
     start = Pushes.start
     believes = identity_of(0).node_id
 
-    def lying(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
-        header = payload.header
+    def lying(self: Pushes, push: Push) -> None:
+        header = push.payload.header
         is_lie = header.kind == RESULT and header.sender_id == LIAR and header.round > 1
-        if is_lie and peer != believes:
-            other = payload.body[:-1] + bytes([payload.body[-1] ^ 1])
+        if is_lie and push.peer != believes:
+            body = push.payload.body
+            other = body[:-1] + bytes([body[-1] ^ 1])
             header = replace(header, body_digest=Digest(blake3(other).digest()))
-            payload = Payload(header=header.signed(identity_of(1)), body=other)
-        start(self, peer, payload, **how)
+            push = replace(push, payload=Payload(header=header.signed(identity_of(1)), body=other))
+        start(self, push)
 
     monkeypatch.setattr(Pushes, "start", lying)
     monkeypatch.setattr(Outer, "check_result", lambda self, payload, own, drawn: None)
@@ -406,11 +407,11 @@ def test_who_says_that_it_has_trained_and_keeps_its_contributions_has_one_round_
     """It takes its own work into its own slices, so all results do not lack it."""
     start = Pushes.start
 
-    def keeping(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
-        header = payload.header
+    def keeping(self: Pushes, push: Push) -> None:
+        header = push.payload.header
         is_own = (header.sender_id, header.kind) == (LIAR, CONTRIBUTION)
-        if not (is_own and keeps(header, peer)):
-            start(self, peer, payload, **how)
+        if not (is_own and keeps(header, push.peer)):
+            start(self, push)
 
     monkeypatch.setattr(Pushes, "start", keeping)
     seconds = seconds_with_an_idler(corpus, IDLER, rounds=24)
@@ -520,11 +521,11 @@ def results_that_do_not_decode(
         header = replace(false.header, process_id=made.payload.header.process_id)
         return replace(made, payload=Payload(header=header.signed(identity_of(1)), body=false.body))
 
-    def sending(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
-        header = payload.header
+    def sending(self: Pushes, push: Push) -> None:
+        header = push.payload.header
         is_lie = (header.kind, header.sender_id) == (RESULT, LIAR) and header.round > 1
-        if not is_lie or to(peer):
-            start(self, peer, payload, **how)
+        if not is_lie or to(push.peer):
+            start(self, push)
 
     monkeypatch.setattr(Outer, "result_of", lying)
     monkeypatch.setattr(Pushes, "start", sending)
@@ -560,11 +561,11 @@ def test_who_keeps_its_results_has_another_one_make_them_and_no_round_lasts_to_i
 ) -> None:
     start = Pushes.start
 
-    def keeping(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
-        header = payload.header
+    def keeping(self: Pushes, push: Push) -> None:
+        header = push.payload.header
         is_kept = (header.kind, header.sender_id) == (RESULT, LIAR) and header.round > 1
-        if not is_kept or (keeps_from == "most" and peer == FROM_ONE):
-            start(self, peer, payload, **how)
+        if not is_kept or (keeps_from == "most" and push.peer == FROM_ONE):
+            start(self, push)
 
     monkeypatch.setattr(Pushes, "start", keeping)
     spec = tiny(run={"min_nodes": NUM_NODES - 1}, deadlines=LONG)
@@ -611,13 +612,14 @@ def test_who_gives_some_a_good_result_and_others_nonsense_is_expelled_by_its_own
 ) -> None:
     start = Pushes.start
 
-    def lying(self: Pushes, peer: NodeId, payload: Payload, **how: Any) -> None:
-        header = payload.header
+    def lying(self: Pushes, push: Push) -> None:
+        header = push.payload.header
         is_lie = (header.kind, header.sender_id) == (RESULT, LIAR) and header.round > 1
-        if is_lie and peer == identity_of(3).node_id:
-            false = nonsense(payload)
-            payload = Payload(header=false.header.signed(identity_of(1)), body=false.body)
-        start(self, peer, payload, **how)
+        if is_lie and push.peer == identity_of(3).node_id:
+            false = nonsense(push.payload)
+            signed = false.header.signed(identity_of(1))
+            push = replace(push, payload=Payload(header=signed, body=false.body))
+        start(self, push)
 
     monkeypatch.setattr(Pushes, "start", lying)
     spec = tiny(run={"min_nodes": NUM_NODES - 1}, deadlines=SHORT)

@@ -144,3 +144,24 @@ def test_a_loop_in_bf16_trains_ahead_while_bytes_travel_and_holds_the_rounded_st
         assert "Traceback" not in node.log
     finally:
         scene.end()
+
+
+@pytest.mark.nightly
+def test_loops_whose_one_function_calls_other_helpers_are_named_by_status_and_once_in_the_log(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, "mine", "theirs", **RUN)
+    try:
+        for name in ("mine", "theirs"):
+            scene.swarm.start_node(name, "--loop").says("a training loop may come in")
+        in_nats = scene.start_loop("nats", "evaluates=yes", node="mine")
+        in_bits = scene.start_loop("bits", "evaluates=yes", "in_bits=yes", node="theirs")
+        assert (in_nats.ends(), in_bits.ends()) == (0, 0), in_nats.log + in_bits.log
+        scene.agree()
+        words = scene.run().differing
+        assert words.startswith("mine finds ") and " and theirs " in words, scene.run()
+        log = scene.swarm.coordinator.log
+        assert log.count("held-out losses of one state differ") == 1, log
+        assert "mine finds" in done(atoll("status", "--dir", scene.swarm.home))
+    finally:
+        scene.end()

@@ -197,7 +197,7 @@ async def test_beyond_loopback_a_page_wants_the_token_of_its_link(tmp_path: Path
         assert refused is not None and refused.status == 403
         link = page_link(home.directory, home.config, port)
         await page.goto(link)
-        await sees(page, "#sentence", "No round is open")
+        await sees(page, "#sentence", "the run is waiting")
         assert "token" not in page.url
         assert (await asyncio.wait_for(page.reload(), PATIENCE_SECONDS)) is not None
         await sees(page, "#live", "live")

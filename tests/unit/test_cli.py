@@ -97,12 +97,20 @@ def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
         ("stop", "did you mean 'atoll run stop' or 'atoll node drain'?"),
         ("nodes kick node-7", "did you mean 'atoll nodes expel'?"),
         ("help", "did you mean 'atoll --help'?"),
+        ("node expell", "see 'atoll node --help'; or did you mean 'atoll nodes expel'?"),
         ("run frobnicate", "see 'atoll run --help'"),
     ],
 )
 def test_a_command_that_is_called_otherwise_or_lies_elsewhere_is_named(capsys, typed, meant):
     assert console.run(cli.root, typed.split()) == ExitCode.USAGE
     assert capsys.readouterr().err.endswith(f"\n  next: {meant}\n")
+
+
+@pytest.mark.parametrize("typed", ["node limits", "node limit", "limits"])
+def test_limits_of_a_machine_are_not_taken_for_those_of_an_invite(capsys, typed):
+    assert console.run(cli.root, typed.split()) == ExitCode.USAGE
+    told = capsys.readouterr().err.partition("\n  next: ")[2]
+    assert told.startswith("write max_upload, hours, only_idle, on_battery, load or max_disk into")
 
 
 def test_every_other_word_leads_to_a_command():

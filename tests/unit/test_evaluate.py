@@ -17,21 +17,30 @@ from protocol.errors import ExitCode
 from protocol.terminal import console
 from protocol.terminal.cli import root
 
-STAND_IN = """
+PROMPT = "def nai\u0308ve"
+"""With two signs for one letter, which other tokenizers make one of."""
+
+STAND_IN = (
+    f"PROMPT = {PROMPT!r}"
+    + """
 import json, sys
 from pathlib import Path
 given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 if given["--tasks"] == "none":
     sys.exit(3)
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder = given["--model_args"].removeprefix("pretrained=")
-model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-prompt = tokenizer("def ", return_tensors="pt")
+named = dict(one.split("=") for one in given["--model_args"].split(","))
+folder = named["pretrained"]
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(named.get("tokenizer", folder))  # as lm-eval does
+prompt = tokenizer(PROMPT, return_tensors="pt")
 loss = model(**prompt, labels=prompt.input_ids).loss.item()
 about = json.loads((Path(folder) / "atoll.json").read_text())
 told = {"command": sys.argv[1], "given": given, "loss": loss, "round": about["round"]}
+told |= {"folder": folder, "tokens": prompt.input_ids[0].tolist()}
 Path(given["--output_path"]).write_text(json.dumps(told))
 """
+)
 
 
 @pytest.fixture
@@ -63,7 +72,19 @@ def test_lm_eval_gets_a_model_of_bytes_whole_and_its_own_options_and_no_folder_s
     assert (told["command"], told["round"]) == ("run", 16)
     assert np.isfinite(told["loss"])
     assert (given["--model"], given["--tasks"], given["--limit"]) == ("hf", "one,two", "7")
-    assert not Path(given["--model_args"].removeprefix("pretrained=")).parent.exists()
+    assert told["tokens"] == list(PROMPT.encode())
+    assert given["--model_args"] == f"pretrained={told['folder']}"
+    assert not Path(told["folder"]).parent.exists()
+
+
+def test_a_qwen2_with_another_tokenizer_than_its_family_s_is_measured_on_the_tokens_it_was_trained_on(
+    tmp_path: Path, stand_in: Path
+) -> None:
+    home = node_home(tmp_path / "other", model={"attention_bias": "qkv"})
+    assert evaluate(home, "--tasks", "one", "--", "--output_path", str(stand_in)) == ExitCode.OK
+    told = json.loads(stand_in.read_text())
+    assert told["tokens"] == list(PROMPT.encode())
+    assert not Path(told["folder"]).parent.exists()
 
 
 def test_that_lm_eval_fails_is_this_command_s_failure(

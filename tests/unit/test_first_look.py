@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from node.config import NodeSettings
-from node.first_look import expected_a_day, share_of_day, start_options, what_is_over
+from node.first_look import (
+    expected_a_day,
+    next_lines,
+    share_of_day,
+    start_options,
+    what_is_over,
+)
 from node.island.data.manifest import read_manifest
 from node.island.data.opening import look_at_data, look_at_run_data, open_dataset
 from node.island.data.places import DataPlaces
@@ -233,3 +239,13 @@ def test_who_joins_is_given_the_line_that_starts_with_all_that_node_toml_does_no
     assert options(adapted) == ["--base", "MODEL", "--data", "PATH"]
     assert options(adapted, base="here", data="there") == []
     assert options(RunSpec()) == []
+
+
+def test_who_will_start_a_loop_is_not_asked_to_allow_code_that_it_does_not_run() -> None:
+    command = ["atoll", "node", "start"]
+    with_loop, without = next_lines(command, ["--allow-function", "my-run@12", "--code", "CODE"])
+    assert with_loop.startswith("next, with a training loop of your own")
+    assert with_loop.endswith(": atoll node start --loop")
+    assert without.startswith("next, where the node trains itself")
+    assert without.endswith(": atoll node start --allow-function my-run@12 --code CODE")
+    assert list(next_lines(command, [])) == ["next: atoll node start"]

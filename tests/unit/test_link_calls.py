@@ -9,10 +9,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.services.session import SentMessages
-from node.link.calls import CoordinatorLink, RunOver
+from node.link.calls import Attachment, CoordinatorLink, RunOver
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.run.amendments import amended
 from protocol.run.run_spec import RunSpec
+from protocol.trust.rulings import Ruling, RulingKind, SignedRuling
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import session_pb2 as pb
 from protocol.wire import convert
@@ -259,28 +260,53 @@ async def test_a_run_whose_codec_this_node_lacks_is_refused_with_what_to_do() ->
     )
 
 
-async def test_an_unsettled_digest_is_none_and_not_empty() -> None:
-    announcement = Announcement(
-        node_name="attic",
-        address=MEMBER.address,
-        run_digest=DIGEST,
-        layout=convert.from_wire(
-            pb.LayoutSummary(digest=DIGEST, fragment_elements=[1]), LayoutSummary
-        ),
-        codecs=("ec2/1", "int4/1"),
-        corpus=convert.from_wire(pb.CorpusSummary(digest=DIGEST), CorpusSummary),
-        outer_round=0,
-        outer_digest=DIGEST,
-        outer_incarnation=0,
-        device="cpu",
-        num_ranks=1,
-        version="1",
-        process_id=7,
+ANNOUNCEMENT = Announcement(
+    node_name="attic",
+    address=MEMBER.address,
+    run_digest=DIGEST,
+    layout=convert.from_wire(pb.LayoutSummary(digest=DIGEST, fragment_elements=[1]), LayoutSummary),
+    codecs=("ec2/1", "int4/1"),
+    corpus=convert.from_wire(pb.CorpusSummary(digest=DIGEST), CorpusSummary),
+    outer_round=0,
+    outer_digest=DIGEST,
+    outer_incarnation=0,
+    device="cpu",
+    num_ranks=1,
+    version="1",
+    process_id=7,
+)
+
+
+async def test_what_the_coordinator_answers_to_an_attach_is_read_whole() -> None:
+    """An unsettled digest is none, and not empty."""
+    paused = Ruling(
+        number=1, before=bytes(32).hex(), kind=RulingKind.PAUSED, by="operator", unix_seconds=0.0
     )
-    link, _ = link_that_answers(pb.AttachResponse(session_id=3, committed_round=5))
-    attachment = await link.attach(announcement)
-    assert (attachment.session_id, attachment.committed_round) == (3, 5)
-    assert attachment.committed_digest is None
+    attachment = Attachment(
+        session_id=3,
+        heartbeat_seconds=1.5,
+        committed_round=5,
+        committed_digest=None,
+        node_name="attic-2",
+        num_rulings=1,
+        rulings_digest=paused.digest(),
+        rulings=(SignedRuling(ruling=paused, signature=b"s"),),
+        renew_in_seconds=60.0,
+        unix_seconds=7e8,
+        other_data_names=("cellar",),
+    )
+    answer = convert.to_wire(attachment, pb.AttachResponse)
+    assert answer.committed_digest == b""
+    link, _ = link_that_answers(answer)
+    assert await link.attach(ANNOUNCEMENT) == attachment
+
+
+@pytest.mark.parametrize("name", ["committed_digest", "rulings_digest"])
+async def test_an_answer_with_a_digest_of_the_wrong_size_is_refused(name: str) -> None:
+    answer = pb.AttachResponse(**{"rulings_digest": DIGEST, name: b"short"})  # type: ignore[arg-type]
+    link, _ = link_that_answers(answer)
+    with pytest.raises(ProtocolMismatchError, match="has 5 bytes instead of 32"):
+        await link.attach(ANNOUNCEMENT)
 
 
 async def test_commits_are_listed_after_a_round() -> None:

@@ -1,6 +1,7 @@
 """What a training loop trains by a node's orders, and what it is told."""
 
 import asyncio
+import json
 import math
 import threading
 from dataclasses import replace
@@ -37,6 +38,7 @@ from tests.unit.loop_scene import (
     steps_on_samples,
     work,
 )
+from tests.unit.tokens_scene import prepared, spec_of
 
 
 async def test_orders_are_carried_out_within_step_and_the_report_tells_what_was_trained(
@@ -145,6 +147,21 @@ async def test_batches_weigh_by_what_counts_in_them_and_use_their_samples_up(
         assert report.samples == BATCH
         await one.stops(thread)
         assert one.ended == [None]
+
+
+async def test_numbers_alone_weigh_by_what_counts_in_their_samples(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": chr(97 + i % 26) * (2 + i * 7 % 59)}) + "\n" for i in range(200)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "out", row=CONTEXT + 1)
+    spec = spec_of(tmp_path / "out", context=CONTEXT, batch=BATCH)
+    async with scene(tmp_path, spec) as one:
+        dataset = open_dataset(spec, DataPlaces(folder=tmp_path))
+        thread = await one.joined(steps_on_samples)
+        report = await one.train(work())
+        await one.stops(thread)
+        numbers = np.array([number for _, own in one.ended[0] for number in own])
+        assert report.samples == len(numbers) == 3 * BATCH
+        assert report.tokens == dataset.num_counted("training", numbers) < 3 * STEP_TOKENS
 
 
 async def test_a_node_without_the_run_s_data_says_so_and_takes_loops_that_have_their_own(

@@ -6,15 +6,39 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2ForTokenClassification,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import atoll
+from atoll.trainer import shifts_labels, targets_of
 from node.island.training.schedule import position_of
 from protocol.run.schedule import share_of_peak
 from tests.unit.loop_scene import CONTEXT, Scene, ends, scene, work
 
+Rows = list[dict[str, torch.Tensor]]
 
-def train(one: Scene, *, how: dict[str, Any], **arguments: Any) -> threading.Thread:
+
+def rows_of(lengths: list[int]) -> Rows:
+    """Samples with so many tokens that are no padding, of `CONTEXT` each."""
+    rows = []
+    for length in lengths:
+        tokens = torch.randint(64, (CONTEXT,))
+        is_text = torch.arange(CONTEXT) < length
+        labels = tokens.where(is_text, torch.tensor(-100))
+        rows.append({"input_ids": tokens, "attention_mask": is_text.long(), "labels": labels})
+    return rows
+
+
+def train(
+    one: Scene, *, how: dict[str, Any], rows: Rows | None = None, **arguments: Any
+) -> threading.Thread:
     """A trainer in a thread, on the run's model; `ended` has what came of it."""
     sizes = one.spec.decoder
     model = LlamaForCausalLM(
@@ -28,19 +52,20 @@ def train(one: Scene, *, how: dict[str, Any], **arguments: Any) -> threading.Thr
             tie_word_embeddings=sizes.tie_embeddings,
         )
     )
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (16, CONTEXT))]
+    rows = rows or rows_of([CONTEXT] * 16)
     callback = atoll.TrainerCallback(folder=one.home, wait_seconds=1.0, **how)
+    defaults: dict[str, Any] = {"save_strategy": "no", "max_steps": 1000, "seed": 7}
+    defaults["per_device_train_batch_size"] = 4
     trainer = Trainer(
         model,
         TrainingArguments(
             output_dir=str(one.home / "trainer"),
-            per_device_train_batch_size=4,
             logging_steps=1,
             learning_rate=0.5,
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
-            **{"save_strategy": "no", "max_steps": 1000, "seed": 7} | arguments,
+            **defaults | arguments,
         ),
         train_dataset=rows,
         eval_dataset=rows,
@@ -68,7 +93,7 @@ async def test_it_takes_the_run_s_rate_and_tells_losses_between_its_own_evaluati
         thread = train(one, how=how, eval_strategy="steps", eval_steps=1)
         await one.is_here()
         report = await one.train(order)
-        assert report.tokens == 4 * 4 * CONTEXT and report.loss > 0
+        assert report.tokens == 4 * 4 * (CONTEXT - 1) and report.loss > 0
         await one.stops(thread)
         (state,) = one.ended
         rates = [
@@ -103,3 +128,74 @@ async def test_an_old_checkpoint_in_the_place_of_what_was_trained_is_refused(
         await ends(train(one, how={}, **best))
         assert isinstance(one.ended[0], atoll.SwarmError)
         assert "load_best_model_at_end would put old weights" in str(one.ended[0])
+
+
+async def test_an_epoch_s_smaller_last_batch_counts_what_is_in_it(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        thread = train(one, how={}, rows=rows_of([CONTEXT] * 5))
+        await one.is_here()
+        report = await one.train(work(steps=4))  # batches of 4, 1, 4 and 1
+        await one.stops(thread)
+        assert report.tokens == 10 * (CONTEXT - 1)
+
+
+async def test_all_micro_batches_of_a_step_count_without_their_padding(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        how: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+        accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
+        rows = rows_of([2, 5, 9, 16])  # a step of three samples, and one of the fourth
+        thread = train(one, how={}, rows=rows, **how, **accumulated)
+        await one.is_here()
+        report = await one.train(work(steps=4))
+        await one.stops(thread)
+        assert report.tokens == 2 * (1 + 4 + 8 + 15)
+
+
+async def test_a_loss_of_the_trainer_s_own_counts_what_the_attention_mask_lets_through(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        thread = train(one, how={}, rows=rows_of([3, 4, 5, 6]), label_smoothing_factor=0.1)
+        await one.is_here()
+        report = await one.train(work(steps=2))
+        await one.stops(thread)
+        assert report.tokens == 2 * (3 + 4 + 5 + 6)
+
+
+async def test_what_is_told_by_hand_is_taken(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        thread = train(one, how={"tokens_per_step": 7})
+        await one.is_here()
+        report = await one.train(work(steps=2))
+        await one.stops(thread)
+        assert report.tokens == 14
+
+
+@pytest.mark.parametrize(
+    ("inputs", "context", "counted"),
+    [
+        ({"pixel_values": torch.zeros(3, 2, 2), "labels": torch.tensor([1, -100, 0])}, 1, 2),
+        ({"pixel_values": torch.zeros(3, 2, 2), "labels": torch.zeros(3, 5)}, 1, 3),  # many to each
+        ({"pixel_values": torch.zeros(3, 2, 2)}, 1, 3),
+        ({"input_ids": torch.zeros(3, 8)}, 8, 24),
+        ({"shift_labels": torch.tensor([[1, 2, -100]]), "labels": torch.ones(1, 3)}, 3, 2),
+        ({"input_ids": torch.zeros(2, 3), "labels": torch.ones(2, 3)}, 3, 6),  # of an encoder
+    ],
+)
+def test_targets_are_labels_but_for_the_ignored_and_samples_where_a_sample_has_one(
+    inputs: dict[str, torch.Tensor], context: int, counted: int
+) -> None:
+    assert int(targets_of(inputs, context=context, is_shifted=False)) == counted
+
+
+def test_inputs_that_tell_no_number_of_samples_are_refused() -> None:
+    with pytest.raises(atoll.SwarmError, match="tells no number of samples: scale"):
+        targets_of({"scale": 2.0}, context=1, is_shifted=False)
+
+
+def test_a_causal_model_s_first_label_is_no_target() -> None:
+    small: dict[str, Any] = {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 8}
+    assert shifts_labels(GPT2LMHeadModel(GPT2Config(**small)))
+    assert not shifts_labels(GPT2ForTokenClassification(GPT2Config(**small)))
+    labels = torch.ones(2, 5)
+    assert int(targets_of({"labels": labels}, context=5, is_shifted=True)) == 8

@@ -149,7 +149,11 @@ def test_a_fork_of_a_function_keeps_its_weights_though_its_code_or_data_change(
 
     copied = made(tmp_path / "copied", "--run", fork / "run.toml")
     assert copied.description is not None and copied.description.sources == told["sources"]
-    assert f"--allow-function {copied.run.name}@DIGEST --code CODE" in capfd.readouterr().out
+    told_how = capfd.readouterr().out
+    assert f"--allow-function {copied.run.name}@DIGEST --code CODE" in told_how
+    assert (
+        "with a training loop of its own" in told_how and "  atoll node start --loop\n" in told_how
+    )
 
     (code / "vision.py").write_text(text.replace("channels: int = 16", "channels: int = 32"))
     words = ["init", str(tmp_path / "wider"), "--run", str(fork / "run.toml"), "--from", str(code)]

@@ -16,7 +16,6 @@ from benchmarks.exchange.shares import (
     measured_share,
     predictions_in_words,
     share_in_words,
-    slow_start_table,
 )
 from benchmarks.learning import intervals
 from benchmarks.presets import situation_of
@@ -71,7 +70,6 @@ def test_what_the_docs_say_of_exchanges_is_what_the_benchmark_prints() -> None:
     said = " ".join((DOCS / "performance.md").read_text().split())
     assert share_in_words(found) in said
     assert predictions_in_words(found) in said
-    assert " ".join(slow_start_table().split()) in said
     assert f"{MEASURED_SHARE:.2f} over bbr" in (DOCS / "coordinators.md").read_text()
 
 

@@ -36,6 +36,16 @@ def test_what_is_not_known_is_a_dash_and_not_a_number() -> None:
     assert view["run"]["loss"] is None  # type: ignore[index]
 
 
+def test_a_run_that_stands_says_so_where_its_time_left_would_run_down() -> None:
+    run = pb.RunStatus(phase=pb.RUN_PHASE_WAITING, committed_round=4, total_rounds=9)
+    run.estimated_seconds_left = 3700.0
+    told = view_of(pb.GetStatusResponse(run=run), [])["run"]
+    assert told["sentence"] == (  # type: ignore[index]
+        "After round 4 the run is waiting, with about 1 h 1 min left once it goes on; 0 of 0 nodes ready."
+    )
+    assert told["isStanding"]  # type: ignore[index]
+
+
 def test_figures_that_are_no_numbers_are_left_out_of_the_json() -> None:
     run = pb.RunStatus(token_clock=10)
     run.held_out_losses.add(round=1, loss=float("nan"))

@@ -59,7 +59,9 @@ def test_it_is_started_again_unless_that_wants_a_person() -> None:
         ExitCode.TEMPORARY,
     }
     page = (Path(unit.__file__).parents[2] / "docs" / "nodes.md").read_text()
-    told = re.search(r"The \[exit codes\]\(exit-codes.md\) ([\d, and\n]+?) want a\s+person", page)
+    told = re.search(
+        r"The \[exit codes\]\(exit-codes.md\) ([\d, and\n]+?)\s+want\s+a\s+person", page
+    )
     assert told and {int(code) for code in re.findall(r"\d+", told[1])} == set(map(int, codes))
 
 

@@ -165,6 +165,11 @@ def test_a_node_that_runs_twice_is_named():
     )
 
 
+def test_evaluators_that_find_other_losses_of_one_state_stand_in_the_line_of_evaluations():
+    assert " eval" not in drawn(a_status())
+    assert "eval   a finds 2.0 and b 2.5" in drawn(a_status(differing="a finds 2.0 and b 2.5"))
+
+
 def test_the_clock_reads_well_before_in_and_after_a_run():
     run = a_status(elapsed_seconds=70.0).run
     assert clock_in_words(run) == "1 min 10 s so far; the time left is known after some rounds"
@@ -172,6 +177,21 @@ def test_the_clock_reads_well_before_in_and_after_a_run():
     assert clock_in_words(run) == "1 min 10 s so far, about 1 h 1 min left"
     run.phase = status_pb2.RUN_PHASE_FINISHED
     assert clock_in_words(run) == "1 min 10 s in all"
+
+
+def test_a_run_that_stands_says_so_in_the_place_of_a_time_that_runs_down():
+    status = a_status(elapsed_seconds=70.0, phase=status_pb2.RUN_PHASE_WAITING, open_round=0)
+    run = status.run
+    assert clock_in_words(run) == "1 min 10 s so far; waiting"
+    assert "; the run is waiting;" in f"{summary_line(status)};"
+    run.estimated_seconds_left = 3700.0
+    words = "waiting, with about 1 h 1 min left once it goes on"
+    assert clock_in_words(run) == f"1 min 10 s so far; {words}"
+    assert f"the run is {words}" in summary_line(status)
+    run.paused = "paused by ada"
+    assert clock_in_words(run).endswith("; paused, with about 1 h 1 min left once it goes on")
+    run.estimated_seconds_left = 0.0  # the last round is closed, and its model is measured
+    assert clock_in_words(run) == "1 min 10 s so far; paused"
 
 
 def test_nodes_that_differ_and_nodes_that_are_silent_are_told():

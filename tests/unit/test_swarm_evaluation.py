@@ -1,12 +1,16 @@
 """Which states are evaluated, by whom, and which losses are kept."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 from swarm_scene import CORPUS, INITIAL, Scene, asked_of, digest_of, of_kind
 
+from coordinator.journal import News, news_of
 from coordinator.swarm.evaluation import plausible_losses
 from coordinator.swarm.events import GoBack, Tell
+from coordinator.swarm.explain import differing_in_words
+from coordinator.swarm.transition import Transition
 from protocol.wire.messages import EvaluationAsked, RoundOpened
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, NodeId
 
@@ -301,6 +305,56 @@ def test_losses_by_other_functions_are_not_mixed_in_one_curve(watches_loss: bool
     asked = set(evaluate_for(scene, 8, *names))
     assert asked == ({"a"} if by == "of mine" else {"b", "c"})
     assert scene.state.held_out_text_from == 0
+
+
+def evaluations_of(scene: Scene, losses: Mapping[str, float], rounds: int) -> list[News]:
+    """Has all who are asked say what they find, in so many rounds; returns what is told of it."""
+    told: list[News] = []
+    for _ in range(rounds):
+        number = scene.state.committed_round
+        asked = scene.state.evaluating
+        assert asked is not None
+        for node_id in asked.node_ids:
+            before = scene.state
+            scene.evaluate(str(node_id), round=number, loss=losses[node_id])
+            told += news_of(before, Transition(state=scene.state, actions=(), at=scene.now))
+        scene.commit(*losses)
+        scene.apply(digest_of(f"state {scene.state.committed_round}"), *losses)
+    return [news for news in told if news.what == "held-out losses of one state differ"]
+
+
+def test_evaluators_who_find_other_losses_of_one_state_are_told_once_and_until_they_agree() -> None:
+    scene = loops(a="same", b="same", c="same")
+    rules = replace(scene.state.rules, watches_loss=True, min_nodes=2)
+    scene.state = replace(scene.state, rules=rules)
+    scene.commit("a", "b", "c")
+    scene.apply(digest_of(f"state {scene.state.committed_round}"), "a", "b", "c")
+    noise = {"a": 2.0, "b": 2.05, "c": 2.09}
+    assert evaluations_of(scene, noise, 2) == [] and differing_in_words(scene.state) == ""
+    (told,) = evaluations_of(scene, {"a": 2.0, "b": 2.5, "c": 2.0}, 3)
+    words = differing_in_words(scene.state)
+    number = scene.state.committed_round - 1
+    assert words.startswith(f"a finds 2.000 and b 2.500 of the state after round {number}: they ")
+    assert told.level == "warning" and "a finds 2.000 and b 2.500" in str(told.facts["why"])
+    with_one_gone = replace(scene.state, evaluating=None)
+    assert evaluations_of(scene, noise, 1) == [] and differing_in_words(scene.state) == ""
+
+    scene.state = with_one_gone
+    scene.leave("b")
+    scene.commit("a", "c")
+    scene.apply(digest_of(f"state {scene.state.committed_round}"), "a", "c")
+    assert differing_in_words(scene.state) == words, "nobody has evaluated since"
+    evaluations_of(scene, {"a": 2.0, "c": 2.0}, 1)
+    assert differing_in_words(scene.state) == ""
+
+
+def test_private_texts_that_are_not_equally_hard_are_no_difference() -> None:
+    scene = three_holders()
+    asked = scene.state.evaluating
+    assert asked is not None
+    for number, node_id in enumerate(asked.node_ids):
+        scene.evaluate(str(node_id), round=0, loss=1.0 + number)
+    assert scene.state.held_out[-1].holders and scene.state.differing is None
 
 
 def test_when_nobody_evaluates_by_the_curves_function_it_begins_anew_by_another() -> None:

@@ -53,7 +53,7 @@ function showRun(run) {
     [counted, run.tokens, `${run.tokensPerSecond} a second`],
     ["computing", run.computing === null ? "-" : percent(run.computing), run.time || "of the nodes' time"],
     ["sent by all nodes", run.sent, run.timesLess ? `${run.timesLess} times less than all-reduce` : "to peers and to the coordinator"],
-    ["time left", run.left || (run.phase === "finished" ? "none" : "-"), `${run.elapsed} so far`],
+    ["time left", run.left || (run.phase === "finished" ? "none" : "-"), `${run.isStanding && run.left ? "once it goes on; " : ""}${run.elapsed} so far`],
     ["nodes ready", `${run.ready} of ${run.present}`, `${run.parameters} parameters`],
   ];
   byId("cards").replaceChildren(...cards.map(([name, value, more]) =>

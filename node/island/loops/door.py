@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from node.island.data.dataset import Batch, Dataset, SampleOrder
+from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.island import InnerWork
@@ -273,11 +273,13 @@ class LeasedSamples:
             at_once = TOKENS_AT_ONCE // self._spec.tokens_per_inner_step
         steps = max(0, min(work.inner_steps - first_step, max(1, at_once)))
         numbers = self._order.indices(work.first_sample + first_step * batch, steps * batch)
-        if not wants_tokens:
-            return samples(numbers, None)
+        if not wants_tokens and self._spec.data.source != "tokens":
+            return samples(numbers, None)  # text has no masks: none of it needs to be read
         try:
             if self._dataset is None:
                 self._dataset = open_dataset(self._spec, self._places)
+            if not wants_tokens:
+                return samples(numbers, None, self._targets_of(self._dataset, numbers))
             # What the next message tells, too, may be far: it is on its way while the loop trains.
             later = min(2 * steps, work.inner_steps - first_step)
             ahead = self._order.indices(work.first_sample + first_step * batch, later * batch)
@@ -287,3 +289,10 @@ class LeasedSamples:
             return no_samples(error.what)
         assert isinstance(found, Batch)  # only functions give other things
         return samples(numbers, found)
+
+    def _targets_of(self, dataset: Dataset, numbers: Indices) -> list[int] | None:
+        """How many of each sample's are to be predicted; None where it is all of them."""
+        context = self._spec.model.context
+        if dataset.num_counted("training", numbers) == len(numbers) * context:
+            return None
+        return [dataset.num_counted("training", numbers[i : i + 1]) for i in range(len(numbers))]

@@ -33,7 +33,7 @@ from protocol.run.models import Layout, Section
 from protocol.run.run_spec import RunSpec
 from protocol.run.schedule import Schedule, share_of_peak
 
-VERSION = 6
+VERSION = 7
 
 MAX_LINE_BYTES = 1 << 20
 """Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""
@@ -226,8 +226,13 @@ def _plain(rate: float) -> float:
     return float(f"{rate:.12g}")
 
 
-def samples(numbers: Indices, batch: Batch | None) -> dict[str, Any]:
-    """Samples of some steps: numbers [N], tokens [N, T + 1] and what counts of them [N, T]."""
+def samples(
+    numbers: Indices, batch: Batch | None, targets: list[int] | None = None
+) -> dict[str, Any]:
+    """Samples of some steps: numbers [N], tokens [N, T + 1] and what counts of them [N, T].
+
+    Without tokens, how many of each sample's count: targets [N]; None where all do.
+    """
     counted = None if batch is None else batch.counted
     return {
         "kind": "samples",
@@ -235,12 +240,13 @@ def samples(numbers: Indices, batch: Batch | None) -> dict[str, Any]:
         "numbers": numbers.tolist(),
         "tokens": None if batch is None else _packed(batch.tokens.astype("<i4")),
         "counted": None if counted is None else _packed(counted.astype("u1")),
+        "targets": targets,
     }
 
 
 def no_samples(why: str) -> dict[str, Any]:
     """Why there are none."""
-    return {"kind": "samples", "why": why, "numbers": [], "tokens": None, "counted": None}
+    return {**samples(np.empty(0, np.int64), None), "why": why}
 
 
 def _packed(values: npt.NDArray[Any]) -> str:

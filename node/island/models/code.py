@@ -90,7 +90,7 @@ def _require_permission(spec: RunSpec, allowed: Sequence[str]) -> None:
         f"run {spec.run.name!r} trains with code of its own, {in_words(spec)}, and this node's owner has "
         + (f"allowed other code, {other_code}" if other_code is not None else "not allowed it"),
         next_step=f"read that code, and if you trust it write '{line}' into node.toml, or start with "
-        f"--allow-function {mine}",
+        f"--allow-function {mine}; a training loop of your own needs none of it: --loop",
     )
 
 
