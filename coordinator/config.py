@@ -48,10 +48,11 @@ from protocol.files.durable import (
     whole_folder,
     write_atomically,
 )
-from protocol.run.amendments import in_force
+from protocol.run.amendments import in_force, schedule_of
 from protocol.run.models import Section, layout_of, nearest_key
 from protocol.run.run_files import load_run_file, load_run_folder, validated
 from protocol.run.run_spec import RunSection, RunSpec
+from protocol.run.schedule import Schedule
 from protocol.terminal.console import seconds_of, web_address_of
 from protocol.trust.credentials import (
     AUTHORITY_FILE,
@@ -351,10 +352,13 @@ SLICE_BYTES = 1 << 20
 
 def rules_in_force(run: RunSpec, rulings: Iterable[Ruling]) -> Rules:
     """What the core goes by after all rulings. Raises ConfigError as in_force does."""
-    return rules_of(in_force(run, rulings), began=run)
+    rulings = tuple(rulings)
+    return rules_of(in_force(run, rulings), began=run, schedule=schedule_of(run, rulings))
 
 
-def rules_of(run: RunSpec, *, began: RunSpec | None = None) -> Rules:
+def rules_of(
+    run: RunSpec, *, began: RunSpec | None = None, schedule: Schedule | None = None
+) -> Rules:
     """What of the run file the core goes by; `began`: without amendments, where there are some.
 
     Nodes say which codecs the run began with: of those in force they hear when they attach.
@@ -365,6 +369,7 @@ def rules_of(run: RunSpec, *, began: RunSpec | None = None) -> Rules:
         inner_steps=run.node_steps,
         round_steps=run.round_steps,
         schedule_tokens=run.inner.total_tokens,
+        schedule=schedule or Schedule.of(began or run),
         batch=run.inner.batch,
         context=run.model.context,
         train_seconds=run.deadlines.train,

@@ -33,6 +33,7 @@ from coordinator.swarm.members import Member
 from coordinator.swarm.state import ClosedRound, HeldOut, SwarmState, Written
 from protocol.errors import BadDataError, ConfigError, SystemRefusedError
 from protocol.files.durable import FolderLock
+from protocol.run.schedule import ALWAYS_ALIKE
 from protocol.terminal.console import bytes_in_words
 from protocol.trust.rulings import Ruling
 from protocol.v1 import status_pb2 as pb
@@ -449,6 +450,7 @@ def without_rows(state: SwarmState) -> SwarmState:
         recent=(),
         earlier=(),
         norms=(),
+        rules=replace(state.rules, schedule=ALWAYS_ALIKE),  # as the run file and rulings have it
         audit_secret=b"",  # of the key, which lies elsewhere
         ledger=Ledger(),
         held_out=(),

@@ -249,7 +249,7 @@ class Store:
             earlier: tuple[ClosedRound, ...] = ()
             if open_round is not None and open_round.phase is RoundPhase.APPLYING:
                 earlier = _recent_rounds(connection, last=open_round.number - 1)
-            norms = _norms(connection, len(rules.layout.fragment_elements))
+            norms = _norms(connection, rules)
         if state.run_digest != run_digest:
             raise ConfigError(
                 f"the database {self._database.path} is of run file {state.run_digest.hex()[:8]}…, "
@@ -395,13 +395,13 @@ class Store:
                     break
         return tuple(page)
 
-    def undone_after(self, round_number: int, *, num_fragments: int) -> Undone:
+    def undone_after(self, round_number: int, *, rules: Rules) -> Undone:
         """What going back to the state after a round undoes, and what was known then. For a thread aside."""
         with self._database.reading_aside() as connection:
             return Undone(
                 commits=_whole_commits_after(connection, round_number),
                 recent=_recent_rounds(connection, last=round_number),
-                norms=_norms(connection, num_fragments, last=round_number),
+                norms=_norms(connection, rules, last=round_number),
             )
 
     def whole_commits_after(self, round_number: int) -> tuple[Commit, ...]:
@@ -474,11 +474,14 @@ def _recent_rounds(
 
 
 def _norms(
-    connection: sqlite3.Connection, num_fragments: int, *, last: int = 1 << 62
+    connection: sqlite3.Connection, rules: Rules, *, last: int = 1 << 62
 ) -> tuple[SeenNorms, ...]:
     """What the latest commits up to round `last` applied, as far as results are bounded by it."""
-    latest = round_rows.latest_closed(connection, KEPT_COMMITS * num_fragments, last=last)
-    return norms_of(closed.commit for closed in reversed(list(latest)))
+    num_commits = KEPT_COMMITS * len(rules.layout.fragment_elements)
+    latest = round_rows.latest_closed(connection, num_commits, last=last)
+    return norms_of(
+        (each.commit, rules.stride_of(each.plan, each.trained)) for each in reversed(list(latest))
+    )
 
 
 def _text(adapter: TypeAdapter[tuple[T]], value: T) -> str:

@@ -38,6 +38,7 @@ from protocol.run.amendments import (
     in_force,
     refuse_at_rest,
     refuse_leaps,
+    schedule_of,
     span_of,
     with_versions,
 )
@@ -170,7 +171,8 @@ class Rulings:
                 )
             becomes = amended(spec, changes)
             refuse_leaps(spec, becomes)
-            rules = rules_of(becomes, began=self._run)
+            schedule = schedule_of(self._run, self.all).amended(next_round(state), dict(changes))
+            rules = rules_of(becomes, began=self._run, schedule=schedule)
             if becomes == spec and rules.total_rounds == state.rules.total_rounds:
                 raise UsageError(
                     "the run has these values already", next_step="'atoll status' shows the run"
@@ -275,10 +277,8 @@ class Rulings:
             _log.error("the run does not go back by itself", why=error.what, reason=alarm.reason)
 
     async def _undone_after(self, round: int) -> Undone:
-        num_fragments = len(self._driver.state.rules.layout.fragment_elements)
-        return await self._driver.aside(
-            lambda: self.store.undone_after(round, num_fragments=num_fragments)
-        )
+        rules = self._driver.state.rules
+        return await self._driver.aside(lambda: self.store.undone_after(round, rules=rules))
 
     async def _undone_by(self, rulings: Sequence[Ruling]) -> dict[int, Undone]:
         """For each going back among rulings that were made elsewhere, what it undoes here."""

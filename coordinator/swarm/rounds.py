@@ -418,13 +418,16 @@ def close_round(turn: Turn) -> None:
         assignments=current.assignments,
         without_tokens=_without_tokens(current),
     )
+    plan = plan_of(current, current.opened_at)
+    stride = state.rules.stride_of(plan, current.trained)
     if state.rules.bounds_results:
-        commit = bounded(state.norms, commit)
+        reducers = [progress.slice.reducer_id for progress in current.slices]
+        commit = bounded(state.norms, commit, stride, reducers)
     is_void = all(outcome.digest is None for outcome in commit.slices)
     if is_void:  # the state does not change, so there is nothing to agree on
         commit = replace(commit, outer_digest=current.base_digest)
     closed = ClosedRound(
-        plan=plan_of(current, current.opened_at),
+        plan=plan,
         commit=commit,
         trained=current.trained,
         tokens=sum(commit.tokens.values()),
@@ -450,7 +453,7 @@ def close_round(turn: Turn) -> None:
         ),
         recent=trimmed((*state.recent, closed)),
         earlier=state.recent,
-        norms=norms_after(state.norms, commit),
+        norms=norms_after(state.norms, commit, stride),
         errors=errors_after(state, current, commit),
         audits=pending_audits(state),
     )

@@ -25,11 +25,11 @@ the signed commit, all nodes apply the same, and so does who replays it.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
-from protocol.wire.rounds import WHOLE, Commit, SliceOutcome
+from protocol.wire.rounds import WHOLE, Commit, NodeId, SliceOutcome
 
 EQUAL_FROM = 2 / 3
 """A link of so much of the fastest counts as equal to it: noise must not make plans uneven
@@ -212,8 +212,11 @@ KEPT_COMMITS = 5
 
 MOST_TIMES_USUAL = 4.0
 """A result longer than so many times the median of these is cut to it, of two the lower. Fewer nodes and late
-work make honest ones longer, by less than that. What makes all results of a round longer, as a warm-up does,
-is no lie: the bound grows as the median of them has."""
+work make honest ones longer, by less than that.
+
+More inner steps at higher rates lead further, as in a warm-up: the bound grows as their stride does
+(protocol.run.schedule). What makes all results of a round longer is no lie either: it grows as the median of
+several reducers' has. One reducer alone says nothing of others, in however many slices."""
 
 MOST_TIMES_OTHERS = 32.0
 """In a fragment's first round a result is compared with its round's others, by the root of their elements:
@@ -236,9 +239,10 @@ class SeenNorms:
     round: int
     fragment: int
     slices: tuple[SeenNorm, ...]
+    stride: float  # of the inner steps that led to it
 
 
-def norms_after(seen: Sequence[SeenNorms], commit: Commit) -> tuple[SeenNorms, ...]:
+def norms_after(seen: Sequence[SeenNorms], commit: Commit, stride: float) -> tuple[SeenNorms, ...]:
     """What is remembered once this commit is the newest."""
     before = [each for each in seen if each.round < commit.round]
     slices = tuple(
@@ -255,33 +259,36 @@ def norms_after(seen: Sequence[SeenNorms], commit: Commit) -> tuple[SeenNorms, .
     same = [each for each in before if each.fragment == commit.fragment]
     dropped = set(map(id, same[: max(0, len(same) + 1 - KEPT_COMMITS)]))
     kept = [each for each in before if id(each) not in dropped]
-    return (*kept, SeenNorms(round=commit.round, fragment=commit.fragment, slices=slices))
+    now = SeenNorms(round=commit.round, fragment=commit.fragment, slices=slices, stride=stride)
+    return (*kept, now)
 
 
-def norms_of(commits: Iterable[Commit]) -> tuple[SeenNorms, ...]:
-    """The same after all of these, oldest first."""
+def norms_of(commits: Iterable[tuple[Commit, float]]) -> tuple[SeenNorms, ...]:
+    """The same after all of these, oldest first, with their strides."""
     seen: tuple[SeenNorms, ...] = ()
-    for commit in commits:
-        seen = norms_after(seen, commit)
+    for commit, stride in commits:
+        seen = norms_after(seen, commit, stride)
     return seen
 
 
-def bounded(seen: Sequence[SeenNorms], commit: Commit) -> Commit:
-    """The commit with a factor for each result: 1 where it is no longer than results are."""
+def bounded(
+    seen: Sequence[SeenNorms], commit: Commit, stride: float, reducers: Sequence[NodeId]
+) -> Commit:
+    """The commit with a factor for each result: 1 where it is no longer than results are.
+
+    `reducers` are those of its slices, and `stride` is of the inner steps that led to it.
+    """
     before = [each for each in seen if each.fragment == commit.fragment]
-    usual = [_usual(outcome, before) for outcome in commit.slices]
-    grown = sorted(
-        outcome.norm / norm
-        for outcome, norm in zip(commit.slices, usual, strict=True)
-        if norm and outcome.digest is not None and outcome.norm > 0
-    )
-    # One result alone says nothing of the others; of two the lower, for one may be a lie.
-    growth = max(1.0, grown[(len(grown) - 1) // 2]) if len(grown) > 1 else 1.0
-    others = sorted(
-        outcome.norm / math.sqrt(outcome.num_elements)
-        for outcome in commit.slices
-        if outcome.digest is not None and outcome.norm > 0
-    )
+    usual = [_usual(outcome, before, stride) for outcome in commit.slices]
+    grown: dict[NodeId, list[float]] = {}
+    sizes: dict[NodeId, list[float]] = {}
+    for outcome, norm, reducer in zip(commit.slices, usual, reducers, strict=True):
+        if outcome.digest is not None and outcome.norm > 0:
+            sizes.setdefault(reducer, []).append(outcome.norm / math.sqrt(outcome.num_elements))
+            if norm:
+                grown.setdefault(reducer, []).append(outcome.norm / norm)
+    growth = max(1.0, _of_most(grown)) if len(grown) > 1 else 1.0
+    others = _of_most(sizes) if sum(map(len, sizes.values())) > 1 else None
     return replace(
         commit,
         slices=tuple(
@@ -291,22 +298,32 @@ def bounded(seen: Sequence[SeenNorms], commit: Commit) -> Commit:
     )
 
 
-def _usual(outcome: SliceOutcome, before: Sequence[SeenNorms]) -> float | None:
-    """The lower median of what was applied to a slice's elements lately; None: nothing was."""
-    known = sorted(
-        norm for each in before if (norm := _norm_there(each, outcome)) is not None and norm > 0
-    )
-    return known[(len(known) - 1) // 2] if known else None
+def _of_most(told: Mapping[NodeId, Sequence[float]]) -> float:
+    """The median of reducers, of whom each counts once; of two the lower, for one may lie."""
+    return median_low([median_low(each) for each in told.values()])
 
 
-def _factor(outcome: SliceOutcome, usual: float | None, others: Sequence[float]) -> int:
+def _usual(outcome: SliceOutcome, before: Sequence[SeenNorms], stride: float) -> float | None:
+    """The lower median of what was applied to a slice's elements lately; None: nothing was.
+
+    Each as long as it would be by now, where steps lead further. Where they lead less far, late work is there
+    from before, and no bound falls.
+    """
+    known = [
+        norm * (max(1.0, stride / each.stride) if each.stride > 0 else 1.0)
+        for each in before
+        if (norm := _norm_there(each, outcome)) is not None and norm > 0
+    ]
+    return median_low(known) if known else None
+
+
+def _factor(outcome: SliceOutcome, usual: float | None, others: float | None) -> int:
     if outcome.digest is None or outcome.norm == 0:
         return WHOLE
     if usual is not None:
         most = MOST_TIMES_USUAL * usual
-    elif len(others) > 1:
-        middle = others[(len(others) - 1) // 2] * math.sqrt(outcome.num_elements)
-        most = MOST_TIMES_OTHERS * middle
+    elif others is not None:
+        most = MOST_TIMES_OTHERS * others * math.sqrt(outcome.num_elements)
     else:
         return WHOLE
     return WHOLE if outcome.norm <= most else int(most / outcome.norm * WHOLE)

@@ -309,6 +309,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         assignments=commit.assignments,
         slices=tuple(progress.slice for progress in current.slices),
         token_clock=state.token_clock,
+        round_tokens=sum(commit.tokens.values()),
         train_seconds=0,
         contribute_seconds=0,
         commit_seconds=0,
@@ -332,7 +333,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         has_untold=True,
         incarnation=max(state.incarnation, commit.incarnation),
         recent=trimmed((*state.recent, closed)),
-        norms=norms_after(state.norms, commit),
+        norms=norms_after(state.norms, commit, state.rules.stride_of(plan, closed.trained)),
     )
     for member in present_members(turn.state):
         if member.state is MemberState.READY and member.outer_round < commit.round:

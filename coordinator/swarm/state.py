@@ -7,10 +7,12 @@ waits for is not stored: coordinator.swarm.explain says it for any instant.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median_high
 
 from coordinator.swarm.ledger import Ledger
 from coordinator.swarm.members import Member, Members
 from coordinator.swarm.slices import SeenNorms
+from protocol.run.schedule import ALWAYS_ALIKE, Schedule, StepsTaken
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Audited, Reduced, ResultRefused, Trained
 from protocol.wire.payload import WireTotals
@@ -378,6 +380,7 @@ class Rules:
     schedule_tokens: int | None = (
         None  # where the learning rate's schedule ends; None: with the run
     )
+    schedule: Schedule = ALWAYS_ALIKE  # of learning rates, with its amendments
     round_steps: int | None = None  # inner steps of all nodes in a round; None: each has its own
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller
     has_private_data: bool = False  # whether each node trains samples of its own
@@ -393,6 +396,24 @@ class Rules:
     def checks_training(self) -> bool:
         """Whether members check what others have trained, as far as samples show it."""
         return self.audited_share > 0 and not (self.has_private_data or self.compares_samples)
+
+    def stride_of(self, plan: Plan, trained: Mapping[NodeId, Trained]) -> float:
+        """How far the inner steps lead that a round's results are of: see Schedule.stride.
+
+        By the part of the steps asked for that most of those have taken who have said it; of two the larger,
+        for one may lie. Of several fragments each gathers the steps of as many rounds.
+        """
+        asked = {a.node_id: a.inner_steps for a in plan.assignments if a.trains}
+        parts = [told.inner_steps / asked[n] for n, told in trained.items() if n in asked]
+        taken = StepsTaken(
+            round=plan.round,
+            token_clock=plan.token_clock,
+            round_tokens=plan.round_tokens,
+            asked=tuple(asked.values()),
+            part=min(1.0, median_high(parts)) if parts else 1.0,
+        )
+        num_rounds = min(plan.round, max(1, len(self.layout.fragment_elements)))
+        return self.schedule.stride(taken, num_rounds=num_rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,9 @@ from google.protobuf.message import DecodeError
 from node.disk.round_folder import RoundFolder
 from protocol.errors import AtollError, BadDataError
 from protocol.files.durable import make_folder, refusing, write_atomically
-from protocol.run.amendments import Span, in_force, span_of
+from protocol.run.amendments import in_force, span_of
 from protocol.run.run_spec import RunSpec
+from protocol.run.schedule import Span
 from protocol.trust.rulings import (
     Ruling,
     RulingKind,

@@ -8,12 +8,13 @@ that round or before. Codecs are amended with their versions: all nodes must dec
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from protocol.errors import ConfigError, UsageError
 from protocol.run.run_files import validated
 from protocol.run.run_spec import CODEC_VERSIONS, RunSpec
+from protocol.run.schedule import Schedule, Span
 from protocol.trust.rulings import Ruling, RulingKind, Scalar, withdraws
 
 Changes = tuple[tuple[str, Scalar], ...]
@@ -258,32 +259,14 @@ def _amendments(rulings: Iterable[Ruling]) -> list[tuple[int, Ruling]]:
     return sorted(amending, key=lambda each: each[0])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """How far a schedule on rounds is where a round begins and where it ends; 1 is the run's end."""
-
-    begin: float
-    end: float
+def schedule_of(spec: RunSpec, rulings: Iterable[Ruling]) -> Schedule:
+    """The learning rates' schedule after all rulings."""
+    schedule = Schedule.of(spec)
+    for from_round, ruling in _amendments(rulings):
+        schedule = schedule.amended(from_round, dict(ruling.changes))
+    return schedule
 
 
 def span_of(spec: RunSpec, rulings: Iterable[Ruling], round: int) -> Span:
-    """How far the run is in a round, by its number of rounds as amended.
-
-    Where that changes, what is left is stretched over the rounds that are left: the schedule goes on from
-    where it is, without a jump.
-    """
-    done, first, total = spec.beginning.progress, 1, spec.run.rounds
-    for from_round, ruling in _amendments(rulings):
-        rounds = dict(ruling.changes).get("run.rounds")
-        if rounds is None or from_round > round:
-            continue
-        done = _at(done, first, total, from_round)
-        first, total = from_round, int(rounds)
-    return Span(begin=_at(done, first, total, round), end=_at(done, first, total, round + 1))
-
-
-def _at(done: float, first: int, total: int, round: int) -> float:
-    """Where `round` begins: `done` where `first` began, and 1 where round `total` has ended."""
-    if round > total:
-        return 1.0
-    return done + (1 - done) * (round - first) / (total + 1 - first)
+    """How far the run is in a round, by its number of rounds as amended."""
+    return schedule_of(spec, rulings).span_of(round)

@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 from test_history_in_process import DEADLINES, STEADY, assert_sound
 
+from coordinator.config import rules_in_force
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
@@ -17,6 +18,7 @@ from tests.tiny_runs import tiny
 COPIED_AT, AMENDED_AT, DIES_AT, RETURNS_AT = 12.5, 18.0, 32.5, 40.0
 BACK_AT = 58.0
 ROUNDS, MORE = 12, 6
+SPEC = tiny(run={"rounds": ROUNDS, "min_nodes": 2}, deadlines=DEADLINES)
 
 
 async def amend(_: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
@@ -44,9 +46,8 @@ def amended_run(
         Life(seconds_per_inner_step=1.0, absences=((14.5, 55.0),)),
         Life(seconds_per_inner_step=1.0, starts_at=62.0),
     ]
-    spec = tiny(run={"rounds": ROUNDS, "min_nodes": 2}, deadlines=DEADLINES)
     with capture_logs() as logs:
-        run = simulate(spec, lives=lives, corpus=corpus, disks=disks, script=script, outage=outage)
+        run = simulate(SPEC, lives=lives, corpus=corpus, disks=disks, script=script, outage=outage)
     diverged = [line for line in logs if "our state is not its base" in line.get("why", "")]
     assert not diverged, "a node applied a commit by other rules than the rest"
     return run
@@ -58,6 +59,7 @@ def test_nodes_that_come_back_or_join_apply_each_commit_by_the_rules_of_its_roun
     run = amended_run(corpus, tmp_path)
     assert_sound(run, rounds=ROUNDS + MORE)
     assert len(run.digests) == 4
+    assert run.final.rules == rules_in_force(SPEC, run.final.rulings), "a restart would change them"
     assert [ruling.changes for ruling in run.final.rulings] == [
         (("inner.learning_rate", 0.02), ("outer.learning_rate", 0.3), ("run.rounds", ROUNDS + MORE))
     ]

@@ -120,7 +120,7 @@ def test_an_older_copy_that_learns_the_ruling_comes_to_the_same_counts(
     kept.go_back(round)
 
     def learn_ruling() -> None:
-        here = older.store.undone_after(round, num_fragments=1)
+        here = older.store.undone_after(round, rules=kept.scene.state.rules)
         older.scene.do(
             RulingsLearned(rulings=kept.scene.state.rulings, rules=copy.rules, undone={round: here})
         )

@@ -117,7 +117,7 @@ class Kept:
             scene.train(name)
             yield
         number = scene.round.number
-        scene.commit(*here)
+        scene.commit(*here, norm=float(number))
         self.made.append(scene.state.recent[-1].commit)
         yield
         self.num_applied += 1
@@ -138,7 +138,7 @@ class Kept:
         self.save()
         asked = {
             "by": RUN_OWNER,
-            "undone": self.store.undone_after(round, num_fragments=1),
+            "undone": self.store.undone_after(round, rules=self.scene.state.rules),
             **fields,
         }
         self.scene.do(

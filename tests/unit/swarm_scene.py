@@ -259,6 +259,7 @@ class Scene:
         samples: dict[str, int] | None = None,
         undecodable: Sequence[str] = (),
         left_out: Collection[str] = (),
+        norm: float = 0.0,
     ) -> None:
         """`tokens` by contributor; all participants with their full budget unless told.
 
@@ -290,6 +291,7 @@ class Scene:
                     if nothing_of
                     else (),
                     undecodable=tuple(map(NodeId, sorted(undecodable))),
+                    norm=norm,
                 ),
             )
         )
@@ -331,6 +333,7 @@ class Scene:
         tokens: dict[str, int] | None = None,
         samples: dict[str, int] | None = None,
         left_out_by: Mapping[str, Collection[str]] | None = None,
+        norm: float = 0.0,
     ) -> None:
         """Every slice is reduced, and held by `holders`: the round commits.
 
@@ -342,7 +345,7 @@ class Scene:
             result = digest_of(f"result {number}/{index}")
             reducer = progress.slice.reducer_id
             left_out = (left_out_by or {}).get(reducer, ())
-            self.reduce(reducer, index, result, tokens, samples, left_out=left_out)
+            self.reduce(reducer, index, result, tokens, samples, left_out=left_out, norm=norm)
             for holder in holders:
                 if self.state.committed_round < number:
                     self.hold(holder, index, result)

@@ -11,13 +11,12 @@ from coordinator.config import rules_of
 from node.exchange.outer_optimizer import outer_rules_of
 from node.island.island import InnerWork
 from node.island.parallel.auto_mesh import node_bytes
-from node.island.training.schedule import Position, share_of_peak
+from node.island.training.schedule import position_of
 from protocol.errors import AtollError, ConfigError, UsageError
 from protocol.run.amendments import (
     AMENDABLE,
     RATES,
     TEXTS,
-    Span,
     amended,
     changes_codecs,
     changes_of,
@@ -30,6 +29,7 @@ from protocol.run.amendments import (
 )
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
+from protocol.run.schedule import Position, Span, share_of_peak
 from protocol.trust.rulings import RUN_OWNER, Ruling, RulingKind, Scalar
 
 SPEC = validated({"run": {"rounds": 10}}, origin="the test")
@@ -267,6 +267,6 @@ def test_learning_rates_of_an_extended_run_follow_the_span_of_their_round() -> N
         progress_begin=span.begin,
         progress_end=span.end,
     )
-    middle = Position.of(SPEC, work, 0).progress
+    middle = position_of(SPEC, work, 0).progress
     assert span.begin < middle < span.end
     assert middle == pytest.approx(span.begin + (span.end - span.begin) / 4)

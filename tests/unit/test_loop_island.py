@@ -23,8 +23,9 @@ from node.island.data.places import DataPlaces
 from node.island.island import Ability
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
-from node.island.training.schedule import Position, share_of_peak
+from node.island.training.schedule import position_of
 from protocol.run.run_spec import DataSection
+from protocol.run.schedule import share_of_peak
 from tests.islands.rank_scene import small_spec
 from tests.unit.loop_scene import (
     BATCH,
@@ -482,7 +483,7 @@ async def test_a_loop_reads_the_run_s_rates_and_is_told_once_of_an_amendment(
         rates = [
             inner.learning_rate
             * order.rate_factor
-            * share_of_peak(inner, Position.of(spec, order, step))
+            * share_of_peak(inner, position_of(spec, order, step))
             for order in orders
             for step in range(order.inner_steps)
         ]

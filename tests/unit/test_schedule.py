@@ -6,17 +6,12 @@ from typing import Literal
 import pytest
 
 from node.island.island import InnerWork
-from node.island.training.schedule import (
-    Position,
-    Rewarming,
-    rewarming_steps,
-    scale_of_rates,
-    share_of_peak,
-)
+from node.island.training.schedule import Rewarming, position_of, rewarming_steps
 from protocol.errors import ConfigError
 from protocol.run.models import DecoderModel
 from protocol.run.run_files import validated
 from protocol.run.run_spec import InnerSection, RunSection, RunSpec
+from protocol.run.schedule import Position, Schedule, share_of_peak
 
 COSINE = InnerSection(warmup_tokens=100, total_tokens=1100, final_fraction=0.2, schedule="cosine")
 LINEAR = COSINE.model_copy(update={"schedule": "linear"})
@@ -130,7 +125,7 @@ TEN_ROUNDS = RunSpec(
 def rates_of_a_run(spec: RunSpec, steps_of_rounds: list[int]) -> list[float]:
     """Of a node that takes so many inner steps in each round."""
     return [
-        share_of_peak(spec.inner, Position.of(spec, work_of(number, steps), step))
+        share_of_peak(spec.inner, position_of(spec, work_of(number, steps), step))
         for number, steps in enumerate(steps_of_rounds, start=1)
         for step in range(steps)
     ]
@@ -145,7 +140,7 @@ def test_without_total_tokens_a_schedule_goes_by_closed_rounds_whatever_tokens_t
         work = work_of(
             5, 4, token_clock=10**12, round_tokens=10**9, num_participants=num_participants
         )
-        assert Position.of(TEN_ROUNDS, work, 2).progress == pytest.approx((4 + 2.5 / 4) / 10)
+        assert position_of(TEN_ROUNDS, work, 2).progress == pytest.approx((4 + 2.5 / 4) / 10)
 
 
 def test_nodes_of_all_speeds_have_the_same_rate_at_the_same_part_of_a_round() -> None:
@@ -156,8 +151,8 @@ def test_nodes_of_all_speeds_have_the_same_rate_at_the_same_part_of_a_round() ->
 
 def test_what_is_left_of_a_round_goes_on_where_it_was() -> None:
     rest = work_of(3, 3, steps_before=5)
-    assert [Position.of(TEN_ROUNDS, rest, step) for step in range(3)] == [
-        Position.of(TEN_ROUNDS, work_of(3, 8), 5 + step) for step in range(3)
+    assert [position_of(TEN_ROUNDS, rest, step) for step in range(3)] == [
+        position_of(TEN_ROUNDS, work_of(3, 8), 5 + step) for step in range(3)
     ]
 
 
@@ -165,10 +160,10 @@ def test_with_total_tokens_a_schedule_goes_by_the_token_clock() -> None:
     inner = TEN_ROUNDS.inner.model_copy(update={"total_tokens": 1000})
     spec = TEN_ROUNDS.model_copy(update={"inner": inner})
     late = work_of(9, 4, token_clock=100, round_tokens=200)
-    positions = [Position.of(spec, late, step) for step in range(4)]
+    positions = [position_of(spec, late, step) for step in range(4)]
     assert [at.tokens for at in positions] == [125, 175, 225, 275]
     assert [at.progress for at in positions] == pytest.approx([0.125, 0.175, 0.225, 0.275])
-    beyond = Position.of(spec, work_of(2, 4, token_clock=5000, round_tokens=200), 0)
+    beyond = position_of(spec, work_of(2, 4, token_clock=5000, round_tokens=200), 0)
     assert (beyond.progress, share_of_peak(inner, beyond)) == (1.0, 0.0)
 
 
@@ -178,7 +173,7 @@ def test_neither_the_first_inner_step_of_a_run_nor_the_last_has_a_rate_of_zero()
     assert rates[0] == pytest.approx(0.5 / 4)  # a tenth of the run is its four first steps
     assert min(rates) > 0.0
     counted = warmed.model_copy(update={"warmup_tokens": 400})
-    first = Position.of(TEN_ROUNDS, work_of(1, 4, round_tokens=80), 0)
+    first = position_of(TEN_ROUNDS, work_of(1, 4, round_tokens=80), 0)
     assert share_of_peak(counted, first) == pytest.approx(10 / 400)
 
 
@@ -208,7 +203,7 @@ def test_rates_follow_the_participants_by_the_rule_of_the_run(
     scaling: Literal["none", "linear", "sqrt"], scales: list[float]
 ) -> None:
     spec = RunSpec(run=RunSection(min_nodes=2), inner=InnerSection(scaling=scaling))
-    assert [scale_of_rates(spec, nodes) for nodes in (2, 4, 16)] == pytest.approx(scales)
+    assert [Schedule.of(spec).scale_of(nodes) for nodes in (2, 4, 16)] == pytest.approx(scales)
 
 
 @pytest.mark.parametrize(

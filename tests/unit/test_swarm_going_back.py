@@ -116,7 +116,7 @@ def test_what_cannot_be_gone_back_to_is_refused_with_what_can() -> None:
 
 def test_a_database_that_was_asked_before_the_latest_round_closed_is_asked_again() -> None:
     kept = swarm_of(4)
-    older = kept.store.undone_after(2, num_fragments=1)
+    older = kept.store.undone_after(2, rules=kept.scene.state.rules)
     kept.rounds(1)
     with pytest.raises(HistoryMovedError):
         kept.go_back(2, undone=older)
@@ -193,3 +193,12 @@ def test_what_was_counted_after_an_earlier_round_is_found_again() -> None:
         if later:
             assert books_after(state, round, later[1:]) is None
     assert books_after(kept.settled[5], 3, kept.store.whole_commits_after(3)) is not None
+
+
+def test_results_are_bounded_by_what_is_remembered_after_a_restart_and_a_going_back() -> None:
+    kept = swarm_of(4)
+    state = kept.scene.state
+    assert [each.round for each in state.norms] == [1, 2, 3, 4]
+    assert kept.store.load(state.rules, state.run_digest).norms == state.norms
+    kept.go_back(2)
+    assert kept.scene.state.norms == kept.settled[2].norms

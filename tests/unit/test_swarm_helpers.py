@@ -1,14 +1,19 @@
 """Helpers in the pure core: members that reduce for others, train nothing and decide nothing."""
 
+from dataclasses import replace
+
 import pytest
 from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
-from coordinator.swarm.slices import Rates
+from coordinator.swarm.rounds import plan_of
+from coordinator.swarm.slices import MOST_TIMES_USUAL, Rates
 from coordinator.swarm.weighing import say_of
-from protocol.wire.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver
-from protocol.wire.rounds import LayoutSummary
+from protocol.run.run_spec import RunSection, RunSpec
+from protocol.run.schedule import Schedule
+from protocol.wire.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver, Trained
+from protocol.wire.rounds import WHOLE, LayoutSummary, NodeId
 
 NODES = ("a", "b", "c")
 MB = 1e6
@@ -31,11 +36,11 @@ def reducers(scene: Scene) -> set[str]:
     return {progress.slice.reducer_id for progress in scene.round.slices}
 
 
-def play(scene: Scene, *, number: int) -> None:
+def play(scene: Scene, *, number: int, norm: float = 0.0, inner_steps: int = 5) -> None:
     """All nodes train, the round commits, and all apply it."""
     for name in NODES:
-        scene.train(name)
-    scene.commit(*NODES, *(h for h in scene.state.members if h.startswith("h")))
+        scene.train(name, inner_steps=inner_steps)
+    scene.commit(*NODES, *(h for h in scene.state.members if h.startswith("h")), norm=norm)
     scene.apply(digest_of(f"state {number}"), *scene.state.members)
 
 
@@ -43,6 +48,24 @@ def test_a_helper_that_all_reach_reduces_all_for_nodes_that_reach_nobody_else() 
     on_stage = scene("h")
     assert reducers(on_stage) == {"h"}
     assert "1 helper reduces all" in on_stage.round.reason
+
+
+def test_a_helper_that_reduces_all_is_not_cut_for_a_warm_up_and_is_for_a_lie() -> None:
+    on_stage = scene("h", rounds=100)
+    spec = RunSpec(run=RunSection(rounds=100, min_nodes=3))
+    rules = replace(on_stage.state.rules, schedule=Schedule.of(spec))
+    on_stage.state = replace(on_stage.state, rules=rules)
+    cut = []
+    for number in range(1, 13):  # the first tenth of 100 rounds is a warm-up
+        steps = 1 if number == 1 else 5  # a fifth of the steps, at a fifth of the round's rates
+        norm = 1e9 if number == 11 else steps**2 / 25 * (2 * number - 1)
+        play(on_stage, number=number, norm=norm, inner_steps=steps)
+        assert on_stage.state.last_closed is not None
+        (outcome,) = on_stage.state.last_closed.commit.slices
+        if outcome.factor < WHOLE:
+            cut.append((number, outcome.norm * outcome.factor / WHOLE))
+    assert [number for number, _ in cut] == [11]
+    assert cut[0][1] < MOST_TIMES_USUAL * 20
 
 
 def test_a_plan_asks_a_helper_for_nothing_and_leases_it_nothing() -> None:
@@ -303,3 +326,16 @@ def test_the_plan_counts_on_what_a_helpers_link_carries() -> None:
         for name in ("h", "i")
     }
     assert 2 < sizes["h"] / sizes["i"] < 3
+
+
+def test_how_far_a_round_led_follows_most_nodes_and_no_single_one() -> None:
+    on_stage = scene("h")
+    plan, rules = plan_of(on_stage.round, 0.0), on_stage.state.rules
+    told = {
+        name: Trained(inner_steps=steps, samples=1, tokens=8, loss=2.0, seconds=1.0)
+        for name, steps in zip(map(NodeId, NODES), (5, 1, 5), strict=True)
+    }
+    assert rules.stride_of(plan, {}) == rules.stride_of(plan, told) == 5
+    two = {name: trained for name, trained in told.items() if name != "c"}
+    assert rules.stride_of(plan, two) == 5
+    assert rules.stride_of(plan, {NodeId("b"): told[NodeId("b")]}) == 1

@@ -357,7 +357,7 @@ def test_the_ruling_comes_whole_from_json_from_the_disk_and_from_nodes() -> None
     assert (loaded.rolled_back, loaded.paused) == ((), withdrawal)
     copy = swarm_of(8)
     copy.save()
-    undone = copy.store.undone_after(3, num_fragments=1)
+    undone = copy.store.undone_after(3, rules=copy.scene.state.rules)
     copy.scene.do(RulingsLearned(rulings=(back, withdrawal), rules=bare.rules, undone={3: undone}))
     copy.bring("a", 8)
     assert copy.scene.state.committed_round == 8

@@ -24,11 +24,12 @@ from node.island.parallel.modules import compile_layers
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training import engine
 from node.island.training.engine import Engine
-from node.island.training.schedule import Position, rewarming_steps, share_of_peak
+from node.island.training.schedule import rewarming_steps
 from node.island.training.trainer import Trainer
 from node.outer_state import Vector
 from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSection, RunSpec
+from protocol.run.schedule import Position, share_of_peak
 from tests.tiny_runs import run_of
 
 SPEC = RunSpec(

@@ -20,10 +20,10 @@ from node.island.data.dataset import SampleOrder, read_corpus
 from node.island.models.decoder_modules import Decoder, Objective, copy_parameters
 from node.island.models.first_weights import initial_parameters
 from node.island.training.optimizers import inner_optimizers
-from node.island.training.schedule import Position, share_of_peak
 from node.outer_state import Vector
 from protocol.run.models import layout_of
 from protocol.run.run_spec import InnerSection
+from protocol.run.schedule import Position, share_of_peak
 
 MEETING_PATIENCE = timedelta(seconds=180)
 

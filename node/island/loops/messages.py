@@ -28,9 +28,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from node.island.data.dataset import Batch, Indices
 from node.island.island import InnerWork
-from node.island.training.schedule import Position, scale_of_rates, share_of_peak
+from node.island.training.schedule import position_of
 from protocol.run.models import Layout, Section
 from protocol.run.run_spec import RunSpec
+from protocol.run.schedule import Schedule, share_of_peak
 
 VERSION = 7
 
@@ -179,8 +180,8 @@ def train(spec: RunSpec, work: InnerWork) -> dict[str, Any]:
     `rules` are those in force in the round. `rate_shares` are what the run makes of its learning rates, at
     inner steps that lie evenly between the first and the last.
     """
-    first, last = (Position.of(spec, work, step).progress for step in (0, work.inner_steps - 1))
-    scale = scale_of_rates(spec, work.num_participants)
+    first, last = (position_of(spec, work, step).progress for step in (0, work.inner_steps - 1))
+    scale = Schedule.of(spec).scale_of(work.num_participants)
     points = min(work.inner_steps, MOST_RATES)
     places = (point * (work.inner_steps - 1) / max(1, points - 1) for point in range(points))
     return {
@@ -193,7 +194,7 @@ def train(spec: RunSpec, work: InnerWork) -> dict[str, Any]:
         "rate_shares": [
             scale
             * share_of_peak(
-                spec.inner, Position.of(spec, work, place), final_fraction=work.final_fraction
+                spec.inner, position_of(spec, work, place), final_fraction=work.final_fraction
             )
             for place in places
         ],

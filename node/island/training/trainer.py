@@ -61,17 +61,12 @@ from node.island.ranks.accelerator import (
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training.engine import Engine
 from node.island.training.optimizers import Muon
-from node.island.training.schedule import (
-    Position,
-    Rewarming,
-    rewarming_steps,
-    scale_of_rates,
-    share_of_peak,
-)
+from node.island.training.schedule import Rewarming, position_of, rewarming_steps
 from node.outer_state import Vector
 from protocol.run.amendments import LOWER_RATES
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
+from protocol.run.schedule import Position, Schedule, share_of_peak
 from protocol.wire.rounds import Digest
 
 PROGRESS_SECONDS = 0.5
@@ -300,7 +295,7 @@ class Trainer:
         started = self._clock()
         told_at, told_steps, told_tokens = started, 0, 0
         self._counted_tokens = 0
-        scale = scale_of_rates(self._spec, work.num_participants)
+        scale = Schedule.of(self._spec).scale_of(work.num_participants)
         self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
         rests = Rests(self._load, clock=self._clock, rest=rest)
@@ -309,7 +304,7 @@ class Trainer:
         )
         look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
-            self._set_learning_rates(work, Position.of(self._spec, work, step), scale)
+            self._set_learning_rates(work, position_of(self._spec, work, step), scale)
             with self._communication.traced() if step == to_trace else contextlib.nullcontext():
                 tally.add(*self._inner_step(work.first_sample + step * batch))
             self._rewarming.stepped()
