@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
 from coordinator.swarm.members import Members
+from protocol.run.models import Section
 
 T = TypeVar("T")
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})
@@ -50,6 +51,9 @@ class Sealer:
             parts = tuple(self.seal(part) for part in value)
             is_same = all(new is old for new, old in zip(parts, value, strict=True))
             return value if is_same else parts
+        if isinstance(value, Section):  # of a run file: its fields are frozen
+            assert all(self.seal(part) is part for _, part in value)
+            return value
         assert is_dataclass(value) and value.__dataclass_params__.frozen, (
             f"{value!r} in the state can be changed in place"
         )
