@@ -1,5 +1,6 @@
 """Run files so small that a whole swarm trains within a test."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lab.run_files import TINY_MODEL, toml_of
@@ -16,12 +17,12 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(**changes: dict[str, object]) -> RunSpec:
+def tiny(**changes: Mapping[str, object]) -> RunSpec:
     """The tiny run with some keys changed, given by table."""
     return validated(_changed(changes), origin="the test")
 
 
-def tiny_text(**changes: dict[str, object]) -> str:
+def tiny_text(**changes: Mapping[str, object]) -> str:
     """The same as a run file, for commands that people type."""
     return toml_of(_changed(changes))
 
@@ -33,7 +34,7 @@ def run_of(model: DecoderModel, *, seed: int = 0, fragments: int = 1) -> RunSpec
     )
 
 
-def _changed(changes: dict[str, dict[str, object]]) -> dict[str, dict[str, Any]]:
+def _changed(changes: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, Any]]:
     tables = {name: {**table} for name, table in TINY.items()}
     for table, values in changes.items():
         tables.setdefault(table, {}).update(values)

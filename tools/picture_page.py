@@ -18,12 +18,11 @@ from PIL import Image
 from playwright.async_api import Page, async_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "integration"))
-
-from coordinator_scene import LOCAL, described, invite_from, joined, serving  # noqa: E402
-from played_swarm import Played, PlayedNode, played  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from coordinator.config import create_home  # noqa: E402
+from tests.integration.coordinator_scene import LOCAL, described, invite_from, joined, serving  # noqa: E402
+from tests.integration.played_swarm import Played, PlayedNode, played  # noqa: E402
 
 RUN = """
 [run]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from test_history_in_process import DEADLINES, STEADY, assert_sound
 
 from coordinator.config import rules_in_force
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, Script, SimulatedNode, SimulatedRun, simulate
 from node.island.data.dataset import Corpus
+from tests.chaos.test_history_in_process import DEADLINES, STEADY, assert_sound
 from tests.tiny_runs import tiny
 
 COPIED_AT, AMENDED_AT, DIES_AT, RETURNS_AT = 12.5, 18.0, 32.5, 40.0

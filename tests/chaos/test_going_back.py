@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from google.protobuf.message import Message
 from structlog.testing import capture_logs
-from test_history_in_process import DEADLINES, assert_sound
 
 from coordinator.swarm.explain import explain
 from lab.simulation.coordinator import Outage
@@ -21,6 +20,7 @@ from protocol.errors import UsageError
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import session_pb2
 from protocol.wire.rounds import Digest
+from tests.chaos.test_history_in_process import DEADLINES, assert_sound
 from tests.tiny_runs import tiny
 
 ROUNDS = 8

@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tls_coordinator import Coordinator
-from typed_commands import Swarm
 
 from lab.network.lab import LabUnavailableError, NetworkLab
 from lab.network.links import Link
+from tests.integration.tls_coordinator import Coordinator
+from tests.integration.typed_commands import Swarm
 
 
 @pytest.fixture

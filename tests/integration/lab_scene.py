@@ -4,9 +4,8 @@ import select
 import socket
 from contextlib import ExitStack, suppress
 
-from typed_commands import until
-
 from lab.network.lab import NetworkLab
+from tests.integration.typed_commands import until
 
 SECONDS = 60.0  # for what takes far less on an idle machine
 

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from typed_commands import Running, Swarm, atoll, done
-
 from coordinator.relay.line import LINE_FILE, Carriage
 from lab.network.lab import NetworkLab
+from tests.integration.typed_commands import Running, Swarm, atoll, done
 
 COORDINATOR = "coordinator"
 """The host that it runs on."""

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from typed_commands import ROOT, Running, Swarm, until
 
 from lab.processes.family import atoll_environment
 from node.kept import kept_model
 from protocol.v1 import status_pb2
+from tests.integration.typed_commands import ROOT, Running, Swarm, until
 from tests.tiny_runs import tiny_text
 
 PROGRAM = Path(__file__).with_name("loop_program.py")

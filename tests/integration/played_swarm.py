@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from blake3 import blake3
-from coordinator_scene import START, FakeNode, invite_from, joined
 
 from coordinator.config import Home
 from protocol.v1 import round_pb2, session_pb2
+from tests.integration.coordinator_scene import START, FakeNode, invite_from, joined
 
 WHOLE = 1 << 16
 BEAT_SECONDS = 0.5

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from transport_peers import Desk
-
 from node.exchange.peers import LEAST_PART_BYTES, Limits, TransferRefusedError
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.sending import Sending
@@ -23,6 +21,7 @@ from node.exchange.transport.streams import (
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import NodeId
+from tests.integration.transport_peers import Desk
 
 PART = LEAST_PART_BYTES
 BODY = os.urandom(10 * PART + 17)

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started, swarm_in, until
-from typed_commands import atoll, done
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
+from tests.integration.lab_swarm import COORDINATOR, asked, started, swarm_in, until
+from tests.integration.typed_commands import atoll, done
 from tests.tiny_runs import tiny_text
 
 NODES = ("one", "other")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops_scene import Loop
 from torch.utils.data import default_collate
-from typed_commands import ROOT, Swarm
 
 from lab.run_files import toml_of
 from node.kept import kept_model
 from protocol.run.models import FIRST_WEIGHTS
+from tests.integration.own_loops_scene import Loop
+from tests.integration.typed_commands import ROOT, Swarm
 from tests.transformers_configs import CONFIGS
 
 EXAMPLES = ROOT / "examples" / "functions"

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_machine import small_disk
-from typed_commands import Swarm, atoll, done, refused, until
 
 from coordinator.config import CoordinatorConfig, Home, create_home, rules_of
 from coordinator.store import Store
 from protocol.terminal.query import StatusLink
+from tests.integration.small_machine import small_disk
+from tests.integration.typed_commands import Swarm, atoll, done, refused, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(

@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typed_commands import Swarm, atoll, done, refused, typed_here
 
 from node.config import load_settings
 from protocol.trust.invite import Invite
 from protocol.v1 import status_pb2
 from tests import ports
+from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(

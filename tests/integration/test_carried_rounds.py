@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started, swarm_in, until
-from typed_commands import Swarm, atoll, done
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from lab.network.router import NatKind
+from tests.integration.lab_swarm import COORDINATOR, asked, started, swarm_in, until
+from tests.integration.typed_commands import Swarm, atoll, done
 from tests.tiny_runs import tiny_text
 
 SYMMETRIC, STRICT, LEFT, RIGHT = NODES = ("symmetric", "strict", "left", "right")

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
-from transport_peers import BIG, Peer, make_payload, want
 
 from node.exchange.peers import Limits, PeerUnreachableError, TransferRefusedError
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -15,6 +14,7 @@ from protocol.trust.identity import Identity
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import NodeId, PeerAddress, RosterEntry, Way
+from tests.integration.transport_peers import BIG, Peer, make_payload, want
 
 IMPATIENT = replace(Limits(), unreachable_seconds=0.3, knock_seconds=0.5, yield_seconds=0.1)
 NOWHERE = ("/ip4/127.0.0.1/tcp/1",)

@@ -15,14 +15,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from tls_coordinator import (
-    GET_RUN,
-    SUBSCRIBE,
-    Coordinator,
-    both_ways,
-    get_run,
-    get_run_blocking,
-)
 
 from protocol import errors
 from protocol.errors import (
@@ -41,6 +33,14 @@ from protocol.trust.pki import server_name
 from protocol.v1 import session_pb2_grpc
 from protocol.wire.channel import channel_options, open_channel
 from protocol.wire.status_codes import abort
+from tests.integration.tls_coordinator import (
+    GET_RUN,
+    SUBSCRIBE,
+    Coordinator,
+    both_ways,
+    get_run,
+    get_run_blocking,
+)
 from tests.ports import free_port
 
 

@@ -5,11 +5,6 @@ import random
 from typing import Any
 
 import pytest
-from tls_coordinator import (
-    GET_RUN,
-    SUBSCRIBE,
-    Coordinator,
-)
 
 from protocol.errors import (
     UnavailableError,
@@ -28,6 +23,11 @@ from protocol.wire.channel import (
     retried,
 )
 from protocol.wire.payload import WireCounts
+from tests.integration.tls_coordinator import (
+    GET_RUN,
+    SUBSCRIBE,
+    Coordinator,
+)
 
 
 async def test_a_reader_who_stops_early_leaves_no_stream_open(coordinator: Coordinator) -> None:

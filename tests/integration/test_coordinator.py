@@ -10,17 +10,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from coordinator_scene import (
-    MIDDLE,
-    NUM_ELEMENTS,
-    PATIENCE_SECONDS,
-    START,
-    FakeNode,
-    new_home,
-    result,
-    serving,
-    two_nodes,
-)
 
 from coordinator.config import RUN_TEMPLATE, Home, run_text
 from coordinator.swarm.members import MemberState
@@ -41,6 +30,17 @@ from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.status_pb2_grpc import StatusServiceStub
 from protocol.wire.channel import open_channel
 from protocol.wire.rounds import NodeId
+from tests.integration.coordinator_scene import (
+    MIDDLE,
+    NUM_ELEMENTS,
+    PATIENCE_SECONDS,
+    START,
+    FakeNode,
+    new_home,
+    result,
+    serving,
+    two_nodes,
+)
 
 
 def test_the_template_says_what_holds_without_it_but_for_what_its_head_names() -> None:

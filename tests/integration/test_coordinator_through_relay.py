@@ -5,7 +5,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from coordinator_scene import LOCAL, described, invite_from, joined, new_home, serving
 
 from coordinator.config import Home, create_home
 from coordinator.relay.line import RelayKey
@@ -15,6 +14,14 @@ from protocol.trust.enrolment import enrol, renew_by_identity
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Authority
 from protocol.v1 import status_pb2
+from tests.integration.coordinator_scene import (
+    LOCAL,
+    described,
+    invite_from,
+    joined,
+    new_home,
+    serving,
+)
 from tests.relay_scene import AT_HOME, HOST, World, free_port, until
 
 

@@ -5,9 +5,9 @@ import shutil
 import signal
 
 import pytest
-from typed_commands import Swarm, atoll, done
 
 from protocol.v1 import status_pb2
+from tests.integration.typed_commands import Swarm, atoll, done
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from coordinator_scene import LOCAL, FakeNode, described, invite_from, joined, serving
 from structlog.testing import capture_logs
 
 from coordinator import app
@@ -24,6 +23,14 @@ from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from protocol.trust.pki import server_name
 from protocol.wire.server import MOST_BEGUN, MOST_READ, WholeMessages
+from tests.integration.coordinator_scene import (
+    LOCAL,
+    FakeNode,
+    described,
+    invite_from,
+    joined,
+    serving,
+)
 from tests.relay_scene import free_port, until
 
 PER_ADDRESS = 8

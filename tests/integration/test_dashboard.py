@@ -13,17 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_scene import (
-    LOCAL,
-    MIDDLE,
-    NUM_ELEMENTS,
-    RUN,
-    FakeNode,
-    described,
-    new_home,
-    serving,
-    two_nodes,
-)
 from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.app import Coordinator
@@ -36,6 +25,17 @@ from coordinator.swarm.state import HeldOut
 from protocol.errors import SystemRefusedError
 from protocol.v1 import session_pb2
 from protocol.web.metrics import NODE_METRICS, PARTS
+from tests.integration.coordinator_scene import (
+    LOCAL,
+    MIDDLE,
+    NUM_ELEMENTS,
+    RUN,
+    FakeNode,
+    described,
+    new_home,
+    serving,
+    two_nodes,
+)
 
 PATIENCE_SECONDS = 60.0
 PATIENT = f"{RUN}[deadlines]\nlease = 300\n"  # nodes here beat only when a test says so

@@ -11,10 +11,6 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from tls_coordinator import (
-    Coordinator,
-    get_run,
-)
 
 from protocol.errors import (
     ProtocolMismatchError,
@@ -25,6 +21,10 @@ from protocol.trust import pki
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from protocol.wire.server import CONTROL_OPTIONS, ENROLMENT_OPTIONS, bind_enrolment, server_options
+from tests.integration.tls_coordinator import (
+    Coordinator,
+    get_run,
+)
 from tests.ports import free_port
 
 ROOT = Path(pki.__file__).parents[2]

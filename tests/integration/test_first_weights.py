@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typed_commands import Running, Swarm, atoll, done, until
 
 from node.kept import kept_model
 from node.models.reading import digest_of_first, write_first
 from protocol.run.models import FIRST_WEIGHTS, Description, layout_of
 from protocol.run.run_files import DESCRIPTION_FILE, load_run_file
+from tests.integration.typed_commands import Running, Swarm, atoll, done, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(run={"name": "given", "rounds": 2, "min_nodes": 2})

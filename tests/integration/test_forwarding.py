@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from coordinator_scene import FakeNode, invite_from, joined, new_home, serving
 
 from coordinator.config import CoordinatorConfig, Home
 from coordinator.relay.doors import Limits
@@ -28,6 +27,7 @@ from protocol.v1 import operator_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
 from protocol.wire.payload import WireCounts
+from tests.integration.coordinator_scene import FakeNode, invite_from, joined, new_home, serving
 from tests.relay_scene import free_port
 
 OLD, NEW = "127.0.0.2", "127.0.0.3"

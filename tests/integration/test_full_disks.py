@@ -13,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_machine import SmallDisk, small_disk
-from typed_commands import ROOT, WITHOUT_PRIVILEGES, Swarm, atoll, done, rests, until
 
 from node.kept import kept_model
 from node.models.export import Origin, export_model
@@ -23,6 +21,16 @@ from protocol.run.models import layout_of
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
 from protocol.wire.rounds import Digest
+from tests.integration.small_machine import SmallDisk, small_disk
+from tests.integration.typed_commands import (
+    ROOT,
+    WITHOUT_PRIVILEGES,
+    Swarm,
+    atoll,
+    done,
+    rests,
+    until,
+)
 from tests.tiny_runs import tiny
 
 RUN = """

@@ -6,8 +6,8 @@ import re
 import signal
 
 import pytest
-from typed_commands import Swarm, atoll, done, refused, until
 
+from tests.integration.typed_commands import Swarm, atoll, done, refused, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, asked, swarm_in
-from typed_commands import Running, Swarm, atoll, refused
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
+from tests.integration.lab_swarm import COORDINATOR, asked, swarm_in
+from tests.integration.typed_commands import Running, Swarm, atoll, refused
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 4

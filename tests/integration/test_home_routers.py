@@ -5,11 +5,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started
-from typed_commands import Swarm
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
+from tests.integration.lab_swarm import COORDINATOR, asked, started
+from tests.integration.typed_commands import Swarm
 from tests.tiny_runs import tiny_text
 
 FORWARDS, STRICT = "forwards", "strict"

@@ -6,10 +6,10 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import pytest
-from typed_commands import Running, atoll, done, until
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
+from tests.integration.typed_commands import Running, atoll, done, until
 from tests.tiny_runs import tiny_text
 
 pytestmark = pytest.mark.usefixtures("may_make_network_labs")

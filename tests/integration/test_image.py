@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import yaml
-from lab_swarm import until
 
 from lab.image import DOCKERFILE, Image, ImageUnavailableError, made_image
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
+from tests.integration.lab_swarm import until
 
 COMPOSE = yaml.safe_load((DOCKERFILE.parent / "compose.yaml").read_text())["services"]
 HOSTS = ("coordinator", "node-1", "node-2")

@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started, swarm_in
-from typed_commands import Swarm, atoll, refused
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from lab.network.switch import _ip as ip
 from node.kept import kept_model
 from tests.fake_metadata import AWS_ACTION, in_seconds, serving
+from tests.integration.lab_swarm import COORDINATOR, asked, started, swarm_in
+from tests.integration.typed_commands import Swarm, atoll, refused
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 3

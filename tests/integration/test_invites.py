@@ -9,15 +9,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from coordinator_scene import (
-    LOCAL,
-    FakeNode,
-    described,
-    invite_from,
-    joined,
-    new_home,
-    serving,
-)
 
 from coordinator.config import Home, create_home
 from coordinator.inviting import invite as invite_command
@@ -41,6 +32,15 @@ from protocol.v1 import operator_pb2, session_pb2, status_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire.channel import open_channel
+from tests.integration.coordinator_scene import (
+    LOCAL,
+    FakeNode,
+    described,
+    invite_from,
+    joined,
+    new_home,
+    serving,
+)
 
 
 async def test_the_owner_types_invite_create_and_the_one_line_printed_lets_a_node_join(

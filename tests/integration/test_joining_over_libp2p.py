@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transport_peers import Desk, Peer, introduce
 
 from node.disk.snapshot_folder import OpenSnapshot, SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot
@@ -22,6 +21,7 @@ from node.heavy import in_thread
 from protocol.trust.identity import Identity
 from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import Digest, NodeId
+from tests.integration.transport_peers import Desk, Peer, introduce
 
 RUN, LAYOUT = Digest(bytes(32)), Digest(bytes(31) + b"l")
 NUM_ELEMENTS = 4_000_000

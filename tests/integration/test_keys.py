@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from coordinator_scene import START, FakeNode, invite_from, joined, new_home, serving, two_nodes
 
 from coordinator.authority_key import read_authority_key, refuse_damaged
 from coordinator.backup import back_up
@@ -53,6 +52,15 @@ from protocol.v1 import operator_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_blocking_channel
 from protocol.wire.payload import WireCounts
+from tests.integration.coordinator_scene import (
+    START,
+    FakeNode,
+    invite_from,
+    joined,
+    new_home,
+    serving,
+    two_nodes,
+)
 from tests.ports import free_port
 
 LONG_AGO = 1e9  # September 2001, as a clock without a battery shows

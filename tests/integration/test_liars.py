@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from liar import LIES
-from typed_commands import ROOT, Running, Swarm, atoll, done, rests, until
 
 from coordinator.swarm.conviction import FEWEST_ROUNDS_OUT, MOST_AGAINST
 from lab.simulation.swarm import Life, simulate
 from node.island.data.dataset import read_corpus
+from tests.integration.liar import LIES
+from tests.integration.typed_commands import ROOT, Running, Swarm, atoll, done, rests, until
 from tests.tiny_runs import tiny, tiny_text
 
 HONEST = ("one", "two", "three")

@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from own_loops_scene import Scene
-from typed_commands import ROOT
+
+from tests.integration.own_loops_scene import Scene
+from tests.integration.typed_commands import ROOT
 
 EXAMPLES = ROOT / "examples"
 # The template's model, which the examples bring.

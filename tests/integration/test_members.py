@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from coordinator_scene import invite_from, joined, new_home, serving, two_nodes
 
 from coordinator.backup import back_up
 from coordinator.config import Home
@@ -40,6 +39,7 @@ from protocol.v1 import (
 )
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import open_channel
+from tests.integration.coordinator_scene import invite_from, joined, new_home, serving, two_nodes
 from tests.ports import free_port
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, started, swarm_in
-from typed_commands import Swarm, atoll, done, refused, until
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from node.kept import kept_model
 from protocol.trust.invite import Invite
+from tests.integration.lab_swarm import COORDINATOR, started, swarm_in
+from tests.integration.typed_commands import Swarm, atoll, done, refused, until
 from tests.ports import free_port
 from tests.tiny_runs import tiny_text
 

@@ -11,13 +11,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from lab_scene import SECONDS, Post, begin_to_dial, is_refused, listen, talk
-from typed_commands import ROOT, until
 
 from lab.network import lab as network_lab
 from lab.network.lab import LabBrokenError, LabUnavailableError, NetworkLab
 from lab.network.links import Link
 from protocol.errors import UsageError
+from tests.integration.lab_scene import SECONDS, Post, begin_to_dial, is_refused, listen, talk
+from tests.integration.typed_commands import ROOT, until
 
 NAMED_NAMESPACES = Path("/var/run/netns")
 

@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started
-from typed_commands import Swarm, atoll, done, refused
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from node.kept import kept_model
+from tests.integration.lab_swarm import COORDINATOR, asked, started
+from tests.integration.typed_commands import Swarm, atoll, done, refused
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 3

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from typed_commands import PATIENCE_SECONDS, ROOT, until
 
 from lab.processes.family import MARK, Family
+from tests.integration.typed_commands import PATIENCE_SECONDS, ROOT, until
 
 # Started by a thread that ends at once, in a session of its own, as real benchmarks start nodes; and
 # with a child that its parent has forgotten, in another session, as p2pd is.

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import connect_proxy
 import pytest
-from lab_swarm import COORDINATOR, asked, swarm_in
-from typed_commands import Running, Swarm, atoll, done, refused, until
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
+from tests.integration import connect_proxy
+from tests.integration.lab_swarm import COORDINATOR, asked, swarm_in
+from tests.integration.typed_commands import Running, Swarm, atoll, done, refused, until
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 3

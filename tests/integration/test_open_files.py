@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from coordinator_scene import new_home, result, two_nodes
-from typed_commands import Running, Swarm, until
 
 from coordinator.app import OWN_OPEN_FILES
 from coordinator.connections import most_connections
 from protocol.v1 import status_pb2
+from tests.integration.coordinator_scene import new_home, result, two_nodes
+from tests.integration.typed_commands import Running, Swarm, until
 
 LIMIT = 110
 CROWD = 2 * LIMIT

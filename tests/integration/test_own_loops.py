@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from own_loops_scene import SECONDS, Scene, assert_holds
-from typed_commands import atoll, done, until
 
 from node.kept import kept_model
+from tests.integration.own_loops_scene import SECONDS, Scene, assert_holds
+from tests.integration.typed_commands import atoll, done, until
 
 RUN = {"run": {"name": "loops", "rounds": 4, "min_nodes": 2}, "evaluation": {"every_rounds": 2}}
 SHORT = {"name": "loops", "rounds": 2, "min_nodes": 2}

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from transport_peers import Peer, introduce, make_payload, want
 
 from benchmarks.wire.paced_uploads import PACED_SHARE, UPLINK_MBIT
 from node.exchange.peers import Limits
@@ -17,6 +16,7 @@ from node.exchange.transport.libp2p import Libp2pTransport
 from protocol.trust.identity import Identity
 from protocol.wire.payload import WireCounts
 from protocol.wire.vitals import NO_UPLOAD, UploadPace
+from tests.integration.transport_peers import Peer, introduce, make_payload, want
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from coordinator_scene import LOCAL, described, invite_from, joined, serving
-from played_swarm import Played, PlayedNode, played
 
 from coordinator.config import Home, create_home
 from coordinator.dashboard.link import page_link
+from tests.integration.coordinator_scene import LOCAL, described, invite_from, joined, serving
+from tests.integration.played_swarm import Played, PlayedNode, played
 
 playwright = pytest.importorskip("playwright.async_api", reason="the extra dev has it")
 

@@ -5,8 +5,6 @@ import contextlib
 import os
 
 import pytest
-from sending_scene import BODY, PART, SENDER, Wire, offered, part_of
-from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.peers import Limits
@@ -17,6 +15,8 @@ from node.exchange.transport.streams import FrameError, TransferStream
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CONTRIBUTION, WireCounts
 from protocol.wire.rounds import Digest, NodeId
+from tests.integration.sending_scene import BODY, PART, SENDER, Wire, offered, part_of
+from tests.integration.transport_peers import make_payload
 
 
 class _Answers:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lab_swarm import COORDINATOR, asked, started, swarm_in
-from typed_commands import Swarm
 
 from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from node.kept import kept_model
+from tests.integration.lab_swarm import COORDINATOR, asked, started, swarm_in
+from tests.integration.typed_commands import Swarm
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 7

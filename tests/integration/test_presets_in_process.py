@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from coordinator_scene import LOCAL, serving
 
 from benchmarks.presets import checked, checks
 from coordinator.config import Home, create_home, settle_preset
@@ -12,6 +11,7 @@ from protocol.errors import ConfigError
 from protocol.run.run_files import load_run_file
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
+from tests.integration.coordinator_scene import LOCAL, serving
 
 CHECKS = dict(checks())
 

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_swarm import (
+
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
+from lab.network.router import NatKind
+from tests.integration.lab_swarm import (
     COORDINATOR,
     RELAY,
     asked,
@@ -17,11 +21,7 @@ from lab_swarm import (
     swarm_in,
     until,
 )
-from typed_commands import Running, Swarm
-
-from lab.network.lab import NetworkLab
-from lab.network.links import Link
-from lab.network.router import NatKind
+from tests.integration.typed_commands import Running, Swarm
 from tests.tiny_runs import tiny_text
 
 ONE, OTHER, HELPER = "one", "other", "helper"

@@ -12,7 +12,6 @@ from typing import get_args
 
 import pytest
 from structlog.testing import capture_logs
-from transport_peers import BIG, Peer, make_payload
 
 from coordinator.services.outside import Lookout, listen
 from lab.network.lab import NetworkLab
@@ -25,6 +24,7 @@ from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import NodeId
+from tests.integration.transport_peers import BIG, Peer, make_payload
 
 ONE, OTHER, OUTSIDE = "one", "other", "outside"
 PORTS = (7700, 7701)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typed_commands import Running, Swarm, atoll, done, refused, until
 
 from node.kept import kept_model
 from node.machine.hardware import congestion_control
 from node.models.export import load_exported
 from protocol.terminal.console import printable
+from tests.integration.typed_commands import Running, Swarm, atoll, done, refused, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typed_commands import Swarm, atoll, refused
+
+from tests.integration.typed_commands import Swarm, atoll, refused
 
 RUN = """
 [run]

@@ -6,7 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from lab_swarm import (
+
+from coordinator.relay.line import LINE_FILE
+from lab.network.lab import NetworkLab
+from lab.network.links import Link
+from node.kept import kept_model
+from tests.integration.lab_swarm import (
     COORDINATOR,
     RELAY,
     RELAY_PORT,
@@ -15,12 +20,7 @@ from lab_swarm import (
     start_relay,
     started,
 )
-from typed_commands import atoll, done, refused
-
-from coordinator.relay.line import LINE_FILE
-from lab.network.lab import NetworkLab
-from lab.network.links import Link
-from node.kept import kept_model
+from tests.integration.typed_commands import atoll, done, refused
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 7

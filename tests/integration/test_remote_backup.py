@@ -18,7 +18,6 @@ from urllib.request import Request, urlopen
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from typed_commands import Swarm, atoll, done, refused, typed_here, until
 
 from coordinator.backups import CopyName
 from coordinator.config import Home
@@ -26,6 +25,7 @@ from coordinator.remote_backup import RemoteCopies
 from lab.processes.family import atoll_command, atoll_environment
 from protocol.errors import BadDataError
 from tests.deployed import coordinator_in
+from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(run={"name": "kept", "rounds": 100, "min_nodes": 1})

@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from coordinator_scene import invite_from, joined, new_home, serving
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
@@ -34,6 +33,7 @@ from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import channel_options, open_channel
 from protocol.wire.status_codes import translated
+from tests.integration.coordinator_scene import invite_from, joined, new_home, serving
 
 ANYBODY = {"owner", "viewer", "node", "helper", "nobody"}
 NODE, MEMBERS, OWNER = {"node", "helper"}, {"owner", "viewer", "node", "helper"}, {"owner"}

@@ -11,8 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from sending_scene import BODY, PART, SENDER, Wire, offered
-from transport_peers import make_payload
 
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.peers import Limits, TransferRefusedError
@@ -31,6 +29,8 @@ from node.exchange.transport.streams import TransferStream
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import Digest, NodeId
+from tests.integration.sending_scene import BODY, PART, SENDER, Wire, offered
+from tests.integration.transport_peers import make_payload
 
 
 async def test_a_large_body_comes_over_several_streams_and_whole() -> None:

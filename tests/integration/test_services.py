@@ -14,11 +14,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from typed_commands import PATIENCE_SECONDS, Swarm, atoll, done, refused, until
 
 from node.machine.limits import hours_of
 from protocol.service.unit import units_folder
 from tests.fake_metadata import AWS_ACTION, in_seconds, serving
+from tests.integration.typed_commands import PATIENCE_SECONDS, Swarm, atoll, done, refused, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(

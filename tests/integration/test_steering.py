@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typed_commands import Swarm, atoll, done, refused, typed_here, until
 
 from protocol.v1 import status_pb2
+from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here, until
 from tests.tiny_runs import tiny_text
 
 RUN = tiny_text(

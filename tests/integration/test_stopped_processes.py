@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from typed_commands import Swarm
 
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
+from tests.integration.typed_commands import Swarm
 from tests.tiny_runs import tiny_text
 
 ROUNDS = 14

@@ -6,14 +6,14 @@ import resource
 from contextlib import AsyncExitStack, suppress
 
 import pytest
-from sending_scene import PART, Wire
-from transport_peers import Desk, make_payload
 
 from node.exchange.peers import Limits, TransferRefusedError
 from node.exchange.transport.libp2p import within_open_files
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.serving import Server, verify_inline
 from protocol.wire.rounds import NodeId
+from tests.integration.sending_scene import PART, Wire
+from tests.integration.transport_peers import Desk, make_payload
 
 NUM_CONTRIBUTORS, NUM_BODIES = 200, 2
 FEW = Limits(max_streams=16, idle_seconds=60)

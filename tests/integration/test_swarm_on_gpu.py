@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from own_loops_scene import Scene, assert_holds
-from test_any_model_swarm import DIGITS, EXAMPLES, RESIDUAL, RULES, TRANSFORMERS
 from transformers import AutoModelForCausalLM
-from typed_commands import Swarm, atoll, done
 
 from lab.run_files import toml_of
 from node.kept import kept_model
 from protocol.run.models import FIRST_WEIGHTS
+from tests.integration.own_loops_scene import Scene, assert_holds
+from tests.integration.test_any_model_swarm import DIGITS, EXAMPLES, RESIDUAL, RULES, TRANSFORMERS
+from tests.integration.typed_commands import Swarm, atoll, done
 from tests.transformers_configs import CONFIGS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA shows no GPU here")

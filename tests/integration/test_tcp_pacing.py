@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transport_peers import introduce, make_payload, start_transport
 
 from node.doctor.checks import pacing_finding
 from node.exchange.peers import Limits
@@ -29,6 +28,7 @@ from node.exchange.transport.rates.tcp import (
     pause_after,
     sockets_of,
 )
+from tests.integration.transport_peers import introduce, make_payload, start_transport
 
 SECONDS = 20.0
 LOOK_SECONDS = Limits().tcp_look_seconds

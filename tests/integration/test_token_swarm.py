@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typed_commands import Swarm, atoll, done
 
 from coordinator.swarm.weighing import common_corpus
 from lab.simulation.swarm import Life, simulate
@@ -15,6 +14,7 @@ from node.island.data.manifest import read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from protocol.run.run_spec import RunSpec
+from tests.integration.typed_commands import Swarm, atoll, done
 from tests.tiny_runs import tiny, tiny_text
 from tests.unit.served_folder import serving
 from tests.unit.tokens_scene import write_jsonl, write_tokenizer

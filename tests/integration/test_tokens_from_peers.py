@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-from test_token_swarm import digest_of
-from typed_commands import Swarm, until
 
 from coordinator.config import rules_of
 from coordinator.store import Store
@@ -16,6 +14,8 @@ from node.island.data.places import DataPlaces
 from node.island.data.token_shards import TokenShards
 from protocol.run.run_files import load_run_file
 from protocol.run.run_spec import RunSpec
+from tests.integration.test_token_swarm import digest_of
+from tests.integration.typed_commands import Swarm, until
 from tests.tiny_runs import tiny, tiny_text
 from tests.unit.tokens_scene import small_shards
 

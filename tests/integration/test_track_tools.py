@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from coordinator_scene import LOCAL, described, serving
-from otlp_receiver import Receiver
-from played_swarm import Played, played
 
 from coordinator.config import Home, create_home
 from lab.processes.family import atoll_command, atoll_environment
+from tests.integration.coordinator_scene import LOCAL, described, serving
+from tests.integration.played_swarm import Played, played
+from tests.otlp_receiver import Receiver
 
 RUN = """
 [run]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from typed_commands import Swarm, atoll, done, refused, typed_here
 
 from node.island.models.generate import decoder_of
 from node.kept import kept_model
+from tests.integration.typed_commands import Swarm, atoll, done, refused, typed_here
 from tests.unit.tokens_scene import write_jsonl, write_tokenizer
 
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from transport_peers import BIG, Peer, introduce, make_payload, want
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.exchange.peers import (
@@ -31,6 +30,7 @@ from protocol.wire.payload import (
     Payload,
     WireCounts,
 )
+from tests.integration.transport_peers import BIG, Peer, introduce, make_payload, want
 
 SECONDS = 20.0
 

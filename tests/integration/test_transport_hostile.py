@@ -6,7 +6,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
-from transport_peers import BIG, Peer, introduce, make_payload, start_transport
 
 from node.exchange.peers import (
     FalseAnswerError,
@@ -28,6 +27,7 @@ from protocol.trust.identity import Identity
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CHUNK, MANIFEST, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, PeerAddress, RosterEntry
+from tests.integration.transport_peers import BIG, Peer, introduce, make_payload, start_transport
 
 SECONDS = 20.0
 ANSWER_SECONDS = 5.0

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transport_peers import Desk, Peer, introduce, make_payload, start_transport
 
 from node.exchange.peers import (
     Limits,
@@ -25,6 +24,7 @@ from node.machine.addresses import OwnAddress, Reachability, announced
 from protocol.errors import SystemRefusedError
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.wire.payload import WireCounts
+from tests.integration.transport_peers import Desk, Peer, introduce, make_payload, start_transport
 
 SECONDS = 20.0
 

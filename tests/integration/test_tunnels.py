@@ -8,11 +8,8 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
-import connect_proxy
 import pytest
 import structlog
-from transport_peers import Desk
-from typed_commands import Swarm, done, refused, typed_here
 
 from node.exchange.peers import Limits
 from node.exchange.transport.libp2p import Libp2pTransport
@@ -22,6 +19,9 @@ from protocol.trust.identity import Identity
 from protocol.trust.proxy import Proxy, ProxyRefusedError
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import PeerAddress, RosterEntry
+from tests.integration import connect_proxy
+from tests.integration.transport_peers import Desk
+from tests.integration.typed_commands import Swarm, done, refused, typed_here
 from tests.ports import free_port
 from tests.tiny_runs import tiny_text
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import structlog
-from coordinator_scene import PATIENCE_SECONDS, invite_from, new_home, serving
 
 from coordinator.app import Coordinator
 from node.doctor.checks import coordinator_findings
@@ -16,6 +15,7 @@ from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from protocol.v1.session_pb2_grpc import SessionServiceStub
 from protocol.wire.channel import open_channel
+from tests.integration.coordinator_scene import PATIENCE_SECONDS, invite_from, new_home, serving
 
 
 async def test_a_node_waits_until_its_coordinator_has_started(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
-from transport_peers import Desk
-
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.whereabouts import (
     MOST_PLACES,
@@ -20,6 +18,7 @@ from protocol.trust.invite import Invite, InvitedBy
 from protocol.trust.pki import Authority, new_swarm_id, pin_of
 from protocol.trust.rulings import Address
 from protocol.wire.payload import WireCounts
+from tests.integration.transport_peers import Desk
 
 PIN = bytes(range(32))
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from small_machine import SmallDisk
-
 from lab.processes.family import (
     MARK,
     SOURCES,
@@ -28,6 +26,7 @@ from lab.processes.family import (
 from protocol.terminal import cli, console
 from protocol.terminal.query import StatusLink
 from protocol.v1 import status_pb2
+from tests.integration.small_machine import SmallDisk
 from tests.ports import free_port
 
 ROOT = SOURCES

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_scene import ranks_that
 
 from lab.simulation.inline_island import lone_work, unseen
 from node.island.island import Evaluation, InnerReport
@@ -26,6 +25,7 @@ from node.outer_state import SharedNames, SharedVectors, Vector
 from protocol.errors import AtollError
 from protocol.run.models import TransformersModel
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.islands.rank_scene import ranks_that
 
 STEPS = 4
 PATIENCE_SECONDS = 240  # for a hang only

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rank_scene import initial_vectors, small_spec, with_texts
 
 from node.island.ranks.forkserver import prepare_forkserver
 from node.outer_state import SharedVectors
+from tests.islands.rank_scene import initial_vectors, small_spec, with_texts
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_scene import ranks_that
 
 from lab.simulation.inline_island import lone_work, unseen
 from node.island.data.dataset import Dataset
@@ -35,6 +34,7 @@ from protocol.run.run_spec import (
     InnerSection,
     RunSpec,
 )
+from tests.islands.rank_scene import ranks_that
 
 # 5 layers and 24 × 40 matrices: pipelines and shards get parts of different sizes. More ranks than
 # some tensors have rows would be empty shards: norms have 24 values, of which tensor ranks share.

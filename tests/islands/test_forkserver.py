@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rank_scene import initial_vectors, small_spec, with_texts, work_of
 
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.data.places import DataPlaces
@@ -32,6 +31,7 @@ from node.island.ranks.faults import RankDiedError
 from node.island.ranks.forkserver import _live, end_forkserver, prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from protocol.run.models import layout_of
+from tests.islands.rank_scene import initial_vectors, small_spec, with_texts, work_of
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from any_model_scene import Outcome, RefusedError, check_alike, trained
 
 from node.island.data.dataset import Dataset
 from node.island.data.opening import open_dataset
@@ -13,6 +12,7 @@ from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.islands.any_model_scene import Outcome, RefusedError, check_alike, trained
 
 
 def spec_of(*, counts: bool, sparse: bool, optimizer: str = "adamw") -> RunSpec:

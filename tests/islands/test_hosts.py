@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 from structlog.testing import capture_logs
-from test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
 
 from lab.processes.family import MARK, Family, atoll_command, atoll_environment
 from lab.simulation.inline_island import InlineIsland
@@ -32,6 +31,7 @@ from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
+from tests.islands.test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
 
 SPEC = small_spec().model_copy(
     update={"model": small_spec().model.model_copy(update={"num_layers": 2})}

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from rank_scene import initial_vectors, with_texts
 
 from lab.simulation.inline_island import lone_work, unseen
 from node.island.data.places import DataPlaces
@@ -11,6 +10,7 @@ from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from protocol.run.models import DecoderModel
 from protocol.run.run_spec import DataSection, InnerSection, RunSpec
+from tests.islands.rank_scene import initial_vectors, with_texts
 
 SPEC = RunSpec(
     model=DecoderModel(

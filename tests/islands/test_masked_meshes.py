@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mesh_scene import Figures, spec_of, trained
 
 from node.island.data.manifest import read_manifest
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, check_shape
 from node.island.ranks.forkserver import prepare_forkserver
 from protocol.errors import ConfigError
 from protocol.run.run_spec import DataSection, RunSpec
+from tests.islands.mesh_scene import Figures, spec_of, trained
 from tests.unit.tokens_scene import prepared
 
 

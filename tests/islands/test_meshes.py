@@ -9,7 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mesh_scene import (
+
+from node.island.models.first_weights import initial_parameters
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, Precision
+from node.island.ranks.forkserver import prepare_forkserver
+from protocol.run.run_spec import RunSpec
+from tests.islands.mesh_scene import (
     LIKE_BOTH,
     LIKE_MISTRAL,
     LIKE_QWEN,
@@ -23,11 +28,6 @@ from mesh_scene import (
     trained,
     with_muon,
 )
-
-from node.island.models.first_weights import initial_parameters
-from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, Precision
-from node.island.ranks.forkserver import prepare_forkserver
-from protocol.run.run_spec import RunSpec
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from any_model_scene import text_run
-from rank_scene import island_of, started, with_texts, work_of
 
 from node.island.checkpoints.folder import CheckpointFolder
 from node.island.island import InnerReport
@@ -27,6 +25,8 @@ from node.machine.gpus import LIBRARY, gpus_of
 from node.outer_state import SharedVectors, Vector
 from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.islands.any_model_scene import text_run
+from tests.islands.rank_scene import island_of, started, with_texts, work_of
 from tests.transformers_configs import CONFIGS
 
 pytestmark = [

@@ -10,11 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_scene import initial_vectors
 from structlog.testing import capture_logs
-from test_hosts import PATIENCE_SECONDS, folder_of, following, island_of, open_desk
-from test_restarts_of_ranks import SPEC as RESTARTED
-from test_restarts_of_ranks import ignore, work
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lab.simulation.inline_island import InlineIsland
@@ -26,6 +22,10 @@ from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
+from tests.islands.rank_scene import initial_vectors
+from tests.islands.test_hosts import PATIENCE_SECONDS, folder_of, following, island_of, open_desk
+from tests.islands.test_restarts_of_ranks import SPEC as RESTARTED
+from tests.islands.test_restarts_of_ranks import ignore, work
 
 SPEC = RESTARTED.model_copy(  # a batch that three hosts can share as well as two
     update={"inner": RESTARTED.inner.model_copy(update={"batch": 12})}

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_scene import small_spec
 
 from lab.simulation.inline_island import InlineIsland
 from node.island.data.places import DataPlaces
@@ -29,6 +28,7 @@ from node.outer_state import SharedVectors
 from protocol.errors import ConfigError, NoInputError
 from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
+from tests.islands.rank_scene import small_spec
 
 ENDLESS = 1_000_000
 
@@ -367,8 +367,8 @@ DAEMON = """
 import asyncio, sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from test_ranks import ENDLESS, DataPlaces, LocalTraining, ProcessIsland, RanksHere, SharedVectors
-from test_ranks import layout_of, small_spec, work_of
+from tests.islands.test_ranks import ENDLESS, DataPlaces, LocalTraining, ProcessIsland, RanksHere
+from tests.islands.test_ranks import SharedVectors, layout_of, small_spec, work_of
 
 async def main():
     vectors = SharedVectors.create(layout_of(small_spec()).num_elements)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_scene import island_of, started, with_texts, work_of
 from structlog.testing import capture_logs
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -22,6 +21,7 @@ from node.island.ranks.faults import RankDiedError, RankHungError
 from node.outer_state import SharedVectors
 from protocol.run.models import DecoderModel, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.islands.rank_scene import island_of, started, with_texts, work_of
 
 # 24 × 40 matrices and 5 layers, so that parts differ in size.
 SPEC = RunSpec(

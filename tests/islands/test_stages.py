@@ -6,14 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from any_model_scene import (
-    Outcome,
-    RefusedError,
-    check_alike,
-    prepare_with_transformers,
-    text_run,
-    trained,
-)
 
 from node.island.data.dataset import Corpus, Dataset, read_corpus
 from node.island.data.opening import open_dataset
@@ -23,6 +15,14 @@ from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.forkserver import prepare_forkserver
 from protocol.run.models import FunctionModel
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
+from tests.islands.any_model_scene import (
+    Outcome,
+    RefusedError,
+    check_alike,
+    prepare_with_transformers,
+    text_run,
+    trained,
+)
 from tests.transformers_configs import CONFIGS
 
 

@@ -9,13 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from any_model_scene import (
-    Outcome,
-    check_alike,
-    prepare_with_transformers,
-    text_run,
-    trained,
-)
 from transformers import AutoModelForCausalLM
 
 from node.island.data.dataset import Corpus, Dataset, read_corpus
@@ -25,6 +18,13 @@ from node.island.data.places import DataPlaces
 from node.island.models.describing import describe
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from protocol.run.run_spec import DataSection, LoraSection, RunSpec
+from tests.islands.any_model_scene import (
+    Outcome,
+    check_alike,
+    prepare_with_transformers,
+    text_run,
+    trained,
+)
 from tests.transformers_configs import CONFIGS
 from tests.unit.tokens_scene import prepared
 

@@ -6,8 +6,9 @@
 from pathlib import Path
 
 import pytest
-from effort import NIGHTLY_FACTOR
 from hypothesis import HealthCheck, settings
+
+from tests.property.effort import NIGHTLY_FACTOR
 
 BOTH = {
     "deadline": None,  # examples of very different sizes, on busy machines

@@ -6,8 +6,6 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
-from swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
-
 from coordinator.swarm.checking import unchecked
 from coordinator.swarm.conviction import MOST_CONTRADICTED
 from coordinator.swarm.ledger import Places, free_again
@@ -16,6 +14,7 @@ from coordinator.swarm.state import RoundPhase, SwarmState
 from coordinator.swarm.weighing import say_of
 from protocol.wire.messages import SliceTakenOver
 from protocol.wire.rounds import Assignment, Commit, NodeId, Plan
+from tests.property.swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 
 
 def check_plan(books: Books, plan: Plan, state: SwarmState) -> None:

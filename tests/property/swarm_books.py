@@ -7,13 +7,12 @@ stands in swarm_audit.
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from swarm_nodes import Place
-
 from coordinator.swarm.events import Attached, Event, Reported
 from coordinator.swarm.members import PRESENT, MemberState
 from coordinator.swarm.state import SwarmState
 from protocol.wire.messages import Held, Reduced, SliceTakenOver
 from protocol.wire.rounds import Assignment, Commit, Digest, LayoutSummary, NodeId, Plan
+from tests.property.swarm_nodes import Place
 
 CODECS = ("int4/1", "int4/1")
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(700, 200))

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 
-from swarm_nodes import SimulatedNode
-
 from coordinator.swarm.committed import may_bring_commits
 from coordinator.swarm.events import Action, EndSession, OpenSession, Tell
 from coordinator.swarm.members import MemberState
@@ -20,6 +18,7 @@ from protocol.wire.messages import (
     SliceTakenOver,
 )
 from protocol.wire.rounds import NodeId
+from tests.property.swarm_nodes import SimulatedNode
 
 Nodes = Mapping[NodeId, SimulatedNode]
 

@@ -9,12 +9,6 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
-import swarm_audit as audit
-from sealing import Sealer
-from swarm_books import CODECS, LAYOUT, Books, is_void
-from swarm_edge import obey
-from swarm_laws import MembersStay, check_deadline, check_leases
-from swarm_nodes import CONTEXT, SimulatedNode, Swarm, sender_of
 
 from coordinator.swarm.events import (
     Action,
@@ -47,6 +41,12 @@ from protocol.wire.messages import (
     SliceTakenOver,
 )
 from protocol.wire.rounds import Commit, Digest, NodeId, PeerAddress
+from tests.property import swarm_audit as audit
+from tests.property.sealing import Sealer
+from tests.property.swarm_books import CODECS, LAYOUT, Books, is_void
+from tests.property.swarm_edge import obey
+from tests.property.swarm_laws import MembersStay, check_deadline, check_leases
+from tests.property.swarm_nodes import CONTEXT, SimulatedNode, Swarm, sender_of
 
 RUN = Digest(b"r" * 32)
 PAUSE_SECONDS = 15.0

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from coordinator.swarm.state import Verdict
 from coordinator.swarm.weighing import say_of, weight_of
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import NodeId, RoundSpan
+from tests.property.effort import examples
 from tests.unit.swarm_scene import Scene, asked_of, digest_of
 
 NAMES = tuple("abcdefg")

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from coordinator.swarm.weighing import (
     worth,
 )
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, Digest, NodeId, PeerAddress
+from tests.property.effort import examples
 from tests.unit.swarm_scene import PLAIN_RULES, Scene
 
 LIE, RIGHT = Digest(b"a lie"), Digest(b"right")

@@ -2,7 +2,6 @@ import contextlib
 
 import numpy as np
 import pytest
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as of_numpy
@@ -11,6 +10,7 @@ from node.exchange.codecs.codec import Codec, CodecError
 from node.exchange.codecs.registry import CODECS, codec_named
 from node.exchange.error_feedback import Residual
 from protocol.wire.rounds import BLOCK
+from tests.property.effort import examples
 
 TOP = {"int8/1": 127, "int4/1": 7}
 

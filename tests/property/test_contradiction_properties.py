@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
-from effort import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from protocol.wire.rounds import (
     NodeId,
     SliceOutcome,
 )
+from tests.property.effort import examples
 
 DIGEST = Digest(b"d" * 32)
 MANY_ELEMENTS = 1 << 30  # chance explains nothing

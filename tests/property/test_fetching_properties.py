@@ -3,7 +3,6 @@
 from collections import Counter
 from itertools import pairwise
 
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from node.exchange.fetching import (
 )
 from node.exchange.peers import Waits
 from protocol.wire.rounds import NodeId
+from tests.property.effort import examples
 
 DONORS = tuple(NodeId(name) for name in "abcd")
 ANSWERS = st.lists(

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 
-from effort import examples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from coordinator.swarm.reach_back import latest_in_reach
 from protocol.errors import UsageError
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.wire.rounds import NodeId
+from tests.property.effort import examples
 from tests.unit.going_back_scene import Kept
 from tests.unit.swarm_scene import Scene
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from coordinator.swarm.members import MemberState
 from coordinator.swarm.state import RoundPhase, SwarmState
 from coordinator.swarm.weighing import worth
 from protocol.wire.rounds import Commit, Digest, NodeId
+from tests.property.effort import examples
 from tests.unit.going_back_scene import NODES, Kept
 from tests.unit.swarm_scene import Scene, digest_of
 

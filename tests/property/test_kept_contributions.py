@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Set
 from itertools import pairwise
 
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from protocol.wire.rounds import (
     Slice,
     SliceOutcome,
 )
+from tests.property.effort import examples
 
 NODES = tuple(NodeId(name) for name in "abcdef")
 KEEPER = NODES[-1]

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from coordinator.swarm.ledger import (
     settle,
 )
 from protocol.wire.rounds import Assignment, NodeId
+from tests.property.effort import examples
 
 BATCH = 3
 ROUNDS = st.lists(

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from effort import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from node.exchange.screening import COUNTED_ROUNDS
 from node.exchange.state import on_disk
 from node.outer_state import Vector
 from protocol.wire.rounds import Commit, NodeId, Plan
+from tests.property.effort import examples
 from tests.unit.exchange_scene import (
     COMMIT_SECONDS,
     NUM_ELEMENTS,

@@ -2,7 +2,6 @@
 
 import random
 
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +9,7 @@ from node.exchange.peers import LEAST_PART_BYTES
 from node.exchange.transport.receiver import Assembly
 from node.exchange.transport.sender import OutgoingBody
 from node.exchange.transport.streams import part_bytes_for
+from tests.property.effort import examples
 
 SIZE = 5 * LEAST_PART_BYTES + 100  # six parts
 

@@ -4,7 +4,6 @@ import math
 import tomllib
 from dataclasses import replace
 
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from coordinator.presets.cost import (
 from coordinator.presets.loss import SLOPE, SPARSE, Given, above, settings_of
 from coordinator.presets.settling import settled, with_values
 from protocol.run.run_files import validated
+from tests.property.effort import examples
 
 rates = st.floats(3e5, 1e11)
 situations = st.builds(

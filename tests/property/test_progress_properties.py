@@ -6,7 +6,6 @@ leased ahead, as the daemon orders them.
 
 from dataclasses import replace
 
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from protocol.run.models import DecoderModel
 from protocol.run.run_spec import InnerSection, RunSection, RunSpec
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import NodeId, Plan
+from tests.property.effort import examples
 from tests.unit.swarm_scene import Scene, digest_of, of_kind
 
 ROUNDS = 6

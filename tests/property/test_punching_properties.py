@@ -3,10 +3,8 @@
 from collections import defaultdict
 from dataclasses import replace
 
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from test_reach_properties import NAMES, RULES, member
 
 from coordinator.swarm.events import HeartbeatSeen, Tell
 from coordinator.swarm.members import PRESENT, MemberState
@@ -16,6 +14,8 @@ from coordinator.swarm.transition import initial_state
 from coordinator.swarm.turn import Turn
 from protocol.wire.messages import PunchAsked
 from protocol.wire.rounds import Digest, NodeId
+from tests.property.effort import examples
+from tests.property.test_reach_properties import NAMES, RULES, member
 
 DIGEST = Digest(bytes(32))
 HERE = NAMES[:4]

@@ -5,7 +5,6 @@ from fractions import Fraction
 from itertools import combinations
 
 import pytest
-from effort import examples
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from coordinator.swarm.reach import best_reducers, cut_off_from, newly_cut_pairs
 from coordinator.swarm.state import Rules, Say, SwarmState
 from coordinator.swarm.transition import initial_state
 from protocol.wire.rounds import CorpusSummary, Digest, LayoutSummary, NodeId, PeerAddress
+from tests.property.effort import examples
 
 DIGEST = Digest(bytes(32))
 NAMES = [NodeId(name) for name in "abcdefgh"]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +37,7 @@ from protocol.wire.rounds import (
     RosterEntry,
     contribution_digest,
 )
+from tests.property.effort import examples
 from tests.unit.exchange_scene import BLOCK, LAYOUT, RUN, TOKENS, plan_for, rules_of
 
 REDUCER, *CONTRIBUTORS = (Identity.generate() for _ in range(4))

@@ -5,7 +5,6 @@ from statistics import median_low
 
 import numpy as np
 import pytest
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from coordinator.swarm.slices import (
 from protocol.run.run_spec import InnerSection, RunSection, RunSpec
 from protocol.run.schedule import Position, Schedule, StepsTaken, share_of_peak
 from protocol.wire.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, SliceOutcome
+from tests.property.effort import examples
 
 RUN = Digest(bytes(32))
 

@@ -4,7 +4,6 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -70,6 +69,7 @@ from protocol.wire.rounds import (
     SliceOutcome,
     Way,
 )
+from tests.property.effort import examples
 from tests.unit.exchange_scene import (
     BLOCK,
     RUN,

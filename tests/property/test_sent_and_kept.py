@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from node.exchange.reduction import Merging, Reduction, Sender
 from node.outer_state import Vector
 from protocol.wire.payload import CONTRIBUTION, Payload
 from protocol.wire.rounds import BLOCK, Commit, NodeId, Plan, SliceOutcome, cut_into_slices
+from tests.property.effort import examples
 from tests.unit.exchange_scene import NUM_ELEMENTS, RUN, TOKENS, A, B, C, outer_of, plan_for
 
 IDS = (A, B, C)

@@ -4,7 +4,6 @@ import math
 from itertools import pairwise
 
 import pytest
-from effort import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from coordinator.swarm.slices import (
     reducer_shares,
 )
 from protocol.wire.rounds import BLOCK, NodeId, cut_into_slices
+from tests.property.effort import examples
 from tests.unit.shares_scene import all_may, both, seconds
 
 rates = st.builds(

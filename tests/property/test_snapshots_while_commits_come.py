@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from effort import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from node.disk import snapshots
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import Owed, Snapshot, SnapshotWriting
 from protocol.wire.rounds import Digest
+from tests.property.effort import examples
 
 NUM_ELEMENTS, PIECE = 1000, 16
 RUN, LAYOUT = Digest(bytes(range(32))), Digest(bytes(range(32, 64)))

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import pytest
-from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from coordinator.swarm.state import Say
 from coordinator.swarm.weighing import cap_of
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import NodeId
+from tests.property.effort import examples
 from tests.unit.swarm_scene import Scene, digest_of
 
 NAMES = tuple("abcdefg")

@@ -12,12 +12,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
 
-from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from swarm_nodes import CORPUS, SimulatedNode, State, Swarm
-from swarm_world import RUN, World
 
 from coordinator.swarm.checking import LEAST_INVITES, unchecked
 from coordinator.swarm.events import Detached, Event, RefusalSeen, Reported, Ruled, Ticked
@@ -28,6 +25,9 @@ from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Held, Reduced, ResultRefused, Trained
 from protocol.wire.payload import RESULT, PayloadHeader
 from protocol.wire.rounds import OWN_LOOP, ContributionDigest, Contributor, Digest, NodeId, Slice
+from tests.property.effort import examples
+from tests.property.swarm_nodes import CORPUS, SimulatedNode, State, Swarm
+from tests.property.swarm_world import RUN, World
 
 LIARS = (NodeId("n0"), NodeId("n1"))  # the smallest ids: what is decided by an id is theirs
 HONEST = tuple(NodeId(f"n{number}") for number in range(2, 6))

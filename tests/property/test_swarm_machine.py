@@ -3,16 +3,16 @@
 from random import Random
 
 import pytest
-from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from swarm_nodes import SimulatedNode, sender_of, spoiled
-from swarm_world import PAUSE_SECONDS, World
 
 from coordinator.swarm.events import Detached, Reported, StreamBroken, Ticked, Woke
 from protocol.wire.messages import Draining, Reduced
 from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
+from tests.property.effort import examples
+from tests.property.swarm_nodes import SimulatedNode, sender_of, spoiled
+from tests.property.swarm_world import PAUSE_SECONDS, World
 
 NODE = st.integers(min_value=0, max_value=4)
 SOMETIMES_A_NODE = st.none() | st.none() | NODE

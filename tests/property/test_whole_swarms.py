@@ -7,7 +7,6 @@ One node at most dies: where all holders of a commit's results die at once, the 
 import asyncio
 from collections.abc import Sequence
 
-from effort import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from lab.simulation.memory_transport import MemoryNetwork
 from lab.simulation.swarm import Life, SimulatedNode, simulate
 from node.island.data.dataset import Corpus
 from protocol.wire.rounds import NodeId
+from tests.property.effort import examples
 from tests.tiny_runs import tiny
 
 ROUNDS = 8

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.state import Measured
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Plan
+from tests.unit.swarm_scene import TOKENS, Scene, digest_of, of_kind
 
 A, B, C = "node-a", "node-b", "node-c"
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from going_back_scene import EVERYWHERE, Kept
-from swarm_scene import Scene
 
 from coordinator.swarm.evaluation import COORDINATOR, Curve, drawn_evaluators
 from coordinator.swarm.events import GoBack, Ruled, Started
@@ -16,6 +14,8 @@ from coordinator.swarm.state import Alarm
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import RunFinished
 from protocol.wire.rounds import RoundSpan
+from tests.unit.going_back_scene import EVERYWHERE, Kept
+from tests.unit.swarm_scene import Scene
 
 
 def watched(losses: list[float], *, rounds: int = 100) -> Kept:

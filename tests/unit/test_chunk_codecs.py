@@ -6,7 +6,6 @@ from itertools import pairwise
 import blake3
 import numpy as np
 import pytest
-from golden.golden_file import golden_bytes, matches_golden
 
 from node.exchange.codecs.chunkwise import CHUNK
 from node.exchange.codecs.codec import ALL_RIGHT, TILE_ELEMENTS, Codec, CodecError, read_only
@@ -19,6 +18,7 @@ from node.exchange.codecs.top_k import (
     num_chosen,
     places_of_largest,
 )
+from tests.unit.golden.golden_file import golden_bytes, matches_golden
 from tests.unit.test_codecs import FP32_MAX, spread, with_bytes
 
 INT2, SIGN = codec_named("int2"), codec_named("sign")

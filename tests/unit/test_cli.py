@@ -21,7 +21,7 @@ from protocol.v1 import session_pb2, status_pb2
 ROOT = Path(cli.__file__).parents[2]
 
 
-def loaded_by(arguments):
+def loaded_by(arguments: list[str]) -> tuple[int, set[str]]:
     """The modules that a fresh process has imported after running the command."""
     program = (
         "import sys; from protocol.terminal import cli; from protocol.terminal import console; "
@@ -37,21 +37,21 @@ def loaded_by(arguments):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["status", "--help"], []])
-def test_help_waits_for_no_heavy_import(arguments):
+def test_help_waits_for_no_heavy_import(arguments: list[str]) -> None:
     code, modules = loaded_by(arguments)
     assert code == ExitCode.OK
     assert "protocol.terminal.cli" in modules
     assert not {"torch", "hivemind", "numba", "numpy", "grpc", "rich", "pydantic"} & modules
 
 
-def test_a_query_imports_neither_torch_nor_hivemind_nor_asks_for_them(tmp_path):
+def test_a_query_imports_neither_torch_nor_hivemind_nor_asks_for_them(tmp_path: Path) -> None:
     code, modules = loaded_by(["status", "--dir", str(tmp_path)])
     assert code == ExitCode.NO_INPUT  # no swarm joined in this folder
     assert "protocol.trust.credentials" in modules
     assert not {"torch", "hivemind", "numba", "numpy"} & modules
 
 
-def test_the_help_names_every_command_under_its_section(capsys):
+def test_the_help_names_every_command_under_its_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert console.run(cli.root, ["--help"]) == ExitCode.OK
     out = capsys.readouterr().out
     titles = ["Try it:", "Run owner:", "Contributor:", "Anyone:"]
@@ -62,7 +62,7 @@ def test_the_help_names_every_command_under_its_section(capsys):
             assert entry.summary in out
 
 
-def test_every_command_of_the_table_exists():
+def test_every_command_of_the_table_exists() -> None:
     context = cli.root.make_context("atoll", [], resilient_parsing=True)
     for name in cli.root.list_commands(context):
         command = cli.root.get_command(context, name)
@@ -70,13 +70,15 @@ def test_every_command_of_the_table_exists():
         assert command.help, f"{name} says nothing in its --help"
 
 
-def test_the_table_names_modules_that_stand_beside_protocol():
+def test_the_table_names_modules_that_stand_beside_protocol() -> None:
     rooms = {entry.target.partition(".")[0] for _, entries in cli.SECTIONS for entry in entries}
     assert rooms == {"protocol", "node", "coordinator"}
     assert all(find_spec(room) is not None for room in rooms)
 
 
-def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
+def test_a_mistyped_command_is_answered_with_the_nearest_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert console.run(cli.root, ["stauts"]) == ExitCode.USAGE
     assert capsys.readouterr().err == (
         "atoll: there is no command 'stauts'\n  next: did you mean 'atoll status'?\n"
@@ -101,19 +103,23 @@ def test_a_mistyped_command_is_answered_with_the_nearest_one(capsys):
         ("run frobnicate", "see 'atoll run --help'"),
     ],
 )
-def test_a_command_that_is_called_otherwise_or_lies_elsewhere_is_named(capsys, typed, meant):
+def test_a_command_that_is_called_otherwise_or_lies_elsewhere_is_named(
+    capsys: pytest.CaptureFixture[str], typed: str, meant: str
+) -> None:
     assert console.run(cli.root, typed.split()) == ExitCode.USAGE
     assert capsys.readouterr().err.endswith(f"\n  next: {meant}\n")
 
 
 @pytest.mark.parametrize("typed", ["node limits", "node limit", "limits"])
-def test_limits_of_a_machine_are_not_taken_for_those_of_an_invite(capsys, typed):
+def test_limits_of_a_machine_are_not_taken_for_those_of_an_invite(
+    capsys: pytest.CaptureFixture[str], typed: str
+) -> None:
     assert console.run(cli.root, typed.split()) == ExitCode.USAGE
     told = capsys.readouterr().err.partition("\n  next: ")[2]
     assert told.startswith("write max_upload, hours, only_idle, on_battery, load or max_disk into")
 
 
-def test_every_other_word_leads_to_a_command():
+def test_every_other_word_leads_to_a_command() -> None:
     context = cli.root.make_context("atoll", [], resilient_parsing=True)
     for words in chain.from_iterable(OTHER_WORDS.values()):
         command: click.Command | None = cli.root
@@ -127,7 +133,7 @@ def test_every_other_word_leads_to_a_command():
             assert command is not None, words
 
 
-def test_the_module_is_the_command_and_passes_the_exit_code_on():
+def test_the_module_is_the_command_and_passes_the_exit_code_on() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "protocol.terminal.cli", "no-such"],
         cwd=ROOT,
@@ -148,7 +154,7 @@ def test_the_module_is_the_command_and_passes_the_exit_code_on():
         "sys.exit(console.run(click.Command('it', callback=show), []))",
     ],
 )
-def test_a_reader_that_goes_away_ends_the_command_quietly(program):
+def test_a_reader_that_goes_away_ends_the_command_quietly(program: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -167,7 +173,9 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(program):
 
 
 @pytest.mark.parametrize("typed", ["invite list", "run pause", "audit", "coordinator start"])
-def test_a_run_owner_s_command_asks_for_the_run_s_folder(capsys, monkeypatch, tmp_path, typed):
+def test_a_run_owner_s_command_asks_for_the_run_s_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, typed: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "nowhere"))
     assert console.run(cli.root, typed.split()) == ExitCode.NO_INPUT
@@ -180,12 +188,12 @@ def test_a_run_owner_s_command_asks_for_the_run_s_folder(capsys, monkeypatch, tm
     assert "my-run\n" in capsys.readouterr().err
 
 
-def test_nodes_are_watched_as_json_or_by_the_status(capsys):
+def test_nodes_are_watched_as_json_or_by_the_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert console.run(cli.root, ["nodes", "--watch"]) == ExitCode.USAGE
     assert "add --json, or watch the nodes with 'atoll status --watch'" in capsys.readouterr().err
 
 
-def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_absent():
+def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_absent() -> None:
     node = status_pb2.NodeStatus(node_id="ab", state=status_pb2.NODE_STATE_READY)
     assert query.as_json(node) == {
         "node_id": "ab",
@@ -218,13 +226,17 @@ def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_ab
         session_pb2.HeartbeatRequest(outer_digest=b"\x01\xff", loss=float("nan"))
     )
     node.heartbeat.wire.add(kind="control", sent_bytes=2**63)
-    beat = query.as_json(node)["heartbeat"]
+    shown = query.as_json(node)
+    assert isinstance(shown, dict)
+    beat = shown["heartbeat"]
     assert beat["outer_digest"] == "01ff"
     assert beat["loss"] is None
     assert beat["wire"] == [{"kind": "control", "sent_bytes": 2**63, "received_bytes": 0}]
 
 
-def test_data_shows_samples_epochs_and_pieces(monkeypatch, capsys):
+def test_data_shows_samples_epochs_and_pieces(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     samples = status_pb2.DataStatus(
         epoch_samples=400,
         committed_samples=600,
@@ -255,7 +267,9 @@ def test_data_shows_samples_epochs_and_pieces(monkeypatch, capsys):
     }
 
 
-def test_rounds_come_as_csv_with_the_losses_of_exactly_their_states(monkeypatch, capsys):
+def test_rounds_come_as_csv_with_the_losses_of_exactly_their_states(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = status_pb2.RoundSummary(
         round=1, seconds=2.5, tokens=100, loss=5.25, reason='void, "late"'
     )

@@ -4,7 +4,6 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from golden.golden_file import golden_bytes, matches_golden
 
 from coordinator.config import RUN_TEMPLATE
 from node.exchange.codecs.chunkwise import CHUNK
@@ -14,6 +13,7 @@ from node.exchange.codecs.top_k import SECTION
 from protocol.errors import ConfigError
 from protocol.run.run_spec import CODEC_VERSIONS, CodecName
 from protocol.wire.rounds import BLOCK
+from tests.unit.golden.golden_file import golden_bytes, matches_golden
 
 INT8 = codec_named("int8/1")
 INT4 = codec_named("int4/1")

@@ -1,7 +1,9 @@
 """Every way a command can end: its words on stderr and its exit code."""
 
 import errno
+import io
 import json
+from collections.abc import Callable
 
 import click
 import pytest
@@ -10,39 +12,43 @@ from protocol.errors import ConfigError, ExitCode
 from protocol.terminal import console
 
 
-def command_that(action):
+def command_that(action: Callable[[], None]) -> click.Command:
     return click.Command("it", callback=action)
 
 
-def fails_with(error):
-    def action():
+def fails_with(error: BaseException) -> click.Command:
+    def action() -> None:
         raise error
 
     return command_that(action)
 
 
 @pytest.fixture(autouse=True)
-def _no_debugging(monkeypatch):
+def _no_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(console.DEBUG_VARIABLE, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
 
-def test_an_error_is_a_sentence_and_a_next_step_and_its_exit_code(capsys):
+def test_an_error_is_a_sentence_and_a_next_step_and_its_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     code = console.run(fails_with(ConfigError("[inner] steps = 0", next_step="set it to 1")), [])
     assert code == ExitCode.CONFIG
     out, err = capsys.readouterr()
     assert (out, err) == ("", "atoll: [inner] steps = 0\n  next: set it to 1\n")
 
 
-def test_a_wrong_command_line_exits_with_64_and_names_the_help(capsys):
+def test_a_wrong_command_line_exits_with_64_and_names_the_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert console.run(command_that(lambda: None), ["--no-such"]) == ExitCode.USAGE
     assert capsys.readouterr().err == (
         "atoll: no such option '--no-such'\n  next: 'atoll --help' lists what it takes\n"
     )
 
 
-def test_a_missing_choice_is_asked_for_in_one_line(capsys):
+def test_a_missing_choice_is_asked_for_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     option = click.Option(["--to"], type=click.Choice(("tensorboard", "wandb")), required=True)
     command = click.Command("it", params=[option], callback=lambda to: None)
     assert console.run(command, []) == ExitCode.USAGE
@@ -51,30 +57,36 @@ def test_a_missing_choice_is_asked_for_in_one_line(capsys):
     assert len(said) == 2
 
 
-def test_ctrl_c_exits_with_130_and_says_nothing(capsys):
+def test_ctrl_c_exits_with_130_and_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert console.run(fails_with(KeyboardInterrupt()), []) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err.strip() == ""  # click ends the line that ^C stands in
 
 
-def test_an_unexpected_exception_is_one_line_without_a_traceback(capsys):
+def test_an_unexpected_exception_is_one_line_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert console.run(fails_with(ValueError("seven")), []) == ExitCode.INTERNAL
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "a bug in Atoll: ValueError: seven; run again with ATOLL_DEBUG=1" in err
 
 
-def test_debugging_adds_the_traceback(capsys, monkeypatch):
+def test_debugging_adds_the_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(console.DEBUG_VARIABLE, "1")
     console.run(fails_with(ValueError("seven")), [])
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
-def test_success_and_help_exit_with_0(capsys):
+def test_success_and_help_exit_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert console.run(command_that(lambda: None), []) == ExitCode.OK
     assert console.run(command_that(lambda: None), ["--help"]) == ExitCode.OK
 
 
-def test_a_group_without_a_command_shows_its_help_as_a_usage_error(capsys):
+def test_a_group_without_a_command_shows_its_help_as_a_usage_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     group = click.Group("invite", commands=[click.Command("create")])
     assert console.run(group, []) == ExitCode.USAGE
     assert "create" in capsys.readouterr().err
@@ -91,10 +103,10 @@ def test_a_group_without_a_command_shows_its_help_as_a_usage_error(capsys):
     ],
 )
 def test_colour_is_for_terminals_whose_user_wants_it(
-    monkeypatch, variable, value, is_terminal, expected
-):
-    class Stream:
-        def isatty(self):
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, is_terminal: bool, expected: bool
+) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
             return is_terminal
 
     monkeypatch.setenv(variable, value)
@@ -114,7 +126,7 @@ def test_colour_is_for_terminals_whose_user_wants_it(
         (5e18, "5000.0 PB"),
     ],
 )
-def test_bytes_have_decimal_units(num_bytes, words):
+def test_bytes_have_decimal_units(num_bytes: float, words: str) -> None:
     assert console.bytes_in_words(num_bytes) == words
 
 
@@ -130,11 +142,11 @@ def test_bytes_have_decimal_units(num_bytes, words):
         (4 * 86400 + 3 * 3600, "4 d 3 h"),
     ],
 )
-def test_durations_are_told_in_their_two_largest_units(seconds, words):
+def test_durations_are_told_in_their_two_largest_units(seconds: float, words: str) -> None:
     assert console.seconds_in_words(seconds) == words
 
 
-def test_json_is_printed_with_its_keys_in_order(capsys):
+def test_json_is_printed_with_its_keys_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_json({"b": "→", "a": [1, None]})
     out = capsys.readouterr().out
     assert list(json.loads(out)) == ["b", "a"]
@@ -152,13 +164,17 @@ def test_json_is_printed_with_its_keys_in_order(capsys):
         (MemoryError(), "Cannot allocate memory\n  next: end other programs"),
     ],
 )
-def test_what_the_machine_refuses_is_no_bug_of_ours(error, words, capsys):
+def test_what_the_machine_refuses_is_no_bug_of_ours(
+    error: BaseException, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert console.run(fails_with(error), []) == ExitCode.SYSTEM
     said = capsys.readouterr().err
     assert said.startswith("atoll: the machine refuses: ") and words in said
     assert said.count("\n") == 2
 
 
-def test_a_refusal_that_names_no_file_may_be_a_wrong_call_of_ours(capsys):
+def test_a_refusal_that_names_no_file_may_be_a_wrong_call_of_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert console.run(fails_with(PermissionError(errno.EPERM, "no")), []) == ExitCode.INTERNAL
     assert "a bug in Atoll" in capsys.readouterr().err

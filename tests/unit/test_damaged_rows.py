@@ -5,13 +5,13 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from swarm_scene import digest_of
-from test_store import RULES, RUN, SECRET, TWO_ROUNDS, A, B, play
 
 from coordinator.database import AFTER_DAMAGE, DATABASE_NAME, DamagedError, put, row_of
 from coordinator.store import Store
 from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError, ConfigError, ExitCode
+from tests.unit.swarm_scene import digest_of
+from tests.unit.test_store import RULES, RUN, SECRET, TWO_ROUNDS, A, B, play
 
 NUM_FLIPS = 150
 HEADER_BYTES = 100

@@ -11,9 +11,9 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from test_docs import check_command_line
 
 from tests.deployed import DEPLOY, coordinator_in, documents
+from tests.unit.test_docs import check_command_line
 
 WITHOUT_SCHEMAS = "the schemas come with pip install -c constraints.txt '.[dev]'"
 FILES = sorted(path for path in DEPLOY.iterdir() if path.is_file())

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_forking import node_home
 
 from protocol.errors import ExitCode
 from protocol.terminal import console
 from protocol.terminal.cli import root
+from tests.unit.test_forking import node_home
 
 PROMPT = "def nai\u0308ve"
 """With two signs for one letter, which other tokenizers make one of."""

@@ -110,7 +110,7 @@ def test_a_failed_export_leaves_nothing_behind(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import test_export
+from tests.unit import test_export
 from node.models import export
 export._make_durable = lambda folder: os.kill(os.getpid(), signal.SIGTERM)
 test_export.export(Path(sys.argv[1]))
@@ -118,7 +118,7 @@ test_export.export(Path(sys.argv[1]))
 
 
 def test_what_a_killed_export_leaves_is_cleared_by_the_next(tmp_path: Path) -> None:
-    here = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    here = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", KILLED, tmp_path / "model"]
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": here}, check=False)
     assert killed.returncode == -signal.SIGTERM

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 — its usual name
-from test_export import ORIGIN
 
 from node.island.models.generate import decoder_of
 from node.models.export import export_model, load_exported
@@ -19,6 +18,7 @@ from node.models.reading import read_config, read_settings, read_weights
 from protocol.errors import BadDataError
 from protocol.run.models import DecoderModel, Description, RopeScaling
 from protocol.run.run_spec import RunSpec
+from tests.unit.test_export import ORIGIN
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from swarm_scene import Scene, digest_of
 
 from coordinator.dashboard import given
 from coordinator.dashboard.given import Given, GivenFile, Tally
@@ -17,6 +16,7 @@ from protocol.errors import NoInputError, UsageError
 from protocol.trust.pki import Role
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import Scene, digest_of
 
 if TYPE_CHECKING:
     from coordinator.swarm.state import ClosedRound

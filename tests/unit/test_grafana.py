@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from test_docs import check_command_line
 
 from coordinator.dashboard.run_metrics import RUN_METRICS
 from protocol.terminal import cli
 from protocol.web.metrics import NODE_METRICS
+from tests.unit.test_docs import check_command_line
 
 ROOT = Path(cli.__file__).parents[2]
 BOARD: dict[str, Any] = json.loads((ROOT / "docs" / "grafana.json").read_text())

@@ -1,13 +1,12 @@
 """What is news to who runs a swarm, down to the phases of rounds."""
 
-from swarm_scene import INITIAL, Scene, digest_of
-
 from coordinator.dashboard.news_file import sentence_of
 from coordinator.journal import News, farewell, news_of
 from coordinator.swarm.events import Event, Started, Ticked
 from coordinator.swarm.transition import Transition
 from protocol.wire.messages import RefetchAsked
 from protocol.wire.rounds import Digest
+from tests.unit.swarm_scene import INITIAL, Scene, digest_of
 
 
 class ToldScene(Scene):

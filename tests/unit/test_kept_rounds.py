@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm_scene import LAYOUT, TOKENS, Scene, digest_of
 
 from coordinator import round_rows
 from coordinator.store import Store
@@ -15,6 +14,7 @@ from coordinator.swarm.events import CommitLearned, Event
 from coordinator.swarm.state import ClosedRound, HeldOut, HolderLoss, SwarmState
 from protocol.trust.signing import CommitSigner, commit_statement
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import LAYOUT, TOKENS, Scene, digest_of
 
 SIGNER = CommitSigner(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 KEPT = 20

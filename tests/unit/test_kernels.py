@@ -17,6 +17,7 @@ from node.exchange.codecs import codec as codec_room
 from node.exchange.codecs.chunkwise import CHUNK, mean_magnitude, sum_of
 from node.exchange.codecs.codec import (
     ALL_RIGHT,
+    Codec,
     CodecError,
     Tiles,
     bits_of,
@@ -235,7 +236,7 @@ def rng_shuffled(plain: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_a_body_need_not_be_aligned_nor_values_be_ours_alone(codec) -> None:
+def test_a_body_need_not_be_aligned_nor_values_be_ours_alone(codec: Codec) -> None:
     values = hard_values()
     body = codec.encode(values)
     decoded = codec.decode(body, values.size)
@@ -247,7 +248,7 @@ def test_a_body_need_not_be_aligned_nor_values_be_ours_alone(codec) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_random_bodies_mean_the_same_to_any_number_of_threads_or_nothing(codec) -> None:
+def test_random_bodies_mean_the_same_to_any_number_of_threads_or_nothing(codec: Codec) -> None:
     rng = np.random.Generator(np.random.Philox(7))
     num = 2 * (1 << 16) + 4097
     body = bytearray(codec.encode(bell(num)))

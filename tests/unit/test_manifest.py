@@ -4,7 +4,6 @@ import struct
 
 import blake3
 import pytest
-from golden.golden_file import matches_golden
 
 from node.exchange.state import chunks
 from node.exchange.state.chunks import CHUNK_BYTES, HEADER, Manifest, ManifestError
@@ -14,6 +13,7 @@ from tests.unit.download_scene import (
     small_chunks,
     state_at,
 )
+from tests.unit.golden.golden_file import matches_golden
 from tests.unit.test_snapshot import LAYOUT, RUN, snapshot_at
 
 __all__ = ["small_chunks"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from swarm_scene import INITIAL, LAYOUT, RUN, TOKENS, Scene, digest_of
 
 import coordinator.swarm
 from coordinator.driver import Driver, LoopClock
@@ -46,6 +45,7 @@ from protocol.v1 import session_pb2, status_pb2
 from protocol.wire.messages import Held, RulingsTold
 from protocol.wire.payload import RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Assignment, NodeId
+from tests.unit.swarm_scene import INITIAL, LAYOUT, RUN, TOKENS, Scene, digest_of
 
 SWARM = str(Path(coordinator.swarm.__file__).parent)
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())

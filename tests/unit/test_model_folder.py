@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_families import SIZES, write
 
 from node.models.reading import read_config, read_settings, read_weights
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, NoInputError
 from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
+from tests.unit.test_families import SIZES, write
 
 CONFIG = {"model_type": "llama", **SIZES}
 

@@ -6,7 +6,6 @@ from typing import Any
 import blake3
 import numpy as np
 import pytest
-from golden.golden_file import matches_golden
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from node.outer_state import PIECE_ELEMENTS, OuterDigest, Vector, outer_digest
 from protocol.run.models import Layout
 from protocol.wire.rounds import BLOCK
 from tests.unit.exchange_scene import A, B, commit_of, outer_of, result_of
+from tests.unit.golden.golden_file import matches_golden
 
 NUM = 1000
 

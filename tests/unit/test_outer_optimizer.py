@@ -4,7 +4,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from golden.golden_file import matches_golden
 
 from node.exchange.codecs.codec import TILE_ELEMENTS
 from node.exchange.outer_optimizer import (
@@ -16,6 +15,7 @@ from node.exchange.outer_optimizer import (
 from protocol.errors import ConfigError, SystemRefusedError
 from protocol.run.run_files import load_run_file, run_from_json
 from protocol.run.run_spec import OuterSection
+from tests.unit.golden.golden_file import matches_golden
 
 NESTEROV = Nesterov(learning_rate=0.6, momentum=0.9)
 SGD = Sgd(learning_rate=0.6)

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from golden.golden_file import golden_bytes, matches_golden
 
 from node.exchange.codecs.chunkwise import CHUNK
 from node.exchange.codecs.codec import TILE_ELEMENTS, Codec, CodecError
 from node.exchange.codecs.deflate import deflated
 from node.exchange.codecs.entropy import MOST_OUTLIERS
+from tests.unit.golden.golden_file import golden_bytes, matches_golden
 from tests.unit.test_chunk_codecs import (
     COARSENESS,
     ENTROPY_CODED,

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokens_scene import prepared, spec_of, write_jsonl, write_tokenizer
 
 from coordinator.services import checks
 from node.island.data.places import DataPlaces
@@ -25,6 +24,7 @@ from protocol.terminal.status_words import written_in_words
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.messages import Wrote
 from tests.tiny_runs import tiny
+from tests.unit.tokens_scene import prepared, spec_of, write_jsonl, write_tokenizer
 
 PROMPTS = ("def ", "The sea")
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from node.exchange.codecs.codec import Codec
 from node.exchange.codecs.registry import CODECS, codec_named
 from node.exchange.error_feedback import Residual
 
@@ -16,7 +17,7 @@ EXACT = ("fp32/1", "int8/1", "int4/1")
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_sent_and_kept_are_what_was_accumulated(codec) -> None:
+def test_sent_and_kept_are_what_was_accumulated(codec: Codec) -> None:
     residual = Residual(1024)
     residual.values[SPAN] = normal(0)
     accumulated = residual.owed(SPAN, normal(1), normal(2))

@@ -1,7 +1,5 @@
 """The round in flight on disk: after every step a restart finds it as it was."""
 
-from swarm_scene import RUN, TOKENS, Scene, digest_of
-
 from coordinator.database import put
 from coordinator.round_rows import PACKED_FROM, packed, unpacked
 from coordinator.store import Store
@@ -10,6 +8,7 @@ from protocol.trust.identity import Identity
 from protocol.wire.messages import ResultRefused
 from protocol.wire.payload import RESULT as RESULT_KIND
 from protocol.wire.payload import PayloadHeader
+from tests.unit.swarm_scene import RUN, TOKENS, Scene, digest_of
 
 RESULT, OTHER = digest_of("result"), digest_of("other")
 

@@ -8,7 +8,6 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from swarm_scene import Scene, digest_of
 
 from coordinator.dashboard import timeline
 from coordinator.dashboard.timeline import MOST_NODES, RoundTimes, Stages, Timeline, TimesFile
@@ -33,6 +32,7 @@ from protocol.terminal.rounds import (
 )
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import Scene, digest_of
 
 
 def a_node(name: str = "attic", **told: object) -> pb.NodeInRound:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swarm_scene import Scene, digest_of
 
 from coordinator.dashboard.news_file import KEPT, KEPT_ROUTINE, SENTENCES, NewsFile, sentence_of
 from coordinator.dashboard.run_view import (
@@ -24,6 +23,7 @@ from protocol.run.models import FunctionModel
 from protocol.run.run_spec import DataSection, RunSpec
 from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
+from tests.unit.swarm_scene import Scene, digest_of
 
 
 def test_what_is_not_known_is_a_dash_and_not_a_number() -> None:

@@ -5,7 +5,6 @@ Rulings carry this as evidence, and `atoll audit` checks it as long as there is 
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from golden.golden_file import golden_bytes, matches_golden
 
 from protocol.trust.evidence import of_spot_checks, proven_by
 from protocol.trust.identity import Identity
@@ -27,6 +26,7 @@ from protocol.wire.messages import (
     report_to_wire,
 )
 from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
+from tests.unit.golden.golden_file import golden_bytes, matches_golden
 
 SIGNER = Identity(private_key=Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 RUN, BASE, BODY = (Digest(bytes([value]) * 32) for value in (0x11, 0x22, 0x33))

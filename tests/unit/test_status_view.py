@@ -2,10 +2,12 @@
 
 import io
 import json
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from rich.console import Console
 
 from protocol.errors import NotPermittedError, UnavailableError, UsageError
@@ -34,14 +36,18 @@ from protocol.v1 import session_pb2, status_pb2
 DIGEST = bytes(range(32))
 
 
-def a_node(name, state=status_pb2.NODE_STATE_READY, **heartbeat):
+def a_node(
+    name: str,
+    state: status_pb2.NodeState.ValueType = status_pb2.NODE_STATE_READY,
+    **heartbeat: Any,
+) -> status_pb2.NodeStatus:
     node = status_pb2.NodeStatus(node_id=f"{name}-0123456789", node_name=name, state=state)
     node.heartbeat.CopyFrom(session_pb2.HeartbeatRequest(**heartbeat))
     return node
 
 
-def a_status(*nodes, **changes):
-    run = {
+def a_status(*nodes: status_pb2.NodeStatus, **changes: Any) -> status_pb2.GetStatusResponse:
+    run: dict[str, Any] = {
         "run_name": "demo",
         "phase": status_pb2.RUN_PHASE_TRAINING,
         "reason": "training: 1 of 3 nodes are done",
@@ -57,14 +63,14 @@ def a_status(*nodes, **changes):
     return status_pb2.GetStatusResponse(run=status_pb2.RunStatus(**run | changes), nodes=nodes)
 
 
-def drawn(status, *, width=80, **settings):
+def drawn(status: status_pb2.GetStatusResponse, *, width: int = 80, **settings: Any) -> str:
     target = io.StringIO()
     Console(file=target, width=width, color_system=None).print(render(status, **settings))
     return target.getvalue()
 
 
 @pytest.fixture
-def three_nodes():
+def three_nodes() -> tuple[status_pb2.NodeStatus, ...]:
     training = a_node(
         "node-1", activity="training", inner_step=17, loss=2.1, tokens_per_second=9100.0
     )
@@ -78,7 +84,7 @@ def three_nodes():
     return training, waiting, gone
 
 
-def test_a_device_is_shown_with_the_mesh_of_its_ranks():
+def test_a_device_is_shown_with_the_mesh_of_its_ranks() -> None:
     node = a_node("node-1", mesh="shard 2 (ZeRO 3)")
     node.device, node.num_ranks = "cuda:0", 2
     assert device_in_words(node) == "cuda:0 ×2, shard 2 (ZeRO 3)"
@@ -89,7 +95,9 @@ def test_a_device_is_shown_with_the_mesh_of_its_ranks():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_picture_tells_all_and_fits(three_nodes, width):
+def test_the_picture_tells_all_and_fits(
+    three_nodes: tuple[status_pb2.NodeStatus, ...], width: int
+) -> None:
     status = a_status(*three_nodes)
     for round_, loss in ((0, 5.561), (5, 2.31)):
         status.run.held_out_losses.add(round=round_, loss=loss, tokens=1000)
@@ -108,7 +116,9 @@ def test_the_picture_tells_all_and_fits(three_nodes, width):
         assert expected in words
 
 
-def test_a_slow_upload_explains_itself_beside_what_the_node_waits_for(three_nodes):
+def test_a_slow_upload_explains_itself_beside_what_the_node_waits_for(
+    three_nodes: tuple[status_pb2.NodeStatus, ...],
+) -> None:
     _, waiting, gone = three_nodes
     waiting.heartbeat.upload_pace.CopyFrom(session_pb2.UploadPace(held_by="answers", num_peers=3))
     gone.heartbeat.upload_pace.held_by = "limit"
@@ -119,7 +129,7 @@ def test_a_slow_upload_explains_itself_beside_what_the_node_waits_for(three_node
     assert "upload" not in drawn(a_status(waiting), width=200)
 
 
-def test_long_names_and_figures_still_fit_80_columns():
+def test_long_names_and_figures_still_fit_80_columns() -> None:
     node = a_node(
         "a-machine-with-a-very-long-name",
         status_pb2.NODE_STATE_DIVERGED,
@@ -134,14 +144,14 @@ def test_long_names_and_figures_still_fit_80_columns():
     assert all(w in picture for w in ("diverged", "contributing", "10.123", "999.9k", "999.9 MB"))
 
 
-def test_long_names_that_differ_at_their_end_are_told_apart():
+def test_long_names_that_differ_at_their_end_are_told_apart() -> None:
     name = "a-machine-with-a-very-long-name"
     picture = drawn(a_status(a_node(name), a_node(f"{name}-2")))
     rows = [line.split()[0] for line in picture.splitlines()[-2:]]
     assert rows == ["a-machine-…-name", "a-machine-…ame-2"]
 
 
-def test_what_is_too_long_for_a_line_goes_on_below_its_beginning():
+def test_what_is_too_long_for_a_line_goes_on_below_its_beginning() -> None:
     status = a_status(a_node("node-1"), reason="training: " + "2 of 3 nodes are done, " * 6)
     status.run.wire.counts.add(kind="result", sent_bytes=250_800)
     status.run.wire.all_reduce_bytes = 1678 * 250_800
@@ -152,7 +162,7 @@ def test_what_is_too_long_for_a_line_goes_on_below_its_beginning():
     assert all(line.startswith("       ") for line in lines[reason : reason + 2])
 
 
-def test_a_node_that_runs_twice_is_named():
+def test_a_node_that_runs_twice_is_named() -> None:
     once, twice = a_node("node-1"), a_node("node-2")
     assert "copies" not in drawn(a_status(once, twice))
     twice.has_waiting_copy = True
@@ -165,12 +175,12 @@ def test_a_node_that_runs_twice_is_named():
     )
 
 
-def test_evaluators_that_find_other_losses_of_one_state_stand_in_the_line_of_evaluations():
+def test_evaluators_that_find_other_losses_of_one_state_stand_in_the_line_of_evaluations() -> None:
     assert " eval" not in drawn(a_status())
     assert "eval   a finds 2.0 and b 2.5" in drawn(a_status(differing="a finds 2.0 and b 2.5"))
 
 
-def test_the_clock_reads_well_before_in_and_after_a_run():
+def test_the_clock_reads_well_before_in_and_after_a_run() -> None:
     run = a_status(elapsed_seconds=70.0).run
     assert clock_in_words(run) == "1 min 10 s so far; the time left is known after some rounds"
     run.estimated_seconds_left = 3700.0
@@ -179,7 +189,7 @@ def test_the_clock_reads_well_before_in_and_after_a_run():
     assert clock_in_words(run) == "1 min 10 s in all"
 
 
-def test_a_run_that_stands_says_so_in_the_place_of_a_time_that_runs_down():
+def test_a_run_that_stands_says_so_in_the_place_of_a_time_that_runs_down() -> None:
     status = a_status(elapsed_seconds=70.0, phase=status_pb2.RUN_PHASE_WAITING, open_round=0)
     run = status.run
     assert clock_in_words(run) == "1 min 10 s so far; waiting"
@@ -194,7 +204,7 @@ def test_a_run_that_stands_says_so_in_the_place_of_a_time_that_runs_down():
     assert clock_in_words(run) == "1 min 10 s so far; paused"
 
 
-def test_nodes_that_differ_and_nodes_that_are_silent_are_told():
+def test_nodes_that_differ_and_nodes_that_are_silent_are_told() -> None:
     node = a_node("node-1", activity="training")
     node.silent_seconds = 12.0
     picture = drawn(a_status(node, digests_agree=False), notice="coordinator away for 4.0 s")
@@ -203,23 +213,23 @@ def test_nodes_that_differ_and_nodes_that_are_silent_are_told():
     assert picture.startswith("coordinator away for 4.0 s\n")
 
 
-def test_nodes_stand_in_the_order_of_their_names():
+def test_nodes_stand_in_the_order_of_their_names() -> None:
     picture = drawn(a_status(a_node("node-2"), a_node("node-1")))
     assert picture.index("node-1") < picture.index("node-2")
 
 
-def test_an_empty_status_can_be_drawn():
+def test_an_empty_status_can_be_drawn() -> None:
     assert "round 0 of 0" in drawn(status_pb2.GetStatusResponse())
 
 
-def test_the_line_says_it_all_in_one(three_nodes):
+def test_the_line_says_it_all_in_one(three_nodes: tuple[status_pb2.NodeStatus, ...]) -> None:
     assert summary_line(a_status(*three_nodes)) == (
         "round 7 of 12, training; loss 2.200; 2 of 3 nodes ready; "
         "000102030405 at round 6, the same on all nodes; training: 1 of 3 nodes are done"
     )
 
 
-def test_a_loop_with_data_of_its_own_trains_on_no_other_text_than_it_should():
+def test_a_loop_with_data_of_its_own_trains_on_no_other_text_than_it_should() -> None:
     loop, ranks = a_node("loop"), a_node("ranks")
     loop.device, ranks.device = "own loop", "cpu"
     assert [node_facts(node)["text"] for node in (loop, ranks)] == ["its loop's", "other"]
@@ -227,7 +237,7 @@ def test_a_loop_with_data_of_its_own_trains_on_no_other_text_than_it_should():
     assert node_facts(loop)["text"] == "same"
 
 
-def test_after_the_end_the_training_loss_is_that_of_those_who_stayed_to_it():
+def test_after_the_end_the_training_loss_is_that_of_those_who_stayed_to_it() -> None:
     gone = status_pb2.NODE_STATE_LEFT
     early = a_node("early", gone, loss=9.0, outer_round=3)
     one, other = (a_node(n, gone, loss=loss, outer_round=12) for n, loss in (("a", 2), ("b", 3)))
@@ -238,10 +248,12 @@ def test_after_the_end_the_training_loss_is_that_of_those_who_stayed_to_it():
     assert "training -" in drawn(a_status(helper))
 
 
-def answers(*items):
+def answers(
+    *items: status_pb2.GetStatusResponse | Exception,
+) -> Callable[[], status_pb2.GetStatusResponse]:
     remaining = iter(items)
 
-    def ask():
+    def ask() -> status_pb2.GetStatusResponse:
         item = next(remaining)
         if isinstance(item, Exception):
             raise item
@@ -250,7 +262,9 @@ def answers(*items):
     return ask
 
 
-def test_watching_prints_changes_only_and_survives_an_absent_coordinator(capsys):
+def test_watching_prints_changes_only_and_survives_an_absent_coordinator(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     finished = a_status(phase=status_pb2.RUN_PHASE_FINISHED, committed_round=12, open_round=0)
     pauses = []
     watch(
@@ -275,17 +289,17 @@ def test_watching_prints_changes_only_and_survives_an_absent_coordinator(capsys)
     assert pauses == [1.0] * 5
 
 
-def test_watching_does_not_wait_for_a_coordinator_that_never_answered():
+def test_watching_does_not_wait_for_a_coordinator_that_never_answered() -> None:
     with pytest.raises(UnavailableError):
         watch(answers(UnavailableError("nobody")), LineScreen(), pause=lambda _: None)
 
 
-def test_watching_ends_when_waiting_cannot_help():
+def test_watching_ends_when_waiting_cannot_help() -> None:
     with pytest.raises(NotPermittedError):
         watch(answers(a_status(), NotPermittedError("expired")), LineScreen(), pause=lambda _: None)
 
 
-def test_nodes_that_do_not_reach_each_other_are_named_once_and_those_that_are_gone_not():
+def test_nodes_that_do_not_reach_each_other_are_named_once_and_those_that_are_gone_not() -> None:
     one, two = a_node("node-1"), a_node("node-2")
     gone = a_node("node-3", status_pb2.NODE_STATE_LOST)
     one.heartbeat.unreachable_ids.extend([two.node_id, gone.node_id])
@@ -297,7 +311,7 @@ def test_nodes_that_do_not_reach_each_other_are_named_once_and_those_that_are_go
     assert "reach" not in summary_line(a_status(two, gone))
 
 
-def test_nodes_that_reach_each_other_through_a_helper_are_told_together():
+def test_nodes_that_reach_each_other_through_a_helper_are_told_together() -> None:
     names = ("node-1", "node-2", "node-3")
     nodes = [a_node(name) for name in names]
     helper = a_node("helper-1")
@@ -315,7 +329,7 @@ def test_nodes_that_reach_each_other_through_a_helper_are_told_together():
     assert "helper-1 and node-3 do not reach each other" in words
 
 
-def test_each_pair_is_told_by_the_way_it_has():
+def test_each_pair_is_told_by_the_way_it_has() -> None:
     one, two, three, four, helper = nodes = [a_node(f"node-{n}") for n in range(1, 6)]
     one.heartbeat.punched_ids.append(two.node_id)  # two has not said so yet
     one.heartbeat.unreachable_ids.append(three.node_id)
@@ -331,7 +345,7 @@ def test_each_pair_is_told_by_the_way_it_has():
     assert words == "node-2 punched, node-3 through node-4, node-4 direct, node-5 through node-4"
 
 
-def test_a_pair_that_another_node_carries_for_is_told_by_that_ones_name():
+def test_a_pair_that_another_node_carries_for_is_told_by_that_ones_name() -> None:
     one, two, three, gone = nodes = [a_node(f"node-{n}") for n in range(1, 5)]
     gone.state = status_pb2.NODE_STATE_LOST
     one.heartbeat.unreachable_ids.append(two.node_id)
@@ -346,7 +360,9 @@ def test_a_pair_that_another_node_carries_for_is_told_by_that_ones_name():
     assert ways_to_others(one, nodes) == "node-2 not reached, node-3 direct"
 
 
-def test_a_pair_between_which_large_packets_get_lost_is_told_with_the_command_that_mends_it():
+def test_a_pair_between_which_large_packets_get_lost_is_told_with_the_command_that_mends_it() -> (
+    None
+):
     one, two, three = nodes = [a_node(f"node-{n}") for n in range(1, 4)]
     for field in (one.heartbeat.unreachable_ids, one.heartbeat.narrow_ids):
         field.append(two.node_id)
@@ -360,7 +376,7 @@ def test_a_pair_between_which_large_packets_get_lost_is_told_with_the_command_th
     assert told == "node-1 through node-3 (only small packets get through), node-3 direct"
 
 
-def test_whom_a_node_reaches_by_its_proxy_is_told_on_both_sides():
+def test_whom_a_node_reaches_by_its_proxy_is_told_on_both_sides() -> None:
     one, two, three = nodes = [a_node(f"node-{n}") for n in range(1, 4)]
     one.heartbeat.by_proxy_ids.extend([two.node_id, three.node_id, "gone"])
     assert ways_to_others(one, nodes) == "node-2 by proxy, node-3 by proxy"
@@ -372,7 +388,7 @@ def test_whom_a_node_reaches_by_its_proxy_is_told_on_both_sides():
     assert "proxy" not in summary_line(a_status(*nodes))
 
 
-def test_of_a_node_that_was_not_heard_since_the_restart_nobody_is_warned():
+def test_of_a_node_that_was_not_heard_since_the_restart_nobody_is_warned() -> None:
     """It may have left meanwhile, and the other does not know yet."""
     nodes = [a_node(f"node-{n}") for n in range(1, 4)]
     one, two = nodes[:2]
@@ -387,7 +403,7 @@ def test_of_a_node_that_was_not_heard_since_the_restart_nobody_is_warned():
     assert node_facts(status_pb2.NodeStatus(state=status_pb2.NODE_STATE_UNAPPROVED))["heard"] == "-"
 
 
-def test_where_no_node_is_here_none_holds_the_same():
+def test_where_no_node_is_here_none_holds_the_same() -> None:
     gone = a_node("node-1", status_pb2.NODE_STATE_LEFT)
     for status in (a_status(), a_status(gone)):
         assert "at round 6, and no node is here" in summary_line(status)
@@ -395,7 +411,7 @@ def test_where_no_node_is_here_none_holds_the_same():
     assert "at round 6, the same on all nodes" in drawn(a_status(a_node("node-1")))
 
 
-def test_a_pair_that_says_both_is_not_reached():
+def test_a_pair_that_says_both_is_not_reached() -> None:
     one, two = a_node("node-1"), a_node("node-2")
     one.heartbeat.punched_ids.append(two.node_id)
     two.heartbeat.unreachable_ids.append(one.node_id)  # it knows of the hole's end first
@@ -404,7 +420,7 @@ def test_a_pair_that_says_both_is_not_reached():
     assert "punched" not in words
 
 
-def test_a_router_that_no_hole_can_be_punched_in_is_named():
+def test_a_router_that_no_hole_can_be_punched_in_is_named() -> None:
     one, two = a_node("node-1"), a_node("node-2")
     one.heartbeat.unreachable_ids.append(two.node_id)
     two.has_symmetric_router = True
@@ -412,13 +428,15 @@ def test_a_router_that_no_hole_can_be_punched_in_is_named():
     assert told in summary_line(a_status(one, two))
 
 
-def test_a_node_that_is_draining_is_leaving():
+def test_a_node_that_is_draining_is_leaving() -> None:
     node = a_node("node-1", activity="contributing")
     node.is_draining = True
     assert "node-1 leaving contributing" in " ".join(drawn(a_status(node)).split())
 
 
-def test_the_picture_tells_what_links_carry_and_what_was_saved(three_nodes):
+def test_the_picture_tells_what_links_carry_and_what_was_saved(
+    three_nodes: tuple[status_pb2.NodeStatus, ...],
+) -> None:
     status = a_status(*three_nodes)
     assert "rates" not in drawn(status)
     assert "all-reduce" not in drawn(status)
@@ -435,7 +453,7 @@ def test_the_picture_tells_what_links_carry_and_what_was_saved(three_nodes):
     assert "4.0 MB sent by all, 200 times less than a ring all-reduce in fp32" in words
 
 
-def test_people_see_where_the_time_of_rounds_went_and_what_was_not_measured():
+def test_people_see_where_the_time_of_rounds_went_and_what_was_not_measured() -> None:
     one, two = a_node("node-1"), a_node("node-2")
     for node, compute in ((one, 0.5), (two, 0.7)):
         made = node.heartbeat.utilisation
@@ -461,7 +479,7 @@ def test_people_see_where_the_time_of_rounds_went_and_what_was_not_measured():
     assert (time_in_words(gone), mfu_in_words(gone)) == ("-", "-")
 
 
-def test_people_see_how_much_of_the_time_is_spent_in_inner_steps():
+def test_people_see_how_much_of_the_time_is_spent_in_inner_steps() -> None:
     one, two = a_node("node-1"), a_node("node-2", activity="training ahead", inner_step=4)
     gone = a_node("node-3", status_pb2.NODE_STATE_LOST)
     for node, share in ((one, 0.9), (two, 0.6), (gone, 0.1)):
@@ -475,14 +493,16 @@ def test_people_see_how_much_of_the_time_is_spent_in_inner_steps():
     assert max(map(len, picture.splitlines())) <= 80
 
 
-def test_a_loss_per_token_is_told_in_bits_per_byte_where_the_bytes_are_known():
+def test_a_loss_per_token_is_told_in_bits_per_byte_where_the_bytes_are_known() -> None:
     losses = [status_pb2.HeldOutLoss(round=r, loss=loss) for r, loss in ((0, 6.0), (2, 3.0))]
     status = a_status(held_out_losses=losses, held_out_bytes_per_token=4.0)
     assert "6.000 → 3.000, 1.082 bits a byte" in drawn(status, width=100)
     assert "bits" not in drawn(a_status(held_out_losses=losses), width=100)
 
 
-def test_the_latest_loss_of_private_data_is_told_of_each_holder_or_from_the_least_to_the_most():
+def test_the_latest_loss_of_private_data_is_told_of_each_holder_or_from_the_least_to_the_most() -> (
+    None
+):
     status = a_status(held_out_losses=[status_pb2.HeldOutLoss(round=2, loss=3.0)])
     holders = status.run.held_out_losses[0].holders
     for name, loss in (("clinic", 2.0), ("", 4.0)):
@@ -493,7 +513,9 @@ def test_the_latest_loss_of_private_data_is_told_of_each_holder_or_from_the_leas
     assert "3.000 (5 data holders, 1.000 to 7.250)" in drawn(status, width=120)
 
 
-def test_of_one_node_all_that_is_known_is_told_and_nothing_that_is_not(three_nodes):
+def test_of_one_node_all_that_is_known_is_told_and_nothing_that_is_not(
+    three_nodes: tuple[status_pb2.NodeStatus, ...],
+) -> None:
     training, waiting, *_ = three_nodes
     training.heartbeat.unreachable_ids.append(waiting.node_id)
     told = node_details(training, a_status(*three_nodes))
@@ -504,7 +526,7 @@ def test_of_one_node_all_that_is_known_is_told_and_nothing_that_is_not(three_nod
     assert all(words not in ("", "-") for words in told.values())
 
 
-def test_a_course_is_drawn_from_its_least_to_its_most_and_only_when_there_is_one():
+def test_a_course_is_drawn_from_its_least_to_its_most_and_only_when_there_is_one() -> None:
     assert sparkline([3.0, 2.0]) == ""
     assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
     assert sparkline([1.0, 1.0, float("nan"), 1.0]) == "▁▁▁"
@@ -513,12 +535,14 @@ def test_a_course_is_drawn_from_its_least_to_its_most_and_only_when_there_is_one
     assert "█▆▃▁  held-out" in drawn(a_status(held_out_losses=losses))
 
 
-def show(status, *arguments):
+def show(status: status_pb2.GetStatusResponse, *arguments: str) -> Result:
     with patch.object(StatusLink, "status", lambda _: status):
         return CliRunner().invoke(query.show_node, arguments)
 
 
-def test_a_node_is_found_by_its_name_or_the_beginning_of_its_id_and_else_all_are_named(three_nodes):
+def test_a_node_is_found_by_its_name_or_the_beginning_of_its_id_and_else_all_are_named(
+    three_nodes: tuple[status_pb2.NodeStatus, ...],
+) -> None:
     status = a_status(*three_nodes)
     for name in ("node-1", "node-1-01"):
         shown = show(status, name)
@@ -563,7 +587,7 @@ def test_a_disk_that_is_nearly_full_is_the_first_that_the_run_owner_reads() -> N
     assert what_people_wait_for(full) != what_people_wait_for(roomy)
 
 
-def test_what_a_node_carried_for_others_is_shown_where_it_is_something():
+def test_what_a_node_carried_for_others_is_shown_where_it_is_something() -> None:
     one = a_node("node-1")
     assert "carried" not in node_details(one, a_status(one))
     one.heartbeat.wire.add(kind="carried", sent_bytes=5_000_000, received_bytes=5_100_000)
@@ -612,9 +636,10 @@ def test_a_run_of_samples_is_told_in_samples_and_one_of_an_older_coordinator_in_
     old, new = a_status(node), a_status(node, counted="samples", has_own_loss=True)
 
     def shown(status: status_pb2.GetStatusResponse) -> str:
-        console = Console(file=io.StringIO(), width=120)
+        page = io.StringIO()
+        console = Console(file=page, width=120)
         console.print(render(status))
-        return console.file.getvalue() + str(node_details(node, status))
+        return page.getvalue() + str(node_details(node, status))
 
     assert "1.2M tokens" in shown(old) and "tok/s" in shown(old)
     assert "120 tokens a second" in shown(old)

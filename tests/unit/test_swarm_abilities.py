@@ -1,9 +1,8 @@
 """Members that do not train, or do not evaluate: training loops of contributors' own come and go."""
 
-from swarm_scene import INITIAL, Scene, asked_of, digest_of
-
 from coordinator.swarm.explain import explain
 from protocol.wire.messages import EvaluationAsked, RunFinished
+from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 
 def test_a_member_without_its_loop_is_in_no_plan_until_a_heartbeat_says_that_it_trains() -> None:

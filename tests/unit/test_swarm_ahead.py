@@ -1,10 +1,9 @@
 """Samples of the next round, leased with the plan of this one: asked for again, or given back."""
 
-from swarm_scene import STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
-
 from coordinator.swarm.ledger import free_again
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import Assignment, NodeId
+from tests.unit.swarm_scene import STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
 
 def overlapping(*names: str, rounds: int = 10) -> Scene:

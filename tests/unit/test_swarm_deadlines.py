@@ -1,6 +1,7 @@
 """Deadlines follow what rounds really take."""
 
-from deadline_scene import (
+from coordinator.swarm.deadlines import quantile
+from tests.unit.deadline_scene import (
     A,
     B,
     C,
@@ -12,9 +13,7 @@ from deadline_scene import (
     swarm_of,
     train,
 )
-from swarm_scene import Scene
-
-from coordinator.swarm.deadlines import quantile
+from tests.unit.swarm_scene import Scene
 
 
 def test_the_run_file_decides_until_three_rounds_are_measured() -> None:

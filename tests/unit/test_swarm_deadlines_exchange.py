@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from deadline_scene import (
+from coordinator.swarm.members import Standing
+from protocol.wire.rounds import NodeId
+from tests.unit.deadline_scene import (
     A,
     B,
     C,
@@ -16,10 +18,7 @@ from deadline_scene import (
     swarm_of,
     train,
 )
-from swarm_scene import TOKENS, digest_of
-
-from coordinator.swarm.members import Standing
-from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import TOKENS, digest_of
 
 
 def test_a_contribution_that_came_too_late_makes_the_exchange_longer() -> None:

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.deadlines import next_apply_seconds
 from coordinator.swarm.events import CommitLearned, StreamBroken
 from coordinator.swarm.members import MemberState
 from protocol.wire.messages import EvaluationAsked, RoundCommitted, RoundOpened, RunFinished
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
 NODES = ("node-a", "node-b")
 

@@ -4,12 +4,11 @@ import random
 from itertools import pairwise
 from statistics import mean
 
-from deadline_scene import A, B, a_round, swarm_of, train
-from swarm_scene import Scene
-
 from coordinator.swarm.deadlines import ROUNDS_NEEDED
 from coordinator.swarm.explain import explain, phase_seconds_left, round_seconds, run_seconds_left
 from coordinator.swarm.state import RoundPhase
+from tests.unit.deadline_scene import A, B, a_round, swarm_of, train
+from tests.unit.swarm_scene import Scene
 
 
 def after_rounds(number: int) -> Scene:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from swarm_scene import CORPUS, INITIAL, Scene, asked_of, digest_of, of_kind
 
 from coordinator.journal import News, news_of
 from coordinator.swarm.evaluation import plausible_losses
@@ -13,6 +12,7 @@ from coordinator.swarm.explain import differing_in_words
 from coordinator.swarm.transition import Transition
 from protocol.wire.messages import EvaluationAsked, RoundOpened
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, NodeId
+from tests.unit.swarm_scene import CORPUS, INITIAL, Scene, asked_of, digest_of, of_kind
 
 NODES = ("node-a", "node-b")
 

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from going_back_scene import Kept
-from swarm_scene import Scene, asked_of, digest_of
 
 from coordinator.swarm.events import CommitLearned, Started
 from coordinator.swarm.going_back import HistoryMovedError, books_after
@@ -16,6 +14,8 @@ from protocol.errors import UsageError
 from protocol.trust.rulings import in_words, ruling_from_json
 from protocol.wire.messages import CommitsWanted, RefetchAsked, RulingsTold
 from protocol.wire.rounds import NodeId, RoundSpan
+from tests.unit.going_back_scene import Kept
+from tests.unit.swarm_scene import Scene, asked_of, digest_of
 
 
 def swarm_of(rounds: int) -> Kept:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
@@ -14,6 +13,7 @@ from protocol.run.run_spec import RunSection, RunSpec
 from protocol.run.schedule import Schedule
 from protocol.wire.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver, Trained
 from protocol.wire.rounds import WHOLE, LayoutSummary, NodeId
+from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 NODES = ("a", "b", "c")
 MB = 1e6

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.events import BaseLearned, CommitLearned, Event, HistoryTold, Started
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.state import RoundPhase, SwarmState
 from protocol.wire.messages import CommitsWanted, EvaluationAsked, RoundCommitted, RunFinished
 from protocol.wire.rounds import Commit, Digest, NodeId
+from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of, of_kind
 
 A = NodeId("node-a")
 

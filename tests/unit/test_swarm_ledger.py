@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
-
 from coordinator.swarm.committed import book, unbook
 from coordinator.swarm.events import SamplesSkipped
 from coordinator.swarm.ledger import (
@@ -17,6 +15,7 @@ from coordinator.swarm.ledger import (
 )
 from protocol.wire.messages import ParticipantsIdle, RefetchAsked, RoundOpened
 from protocol.wire.rounds import BOOK_PLACES, Assignment, CorpusSummary, book_of_data
+from tests.unit.swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
 AFTER = digest_of("after")
 EIGHT = [f"node-{i}" for i in range(8)]

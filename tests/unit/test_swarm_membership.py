@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import CORPUS, INITIAL, LAYOUT, Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.events import (
     EndSession,
@@ -18,6 +17,7 @@ from coordinator.swarm.weighing import common_corpus
 from protocol.errors import ProtocolMismatchError, SessionEndedError
 from protocol.wire.messages import CommitsWanted, ParticipantsDeparted, RefetchAsked, RoundOpened
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import CORPUS, INITIAL, LAYOUT, Scene, asked_of, digest_of, of_kind
 
 WRONG = digest_of("wrong")
 AFTER = digest_of("after")

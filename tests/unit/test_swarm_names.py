@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import INITIAL, Scene
 
 from coordinator.swarm.events import Event, Started, StreamBroken, Ticked, Woke
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import roster_of
 from protocol.errors import CopyAttachedError, SessionEndedError
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import INITIAL, Scene
 
 
 def names(scene: Scene) -> dict[str, str]:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from swarm_scene import INITIAL, Scene
-
 from coordinator.swarm.events import Tell
 from coordinator.swarm.reach import (
     FIRST_WAIT_SECONDS,
@@ -12,6 +10,7 @@ from coordinator.swarm.reach import (
     MOST_SYMMETRIC_TRIES,
 )
 from protocol.wire.messages import PunchAsked
+from tests.unit.swarm_scene import INITIAL, Scene
 
 
 def at(host: int, *ports: int) -> tuple[str, ...]:

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-from swarm_scene import INITIAL, STEP_TOKENS, Scene, asked_of, digest_of, of_kind
-
 from coordinator.swarm.explain import explain
 from coordinator.swarm.ledger import free_again, num_samples_of
 from coordinator.swarm.members import MemberState
@@ -11,6 +9,7 @@ from coordinator.swarm.reach_back import is_in_reach
 from coordinator.swarm.state import RoundPhase
 from protocol.wire.messages import EvaluationAsked, RefetchAsked, RoundCommitted
 from protocol.wire.rounds import Digest, RoundSpan
+from tests.unit.swarm_scene import INITIAL, STEP_TOKENS, Scene, asked_of, digest_of, of_kind
 
 AFTER = digest_of("after")
 TAKEN_BACK = "taken back: all that held it are gone (node-a, node-b)"

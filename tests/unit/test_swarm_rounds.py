@@ -1,7 +1,15 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import (
+
+from coordinator.swarm.events import Reported
+from coordinator.swarm.explain import explain
+from coordinator.swarm.members import MemberState
+from coordinator.swarm.rounds import plan_of
+from coordinator.swarm.state import RoundPhase
+from protocol.wire.messages import Reduced, RefetchAsked, RoundCommitted, RoundOpened
+from protocol.wire.rounds import ContributionDigest, Contributor, NodeId
+from tests.unit.swarm_scene import (
     INITIAL,
     LAYOUT,
     TOKENS,
@@ -11,14 +19,6 @@ from swarm_scene import (
     digest_of,
     of_kind,
 )
-
-from coordinator.swarm.events import Reported
-from coordinator.swarm.explain import explain
-from coordinator.swarm.members import MemberState
-from coordinator.swarm.rounds import plan_of
-from coordinator.swarm.state import RoundPhase
-from protocol.wire.messages import Reduced, RefetchAsked, RoundCommitted, RoundOpened
-from protocol.wire.rounds import ContributionDigest, Contributor, NodeId
 
 RESULT = digest_of("result")
 OTHER = digest_of("other")

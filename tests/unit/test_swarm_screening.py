@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import Scene, digest_of
 
 from coordinator.round_rows import MOST_SCREENED, figures_of
 from coordinator.services.status import confirmed_shares
@@ -20,6 +19,7 @@ from protocol.terminal.node_words import screening_in_words, work_in_words
 from protocol.terminal.status_words import screened_in_words
 from protocol.v1 import status_pb2
 from protocol.wire.rounds import WHOLE, Commit, NodeId
+from tests.unit.swarm_scene import Scene, digest_of
 
 NAMES = ("a", "b", "c")
 CUT, OUT, WHOLE_ONE = NodeId("a"), NodeId("b"), NodeId("c")

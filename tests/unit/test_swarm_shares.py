@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from swarm_scene import INITIAL, Scene
 
 from coordinator.swarm.slices import (
     MOST_OF_EQUAL,
@@ -16,6 +15,7 @@ from coordinator.swarm.slices import (
 )
 from protocol.wire.rounds import BLOCK, LayoutSummary, NodeId, cut_into_slices
 from tests.unit.shares_scene import MB, all_may, both, seconds
+from tests.unit.swarm_scene import INITIAL, Scene
 
 
 def test_a_slow_link_among_fast_ones_reduces_nothing() -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swarm_scene import STEP_TOKENS, Scene, digest_of
 
 from coordinator.swarm.deadlines import FASTEST, FILLED, measured, shared_out, step_budgets
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import STEP_TOKENS, Scene, digest_of
 
 
 def a_round(scene: Scene, seconds: dict[str, float]) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.members import Standing
 from coordinator.swarm.state import RoundPhase
@@ -15,6 +14,7 @@ from coordinator.swarm.weighing import (
 )
 from protocol.wire.messages import ParticipantsIdle, RoundCommitted
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import Scene, asked_of, digest_of, of_kind
 
 HONEST = ("node-a", "node-b", "node-c")
 IDLER = "idler"

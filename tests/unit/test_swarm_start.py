@@ -1,11 +1,10 @@
 """A coordinator that starts waits for the newest round's nodes, and for no longer than a round may last."""
 
-from swarm_scene import INITIAL, Scene, digest_of, of_kind
-
 from coordinator.swarm.events import Started
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.state import trimmed
 from protocol.wire.messages import RoundCommitted, RoundOpened
+from tests.unit.swarm_scene import INITIAL, Scene, digest_of, of_kind
 
 AFTER = digest_of("after 1")
 

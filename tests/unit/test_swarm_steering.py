@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from swarm_scene import Scene, digest_of, of_kind
 
 from coordinator.swarm.events import EndSession, Ruled, RulingsLearned, Started
 from coordinator.swarm.members import PRESENT, MemberState
@@ -25,6 +24,7 @@ from protocol.trust.rulings import (
 )
 from protocol.wire.messages import ParticipantsDeparted, RoundOpened, RulingsTold, RunFinished
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import Scene, digest_of, of_kind
 
 
 def ruled(scene: Scene, kind: RulingKind, node: str = "", **fields: Any) -> None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from swarm_scene import INITIAL, RUN, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.events import QuarantineAsked, RefusalSeen, Ruled, Ticked
 from protocol.trust.evidence import proven_by
@@ -20,6 +19,7 @@ from protocol.wire.messages import (
 from protocol.wire.payload import RESULT as RESULT_KIND
 from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
+from tests.unit.swarm_scene import INITIAL, RUN, TOKENS, Scene, digest_of, of_kind
 
 RESULT = digest_of("result")
 OTHER = digest_of("other")

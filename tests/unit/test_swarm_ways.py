@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 from coordinator.swarm.reach import MOST_WAYS, ways_between, ways_in_words
 from protocol.wire.messages import RoundOpened
 from protocol.wire.rounds import NodeId, cut_into_slices
+from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 MB = 1e6
 CONE, PORT_RESTRICTED, SYMMETRIC = ("a",), ("b", "c", "d"), ("e", "f")

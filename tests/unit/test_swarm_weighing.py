@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import CORPUS, INITIAL, TOKENS, Scene, digest_of, of_kind
 
 from coordinator.swarm.committed import book, unbook
 from coordinator.swarm.members import Member, MemberState, Work
@@ -19,6 +18,7 @@ from coordinator.swarm.weighing import (
 )
 from protocol.wire.messages import RefetchAsked, RoundCommitted
 from protocol.wire.rounds import WHOLE, NodeId
+from tests.unit.swarm_scene import CORPUS, INITIAL, TOKENS, Scene, digest_of, of_kind
 
 LIE = digest_of("a lie")
 HONEST = ("honest-a", "honest-b", "honest-c")

@@ -1,9 +1,9 @@
 """The wire ledger: what rounds cost, told by nodes that restart, repeat themselves and are late."""
 
 import pytest
-from swarm_scene import INITIAL, STEP_TOKENS, Scene, digest_of
 
 from coordinator.swarm.state import ClosedRound
+from tests.unit.swarm_scene import INITIAL, STEP_TOKENS, Scene, digest_of
 
 ONE, TWO = digest_of("one"), digest_of("two")
 NUM_PARAMETERS = 1024

@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from going_back_scene import Kept
-from swarm_scene import Scene, asked_of, digest_of
 
 from coordinator.swarm.evaluation import COORDINATOR
 from coordinator.swarm.events import GoBack, Ruled, RulingsLearned, WithdrawalAsked
@@ -32,6 +30,8 @@ from protocol.trust.rulings import (
 from protocol.wire.messages import CommitsWanted, RulingsTold
 from protocol.wire.rounds import NodeId
 from tests.tiny_runs import tiny
+from tests.unit.going_back_scene import Kept
+from tests.unit.swarm_scene import Scene, asked_of, digest_of
 
 if TYPE_CHECKING:
     from coordinator.swarm.state import SwarmState

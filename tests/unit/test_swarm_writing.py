@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from swarm_scene import Scene, asked_of, digest_of, of_kind
 
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Reported, Tell
@@ -11,6 +10,7 @@ from coordinator.swarm.explain import explain
 from coordinator.swarm.state import KEPT_WRITTEN, Written
 from protocol.wire.messages import EvaluationAsked, RunFinished, Wrote
 from protocol.wire.rounds import NodeId
+from tests.unit.swarm_scene import Scene, asked_of, digest_of, of_kind
 
 NODES = ("node-a", "node-b")
 

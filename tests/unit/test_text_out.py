@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from served_folder import serving
-from test_export import ORIGIN
-from tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 from transformers import AutoTokenizer
 
 from node.island.data.places import DataPlaces
@@ -24,6 +21,9 @@ from node.models.text import ByteText, end_of_text, files_of_tokenizer, text_of_
 from protocol.errors import BadDataError, NoInputError, UsageError
 from protocol.run.models import Description, FunctionModel, TransformersModel
 from protocol.run.run_spec import RunSpec
+from tests.unit.served_folder import serving
+from tests.unit.test_export import ORIGIN
+from tests.unit.tokens_scene import END, prepared, spec_of, write_jsonl, write_tokenizer
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from otlp_receiver import Receiver, service, value_of
 
 from protocol.errors import BadDataError, ExitCode, UsageError
 from protocol.terminal import console
@@ -17,6 +16,7 @@ from protocol.terminal.sinks import HEADERS_VARIABLE, ReceiverAwayError, Row, Tr
 from protocol.terminal.spans import spans_of
 from protocol.terminal.track import NOTE_FILE, RETRY_SECONDS, Away
 from protocol.v1 import status_pb2 as pb
+from tests.otlp_receiver import Receiver, service, value_of
 
 SWARM = "5d41402abc4b2a76b9719d911017c592"
 
