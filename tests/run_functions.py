@@ -122,6 +122,8 @@ def net_with_batch_norm_and_plans() -> Any:
 class Centred(nn.Module):
     """Takes a mean of all that it has seen away, which it keeps in a buffer."""
 
+    mean: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(width))
@@ -193,7 +195,7 @@ def failing(depth: int = 1) -> Any:
     raise ZeroDivisionError(f"at depth {depth}")
 
 
-class Samples:
+class Samples(Dataset[dict[str, Any]]):
     """Bags of words with a label that follows from them."""
 
     def __init__(self, seed: int, count: int) -> None:
@@ -389,7 +391,7 @@ def unchained(how: str, **_: Any) -> Any:
     return Unchained(how), loss, None, plan
 
 
-def loss_of_matrix(module: nn.Module, batch: Any) -> Tensor:
+def loss_of_matrix(module: Any, batch: Any) -> Tensor:
     return mean_loss(module, batch) + module.head.weight.square().sum()
 
 
@@ -414,6 +416,8 @@ def pairs(count: int = 64) -> Any:
 
 
 class Coded(nn.Linear):
+    codes: Tensor
+
     def __init__(self) -> None:
         super().__init__(6, 3)
         self.register_buffer("codes", torch.ones(3))

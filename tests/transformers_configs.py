@@ -66,6 +66,21 @@ CONFIGS = {
     ),
 }
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "sliding_window": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
 ODD = {
     "gemma4": lambda: AutoConfig.for_model(
         "gemma4_text",
@@ -87,21 +102,6 @@ ODD = {
     ),
 }
 """Kinds with something that others do not have: a buffer in their checkpoints, no order of time, infinity."""
-
-SIZES = {
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 32,
-    "sliding_window": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 
 _MORE: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},

@@ -10,7 +10,7 @@ import itertools
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -231,7 +231,7 @@ def address_in(content: bytes) -> str | None:
     return None if packed is None else socket.inet_ntop(family, packed)
 
 
-async def address_changes(looks: Sequence[float] = ()) -> AsyncIterator[None]:
+async def address_changes(looks: Sequence[float] = ()) -> AsyncGenerator[None, None]:
     """Yields after each change of this machine's addresses that the kernel tells of.
 
     It yields after pauses of `looks` seconds too, the last one again and again: of what a router does

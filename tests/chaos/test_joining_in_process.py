@@ -52,7 +52,7 @@ class Watch:
         loop = asyncio.get_running_loop()
         for node in nodes:
             self._slow_down(node)
-        then = None if self._then is None else asyncio.create_task(self._then(network, nodes))
+        then = None if self._then is None else asyncio.ensure_future(self._then(network, nodes))
         while True:
             self.applied_at.setdefault(nodes[0].outer.round, loop.time())
             joiner = nodes[-1].outer.round

@@ -124,7 +124,7 @@ def reduce_to_nonsense() -> None:
     Outer.result_of = nonsense  # type: ignore[method-assign]
 
 
-LIES = {
+LIES: dict[str, Callable[[], None]] = {
     "contributes too much": partial(contribute, LOUDER),
     "pulls backwards": partial(contribute, -1),
     "reports nothing": report_nothing,

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import atoll
 from node.island.models.decoder_modules import Decoder
+from protocol.run.models import DecoderModel
 from protocol.run.run_files import load_run_file
 
 
@@ -24,6 +25,7 @@ def main() -> None:
     spec = load_run_file(run_file)
     torch.manual_seed(int(options.get("seed", "0")))
     device = torch.device(options.get("device", "cpu"))
+    assert isinstance(spec.model, DecoderModel)
     model = Decoder(spec.model).to(device, getattr(torch, options.get("dtype", "float32")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(device.type, enabled="scaled" in options)

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Loop:
 class Scene:
     """A swarm with nodes that train by ranks, or by a loop, by the names that their folders get."""
 
-    def __init__(self, folder: Path, *names: str, **run: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, *names: str, **run: Mapping[str, object]) -> None:
         self.folder = folder
         self.swarm = Swarm(folder / "swarm", tiny_text(**run))
         self.run_file = folder / "swarm" / "run.toml"
@@ -80,8 +80,7 @@ class Scene:
     def start_loop(self, name: str, *options: str, node: str = "loop", **environment: str) -> Loop:
         out = self.folder / f"{name}.jsonl"
         home = self.homes.setdefault(node, self.folder / "swarm" / node)
-        command = (PROGRAM, home, self.run_file, out, *options)
-        return self.program(*command, name=name, **environment)
+        return self.program(PROGRAM, home, self.run_file, out, *options, name=name, **environment)
 
     def program(
         self, *command: str | Path, name: str, through: Sequence[str] = (), **environment: str

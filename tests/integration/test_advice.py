@@ -43,7 +43,7 @@ def test_who_takes_the_advice_sends_fewer_bytes_for_a_step_and_trains_as_many(
         started(lab, swarm, NODES)
 
         def run() -> dict[str, Any]:
-            return asked(lab, swarm, "status")["run"]  # type: ignore[no-any-return]
+            return asked(lab, swarm, "status")["run"]
 
         def typed(*command: str) -> str:
             with lab.inside(COORDINATOR):

@@ -97,10 +97,11 @@ def test_a_node_with_a_pipeline_ends_with_the_bits_of_one_without(
 ) -> None:
     if kind == "transformers":
         CONFIGS["llama"].save_pretrained(tmp_path / "llama")
-        swarm, options = swarm_of(TRANSFORMERS, tmp_path / "llama"), ()
+        swarm = swarm_of(TRANSFORMERS, tmp_path / "llama")
+        options: tuple[str, ...] = ()
     else:
-        allowed = ("--allow-function", "any-model", "--code", str(EXAMPLES))
-        swarm, options = swarm_of(DIGITS, EXAMPLES), allowed
+        swarm = swarm_of(DIGITS, EXAMPLES)
+        options = ("--allow-function", "any-model", "--code", str(EXAMPLES))
     trained_alike(swarm, swarm.invite("--uses", "2"), *options, first=("--pp", "2"))
 
 

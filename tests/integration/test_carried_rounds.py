@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_where_nobody_reaches_everybody_members_carry_and_every_slice_has_everyb
         assert lab.traffic(one, other).delivered_packets == 0
         assert lab.traffic(other, one).delivered_packets == 0
     for name in told.values():
-        assert until(lambda name=name: carried_bytes(lab, swarm, name)) > 10_000
+        assert until(partial(carried_bytes, lab, swarm, name)) > 10_000
     between = told["strict symmetric"]
     with lab.inside(COORDINATOR):
         shown = " ".join(done(atoll("nodes", "show", SYMMETRIC, "--dir", swarm.home)).split())

@@ -47,9 +47,9 @@ def test_the_template_says_what_holds_without_it_but_for_what_its_head_names() -
     tables = tomllib.loads(RUN_TEMPLATE)
     template = validated(tables, origin="template")
     assert template.run.min_nodes == 2 and template.inner.optimizer == "muon"
-    named = [("run", "min_nodes"), ("model", "qk_norm"), ("outer", "merge")]
+    stated = [("run", "min_nodes"), ("model", "qk_norm"), ("outer", "merge")]
     inner = [("inner", key) for key in ("optimizer", "learning_rate", "muon_learning_rate")]
-    for table, key in (*named, *inner):
+    for table, key in (*stated, *inner):
         del tables[table][key]
     assert validated(tables, origin="template") == RunSpec(), "all others are the defaults"
     named = validated(tomllib.loads(run_text(name="x-1", run_file=None)), origin="template")

@@ -47,8 +47,9 @@ async def test_nodes_join_and_attach_by_a_relay_and_are_not_given_up_while_it_is
         driver = coordinator.driver
         lease_until = driver.state.members[node.node_id].lease_until
         await relay.stop()
-        assert coordinator.through is not None
-        await until(lambda: coordinator.through.is_away and not driver.has_streams)
+        through = coordinator.through
+        assert through is not None
+        await until(lambda: through.is_away and not driver.has_streams)
         stood_at = driver.clock.now()
         with pytest.raises(AtollError, match="no coordinator answers"):
             await node.beat()
@@ -57,7 +58,7 @@ async def test_nodes_join_and_attach_by_a_relay_and_are_not_given_up_while_it_is
         member = driver.state.members[node.node_id]
         assert (member.state, member.lease_until) == (MemberState.READY, lease_until)
         async with world.relay():
-            await until(lambda: not coordinator.through.is_away)
+            await until(lambda: not through.is_away)
             await node.close()
             node.connect()
             await node.beat()

@@ -209,8 +209,8 @@ def test_a_coordinator_whose_disk_becomes_full_keeps_what_was_committed_and_its_
         assert swarm.status().run.committed_round == num_said  # what it told anybody, and no more
         node.process.send_signal(signal.SIGCONT)
         node.ends(node.shared_memory())
-        run = swarm.status().run
-        assert (run.committed_round, run.digests_agree) == (6, True)
+        status = swarm.status().run
+        assert (status.committed_round, status.digests_agree) == (6, True)
     finally:
         swarm.end()
 

@@ -86,8 +86,7 @@ def test_hosts_with_a_network_between_them_train_one_model_and_one_may_come_back
     leader.says("hosts may follow")
     parts = tmp_path / "parts"
     follow = ("node", "follow", member / "island.token", "--device", "cpu", "--checkpoints", parts)
-    follow = (*follow, "--name", "follows")
-    follower = start("follows", *follow)
+    follower = start("follows", *follow, "--name", "follows")
     coordinator.says("round opened", times=2)
     loopback, theirs = ip_address("127.0.0.1"), ip_address(lab.address("follows"))
     assert listened_on(leader) == {loopback, ip_address(own)}

@@ -25,7 +25,7 @@ DEADLINES = {"train": 60, "contribute": 90, "commit": 120}
 class Scene:
     """A swarm with some liars in it."""
 
-    def __init__(self, folder: Path, **changes: dict[str, object]) -> None:
+    def __init__(self, folder: Path, **changes: Any) -> None:
         run = {"name": "liars", "rounds": 5, "min_nodes": 3, **changes.pop("run", {})}
         tables = {"deadlines": DEADLINES, "evaluation": {"every_rounds": 1}, **changes}
         self.swarm = Swarm(folder / "swarm", tiny_text(run=run, **tables))

@@ -307,7 +307,9 @@ def test_honest_reducers_give_receipts_that_convict_nobody(
     given = []
     receipt = PayloadSigner.receipt
 
-    def counted(self: PayloadSigner, contribution: PayloadHeader, *, attempt: int) -> Receipt:
+    def counted(
+        self: PayloadSigner, contribution: PayloadHeader, *, attempt: int
+    ) -> Receipt | None:
         given.append(contribution)
         return receipt(self, contribution, attempt=attempt)
 

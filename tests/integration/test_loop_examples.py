@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.integration.typed_commands import ROOT
 
 EXAMPLES = ROOT / "examples"
 # The template's model, which the examples bring.
-RUN = {
+RUN: dict[str, dict[str, Any]] = {
     "run": {"name": "examples", "rounds": 2, "min_nodes": 2},
     "model": {
         "hidden_size": 64,

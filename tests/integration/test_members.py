@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import pytest
@@ -38,13 +39,17 @@ from protocol.v1 import (
     status_pb2_grpc,
 )
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
+from protocol.v1.ruling_pb2 import Rulings
 from protocol.wire.channel import open_channel
 from tests.integration.coordinator_scene import invite_from, joined, new_home, serving, two_nodes
 from tests.ports import free_port
 
+if TYPE_CHECKING:
+    from protocol.v1.operator_pb2_grpc import OperatorServiceAsyncStub
+
 
 @asynccontextmanager
-async def owner_of(home: Home) -> AsyncIterator[OperatorServiceStub]:
+async def owner_of(home: Home) -> AsyncIterator["OperatorServiceAsyncStub"]:
     async with open_channel(Credentials.load(home.directory)) as channel:
         yield OperatorServiceStub(channel)
 
@@ -59,15 +64,9 @@ async def log_of(home: Home) -> list[str]:
     """The kinds of all rulings, each with its node; none is missing or unsigned."""
     async with owner_of(home) as owner:
         listed = await owner.ListRulings(pb.ListRulingsRequest())
-    signed = [one for wire in listed.rulings for one in rulings_from_wire(_as_list(wire))]
+    signed = [one for wire in listed.rulings for one in rulings_from_wire(Rulings(rulings=[wire]))]
     checked_chain(signed, home.verifier)
     return [f"{one.ruling.kind} {one.ruling.node_name}".strip() for one in signed]
-
-
-def _as_list(wire: object) -> object:
-    from protocol.v1.ruling_pb2 import Rulings
-
-    return Rulings(rulings=[wire])  # type: ignore[list-item]
 
 
 async def invite_with(home: Home, **wants: object) -> Invite:

@@ -10,7 +10,10 @@ from node.kept import kept_model
 from tests.integration.own_loops_scene import SECONDS, Scene, assert_holds
 from tests.integration.typed_commands import atoll, done, until
 
-RUN = {"run": {"name": "loops", "rounds": 4, "min_nodes": 2}, "evaluation": {"every_rounds": 2}}
+RUN: dict[str, dict[str, object]] = {
+    "run": {"name": "loops", "rounds": 4, "min_nodes": 2},
+    "evaluation": {"every_rounds": 2},
+}
 SHORT = {"name": "loops", "rounds": 2, "min_nodes": 2}
 # Rounds end at their deadline: none is over before the test has seen it.
 SLOW = {

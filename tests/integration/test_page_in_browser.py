@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +15,9 @@ from coordinator.config import Home, create_home
 from coordinator.dashboard.link import page_link
 from tests.integration.coordinator_scene import LOCAL, described, invite_from, joined, serving
 from tests.integration.played_swarm import Played, PlayedNode, played
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser, Page
 
 playwright = pytest.importorskip("playwright.async_api", reason="the extra dev has it")
 
@@ -56,7 +60,7 @@ def home_in(folder: Path, dashboard: str = "127.0.0.1:0") -> Home:
 
 
 @asynccontextmanager
-async def browser() -> AsyncIterator["playwright.Browser"]:
+async def browser() -> AsyncIterator["Browser"]:
     async with playwright.async_playwright() as running:
         opened = await running.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
@@ -69,8 +73,8 @@ async def browser() -> AsyncIterator["playwright.Browser"]:
 
 @asynccontextmanager
 async def page_of(
-    opened: "playwright.Browser", port: int, width: int = 1200
-) -> AsyncIterator[tuple["playwright.Page", list[str]]]:
+    opened: "Browser", port: int, width: int = 1200
+) -> AsyncIterator[tuple["Page", list[str]]]:
     """A page, and what its console says against it; then it has to have said nothing."""
     page = await opened.new_page(viewport={"width": width, "height": 900})
     page.set_default_timeout(1000 * PATIENCE_SECONDS)
@@ -85,7 +89,7 @@ async def page_of(
     await page.close()
 
 
-async def sees(page: "playwright.Page", where: str, text: str) -> None:
+async def sees(page: "Page", where: str, text: str) -> None:
     await page.locator(where, has_text=text).first.wait_for()
 
 

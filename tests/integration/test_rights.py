@@ -106,7 +106,7 @@ async def outcome(channel: grpc.aio.Channel, method: MethodDescriptor) -> AtollE
     """What an empty request comes to; None when it is answered."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     request = GetMessageClass(method.input_type)()
-    kinds = {
+    kinds: dict[str, Any] = {
         "request_serializer": GetMessageClass(method.input_type).SerializeToString,
         "response_deserializer": GetMessageClass(method.output_type).FromString,
     }

@@ -192,7 +192,12 @@ async def test_a_stream_that_breaks_at_rest_is_replaced() -> None:
 
 async def test_a_sender_that_begins_anew_knows_how_long_offers_took() -> None:
     link, told = Wire(), list[float]()
-    link.sending._num_at_first = lambda seconds: told.append(seconds) or 1
+
+    def noted(seconds: float) -> int:
+        told.append(seconds)
+        return 1
+
+    link.sending._num_at_first = noted
     for number in range(2):
         await link.push(make_payload(body=BODY, round=number))
     assert told[0] == Limits().first_round_trip_seconds

@@ -7,6 +7,7 @@ import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,7 +122,7 @@ async def test_weights_and_biases_have_each_round_once_and_texts(tmp_path: Path)
 BLOCK_BYTES, HEADER_BYTES, FIRST_BYTES = 32768, 7, 7
 
 
-def history_of(file: Path) -> Iterator[dict[str, object]]:
+def history_of(file: Path) -> Iterator[dict[str, Any]]:
     """What was logged, from a file of Weights & Biases: LevelDB's log format with records of its own."""
     from wandb.proto.wandb_internal_pb2 import Record
 

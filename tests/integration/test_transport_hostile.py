@@ -17,13 +17,12 @@ from node.exchange.peers import (
     WantChunk,
     WantManifest,
 )
-from node.exchange.transport import libp2p
 from node.exchange.transport.libp2p import PROTOCOL, Libp2pTransport
 from node.exchange.transport.p2pd import DaemonError, P2pd
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.streams import TransferStream
-from protocol.trust.identity import Identity
+from protocol.trust.identity import Identity, peer_id_of
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CHUNK, MANIFEST, Payload, PayloadHeader, WireCounts
 from protocol.wire.rounds import Digest, PeerAddress, RosterEntry
@@ -81,13 +80,11 @@ class Raw:
         async with asyncio.timeout(30):
             while True:
                 try:
-                    await self.daemon.connect(
-                        libp2p.peer_id_of(address.public_key), address.multiaddrs
-                    )
+                    await self.daemon.connect(peer_id_of(address.public_key), address.multiaddrs)
                     break
                 except DaemonError:  # the victim dialled at the same instant (see introduce)
                     await asyncio.sleep(1)
-        return await self.daemon.open_stream(libp2p.peer_id_of(address.public_key), PROTOCOL)
+        return await self.daemon.open_stream(peer_id_of(address.public_key), PROTOCOL)
 
     async def offer(self, victim: Peer, payload: Payload) -> tuple[TransferStream, int, str]:
         """Offers a payload; gives the stream, and the status and reason of the answer."""
@@ -347,7 +344,7 @@ async def test_an_answer_that_announces_too_much_is_not_allocated(
     scene: Scene, kind: int, body_bytes: int
 ) -> None:
     header = replace(make_payload(kind).header, body_bytes=body_bytes)
-    wants = {
+    wants: dict[int, Want] = {
         MANIFEST: WantManifest(oldest_round=1),
         CHUNK: WantChunk(round=7, index=0, digest=header.body_digest),
     }

@@ -84,7 +84,7 @@ class Coordinator(
     async def name_of_caller(self, context: Any) -> str:
         return caller(context).uri
 
-    async def GetRun(self, request: Any, context: Any) -> session_pb2.GetRunResponse:  # noqa: N802
+    async def GetRun(self, request: Any, context: Any) -> Any:  # noqa: N802
         return session_pb2.GetRunResponse(run_json=await self.answer(context))
 
     async def Subscribe(  # noqa: N802
@@ -112,6 +112,7 @@ class Coordinator(
         )
 
     Attach = Heartbeat = Report = ListCommits = Detach = GetRun
+    Challenge = Renew = SubmitCommits = SubmitRulings = GetRun
 
     def credentials(self) -> Credentials:
         """Those of one of its nodes."""

@@ -65,12 +65,13 @@ class Desk:
         self.admitted.append(header)
         self.has_admitted.set()
 
-        async def take(payload: Payload) -> None:
+        async def take(payload: Payload) -> bytes:
             if self.gate is not None:
                 await self.gate.wait()
             if self.fault is not None:
                 raise self.fault
             self.received.append((sender, payload))
+            return b""
 
         def is_wanted() -> bool:
             if self.num_looks_wanted is not None:

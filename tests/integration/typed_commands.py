@@ -100,7 +100,9 @@ def typed_here(*arguments: str | Path, **environment: str) -> Typed:
     ):
         with redirect_stdout(out), redirect_stderr(err):
             code = console.run(cli.root, [str(argument) for argument in arguments])
-        said, complained = (stream.seek(0) or stream.read() for stream in (out, err))
+        out.seek(0)
+        err.seek(0)
+        said, complained = out.read(), err.read()
     assert "a bug in Atoll" not in complained, complained
     return Typed(code=code, out=said, err=complained)
 

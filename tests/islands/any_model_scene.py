@@ -126,7 +126,8 @@ def _run_rank(
 ) -> None:
     torch.set_num_threads(1)
     # Code is made of what was traced, whatever the mesh, so running the trace will do.
-    engine.compile_layers = partial(compile_layers, backend="aot_eager")  # in this process only
+    # In this process only.
+    vars(engine)["compile_layers"] = partial(compile_layers, backend="aot_eager")
     vectors = SharedVectors.attach(names)
     device = torch.device("cpu")
     mesh = Mesh.joined(shape=shape, rank=rank, device=device, meeting=place / "store")

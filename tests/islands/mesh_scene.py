@@ -8,6 +8,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +100,9 @@ def run_rank(
     """Trains as a rank of the mesh; `published` then has the first weights, `parameters` the last."""
     faulthandler.enable(file=2)
     torch.set_num_threads(1)
-    engine.compile_layers = partial(compile_layers, backend=backend)  # in this process only
+    vars(engine)["compile_layers"] = partial(
+        compile_layers, backend=backend
+    )  # in this process only
     if local.deterministic:
         be_deterministic()
     vectors = SharedVectors.attach(names)
@@ -112,13 +115,13 @@ def run_rank(
     norms: list[float] = []
     clip = Engine.clip
 
-    def spied(engine: Engine, max_norm: float) -> torch.Tensor:
+    def spied(self: Engine, max_norm: float) -> torch.Tensor:
         if overflows and len(norms) == 1:
-            for parameter in engine.named_parameters.parameters():
+            for parameter in self.named_parameters.parameters():
                 assert parameter.grad is not None
                 with torch.no_grad():
                     parameter.grad.fill_(torch.inf)
-        norms.append(clip(engine, max_norm).item())
+        norms.append(clip(self, max_norm).item())
         return torch.tensor(norms[-1])
 
     Engine.clip = spied  # type: ignore[method-assign]  # likewise
@@ -128,7 +131,7 @@ def run_rank(
     attend = Attention.forward
 
     def counted(
-        self: Attention, x: torch.Tensor, *tables: torch.Tensor, **mask: torch.Tensor | None
+        self: Attention, x: torch.Tensor, *tables: torch.Tensor, **mask: Any
     ) -> torch.Tensor:
         passes.append(len(x))
         weights.add(("matrix", self.q_proj.weight.dtype))

@@ -18,7 +18,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape
 from node.island.ranks.launcher import ProcessIsland, RanksHere
 from node.outer_state import SharedVectors, Vector
-from protocol.run.models import DecoderModel, layout_of
+from protocol.run.models import DecoderModel, Model, layout_of
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 
 ONE_RANK = MeshShape()
@@ -43,7 +43,7 @@ def with_texts(folder: Path) -> Path:
 
 
 @contextmanager
-def initial_vectors(model: DecoderModel) -> Iterator[SharedVectors]:
+def initial_vectors(model: Model) -> Iterator[SharedVectors]:
     vectors = SharedVectors.create(layout_of(RunSpec(model=model)).num_elements)
     vectors.parameters[:] = initial_parameters(RunSpec(model=model))
     try:
@@ -133,6 +133,6 @@ def ranks_that(
                 processes.append(process)
             yield vectors, pipes, processes
         finally:
-            for process in processes:
-                process.kill()
+            for started in processes:
+                started.kill()
             vectors.close()

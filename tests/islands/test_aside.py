@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # is public
 
 from node.hosts.wire import open_store
 from node.island.ranks.aside import Aside, Work
@@ -119,9 +119,9 @@ async def test_devices_are_those_that_torch_sees() -> None:
 async def test_ranks_meet_at_a_store_until_it_is_closed() -> None:
     aside, port = await open_store("127.0.0.1")
     try:
-        store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-        store.set("a", "1")
-        assert dist.TCPStore("127.0.0.1", port, wait_for_workers=False).get("a") == b"1"
+        one, other = (TCPStore("127.0.0.1", port, wait_for_workers=False) for _ in range(2))
+        one.set("a", "1")
+        assert other.get("a") == b"1"
     finally:
         aside.close()
 

@@ -116,7 +116,7 @@ def test_every_setting_of_every_part_is_a_run_and_has_a_name_of_its_own() -> Non
         assert {claim.of, claim.against} <= known[claim.part]
 
 
-def line(setting: str, seed: int, loss: float) -> dict:
+def line(setting: str, seed: int, loss: float) -> dict[str, object]:
     return {
         "part": "p",
         "setting": setting,

@@ -18,6 +18,7 @@ from node.island.data.places import DataPlaces
 from node.island.parallel.mesh_shape import PLAIN, MeshShape
 from node.island.ranks.commands import (
     Adopt,
+    Command,
     Done,
     Evaluate,
     Failed,
@@ -122,7 +123,7 @@ def test_a_rank_alone_needs_no_compiler_of_torch_and_no_other_import_of_weight(
         process = context.Process(target=_live_and_tell, args=(theirs, telling, setup), daemon=True)
         process.start()
         theirs.close()
-        commands = (
+        commands: tuple[Command, ...] = (
             Adopt(None, True),
             Train(work_of(spec, inner_steps=2)),
             Publish(0),

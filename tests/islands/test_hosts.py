@@ -31,7 +31,8 @@ from node.outer_state import SharedVectors, Vector
 from protocol.errors import ConfigError, ProtocolMismatchError
 from protocol.run.models import layout_of
 from protocol.run.run_spec import ExchangeSection, RunSpec
-from tests.islands.test_ranks import ENDLESS, ignore, small_spec, trained_inline, work_of
+from tests.islands.rank_scene import small_spec
+from tests.islands.test_ranks import ENDLESS, ignore, trained_inline, work_of
 
 SPEC = small_spec().model_copy(
     update={"model": small_spec().model.model_copy(update={"num_layers": 2})}

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # is public
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.multiprocessing import start_processes  # type: ignore[attr-defined]  # likewise
 
 from atoll.buffers import RunningStatistics
 from atoll.ranks import Ranks
@@ -78,7 +80,7 @@ def live(rank: int, mesh: str, store: str, parameters: Tensor, published: Tensor
     torch.set_num_threads(1)
     num_ranks, shard = MESHES[mesh]
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
+        "gloo", store=FileStore(store, num_ranks), rank=rank, world_size=num_ranks
     )
     model = Small()
     places = places_of(model)
@@ -122,14 +124,14 @@ def test_boxes_of_all_ranks_are_the_whole_model_bit_by_bit(mesh: str, tmp_path: 
     arguments = (mesh, str(tmp_path / "store"), parameters, published)
     prepare_forkserver()  # it imports torch once
     num_ranks = MESHES[mesh][0]
-    processes.start_processes(live, args=arguments, nprocs=num_ranks, start_method="forkserver")
+    start_processes(live, args=arguments, nprocs=num_ranks, start_method="forkserver")
     assert torch.equal(published, 2 * parameters)
 
 
 def normalise(rank: int, store: str, found: Tensor) -> None:
     """A rank of a sharded model with batch norm, which sees samples of its own."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     fully_shard(model)
@@ -140,7 +142,8 @@ def normalise(rank: int, store: str, found: Tensor) -> None:
             model(torch.randn(8, 3, generator=draws))
 
     RunningStatistics(model, averaged=(), compute=see, ranks=Ranks.of(model)).settle()
-    found[rank, 0], found[rank, 1] = model[1].running_mean, model[1].running_var
+    norm: Any = model[1]
+    found[rank, 0], found[rank, 1] = norm.running_mean, norm.running_var
     dist.barrier()
     dist.destroy_process_group()
 
@@ -149,7 +152,7 @@ def test_running_statistics_are_means_over_what_all_ranks_have_seen(tmp_path: Pa
     found = torch.full((2, 2, 3), torch.nan).share_memory_()
     prepare_forkserver()
     arguments = (str(tmp_path / "store"), found)
-    processes.start_processes(normalise, args=arguments, nprocs=2, start_method="forkserver")
+    start_processes(normalise, args=arguments, nprocs=2, start_method="forkserver")
     torch.manual_seed(1)
     linear = nn.Linear(3, 3)
     seen = [

@@ -12,6 +12,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lab.simulation.inline_island import InlineIsland
 from node.hosts.leading import HostDesk
@@ -81,7 +82,7 @@ class Scene:
         try:
             with capture_logs() as lines:
                 await island.start()
-            self.lines = list(lines)
+            self.lines = [dict(line) for line in lines]
             await island.adopt()
             yield island
         finally:
@@ -108,8 +109,9 @@ class Scene:
                 with (part / place.relative_path).open("rb") as file:
                     file.seek(place.offset)
                     values = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
-                size = metadata.state_dict_metadata[index.fqn].size
-                tensor = whole.setdefault(index.fqn, torch.full(size, torch.nan))
+                described = metadata.state_dict_metadata[index.fqn]
+                assert isinstance(described, TensorStorageMetadata)
+                tensor = whole.setdefault(index.fqn, torch.full(described.size, torch.nan))
                 box = tensor[
                     tuple(
                         slice(at, at + length)

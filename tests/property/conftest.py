@@ -4,13 +4,14 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.property.effort import NIGHTLY_FACTOR
 
-BOTH = {
+BOTH: dict[str, Any] = {
     "deadline": None,  # examples of very different sizes, on busy machines
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 }

@@ -54,7 +54,8 @@ class Sealer:
         if isinstance(value, Section):  # of a run file: its fields are frozen
             assert all(self.seal(part) is part for _, part in value)
             return value
-        assert is_dataclass(value) and value.__dataclass_params__.frozen, (
+        assert is_dataclass(value) and not isinstance(value, type)
+        assert value.__dataclass_params__.frozen, (  # type: ignore[attr-defined]  # not in the stubs
             f"{value!r} in the state can be changed in place"
         )
         changed = {}

@@ -13,7 +13,7 @@ from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.state import RoundPhase, SwarmState
 from coordinator.swarm.weighing import say_of
 from protocol.wire.messages import SliceTakenOver
-from protocol.wire.rounds import Assignment, Commit, NodeId, Plan
+from protocol.wire.rounds import Assignment, Commit, Digest, NodeId, Plan
 from tests.property.swarm_books import LAYOUT, Books, is_void, places_of, tokens_of
 
 
@@ -427,7 +427,7 @@ def _check_agreed_anew(
     """A settled digest changes only for one that as many hold as decide one."""
     assert before.open_round is None
     assert now >= books.supplied_at + before.rules.apply_seconds, "somebody held it just now"
-    held = [
+    held: list[Digest | None] = [
         m.outer_digest
         for m in before.members.values()
         if m.state in PRESENT

@@ -84,10 +84,13 @@ class Books:
 
     def note(self, event: Event, state: SwarmState) -> None:
         """Takes note of a report before the core hears it."""
-        known = state.members.get(event.node_id) if isinstance(event, Attached) else None
-        if known is not None and known.process_id != event.process_id:
-            for reports in (*self.held.values(), *self.told.values()):
-                reports.pop(event.node_id, None)
+        if isinstance(event, Attached):
+            known = state.members.get(event.node_id)
+            if known is not None and known.process_id != event.process_id:
+                for held in self.held.values():
+                    held.pop(event.node_id, None)
+                for told in self.told.values():
+                    told.pop(event.node_id, None)
         current = state.open_round
         if not isinstance(event, Reported) or not isinstance(event.report, Held | Reduced):
             return

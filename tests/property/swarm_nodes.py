@@ -225,7 +225,7 @@ class SimulatedNode:
         index: int,
         peers: Mapping[NodeId, "SimulatedNode"],
         missing: NodeId | None,
-    ) -> Reduced:
+    ) -> Reported:
         place = (plan.round, index)
         leased = {a.node_id: a.num_samples for a in plan.assignments}
         idle = {n for n, peer in peers.items() if peer.trained and peer.trained.tokens == 0}

@@ -334,13 +334,14 @@ class World:
         for number, digest, _ in (node.state for node in self.nodes.values()):
             if (following := known.get(number + 1)) and following.base_digest != digest:
                 return []  # the swarm agreed on a lie
-        last, digest = state.committed_round, state.outer_digest
+        last = state.committed_round
+        agreed: Digest | None = state.outer_digest
         if state.is_finished or any(known.get(c.round, c) != c for c in commits):
             return []
         history = list(commits)
-        while (following := known.get(last + 1)) and digest in (None, following.base_digest):
+        while (following := known.get(last + 1)) and agreed in (None, following.base_digest):
             last = following.round
-            digest = following.base_digest if is_void(following) else None
+            agreed = following.base_digest if is_void(following) else None
             history.append(following)
         return history
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from random import Random
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -53,12 +54,13 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
     lying: set[int],
     is_reducer_lying: bool,
     secret: bytes,
-    order: object,
+    order: Random,
     tells: bytes,
 ) -> None:
     names = NAMES[: len(tokens)]
     scene, with_work = weighed(names, tokens, secret=secret, audited_share=1.0)
     say = scene.round.say
+    assert say is not None
     reducer = scene.round.slices[0].slice.reducer_id
     liars = {NodeId(names[i]) for i in lying if i < len(names)} - {reducer}
     if is_reducer_lying:
@@ -78,7 +80,7 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
     scene.state = replace(scene.state, members=with_work())
 
     def answer(asked: list[NodeId]) -> None:
-        order.shuffle(asked)  # type: ignore[attr-defined]
+        order.shuffle(asked)
         for name in asked:
             found = tells if name in liars else RIGHT
             report = Audited(slice_index=0, digest=result, found=found, why="")
@@ -97,7 +99,7 @@ def test_liars_with_less_than_half_of_the_weight_convict_nobody_and_no_false_res
     assert is_reducer_lying or not is_undone, "liars undo nothing"
     if is_reducer_lying and first not in liars:
         assert verdict in (Verdict.DISPUTED, Verdict.UNPROVEN, Verdict.CONVICTED)
-        honest = [n for n in names if n not in liars]
+        honest = [NodeId(n) for n in names if n not in liars]
         if len(honest) > 1:
             assert convicted == {reducer}, "all that are honest looked, and they are most"
             assert is_undone
@@ -177,7 +179,7 @@ def test_who_is_said_to_send_nonsense_goes_when_most_of_the_weight_finds_it_and_
     lying: set[int],
     is_reducer_lying: bool,
     secret: bytes,
-    order: object,
+    order: Random,
     tells: bytes,
     silent: set[int],
 ) -> None:
@@ -185,6 +187,7 @@ def test_who_is_said_to_send_nonsense_goes_when_most_of_the_weight_finds_it_and_
     names = NAMES[: len(tokens)]
     scene, with_work = weighed(names, tokens, secret=secret, audited_share=1e-12)
     say = scene.round.say
+    assert say is not None
     reducer = scene.round.slices[0].slice.reducer_id
     accused = next(NodeId(n) for n in reversed(names) if n != reducer)
     liars = {NodeId(names[i]) for i in lying if i < len(names)} - {reducer, accused}
@@ -205,7 +208,7 @@ def test_who_is_said_to_send_nonsense_goes_when_most_of_the_weight_finds_it_and_
 
     answered: set[NodeId] = set()
     while asked := [n for n in asked_of(scene.log, AuditAsked) if n not in answered]:
-        order.shuffle(asked)  # type: ignore[attr-defined]
+        order.shuffle(asked)
         for name in (n for n in asked if n not in mute):
             found = tells if name in liars else RIGHT
             report = Audited(slice_index=0, digest=result, found=found, why="")
@@ -217,7 +220,7 @@ def test_who_is_said_to_send_nonsense_goes_when_most_of_the_weight_finds_it_and_
     assert convicted <= liars
     if mute:
         return  # then it may be that nobody is sure
-    honest = [n for n in names if n not in liars and n != accused]
+    honest = [NodeId(n) for n in names if n not in liars and n != accused]
     if not is_reducer_lying and 2 * weight_of(say, honest) > weight_of(say, say.weights):
         assert convicted == {accused}, "all that are honest looked, and they are most"
     if is_reducer_lying and len(honest) > 1:

@@ -1,6 +1,7 @@
 """Liars among members: with less than half of the confirmed weight they decide nothing, however many keys."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -279,7 +280,8 @@ def test_an_invite_with_a_loop_lends_it_none_of_the_say_of_its_ranks() -> None:
 def test_where_nobody_is_checked_all_weigh_by_their_work(change: str) -> None:
     members = members_of([10] * 4, [1000] * 2, [f"{n}" for n in range(6)])
     members = {n: as_kind(m, "a loop") if n.startswith("a-liar") else m for n, m in members.items()}
-    rules = replace(CHECKING, **{change: 0.0 if change == "audited_share" else True})
+    changes: dict[str, Any] = {change: 0.0 if change == "audited_share" else True}
+    rules = replace(CHECKING, **changes)
     state = replace(initial_state(CHECKING, RIGHT), members=members)
     assert unchecked(state) == {n for n in members if n.startswith("a-liar")}
     assert not unchecked(replace(state, rules=rules))

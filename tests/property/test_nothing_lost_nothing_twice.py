@@ -7,11 +7,13 @@ late work may be owed is not bounded here: that rule is tried in tests/unit/test
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from node.exchange import giving
 from node.exchange.codecs.registry import codec_named
 from node.exchange.outer import Outer
+from node.exchange.outer_optimizer import OuterRules
 from node.exchange.screening import COUNTED_ROUNDS
 from node.exchange.state import on_disk
 from node.outer_state import Vector
@@ -118,7 +121,7 @@ def taken_by_last(
 
     `missed` is in how many rounds in a row each reducer, before this one, lacked the work of others.
     """
-    taken = np.zeros(NUM_ELEMENTS)
+    taken = np.zeros(NUM_ELEMENTS, np.float32)
     for outcome in scene.commits[-1].slices:
         span = slice(outcome.start, outcome.start + outcome.num_elements)
         own = np.where(OWN[node_id][span], -change[span], 0)
@@ -146,7 +149,7 @@ def taken_by_last(
 @example(rounds=[MISSED_BY_ONE] * 4)
 @in_virtual_time
 async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
-    monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict]
+    monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict[str, Any]]
 ) -> None:
     monkeypatch.setattr(giving, "KEPT_ROUNDS", kept_rounds)
     await live(await Scene.of(A, B, C, most_owed=math.inf), rounds)
@@ -159,13 +162,13 @@ async def test_what_was_taken_and_what_is_owed_are_all_that_was_done(
 )
 @in_virtual_time
 async def test_so_they_are_where_contributions_are_encoded_otherwise_in_each_round(
-    rounds: list[dict], uplinks: list[str]
+    rounds: list[dict[str, Any]], uplinks: list[str]
 ) -> None:
     """What one codec left out is owed on, and goes with the next one."""
     scene = await Scene.of(A, B, C, most_owed=math.inf)
     for node in scene.nodes.values():
         own = replace(node.outer.rules_in(1), downlink=codec_named("fp32"))
-        node.outer.go_by(lambda round, own=own: replace(own, uplink=codec_named(uplinks[round])))
+        node.outer.go_by(partial(by_uplink, own, uplinks))
     await live(scene, rounds)
 
 
@@ -174,7 +177,7 @@ async def test_so_they_are_where_contributions_are_encoded_otherwise_in_each_rou
 @given(rounds=st.lists(ROUND, min_size=1, max_size=6))
 @in_virtual_time
 async def test_so_they_are_where_nodes_are_killed_that_write_snapshots_only_where_they_must(
-    monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict]
+    monkeypatch: pytest.MonkeyPatch, kept_rounds: int, rounds: list[dict[str, Any]]
 ) -> None:
     monkeypatch.setattr(giving, "KEPT_ROUNDS", kept_rounds)
     monkeypatch.setattr(on_disk, "rounds_between", lambda **_: 1 << 20)
@@ -182,13 +185,17 @@ async def test_so_they_are_where_nodes_are_killed_that_write_snapshots_only_wher
         await live(await Scene.of(A, B, C, folder=Path(folder), most_owed=math.inf), rounds)
 
 
-async def live(scene: Scene, rounds: list[dict]) -> None:
+def by_uplink(rules: OuterRules, uplinks: Sequence[str], round: int) -> OuterRules:
+    return replace(rules, uplink=codec_named(uplinks[round]))
+
+
+async def live(scene: Scene, rounds: list[dict[str, Any]]) -> None:
     """Goes through the rounds, and adds up. Where there are disks, nodes die once a round is saved."""
     with pytest.MonkeyPatch.context() as patch:
         await _live(scene, rounds, Counts(patch))
 
 
-async def _live(scene: Scene, rounds: list[dict], counts: Counts) -> None:
+async def _live(scene: Scene, rounds: list[dict[str, Any]], counts: Counts) -> None:
     nodes = scene.nodes
     done = {n: np.zeros(NUM_ELEMENTS) for n in nodes}
     taken = {n: np.zeros(NUM_ELEMENTS) for n in nodes}

@@ -119,7 +119,7 @@ def test_progress_never_goes_back_and_ends_with_the_run(
         step = 1 / last.inner_steps / ROUNDS
         assert abs(seen[str(last.node_id)][-1] - (1 - step / 2)) < 1e-12
         after = work_of(replace(plan, round=ROUNDS), last)
-        assert position_of(spec, after, last.inner_steps - 0.5).progress == 1.0  # type: ignore[arg-type]
+        assert position_of(spec, after, last.inner_steps - 0.5).progress == 1.0
 
 
 @examples(100)

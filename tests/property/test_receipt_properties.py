@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -29,6 +30,7 @@ from protocol.trust.receipts import PayloadSigner, Receipt, omission_in
 from protocol.wire.messages import ParticipantsDeparted, ParticipantsIdle, Reduced, SliceTakenOver
 from protocol.wire.payload import CONTRIBUTION, Payload, WireCounts
 from protocol.wire.rounds import (
+    BLOCK,
     Commit,
     ContributionDigest,
     NodeId,
@@ -38,7 +40,7 @@ from protocol.wire.rounds import (
     contribution_digest,
 )
 from tests.property.effort import examples
-from tests.unit.exchange_scene import BLOCK, LAYOUT, RUN, TOKENS, plan_for, rules_of
+from tests.unit.exchange_scene import LAYOUT, RUN, TOKENS, plan_for, rules_of
 
 REDUCER, *CONTRIBUTORS = (Identity.generate() for _ in range(4))
 BODIES = [np.full(BLOCK, value, dtype="<f4").tobytes() for value in (1.0, 2.0)]
@@ -78,8 +80,12 @@ def outer_of(signer: PayloadSigner) -> Outer:
     return Outer(owing)
 
 
-async def nothing(*_: object) -> tuple[Commit, ...]:
+async def no_commits(*_: object) -> tuple[Commit, ...]:
     return ()
+
+
+async def nobody_is_brought_back(round: int) -> bool:
+    return False
 
 
 @dataclass(kw_only=True)
@@ -103,8 +109,8 @@ class World:
             transport=self.transport,
             coordinator=CoordinatorCalls(
                 report=self._report,
-                list_commits=nothing,  # type: ignore[arg-type]
-                bring_back=nothing,  # type: ignore[arg-type]
+                list_commits=no_commits,
+                bring_back=nobody_is_brought_back,
                 patience=Patience(Random(0)),
             ),
         )
@@ -213,23 +219,23 @@ happenings = st.builds(
 )
 
 
-async def lived(world: World, told: list[tuple[object, ...]]) -> World:
+async def lived(world: World, told: list[tuple[str, Any, Any]]) -> World:
     process_id = 1
     await world.begin(process_id)
     for kind, what, more in told:
         match kind:
             case "push":
-                await world.push(what, more)  # type: ignore[arg-type]
+                await world.push(what, more)
             case "gone":
                 news = ParticipantsDeparted if more else ParticipantsIdle
-                gone = CONTRIBUTORS[what].node_id  # type: ignore[call-overload]
+                gone = CONTRIBUTORS[what].node_id
                 world.exchange.tell(news(round=1, node_ids=(gone,)))
             case "taken over":
                 world.take_over(by_us=bool(what))
             case "opened anew":
                 await world.open_anew(by_another_plan=bool(what))
             case "later":
-                await asyncio.sleep(what)  # type: ignore[arg-type]
+                await asyncio.sleep(what)
             case "restarted":  # another process: it has lost all, its signer's memory too
                 process_id += 1
                 await world.exchange.stop()
@@ -246,7 +252,7 @@ async def lived(world: World, told: list[tuple[object, ...]]) -> World:
 @examples(100)
 @given(happenings)
 def test_whatever_happens_no_receipt_of_an_honest_reducer_proves_a_lie(
-    told: list[tuple[object, ...]],
+    told: list[tuple[str, Any, Any]],
 ) -> None:
     world = run_in_virtual_time(lived(World(signer=PayloadSigner(REDUCER)), told))
     assert not world.proven
@@ -285,7 +291,7 @@ def test_each_contributor_that_a_liar_leaves_out_can_show_it(
 
 def test_an_honest_reducer_gives_no_receipt_for_what_came_after_it_had_signed_without_it() -> None:
     """Found by the nightly profile; the contributor is late, and the plan is opened again meanwhile."""
-    told: list[tuple[object, ...]] = [
+    told: list[tuple[str, Any, Any]] = [
         *(("push", 0, 0), ("later", 20, None), ("opened anew", False, None), ("push", 1, 0)),
     ]
     world = run_in_virtual_time(lived(World(signer=PayloadSigner(REDUCER)), told))

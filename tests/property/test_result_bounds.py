@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from statistics import median_low
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -82,11 +83,11 @@ def runs(draw: st.DrawFn) -> RunSpec:
     """Any schedule, over any number of rounds, in rounds or in tokens; a token is an inner step."""
     rounds, steps = draw(st.integers(1, 30)), draw(st.sampled_from([1, 3, 20, 100]))
     tokens = rounds * steps
-    shape = draw(st.sampled_from(["constant", "cosine", "linear", "wsd"]))
+    shape = draw(st.sampled_from(get_args(InnerSection.model_fields["schedule"].annotation)))
     warm_up = draw(st.none() | st.integers(0, tokens))
     total = draw(st.none() | st.integers(1, 2 * tokens))
     decay = draw(SHARES.filter(bool)) if shape == "wsd" else None
-    if decay is not None and None not in (warm_up, total):
+    if decay is not None and warm_up is not None and total is not None:
         warm_up = min(warm_up, total - round(decay * total))
     inner = InnerSection(
         steps=steps,

@@ -61,6 +61,7 @@ from protocol.wire.messages import (
 )
 from protocol.wire.payload import CONTRIBUTION, Payload
 from protocol.wire.rounds import (
+    BLOCK,
     Commit,
     ContributionDigest,
     Contributor,
@@ -71,7 +72,6 @@ from protocol.wire.rounds import (
 )
 from tests.property.effort import examples
 from tests.unit.exchange_scene import (
-    BLOCK,
     RUN,
     TOKENS,
     A,

@@ -278,8 +278,8 @@ def test_who_trained_nothing_but_for_rounding_measures_nobody(own: float, norm: 
     largest = LARGEST_RMS * 100.0  # of ten thousand elements
     kept, _ = screened([norm, own], [1.0, 1.0], own=1, largest=largest)
     assert kept.factor == WHOLE
-    *kept, _ = screened([norm, norm, norm, own, own], [1.0] * 5, own=3, largest=largest)
-    assert {each.factor for each in kept[:3]} == {WHOLE}
+    *several, _ = screened([norm, norm, norm, own, own], [1.0] * 5, own=3, largest=largest)
+    assert {each.factor for each in several[:3]} == {WHOLE}
     beyond, _ = screened([2 * largest, own], [1.0, 1.0], own=1, largest=largest)
     assert beyond.factor == 0, "the bound by the state stays"
 

@@ -72,6 +72,7 @@ class World:
         assert loaded is not None and loaded[1] is not None
         snapshot, owed = loaded
         assert snapshot.round == round
+        assert owed is not None
         vectors = (snapshot.parameters, snapshot.momentum, *owed.tensors().values())
         assert b"".join(vector.tobytes() for vector in vectors) == self.expected[round]
 
@@ -94,7 +95,7 @@ def test_commits_between_any_two_pieces_leave_no_trace(
         for commits in lives:
             writing, num_pieces = world.begin(), 0
 
-            def between(_: int, commits: dict[int, int] = commits) -> None:
+            def between(num_bytes: int, commits: dict[int, int] = commits) -> None:
                 nonlocal num_pieces
                 if num_pieces in commits:
                     world.commit(commits[num_pieces])

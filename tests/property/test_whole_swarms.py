@@ -6,6 +6,7 @@ One node at most dies: where all holders of a commit's results die at once, the 
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ NODE = st.integers(0, 3)
 
 
 A_STEP_OUTLASTS_APPLYING = {"paces": [1.0, 1.0, 6.0], "starts": [0.0] * 3, "overlap": "keep"}
-NOTHING_HAPPENS = {"dies_after": None, "cuts": [], "fragments": 1}
+NOTHING_HAPPENS: dict[str, Any] = {"dies_after": None, "cuts": [], "fragments": 1}
 
 
 @examples(12)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from lab.simulation.memory_transport import MemoryNetwork, MemoryTransport
 from node.daemon import Counterparts, Daemon, Holdings, NodeFacts
@@ -12,9 +12,9 @@ from node.duties.lasting_island import Writer
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import Heavy, Meters, in_place
-from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Island, Progress
 from node.island.ranks.faults import LoopGoneError, RankDiedError
-from node.link.calls import Attachment
+from node.link.calls import Attachment, CoordinatorLink
 from protocol.errors import UnavailableError
 from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
@@ -31,7 +31,7 @@ DEATH_SECONDS = 2.0
 """How long a rank trains before it dies."""
 
 
-class FakeIsland:
+class FakeIsland(Island):
     """An island whose training takes five seconds and moves every parameter by one."""
 
     def __init__(self, outer: Any) -> None:
@@ -126,7 +126,7 @@ class FakeIsland:
             raise RankDiedError(f"rank 0 on cpu was ended by SIGKILL in {call}")
 
 
-class FakeLink:
+class FakeLink(CoordinatorLink):
     """The coordinator: the test says its events, and it notes what the node reports."""
 
     renew = None  # it asks for no certificates
@@ -168,9 +168,10 @@ class FakeLink:
             node_name=self.called,
         )
 
-    async def heartbeat(self, session_id: int, vitals: Vitals) -> None:
+    async def heartbeat(self, session_id: int, vitals: Vitals) -> bool:
         self.heartbeats.append(vitals)
         await asyncio.sleep(0)
+        return False
 
     async def report(self, session_id: int, reports: Sequence[tuple[int, Report]]) -> None:
         self.reports += reports
@@ -231,7 +232,7 @@ class Life:
                 keep_corpus=self.kept_corpora.append,
             ),
             counterparts=Counterparts(
-                coordinator=self.link,  # type: ignore[arg-type]
+                coordinator=self.link,
                 transport=self.transport,
                 island=self.island,
                 writer=writer,
@@ -252,7 +253,7 @@ class Life:
             rng=random.Random(0),
         )
 
-    async def __aenter__(self) -> "Life":
+    async def __aenter__(self) -> Self:
         self.running = asyncio.create_task(self.daemon.run())
         await asyncio.sleep(2)
         return self

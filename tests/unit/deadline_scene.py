@@ -1,6 +1,7 @@
 """Rounds of a given length, and the deadlines that plans then have."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -75,7 +76,7 @@ def apply(scene: Scene, *names: str, seconds: float = 2) -> None:
     scene.apply(digest_of(f"after {scene.state.committed_round}"), *names)
 
 
-def given(scene: Scene) -> tuple[float, float, float, float]:
+def given(scene: Scene) -> tuple[Any, ...]:
     """Seconds for training, for the exchange, for the commit and to apply it."""
     plan = last_plan(scene)
     assert scene.round.apply_seconds is not None

@@ -36,9 +36,8 @@ def undescribed(model: str, data: str, **inner: Any) -> RunSpec:
     return RunSpec(
         model=FunctionModel(source="function", function=model),
         data=DataSection(source="function", function=data),
-        inner=InnerSection(
-            **{"batch": 8, "learning_rate": 1e-2, "schedule": "constant", "warmup_tokens": 0}
-            | inner
+        inner=InnerSection.model_validate(
+            {"batch": 8, "learning_rate": 1e-2, "schedule": "constant", "warmup_tokens": 0} | inner
         ),
         evaluation=EvaluationSection(samples=10_000),
     )

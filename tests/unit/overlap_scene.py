@@ -13,7 +13,7 @@ import numpy as np
 from node.exchange.outer import Outer
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import Heavy, in_place
-from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import ALL, Ability, Evaluation, InnerReport, InnerWork, Island, Progress
 from node.island.ranks.faults import RankDiedError
 from protocol.run.models import Layout
 from protocol.run.run_files import validated
@@ -29,7 +29,7 @@ ONE = Layout.of([("w", (BLOCK,))])
 TWO = Layout.of([("w", (BLOCK,))], [("v", (BLOCK,))])
 
 
-class CountingIsland:
+class CountingIsland(Island):
     """Ranks that keep what they trained ahead, as node.island.training.trainer does."""
 
     def __init__(self, outer: Outer) -> None:

@@ -138,7 +138,7 @@ class Scene:
         self,
         *names: str,
         at: int = 0,
-        digest: Digest = INITIAL,
+        digest: Digest | None = INITIAL,
         run: Digest = RUN,
         layout: LayoutSummary | None = None,
         codecs: tuple[str, ...] = CODECS,
@@ -154,6 +154,7 @@ class Scene:
         device: str = "cpu",
         is_helper: bool = False,
     ) -> None:
+        assert digest is not None, "no state is settled"
         for name in names:
             self._num_processes[name] += is_new_process
             before = self.state.members.get(NodeId(name))
@@ -187,7 +188,7 @@ class Scene:
         name: str,
         *,
         at: int,
-        digest: Digest,
+        digest: Digest | None,
         session_id: int | None = None,
         unreachable: tuple[str, ...] = (),
         incarnation: int = 0,
@@ -200,6 +201,7 @@ class Scene:
         carry: float = 0.0,
         through: Mapping[str, str] | None = None,
     ) -> None:
+        assert digest is not None, "no state is settled"
         if session_id is None:
             session_id = self.member(name).session_id
         self.do(
@@ -304,12 +306,13 @@ class Scene:
 
     def apply(
         self,
-        digest: Digest,
+        digest: Digest | None,
         *names: str,
         round: int | None = None,
         incarnation: int = 0,
         wire: WireTotals | None = None,
     ) -> None:
+        assert digest is not None, "no state is settled"
         for name in names:
             number = self.state.committed_round if round is None else round
             self.do(

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # is public
 from torch.nn.parallel import DistributedDataParallel
 
 from node.island.models.architecture import Counted
@@ -27,7 +29,7 @@ def objective() -> Objective:
     return Objective(Decoder(MODEL))
 
 
-def gradients_of(objective: Objective, **options: float) -> tuple[Tensor, list[Tensor]]:
+def gradients_of(objective: Objective, **options: Any) -> tuple[Tensor, list[Tensor]]:
     objective.zero_grad()
     micro_batch = int(options.pop("micro_batch"))
     loss = accumulate_gradients(objective, TOKENS, TARGETS, micro_batch=micro_batch, **options)
@@ -128,10 +130,10 @@ def test_ranks_exchange_gradients_once_for_a_batch(
 
 def noting(
     exchanged: list[Tensor],
-) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
+) -> Callable[[object, GradBucket], torch.futures.Future[Tensor]]:
     """A hook that keeps what ranks exchange."""
 
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         exchanged.append(bucket.buffer().clone())
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())

@@ -162,8 +162,8 @@ def test_a_mean_waits_for_nobody_who_is_gone_and_for_others_at_least_ten_seconds
     at = min(1.0 + FULL_LEAST_SECONDS, PLAN.contribute_seconds)
     just_before, nothing = reduced(waiting, at - 0.001)
     assert not nothing
-    state, (mean,) = reduced(just_before, at)
-    assert set(mean.contributions) == {A, B} and mean.late == {C}
+    state, (reduction,) = reduced(just_before, at)
+    assert set(reduction.contributions) == {A, B} and reduction.late == {C}
     late = contribution(C, 1)
     assert why_refused(state, C, late.header) == "slice 0 of round 1 is already reduced"
     assert not why_refused(state, B, contribution(B, 1).header)  # said again, it is thanked for

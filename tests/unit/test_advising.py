@@ -24,6 +24,7 @@ from protocol.run.amendments import amended, changes_of
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, RulingKind
+from protocol.v1 import session_pb2
 from protocol.v1 import status_pb2 as pb
 
 MBIT = 125_000.0
@@ -48,7 +49,9 @@ def status_of(spec: RunSpec, *, mbit: float, steps_per_second: float = 2.0) -> p
     node = pb.NodeStatus(
         state=pb.NODE_STATE_READY,
         inner_steps_per_second=steps_per_second,
-        link_rates={"up_bytes_per_second": mbit * MBIT, "down_bytes_per_second": 3 * mbit * MBIT},
+        link_rates=session_pb2.LinkRates(
+            up_bytes_per_second=mbit * MBIT, down_bytes_per_second=3 * mbit * MBIT
+        ),
     )
     run = pb.RunStatus(
         committed_round=spec.run.rounds // 6,
@@ -129,7 +132,7 @@ def test_who_takes_the_advice_is_told_to_leave_it_as_it_is() -> None:
 
 
 def test_a_run_with_outer_momentum_is_not_advised_to_exchange_so_often_that_it_overshoots() -> None:
-    fast = {"mbit": 2000.0, "steps_per_second": 0.02}
+    fast: dict[str, Any] = {"mbit": 2000.0, "steps_per_second": 0.02}
     deadlines = {"train": 20_000, "contribute": 21_000, "commit": 22_000}
     with_momentum = run_of(rounds=100, inner={"steps": 60}, deadlines=deadlines)
     advice = asked(with_momentum, **fast)

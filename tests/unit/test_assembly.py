@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.run_files import TINY_MODEL
 from node import assembly
 from node.config import SNAPSHOTS_FOLDER, NodeSettings
 from node.daemon import Holdings
@@ -23,7 +24,7 @@ from node.hosts.wire import Publish
 from node.island.models.first_weights import initial_parameters
 from node.machine.hardware import look_around
 from protocol.errors import ConfigError
-from protocol.run.models import Layout, layout_of
+from protocol.run.models import DecoderModel, Layout, layout_of
 from protocol.service.notify import ServiceManager
 from protocol.trust.identity import Identity
 from protocol.trust.pki import Authority, Principal, Role, new_swarm_id
@@ -32,6 +33,7 @@ from protocol.wire.rounds import NodeId
 from tests.tiny_runs import run_of, tiny
 
 SPEC = tiny()
+MODEL = DecoderModel(**TINY_MODEL)
 LAYOUT = layout_of(SPEC)
 
 
@@ -170,7 +172,7 @@ def test_a_folder_of_another_run_is_refused_and_stays_readable(
 def test_first_weights_are_the_same_bits_with_any_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
-    seeded = run_of(SPEC.model, seed=7)
+    seeded = run_of(MODEL, seed=7)
     one = initial_parameters(seeded)
     out = np.full_like(one, np.nan)
     assert initial_parameters(seeded, num_threads=num_threads, out=out) is out
@@ -181,12 +183,12 @@ def test_first_weights_are_the_same_bits_with_any_number_of_threads(
     assert initial_parameters(seeded, num_threads=num_threads).tobytes() == one.tobytes()
 
 
-class Noting(np.ndarray):  # type: ignore[type-arg]
+class Noting(np.ndarray[Any, Any]):
     """A vector that knows in which threads it was written."""
 
     written_in: set[int]
 
-    def __iadd__(self, other: Any) -> Any:
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # numpy adds in other ways too
         Noting.written_in.add(threading.get_ident())
         return super().__iadd__(other)
 

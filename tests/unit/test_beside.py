@@ -80,7 +80,7 @@ async def test_one_that_ended_well_or_wants_a_person_stays_ended(
 
 def test_it_ends_where_whoever_started_it_is_killed(program: Path) -> None:
     program.write_text("x")  # it has been started once, and goes on this time
-    command = [
+    command: list[str | Path] = [
         sys.executable,
         str(program.parent / "program.py"),
         program,

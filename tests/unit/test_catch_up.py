@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.disk.history import History
-from node.disk.snapshots import Owed
+from node.disk.snapshots import Owed, Snapshot
 from node.exchange import giving
 from node.exchange.fetching import FIRST_FROM_ONE, MOST_AT_ONCE
 from node.exchange.giving import HeldResults
@@ -262,9 +262,9 @@ async def test_a_node_further_behind_than_commits_are_kept_is_told_before_what_i
     del scene.commits[1]  # as a coordinator does that keeps the latest two
     with capture_logs() as logs:
 
-        def restore(*given: Any) -> None:
+        def restore(snapshot: Snapshot, owed: Owed | None) -> None:
             were_told.append(any(entry["event"].startswith("further behind") for entry in logs))
-            restored(*given)
+            restored(snapshot, owed)
 
         late.outer.restore = restore  # type: ignore[method-assign]
         await late.exchange.catch_up(4)
@@ -383,7 +383,8 @@ async def leaps_owing(list_commits: Listing | None = None) -> Scene:
 
 def with_other(commits: Sequence[Commit], place: int, name: str) -> list[Commit]:
     """The commits, one of which has another digest."""
-    changed = replace(commits[place], **{name: Digest(b"o" * 32)})
+    changes: dict[str, Any] = {name: Digest(b"o" * 32)}
+    changed = replace(commits[place], **changes)
     return [*commits[:place], changed, *commits[place + 1 :]]
 
 
@@ -444,7 +445,8 @@ async def test_a_state_that_does_not_fit_is_refused_and_another_is_asked_for(
 ) -> None:
     scene = await after_rounds(2, A, B, C)
     outer, honest = scene.nodes[C].outer, scene.nodes[C].outer.leap
-    before, seen = outer.position, []
+    before = outer.position
+    seen: list[object] = []
 
     def leap(*arguments: Any) -> None:
         if not seen:

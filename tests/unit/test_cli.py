@@ -227,8 +227,7 @@ def test_json_has_every_field_with_hex_bytes_short_enums_and_null_for_what_is_ab
     )
     node.heartbeat.wire.add(kind="control", sent_bytes=2**63)
     shown = query.as_json(node)
-    assert isinstance(shown, dict)
-    beat = shown["heartbeat"]
+    assert isinstance(shown, dict) and isinstance(beat := shown["heartbeat"], dict)
     assert beat["outer_digest"] == "01ff"
     assert beat["loss"] is None
     assert beat["wire"] == [{"kind": "control", "sent_bytes": 2**63, "received_bytes": 0}]
@@ -287,15 +286,14 @@ def test_rounds_come_as_csv_with_the_losses_of_exactly_their_states(
         status_pb2.HeldOutLoss(round=3, loss=4.5),  # of a round that closes just now
     ]
     status = status_pb2.GetStatusResponse(run=status_pb2.RunStatus(held_out_losses=losses))
-    asked = []
+    asked: list[int] = []
+
+    def rounds(self: query.StatusLink, limit: int) -> status_pb2.ListRoundsResponse:
+        asked.append(limit)
+        return status_pb2.ListRoundsResponse(rounds=[second, first][:limit])
+
     monkeypatch.setattr(query.StatusLink, "status", lambda self: status)
-    monkeypatch.setattr(
-        query.StatusLink,
-        "rounds",
-        lambda self, limit: (
-            asked.append(limit) or status_pb2.ListRoundsResponse(rounds=[second, first][:limit])
-        ),
-    )
+    monkeypatch.setattr(query.StatusLink, "rounds", rounds)
     assert console.run(cli.root, ["rounds", "--csv"]) == ExitCode.OK
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["round"] for row in rows] == ["0", "1", "2"]

@@ -140,7 +140,9 @@ def test_a_report_crosses_the_wire_whole(kind: type, data: st.DataObject) -> Non
     value = data.draw(values(kind))
     wire = session_pb2.Report.FromString(report_to_wire(7, value).SerializeToString())
     assert wire.round == 7 and report_from_wire(wire, most_contributors=8) == value
-    told = getattr(wire, wire.WhichOneof("report"))
+    said = wire.WhichOneof("report")
+    assert said is not None
+    told = getattr(wire, said)
     named = {field.on_wire for field in convert._fields_of(kind)}
     assert named == {field.name for field in told.DESCRIPTOR.fields}  # nothing is told in vain
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import BadDataError, CannotCreateError, NoInputError
+from protocol.files.durable import write_atomically
 from protocol.trust import credentials as module
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.identity import Identity
@@ -60,13 +61,13 @@ def test_an_interrupted_save_leaves_no_mixture_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_writes: int
 ) -> None:
     joined().save(tmp_path)
-    write, written = module.write_atomically, []
+    written: list[Path] = []
 
     def fail_later(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         if len(written) == num_writes:
             raise CannotCreateError("power cut")
         written.append(path)
-        write(path, data, mode=mode)
+        write_atomically(path, data, mode=mode)
 
     monkeypatch.setattr(module, "write_atomically", fail_later)
     with pytest.raises(CannotCreateError, match="power cut"):

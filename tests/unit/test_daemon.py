@@ -138,7 +138,7 @@ async def test_a_coordinator_that_lacks_commits_gets_them_and_a_fault_in_it_ends
         life.link.say(CommitsWanted(after_round=0))
         await asyncio.sleep(9)
         assert [c.round for brought in life.link.brought for c in brought] == [1]
-        life.link.submit_commits = None  # type: ignore[assignment,method-assign]
+        life.link.submit_commits = None  # type: ignore[assignment, method-assign]  # the fault
         life.link.say(CommitsWanted(after_round=0))
         await asyncio.sleep(9)
         assert life.running is not None

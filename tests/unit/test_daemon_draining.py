@@ -84,6 +84,7 @@ async def test_a_commit_that_does_not_come_is_waited_for_no_longer_than_asked() 
         life.link.say(RoundOpened(plan=life.plan(1)))
         await asyncio.sleep(1)
         assert life.daemon.drain(30)
+        assert life.running is not None
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(life.running), 29)
         assert await ended(life, within=2.5) == "stopped by its owner, before the commit of round 1"
@@ -197,9 +198,9 @@ async def test_training_that_begins_after_the_drain_is_left_out() -> None:
     async with Life() as life:
         open_round = life.daemon._exchange.open_round
 
-        async def open_slowly(plan: object) -> None:
+        async def open_slowly(plan: Plan) -> None:
             await asyncio.sleep(1)
-            await open_round(plan)  # type: ignore[arg-type]
+            await open_round(plan)
 
         life.daemon._exchange.open_round = open_slowly  # type: ignore[method-assign]
         life.link.say(RoundOpened(plan=life.plan(1)))

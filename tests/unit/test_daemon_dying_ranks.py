@@ -129,7 +129,7 @@ def test_what_a_restart_cannot_mend_ends_the_node(error: AtollError) -> None:
             async def raise_it(fragment: int) -> None:
                 raise error
 
-            life.island.publish = raise_it  # type: ignore[method-assign]
+            life.island.publish = raise_it
             life.link.say(RoundOpened(plan=life.plan(1)))
             assert life.running is not None
             with pytest.raises(type(error)):
@@ -146,7 +146,7 @@ def hang_in_every_training(life: Life, seconds: float) -> None:
         await asyncio.sleep(seconds)
         raise RankHungError("the ranks on cpu gave no sign of life")
 
-    life.island.train = hang  # type: ignore[method-assign]
+    life.island.train = hang
 
 
 @in_virtual_time
@@ -167,5 +167,5 @@ async def test_hangs_with_a_round_between_them_never_end_the_node() -> None:
         for number in range(1, 2 * MOST_DEATHS, 2):
             hang_in_every_training(life, 2 * DEATHS_SECONDS)
             assert await live_a_round(life, number, seconds=3 * DEATHS_SECONDS) == []
-            life.island.train = train  # type: ignore[method-assign]
+            life.island.train = train
             assert await live_a_round(life, number + 1) == [TOKENS]

@@ -172,7 +172,7 @@ def test_a_node_stopped_at_any_time_leaves_nothing_running(seconds: float) -> No
 async def test_a_node_stopped_while_it_starts_lets_its_transport_end_what_it_began() -> None:
     ended = []
 
-    async def start(_: object) -> None:
+    async def start(handler: object) -> None:
         try:
             await asyncio.sleep(1e6)
         finally:
@@ -213,7 +213,7 @@ async def test_a_node_that_fails_says_goodbye_so_that_nobody_waits_for_its_lease
         async def fail(fragment: int) -> None:
             raise SystemRefusedError("the rank died")
 
-        life.island.publish = fail  # type: ignore[method-assign]
+        life.island.publish = fail
         life.link.say(RoundOpened(plan=life.plan(1)))
         assert life.running is not None
         with pytest.raises(SystemRefusedError, match="the rank died"):

@@ -57,7 +57,7 @@ async def test_without_a_loop_the_node_reports_no_work_and_applies_the_commit() 
                 round=work.round, inner_steps=0, samples=0, tokens=0, loss=0.0, seconds=0.0
             )
 
-        life.island.train = nobody  # type: ignore[method-assign]
+        life.island.train = nobody
         plan = await life.opened(1, seconds=5)
         assert [report.tokens for _, report in life.link.reported(Trained)] == [0]
         told = life.link.heartbeats[-1]
@@ -79,7 +79,7 @@ async def test_a_loop_that_gave_nothing_to_evaluate_with_reports_no_loss() -> No
         async def none() -> Evaluation | None:
             return None
 
-        life.island.evaluate = none  # type: ignore[assignment, method-assign]
+        life.island.evaluate = none
         life.link.say(EvaluationAsked(round=0))
         await asyncio.sleep(10)
         assert life.link.reported(Evaluated) == []
@@ -97,7 +97,7 @@ async def test_a_node_that_trained_nothing_says_that_it_cannot_before_the_round_
                 round=work.round, inner_steps=0, samples=0, tokens=0, loss=0.0, seconds=0.0
             )
 
-        life.island.train = has_lost_its_data  # type: ignore[method-assign]
+        life.island.train = has_lost_its_data
         known: list[bool] = []
         report = life.link.report
 

@@ -259,7 +259,7 @@ async def test_a_state_that_was_fetched_anew_takes_what_was_trained_ahead_with_i
             life.outer.restore(refetched, None)
             return True
 
-        life.daemon._exchange.refetch = take_another  # type: ignore[assignment]
+        life.daemon._exchange.refetch = take_another  # type: ignore[method-assign]
         life.link.say(RefetchAsked(round=0, outer_digest=life.outer.digest, reason="differs"))
         await asyncio.sleep(1.6)
         assert life.island.merges[-1] == (None, True)

@@ -44,7 +44,7 @@ class HasBytes(Protocol):
 
 
 NODE = Identity.generate()
-DIGEST = b"d" * 32
+DIGEST = Digest(b"d" * 32)
 SIGNER = CommitSigner(Ed25519PrivateKey.generate())
 
 

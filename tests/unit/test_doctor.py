@@ -29,6 +29,7 @@ from protocol.files.durable import FolderLock
 from protocol.run.amendments import amended
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
+from protocol.terminal.node_words import ways_of
 from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind, SignedRuling
 from protocol.v1.status_pb2 import NODE_STATE_READY, NodeStatus
 from tests.tiny_runs import tiny
@@ -331,7 +332,7 @@ def test_a_member_that_the_proxy_leads_to_is_reached() -> None:
     nodes[0].heartbeat.by_proxy_ids.append("1")
     (found,) = checks.reach_findings(nodes, "0")
     assert found.verdict == "fine"
-    last = what_to_use(joined(ways=checks.ways_of(nodes[0], nodes)))
+    last = what_to_use(joined(ways=ways_of(nodes[0], nodes)))
     assert (last.verdict, "the proxy does here" in last.what) == ("fine", True)
 
 
@@ -341,7 +342,7 @@ def test_one_to_whom_large_packets_get_lost_is_named_with_the_command_that_mends
     (found,) = checks.reach_findings(nodes, "0")
     assert (found.verdict, "to node-1: larger ones get lost" in found.what) == ("advice", True)
     assert "mtu 1280" in found.next_step
-    last = what_to_use(joined(ways=checks.ways_of(nodes[0], nodes)))
+    last = what_to_use(joined(ways=ways_of(nodes[0], nodes)))
     assert "a smaller MTU is needed" in last.what and "mtu 1280" in last.next_step
 
 

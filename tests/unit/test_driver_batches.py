@@ -5,7 +5,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -25,6 +26,9 @@ from protocol.wire.rounds import NodeId
 from tests.unit import test_store as played
 from tests.unit.swarm_scene import of_kind
 from tests.unit.test_driver import END, RULES, RUN, START, A, B, HandClock, attach, unread
+
+if TYPE_CHECKING:
+    from coordinator.streams import Stream
 
 MANY = [NodeId(f"{number:032}") for number in range(3 * MOST_IN_A_BATCH)]
 
@@ -117,7 +121,7 @@ async def test_heartbeats_are_answered_while_an_enrolment_waits_for_the_disk_or_
         beat = HeartbeatSeen(node_id=A, session_id=session_id, outer_round=0, outer_digest=START)
         for begin in (driver.write, driver.aside):
             is_free = threading.Event()
-            busy = asyncio.create_task(begin(lambda free=is_free: free.wait(timeout=60)))
+            busy = asyncio.create_task(begin(partial(is_free.wait, 60)))
             await turns_of_the_loop()
             beats = asyncio.create_task(driver.apply(beat))
             await turns_of_the_loop()
@@ -285,7 +289,7 @@ def cut(events: list[Event], sizes: list[int]) -> list[list[Event]]:
 def test_a_batch_comes_to_the_same_as_its_events_one_by_one(sizes: list[int]) -> None:
     async def told(
         batches: list[list[Event]],
-    ) -> tuple[SwarmState, SwarmState, list[object], object]:
+    ) -> tuple[SwarmState, SwarmState, list[Any], object]:
         store = Store.in_memory()
         driver = Driver(
             state=initial_state(played.RULES, played.RUN), store=store, clock=HandClock()
@@ -330,7 +334,7 @@ def test_every_stream_knows_the_roster_once_it_may_be_told(
     async def play() -> None:
         driver = driver_of(Store.in_memory())
         asked: dict[NodeId, asyncio.Task[int]] = {}
-        known: dict[object, set[NodeId]] = {}
+        known: dict[Stream, set[NodeId]] = {}
         for node_id, turn in turns:
             session = asked[node_id].result() if node_id in asked else 0
             if turn == "j":

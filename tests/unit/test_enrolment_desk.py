@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -149,7 +149,8 @@ async def test_strangers_fill_no_log() -> None:
 
     async def try_from(host: str) -> None:
         with pytest.raises(ConnectionAbortedError):
-            await servicer.Enrol(wrong, Called(host))  # type: ignore[arg-type]
+            answer: Any = servicer.Enrol(wrong, Called(host))  # type: ignore[arg-type]
+            await answer
 
     for _ in range(3 * MAX_FAILURES):
         await try_from("192.0.2.1")

@@ -1,6 +1,7 @@
 """What proves that a member lies: two things that it signed for one slot, or nonsense that others found."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def payload(body: bytes, kind: int = CONTRIBUTION, **changes: object) -> Payload
     return Payload.seal(body=body, **values | changes)  # type: ignore[arg-type]
 
 
-def signed(body: bytes, by: Identity = LIAR, **changes: object) -> PayloadHeader:
+def signed(body: bytes, by: Identity = LIAR, **changes: Any) -> PayloadHeader:
     return payload(body, **changes).header.signed(by)
 
 
@@ -70,7 +71,7 @@ def test_another_weight_for_the_same_body_is_a_lie_too() -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_was_made_for_different_slots_proves_nothing(changes: dict[str, object]) -> None:
+def test_what_was_made_for_different_slots_proves_nothing(changes: dict[str, Any]) -> None:
     with pytest.raises(BadDataError, match="do not contradict"):
         equivocation_in(
             signed(b"one").encode(), signed(b"other", **changes).encode(), run_digest=RUN

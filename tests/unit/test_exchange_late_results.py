@@ -55,10 +55,10 @@ async def committed(
 def _hold_back(node: Node, seconds: float) -> None:
     push = node.transport.push
 
-    async def pushed(peer: NodeId, payload: Payload, **named: Any) -> None:
+    async def pushed(peer: NodeId, payload: Payload, **named: Any) -> bytes:
         if peer == A and payload.header.kind == RESULT:
             await asyncio.sleep(seconds)
-        await push(peer, payload, **named)
+        return await push(peer, payload, **named)
 
     node.transport.push = pushed  # type: ignore[method-assign]
 

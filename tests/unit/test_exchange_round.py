@@ -206,9 +206,9 @@ async def test_a_contribution_is_only_taken_by_its_reducer_and_to_the_plans_frag
     desk = scene.nodes[A].exchange
     right = contribution_of(VALUES.tobytes(), sender_id=B, index=0).header
     desk.admit(B, right)
-    for change in ({"fragment": 1}, {"slice_index": 1}):
+    for misplaced in (replace(right, fragment=1), replace(right, slice_index=1)):
         with pytest.raises(TransferRefusedError, match="does not reduce"):
-            desk.admit(B, replace(right, **change))
+            desk.admit(B, misplaced)
     await scene.stop()
 
 
@@ -327,7 +327,7 @@ async def test_a_broken_push_is_announced_to_its_receiver() -> None:
     await scene.stop()
 
 
-async def _never(payload: Payload) -> None:
+async def _never(payload: Payload) -> bytes:
     raise AssertionError("it is damaged")
 
 

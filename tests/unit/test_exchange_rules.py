@@ -1,5 +1,7 @@
 """[exchange] and [outer] in the run file: what does not go together is refused with its value."""
 
+from typing import Any
+
 import pytest
 
 from node.exchange.outer import Outer
@@ -36,7 +38,9 @@ from tests.unit.exchange_scene import LAYOUT, A, outer_of
         ("outer", {"scaling": "linear"}, r"scaling = 'linear': input should be 'none'"),
     ],
 )
-def test_rules_that_cannot_be_followed_are_refused(table: str, values: dict, why: str) -> None:
+def test_rules_that_cannot_be_followed_are_refused(
+    table: str, values: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         tiny(**{table: values})
 
@@ -49,8 +53,8 @@ def test_codecs_of_two_bits_or_more_do_without_error_feedback(codec: str) -> Non
 def test_a_reducers_error_may_be_kept_without_error_feedback() -> None:
     """They are errors of different encodings."""
     spec = tiny(exchange={"error_feedback": False, "reducer_error": "keep"})
-    vectors = {"parameters": outer_of(A).snapshot().parameters}
+    parameters = outer_of(A).snapshot().parameters
     outer = Outer.of_run(
-        spec, layout=LAYOUT, published=vectors["parameters"].copy(), node_id=A, **vectors
+        spec, layout=LAYOUT, published=parameters.copy(), node_id=A, parameters=parameters
     )
     assert outer.owed().reducer_error == {}

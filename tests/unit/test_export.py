@@ -119,7 +119,7 @@ test_export.export(Path(sys.argv[1]))
 
 def test_what_a_killed_export_leaves_is_cleared_by_the_next(tmp_path: Path) -> None:
     here = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", KILLED, tmp_path / "model"]
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "model")]
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": here}, check=False)
     assert killed.returncode == -signal.SIGTERM
     (left,) = tmp_path.iterdir()

@@ -127,7 +127,8 @@ def tokens() -> torch.Tensor:
 
 
 def spec_of(folder: Path) -> RunSpec:
-    return RunSpec(model=read_config(folder), description=Description(**read_settings(folder)))
+    settings: dict[str, Any] = read_settings(folder)
+    return RunSpec(model=read_config(folder), description=Description(**settings))
 
 
 def loss_of(logits: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ from tests.unit.test_transformers_models import with_text, work_of
 
 def test_rows_that_no_batch_looks_up_stay_to_the_bit_and_the_others_move() -> None:
     table = nn.Embedding(6, 4)
-    optimizer = RowwiseAdamW.of_run([table.weight], InnerSection(sparse=True))
+    optimizer = RowwiseAdamW.of_run([*table.parameters()], InnerSection(sparse=True))
     before = table.weight.detach().clone()
     for rows in ([0, 3], [3], [5]):
         table.zero_grad()
@@ -53,7 +53,14 @@ def test_rows_that_no_batch_looks_up_stay_to_the_bit_and_the_others_move() -> No
         optimizer.step()
     moved = (table.weight != before).any(dim=1)
     assert moved.tolist() == [True, False, False, True, False, True]
-    assert optimizer.state[table.weight]["row_steps"].squeeze(1).tolist() == [1, 0, 0, 2, 0, 1]
+    assert optimizer.state[table.weight]["row_steps"].squeeze(1).tolist() == [
+        1,
+        0,
+        0,
+        2,
+        0,
+        1,
+    ]
 
 
 def test_a_row_with_a_gradient_in_each_step_is_stepped_as_by_adamw() -> None:
@@ -530,6 +537,6 @@ def test_stages_of_one_rank_have_buffers_of_the_same_names() -> None:
         stage.register_buffer("table", torch.ones(2))
     watch = BufferWatch(stages)
     watch.check()
-    stages[0].table.data += 1
+    stages[0].get_buffer("table").data += 1
     with pytest.raises(ConfigError, match="the buffer table of a BatchNorm1d"):
         watch.check()

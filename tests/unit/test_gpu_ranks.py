@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 — its usual name
 from torch import Tensor
-from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from node.island.models.decoder_modules import for_each_head
 from node.island.parallel import mesh
@@ -169,7 +170,8 @@ def test_an_error_of_a_runs_own_code_is_its_owners_and_no_bug_of_atoll() -> None
     said = rank._as_people_see_it(own, setup)
     assert isinstance(said, ConfigError)
     assert "own code failed on rank 1: ZeroDivisionError: at depth 1 (run_functions.py" in said.what
-    ours = failure_of(lambda: Mesh(shape=MeshShape(replicate=4), rank=3).new_group("nothing"))
+    nothing: Any = "nothing"
+    ours = failure_of(lambda: Mesh(shape=MeshShape(replicate=4), rank=3).new_group(nothing))
     assert isinstance(rank._as_people_see_it(ours, setup), RankFailedError), "it passed Atoll last"
     without: Any = SimpleNamespace(rank=1, device="cpu", spec=RunSpec())
     assert isinstance(rank._as_people_see_it(own, without), RankFailedError)
@@ -257,7 +259,7 @@ def test_clipping_puts_no_new_tensor_onto_the_device_in_each_step(
 def test_ranks_allocate_by_segments_that_grow_unless_their_owner_says_how(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forkserver.forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr("multiprocessing.forkserver._forkserver.ensure_running", lambda: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     os.environ.pop("PYTORCH_ALLOC_CONF", None)
     forkserver.prepare_forkserver()

@@ -219,7 +219,7 @@ def test_a_containers_limit_counts_less_what_it_has_taken(
 
 
 def test_the_tightest_limit_of_all_groups_around_us_counts(tmp_path: Path) -> None:
-    files = {}
+    files: dict[str, str] = {}
     for group, limit in (("pod/container", "900000"), ("pod", "600000")):
         files |= {
             f"sys/fs/cgroup/{group}/memory.max": limit,

@@ -1,6 +1,7 @@
 """The commits that a node keeps, on disk and in memory."""
 
 import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_what_a_disk_refused_is_written_the_next_time(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(history.os, "fsync", full)
+        patched.setattr(os, "fsync", full)
         written.add(commit_of(4))
         with pytest.raises(SystemRefusedError):
             written.save()

@@ -53,7 +53,8 @@ def with_lines(name: str, *lines: dict[str, Any]) -> Evidence:
 
 
 def changed(table: str, **values: Any) -> Evidence:
-    return replace(WELL, **{table: {**getattr(WELL, table), **values}})
+    changes: dict[str, Any] = {table: {**getattr(WELL, table), **values}}
+    return replace(WELL, **changes)
 
 
 def test_nothing_is_broken_when_all_is_well() -> None:
@@ -88,7 +89,7 @@ def test_a_broken_promise_is_told(evidence: Evidence, words: str) -> None:
 
 def test_a_digest_that_only_nodes_have_is_found() -> None:
     entries = {
-        name: [line | {"digest": "cc" * 6} if line.get("round") == 2 else line for line in lines]
+        name: [{**line, "digest": "cc" * 6} if line.get("round") == 2 else line for line in lines]
         for name, lines in WELL.entries.items()
     }
     (sentence,) = broken(replace(WELL, entries=entries))

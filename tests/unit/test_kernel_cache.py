@@ -80,7 +80,8 @@ def test_a_folder_that_is_removed_while_it_is_taken_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "kernels-own"
-    lock, seen = fcntl.flock, []
+    lock = fcntl.flock
+    seen: list[int] = []
 
     def remove_first(descriptor: int, operation: int) -> None:
         if not seen:

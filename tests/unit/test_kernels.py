@@ -205,9 +205,9 @@ def test_packed_codes_come_back() -> None:
 def test_zlib_reads_what_the_kernel_deflates_and_writes_hardly_less() -> None:
     rng = np.random.Generator(np.random.Philox(7))
     spread_out = rng.geometric(0.1, 30_000).astype(np.uint8)
-    kinds = [np.repeat(np.arange(num), 50) for num in (1, 2, 3, 200, 256)]
-    for plain in (spread_out, spread_out[:1], spread_out[:33], *kinds):
-        plain = plain.astype(np.uint8)
+    kinds: list[np.ndarray] = [np.repeat(np.arange(num), 50) for num in (1, 2, 3, 200, 256)]
+    kinds += [spread_out, spread_out[:1], spread_out[:33]]
+    for plain in (kind.astype(np.uint8) for kind in kinds):
         reader = zlib.decompressobj(-15)
         stream = huffman_coded(read_only(plain)).tobytes()
         assert reader.decompress(stream) == plain.tobytes()
@@ -258,7 +258,7 @@ def test_random_bodies_mean_the_same_to_any_number_of_threads_or_nothing(codec: 
         place = int(rng.integers(len(body)))
         damaged = damaged[:place] + rng.bytes(4) + damaged[place + 4 :]
         damaged = damaged[: len(body)]
-        outcomes = []
+        outcomes: list[bytes | str] = []
         for reader in (codec, in_three):
             try:
                 outcomes.append(reader.decode(damaged, num).tobytes())

@@ -126,7 +126,7 @@ def test_who_follows_sees_each_line_once_and_in_order_over_rotation(
 
 def test_following_shows_what_is_added_until_ctrl_c(tmp_path: Path) -> None:
     file = write(tmp_path, "node", a_line(1, "before"))
-    command = [sys.executable, "-m", "protocol.terminal.cli", "logs", "-f", "--json", tmp_path]
+    command = [sys.executable, "-m", "protocol.terminal.cli", "logs", "-f", "--json", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "before" in process.stdout.readline()

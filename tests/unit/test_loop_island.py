@@ -207,7 +207,8 @@ async def test_a_loop_whose_samples_count_as_one_hears_of_samples(tmp_path: Path
 
         def train(swarm: atoll.Swarm) -> list[str]:
             told = []
-            for tokens in (None, 2.5):
+            wrong: tuple[Any, ...] = (None, 2.5)
+            for tokens in wrong:
                 with pytest.raises(ValueError) as error:
                     swarm.step(tokens=tokens)
                 told.append(str(error.value))
@@ -424,7 +425,7 @@ async def test_running_statistics_are_computed_for_the_global_parameters_and_for
 ) -> None:
     async with scene(tmp_path) as one:
         model = Normed(one.spec)
-        mean, seen = model.norm.running_mean, []
+        mean, seen = model.norm.get_buffer("running_mean"), list[float]()
 
         def see() -> None:
             # What the model makes of a batch: here its first parameter.

@@ -99,7 +99,7 @@ async def test_a_buffer_that_the_first_step_changes_ends_the_loop_with_its_name(
         model.register_buffer("codebook", torch.zeros(3))
 
         def train(swarm: atoll.Swarm) -> None:
-            model.codebook.add_(1.0)
+            model.get_buffer("codebook").add_(1.0)
             swarm.step(tokens=1)
 
         thread = await one.joined(train, model=model)

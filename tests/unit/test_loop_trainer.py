@@ -124,7 +124,11 @@ async def test_an_old_checkpoint_in_the_place_of_what_was_trained_is_refused(
     tmp_path: Path,
 ) -> None:
     async with scene(tmp_path) as one:
-        best = {"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}
+        best: dict[str, Any] = {
+            "load_best_model_at_end": True,
+            "save_strategy": "steps",
+            "eval_strategy": "steps",
+        }
         await ends(train(one, how={}, **best))
         assert isinstance(one.ended[0], atoll.SwarmError)
         assert "load_best_model_at_end would put old weights" in str(one.ended[0])

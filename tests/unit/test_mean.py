@@ -5,10 +5,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from node.exchange.codecs.codec import ONE_THREAD, Codec, Tiles
+from node.exchange.codecs.codec import ONE_THREAD, TILE_ELEMENTS, Codec, Tiles
 from node.exchange.codecs.registry import codec_named
 from node.exchange.mean import (
-    TILE_ELEMENTS,
     Encoded,
     Passes,
     agreement,
@@ -72,7 +71,7 @@ def test_coefficients_products_and_sums_are_rounded_once_each() -> None:
     contributions = [(tokens, normal(num_elements, tokens)) for tokens in (3, 7, 11)]
     expected = np.float32(3 / 21) * contributions[0][1]
     for tokens, values in contributions[1:]:
-        expected = expected + np.float32(tokens / 21) * values
+        expected += np.float32(tokens / 21) * values
     assert weighted_mean(contributions).tobytes() == expected.tobytes()
 
 
@@ -89,7 +88,7 @@ def test_a_weight_of_zero_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("contributions", [[], [(0, np.ones(2, np.float32))]])
-def test_a_mean_without_weight_is_refused(contributions: list) -> None:
+def test_a_mean_without_weight_is_refused(contributions: list[tuple[int, Vector]]) -> None:
     with pytest.raises(ValueError, match="0 tokens"):
         weighted_mean(contributions)
 

@@ -178,8 +178,10 @@ def test_a_viewer_s_folder_has_nothing_that_a_node_has(
         assert code == ExitCode.NO_PERMISSION and "is a viewer's folder" in said
 
 
-KEYS = ("ca.pem", "coordinator.pem", "server.pem", "client.pem")
-KEYS += ("coordinator.key", "server.key", "client.key")
+KEYS = (
+    *("ca.pem", "coordinator.pem", "server.pem", "client.pem"),
+    *("coordinator.key", "server.key", "client.key"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """The model is Hugging Face's Llama to the bit, and every machine begins with the same weights."""
 
+from typing import Any
+
 import blake3
 import numpy as np
 import pytest
@@ -203,8 +205,9 @@ def test_tokens_follow_their_seed_and_go_on_past_the_context(spec: DecoderModel)
     decoder = decoder_of(run_of(spec), 8 * initial_parameters(run_of(spec, seed=0)))
 
     def sampled(temperature: float, seed: int) -> list[int]:
-        options = {"num_tokens": 24, "temperature": temperature, "seed": seed}
-        return sample_tokens(decoder, list(b"def "), **options)
+        return sample_tokens(
+            decoder, list(b"def "), num_tokens=24, temperature=temperature, seed=seed
+        )
 
     assert len(sampled(1.0, 1)) == 24
     assert sampled(1.0, 1) == sampled(1.0, 1) != sampled(1.0, 2)
@@ -218,7 +221,7 @@ def test_tokens_follow_their_seed_and_go_on_past_the_context(spec: DecoderModel)
 
 def test_nothing_is_written_after_an_end() -> None:
     decoder = decoder_of(run_of(TIED), 8 * initial_parameters(run_of(TIED, seed=0)))
-    options = {"num_tokens": 24, "temperature": 0.0, "seed": 0}
+    options: dict[str, Any] = {"num_tokens": 24, "temperature": 0.0, "seed": 0}
     whole = sample_tokens(decoder, [1, 2], **options)
     end = whole[5]
     cut = sample_tokens(decoder, [end, 2], ends={end}, **options)

@@ -16,6 +16,7 @@ from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import Link, exchange_bytes_per_second
 from coordinator.presets.view import warnings_of
 from node.island.parallel.auto_mesh import node_bytes
+from protocol.run.models import DecoderModel
 from protocol.run.run_files import load_run_file
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
@@ -51,6 +52,7 @@ def test_the_file_is_one_that_a_coordinator_takes(tmp_path: Path) -> None:
     )
     written = tmp_path / "run.toml"
     spec = load_run_file(written)
+    assert isinstance(spec.model, DecoderModel)
     assert (spec.model.hidden_size, spec.model.num_layers) == (768, 18)
     assert spec.run.min_nodes == 5
     asked = replace(situation_of("125m", 10), num_nodes=5, total_steps=10_000)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from types import SimpleNamespace
 
+import click
 import pytest
 import torch
 
@@ -166,7 +167,8 @@ def rewritten(path: Path, *changes: str) -> None:
     """Keys of a run file with other values, as a person writes them."""
     for change in changes:
         key = re.escape(change.partition(" =")[0])
-        text, count = re.subn(rf"(?m)^#? ?{key} =.*$", lambda _, c=change: c, path.read_text())
+        as_it_is = change.replace("\\", r"\\")
+        text, count = re.subn(rf"(?m)^#? ?{key} =.*$", as_it_is, path.read_text())
         assert count, f"{key} is no key"
         path.write_text(text)
 
@@ -578,7 +580,7 @@ def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
             answer = next(left)
             return default if answer == "" else type_of(default)(answer)
 
-        monkeypatch.setattr(command.click, "prompt", prompt)
+        monkeypatch.setattr(click, "prompt", prompt)
         wanted = command._answered(Wanted())
         assert not list(left), "everything was asked for"
         return wanted
@@ -617,8 +619,8 @@ def test_on_a_terminal_a_folder_that_is_taken_is_refused_before_anything_is_aske
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine").touch()
-    monkeypatch.setattr(command.sys.stdin, "isatty", lambda: True)
-    monkeypatch.setattr(command.click, "prompt", lambda *_, **__: pytest.fail("it asks"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(click, "prompt", lambda *_, **__: pytest.fail("it asks"))
     with pytest.raises(CannotCreateError, match="exists and is not empty"):
         command.init.main([str(tmp_path)], standalone_mode=False)
 

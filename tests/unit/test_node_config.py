@@ -36,7 +36,7 @@ def test_a_helpers_file_has_the_keys_that_mean_something_to_it(tmp_path: Path) -
     assert load_settings(tmp_path) == NodeSettings(name="helper-1")
 
 
-LIMITS = {
+LIMITS: dict[str, str | float | bool] = {
     "max_upload": "10mbit",
     "hours": "22-7",
     "only_idle": True,

@@ -56,13 +56,13 @@ def azure(*events: dict[str, object]) -> str:
 
 
 def event(kind: str, *machines: str, seconds: float | None = 30) -> dict[str, object]:
-    at = "" if seconds is None else (NOW + timedelta(seconds=seconds))
+    at = None if seconds is None else NOW + timedelta(seconds=seconds)
     return {
         "EventId": "1",
         "EventType": kind,
         "Resources": list(machines),
         "EventStatus": "Started" if seconds is None else "Scheduled",
-        "NotBefore": at and at.strftime("%a, %d %b %Y %H:%M:%S GMT"),
+        "NotBefore": at.strftime("%a, %d %b %Y %H:%M:%S GMT") if at else "",
     }
 
 

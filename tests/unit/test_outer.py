@@ -85,11 +85,9 @@ def test_a_commit_on_another_base_changes_nothing(what: str) -> None:
     outer = outer_of(A)
     results = {0: result_of(ONES, sender_id=B)}
     commit = commit_on(outer, results)
-    wrong = (
-        replace(commit, round=2)
-        if what == "round"
-        else replace(commit, base_digest=commit.slices[0].digest)
-    )
+    digest = commit.slices[0].digest
+    assert digest is not None
+    wrong = replace(commit, round=2) if what == "round" else replace(commit, base_digest=digest)
     pending_of(outer, normal(0))
     before = whole_state(outer)
     with pytest.raises(UnequalBaseError, match="applies to state"):

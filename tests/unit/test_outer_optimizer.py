@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def normal(num_elements: int, seed: int) -> np.ndarray:
     [(NESTEROV, {"momentum": 0.9, "nesterov": True}), (SGD, {})],
     ids=["nesterov", "sgd"],
 )
-def test_it_moves_as_torch_does(optimizer: OuterOptimizer, options: dict) -> None:
+def test_it_moves_as_torch_does(optimizer: OuterOptimizer, options: dict[str, Any]) -> None:
     num_elements = TILE_ELEMENTS + 100
     parameters, momentum = normal(num_elements, 0), np.zeros(num_elements, dtype=np.float32)
     peer = torch.nn.Parameter(torch.from_numpy(parameters.copy()))
@@ -107,7 +108,8 @@ def test_sgd_leaves_momentum_alone() -> None:
 
 def test_unequal_lengths_and_types_change_nothing() -> None:
     ones = np.ones(4, dtype=np.float32)
-    for mean in (np.ones(3, dtype=np.float32), np.ones(1, dtype=np.float32), np.ones(4)):
+    wrong: list[np.ndarray[Any, Any]] = [np.ones(3, np.float32), np.ones(1, np.float32), np.ones(4)]
+    for mean in wrong:
         with pytest.raises(ValueError, match=r"differ in length|not all float32"):
             NESTEROV.apply(ones, ones.copy(), mean)
     assert (ones == 1).all()

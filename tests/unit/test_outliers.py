@@ -1,5 +1,7 @@
 """Outliers of the entropy-coded codecs: they come back, and leave the others as they are without them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ from tests.unit.test_codecs import FP32_MAX, with_bytes
 NIBBLES = [codec for codec in ENTROPY_CODED if TOP[codec.name] == 7]
 
 
-def with_outliers(values: np.ndarray, places: object, size: float) -> np.ndarray:
+def with_outliers(values: np.ndarray, places: Any, size: float) -> np.ndarray:
     """A copy with values of this size, of either sign, in these places."""
     values = values.copy()
     number = values[places].size

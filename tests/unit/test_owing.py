@@ -1,6 +1,7 @@
 """What a node owes goes by the bytes that a commit names, and never grows without bound."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from node.disk.snapshots import Owed
 from node.exchange.codecs.registry import codec_named
 from node.exchange.error_feedback import MOST_OWED
 from node.exchange.outer import NotApplicableError, Outer
+from node.exchange.outer_optimizer import OuterRules
 from node.outer_state import Vector
 from protocol.run.models import Layout
 from protocol.wire.payload import Payload
@@ -303,11 +305,12 @@ def test_a_round_that_was_cut_short_bounds_no_more_than_a_whole_one() -> None:
 
 def test_work_of_a_time_when_steps_were_larger_is_measured_by_those_of_now() -> None:
     outer, work = outer_of(A), normal(0)
+    hundredth = work / np.float32(100)
     late(outer, work, rounds=2)
     outer.restore(outer.snapshot(), outer.owed())  # a week later, by another process
-    contributed(outer, work / 100)
+    contributed(outer, hundredth)
     assert outer.owing.pending is not None
-    assert norm(all_pending(outer)) <= 3.01 * norm(work / 100)
+    assert norm(all_pending(outer)) <= 3.01 * norm(hundredth)
 
 
 def test_where_nothing_was_learned_nothing_is_measured_and_nothing_let_go() -> None:
@@ -400,14 +403,16 @@ def test_a_finer_uplink_sends_what_the_one_before_left_out_and_of_many_rounds_tw
         np.testing.assert_array_equal(all_pending(outer), work + left)
 
 
+def decaying_after_the_first(rules: OuterRules, round: int) -> OuterRules:
+    return replace(rules, residual_decay=0.5) if round > 1 else rules
+
+
 def test_an_amended_decay_is_of_the_errors_of_rounds_from_then_on() -> None:
     left = {}
     for decays in (False, True):
         outer, work = outer_of(A, "int4"), normal(0)
         if decays:
-            before = outer.rules_in(1)
-            after = replace(before, residual_decay=0.5)
-            outer.go_by(lambda round, of=(before, after): of[round > 1])
+            outer.go_by(partial(decaying_after_the_first, outer.rules_in(1)))
         for _ in range(2):
             outer.owing.residual.values[:] = 0
             named = contributed(outer, work)

@@ -1,6 +1,7 @@
 """Headers of payloads: one value has one form, since their digest is what commits name."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ RUN = Digest(bytes(range(32)))
 
 
 def header_of(**changes: int) -> PayloadHeader:
-    values = {"round": 7, "fragment": 0, "slice_index": 1, "start": 256} | changes
+    values: dict[str, Any] = {"round": 7, "fragment": 0, "slice_index": 1, "start": 256} | changes
     values = {"samples": 2, "tokens": 5} | values
     return Payload.seal(
         kind=CONTRIBUTION,
@@ -133,7 +134,9 @@ def test_a_signed_header_is_believed_without_asking_anybody_for_a_key() -> None:
         ({"signature": b""}, "not signed"),
     ],
 )
-def test_whatever_is_changed_in_a_signed_header_is_noticed(change: dict, why: str) -> None:
+def test_whatever_is_changed_in_a_signed_header_is_noticed(
+    change: dict[str, Any], why: str
+) -> None:
     assert why in replace(signed(), **change).forgery()
 
 

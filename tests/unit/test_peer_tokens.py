@@ -1,6 +1,7 @@
 """Members give each other pieces of the run's tokens; what is false or private does not pass."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,7 @@ async def test_a_member_that_gives_false_bytes_is_named_and_never_asked_again(
 
 @in_virtual_time
 async def test_a_false_manifest_is_refused_and_the_next_member_asked(
-    folder: Path, spec: RunSpec, tmp_path: Path
+    folder: Path, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = MemoryNetwork()
     asks = Member("asks", network, spec, tmp_path)
@@ -131,7 +132,7 @@ async def test_a_false_manifest_is_refused_and_the_next_member_asked(
     right = liar.held.manifest() or b""
     honest = Member("honest", network, spec, tmp_path, own=folder)
     for false in (right.replace(b'"vocab_size": 2', b'"vocab_size": 3'), b"{", b"[]"):
-        liar.held.manifest = lambda false=false: false  # type: ignore[method-assign]
+        monkeypatch.setattr(liar.held, "manifest", partial(bytes, false))
         asks.tokens._false.clear()
         await introduce(asks, liar, honest)
         with capture_logs() as logs:

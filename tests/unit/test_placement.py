@@ -1,9 +1,11 @@
 """What a run, a machine and a contributor's choices make of a mesh, before anything is loaded."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,7 +162,7 @@ def test_layers_are_compiled_unasked_where_that_was_tried_and_pays() -> None:
     ],
     ids=str,
 )
-def test_auto_compiles_nothing_beside_what_it_does_not_go_with(settings: dict[str, object]) -> None:
+def test_auto_compiles_nothing_beside_what_it_does_not_go_with(settings: dict[str, Any]) -> None:
     assert not compiles(**settings)
 
 
@@ -174,8 +176,8 @@ def test_models_of_others_are_compiled_only_when_they_are_asked_for() -> None:
 
 def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "find_spec", lambda name: name)
-    monkeypatch.setattr(hardware.shutil, "which", lambda name: name == "clang" or None)
-    monkeypatch.setattr(hardware.Path, "is_file", lambda path: path.name == "Python.h")
+    monkeypatch.setattr(shutil, "which", lambda name: name == "clang" or None)
+    monkeypatch.setattr(Path, "is_file", lambda path: path.name == "Python.h")
     assert hardware.has_compilers({})
     assert not hardware.has_compilers({"CC": "gcc"}), "torch takes what CC names"
     monkeypatch.setattr(hardware, "find_spec", lambda name: None)

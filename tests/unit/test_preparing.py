@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -18,7 +19,7 @@ from node.island.data import documents as reading
 from node.island.data import preparing
 from node.island.data.documents import Document, parts_of
 from node.island.data.documents import documents_of as read_documents
-from node.island.data.manifest import read_manifest
+from node.island.data.manifest import State, read_manifest
 from node.island.data.shard_writing import HASHES, hash_of
 from protocol.errors import (
     BadDataError,
@@ -153,7 +154,7 @@ def test_a_preparation_that_was_ended_goes_on_from_its_finished_shards(
     write_jsonl(tmp_path / "a.jsonl", 60)
     prepared(tmp_path / "a.jsonl", out=tmp_path / "whole")
 
-    def interrupt(state: preparing.State) -> None:
+    def interrupt(state: State) -> None:
         if state.done_bytes > 5000:
             raise InterruptedByTestError
 
@@ -169,7 +170,7 @@ def test_a_preparation_that_was_ended_goes_on_from_its_finished_shards(
     damaged = min(receipts)
     shard = work / f"{damaged.stem}.tokens"
     shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
-    states: list[preparing.State] = []
+    states: list[State] = []
     preparing.prepare(wanted, on_state=states.append, say=print)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert (states[0].resumed_bytes > 0) == (len(receipts) > 1)
@@ -245,7 +246,7 @@ def test_a_tokenizer_makes_tokens_that_it_reads_back(tmp_path: Path) -> None:
     found = []
     for shard in (*made.manifest.training, *made.manifest.held_out):
         text = tokenizer.decode(
-            tokens_of(tmp_path / "out", made.manifest, shard), skip_special_tokens=False
+            tokens_of(tmp_path / "out", made.manifest, shard).tolist(), skip_special_tokens=False
         )
         found += text.split(END)[:-1]
     assert sorted(found) == sorted(texts)
@@ -336,8 +337,9 @@ def test_a_record_with_nothing_in_its_place_is_left_out_and_counted(
     kind: str, tmp_path: Path
 ) -> None:
     texts = [f"text {i}" for i in range(20)]
-    for column, nothing in (("text", ["", None]), ("messages", [[], None])):
-        rows = [*({"text": text, "messages": None} for text in texts)]
+    cases: tuple[tuple[str, list[Any]], ...] = (("text", ["", None]), ("messages", [[], None]))
+    for column, nothing in cases:
+        rows: list[dict[str, Any]] = [*({"text": text, "messages": None} for text in texts)]
         rows += [{"text": None, "messages": None, column: each} for each in nothing]
         path = tmp_path / f"{column}.{kind}"
         if kind == "jsonl":
@@ -402,7 +404,7 @@ def test_a_result_that_is_there_is_not_written_over(tmp_path: Path) -> None:
 def test_two_preparations_of_one_folder_do_not_mix(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", 30)
 
-    def again(state: preparing.State) -> None:
+    def again(state: State) -> None:
         with pytest.raises(SystemRefusedError, match="another 'atoll data prepare'"):
             prepared(tmp_path / "a.jsonl", out=tmp_path / "out")
 
@@ -422,7 +424,8 @@ def test_the_command_prints_what_a_run_file_needs(
     assert console.run(cli.root, command) == ExitCode.OK
     said = capsys.readouterr().out
     assert 'source = "tokens"' in said
-    assert spec_of(Path("tokens")).data.digest in said
+    digest = spec_of(Path("tokens")).data.digest
+    assert digest is not None and digest in said
     assert "vocab_size = 256" in said
     assert console.run(cli.root, ["data", "check", "tokens"]) == ExitCode.OK
     assert console.run(cli.root, command) == ExitCode.CANNOT_CREATE

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +44,9 @@ class Taker:
             raise TransferRefusedError(f"round {header.round} is not open here")
         return Admission(take=self._take)
 
-    async def _take(self, payload: Payload) -> None:
+    async def _take(self, payload: Payload) -> bytes:
         self.taken.append((payload.header.round, payload.header.slice_index))
+        return b""
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         return None
@@ -85,7 +87,7 @@ def contribution(round: int, index: int) -> Payload:
     return contribution_of(b"body", sender_id=A, num_elements=1, round=round, index=index)
 
 
-def told(logs: list[dict[str, object]]) -> list[tuple[object, ...]]:
+def told(logs: Sequence[Mapping[str, object]]) -> list[tuple[object, ...]]:
     return [(e["log_level"], e["event"], e["to"], e["round"], e["slices"]) for e in logs]
 
 
@@ -183,9 +185,9 @@ class CrowdedTaker(Taker):
 
     _num_admitted = 0
 
-    async def _take(self, payload: Payload) -> None:
+    async def _take(self, payload: Payload) -> bytes:
         await asyncio.sleep(1.0)
-        await super()._take(payload)
+        return await super()._take(payload)
 
     def _end(self) -> None:
         self._num_admitted -= 1
@@ -227,10 +229,10 @@ class SlowTaker(Taker):
         super().__init__()
         self.begun = begun
 
-    async def _take(self, payload: Payload) -> None:
+    async def _take(self, payload: Payload) -> bytes:
         self.begun.append(payload.header.slice_index)
         await asyncio.sleep(1.0)
-        await super()._take(payload)
+        return await super()._take(payload)
 
 
 async def in_turns(*, cut: bool) -> list[tuple[float, int]]:

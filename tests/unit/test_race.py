@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ from benchmarks.race import (
 from lab.processes.family import SOURCES, atoll_environment
 
 
-def row_of(tried: Try, loss: float) -> dict:
+def row_of(tried: Try, loss: float) -> dict[str, Any]:
     return asdict(tried) | {"steps": 1, "rounds": 800, "late_steps": 0, "codec": "", "loss": loss}
 
 
@@ -68,9 +69,9 @@ def test_half_the_time_is_half_the_rounds() -> None:
     assert half == replace(whole, rounds=whole.rounds // 2)
 
 
-def competed(losses: dict[str, float], seeds: Iterable[int]) -> dict[Try, dict]:
+def competed(losses: dict[str, float], seeds: Iterable[int]) -> dict[Try, dict[str, Any]]:
     """A race in which a shorter time costs every contender alike."""
-    known: dict[Try, dict] = {}
+    known: dict[Try, dict[str, Any]] = {}
 
     def loss_of(tried: Try) -> float:
         loss = losses[tried.contender] - math.log(tried.share)

@@ -25,7 +25,7 @@ def test_without_a_rule_the_rate_never_changes() -> None:
 
 def test_a_full_round_of_the_fewest_nodes_takes_the_rate_as_it_is() -> None:
     for scaling in ("sqrt", "cbrt"):
-        scale = RateScale(scaling=scaling, full_round_samples=FULL)  # type: ignore[arg-type]
+        scale = RateScale(scaling=scaling, full_round_samples=FULL)
         assert scale.of(contributors(FULL // 2, FULL // 2)) == 1
 
 

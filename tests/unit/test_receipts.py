@@ -1,6 +1,7 @@
 """A receipt and a signed report without the contribution prove that a reducer lies, and nothing else does."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -112,7 +113,7 @@ def test_a_contribution_that_the_report_names_is_not_left_out_whatever_became_of
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_begins_anew_may_have_lost_what_was_taken_before(changes: dict[str, object]) -> None:
+def test_what_begins_anew_may_have_lost_what_was_taken_before(changes: dict[str, Any]) -> None:
     with pytest.raises(BadDataError, match="not of the process, the plan or the takeover"):
         omission_in(receipt().encode(), report(contribution(TAKEN), **changes), run_digest=RUN)
 

@@ -61,7 +61,7 @@ async def test_who_reads_slowly_is_sent_slowly(world: World) -> None:
 
     async def pour(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
-        for _ in range(16 * BIG >> 16):
+        for _piece in range(16 * BIG >> 16):
             writer.write(bytes(1 << 16))
             sent += 1 << 16
             await writer.drain()

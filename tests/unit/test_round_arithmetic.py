@@ -9,6 +9,7 @@ import pytest
 from benchmarks.outer_arithmetic import PARTS, RoundsOfOneNode, Stages, measured
 from node.exchange.codecs import entropy
 from node.exchange.codecs.codec import ONE_THREAD, TILE_ELEMENTS, Tiles
+from node.exchange.codecs.deflate import inflated_head
 from node.exchange.codecs.registry import CODECS
 from protocol.run.node_memory import CODEC_BITS, daemon_bytes
 from protocol.run.run_spec import OuterSection
@@ -52,7 +53,7 @@ def test_a_stream_is_inflated_where_it_arrives_and_never_again(
 ) -> None:
     """Contributions once at their reducer, results once when they come; what is our own, not at all."""
     num_inflated = 0
-    inflate = entropy.inflated_head
+    inflate = inflated_head
 
     def counted(*arguments: Any, **named: Any) -> Any:
         nonlocal num_inflated

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -87,7 +88,9 @@ def test_no_bar_is_wider_than_its_chart(
     times: list[float | None], whole_seconds: float, is_open: bool
 ) -> None:
     stages = ("trained", "reduced", "held", "applied")
-    known = {f"{s}_seconds": at for s, at in zip(stages, times, strict=True) if at is not None}
+    known: dict[str, Any] = {
+        f"{s}_seconds": at for s, at in zip(stages, times, strict=True) if at is not None
+    }
     assert len(bar(a_node(**known), whole=whole_seconds, is_open=is_open)) <= BAR_WIDTH
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,8 @@ def test_what_is_not_known_is_a_dash_and_not_a_number() -> None:
     status = pb.GetStatusResponse(run=pb.RunStatus(run_name="run", total_rounds=3))
     status.nodes.add(node_id="1", node_name="attic", state=pb.NODE_STATE_READY)
     view = view_of(status, [])
-    (node,) = view["nodes"]  # type: ignore[misc]
+    nodes: Any = view["nodes"]
+    (node,) = nodes
     unknown = ("loss", "tokensPerSecond", "time", "mfu", "memory", "link", "upload", "sent", "work")
     assert {node[figure] for figure in unknown} == {"-"}
     assert view["run"]["loss"] is None  # type: ignore[index]

@@ -10,7 +10,7 @@ import pytest
 import structlog.testing
 
 from node.disk.history import KeptRulings
-from node.link.calls import Attachment
+from node.link.calls import Attachment, CoordinatorLink
 from node.link.session import (
     LAST_TOLD_AGAIN_SECONDS,
     LEAVE_SECONDS,
@@ -40,7 +40,12 @@ def report(number: int) -> Held:
     return Held(slice_index=number, digest=Digest(b""))
 
 
-class Link:
+def slice_of(report: Report) -> int:
+    assert isinstance(report, Held)
+    return report.slice_index
+
+
+class Link(CoordinatorLink):
     """A coordinator's side that notes what is called and when."""
 
     renew: Callable[[], Awaitable[float]] | None = None
@@ -76,9 +81,10 @@ class Link:
             unix_seconds=self.unix_seconds,
         )
 
-    async def heartbeat(self, session_id: int, vitals: Any) -> None:
+    async def heartbeat(self, session_id: int, vitals: Any) -> bool:
         await self._call()
         self.heartbeats.append((session_id, vitals))
+        return False
 
     async def report(self, session_id: int, reports: Sequence[tuple[int, Report]]) -> None:
         await self._call()
@@ -113,7 +119,7 @@ class Link:
 
 def session_on(link: Link, **wants: Any) -> Session:
     return Session(
-        link=link,  # type: ignore[arg-type]
+        link=link,
         node=NodeSide(
             announce=lambda: None,  # type: ignore[arg-type,return-value]
             vitals=lambda: "vitals",  # type: ignore[arg-type,return-value]
@@ -141,7 +147,8 @@ async def ended(running: asyncio.Task[None]) -> None:
 
 @in_virtual_time
 async def test_heartbeats_go_on_and_messages_arrive() -> None:
-    link, heard = Link(), []
+    link = Link()
+    heard: list[Message] = []
     running = await started(session_on(link, on_message=heard.append))
     link.say(EvaluationAsked(round=3))
     await asyncio.sleep(10 * HEARTBEAT_SECONDS)
@@ -167,7 +174,7 @@ async def test_a_node_that_has_moved_attaches_anew_at_once_though_a_call_hangs()
     await asyncio.sleep(1)
     assert link.attached_at[1:] == [moved_at]
     assert link.num_reconnects == 1
-    assert [(s, r.slice_index) for s, _, r in link.reports] == [(1, 1), (2, 1), (2, 2)]
+    assert [(s, slice_of(r)) for s, _, r in link.reports] == [(1, 1), (2, 1), (2, 2)]
     await ended(running)
 
 
@@ -279,7 +286,7 @@ async def test_no_report_is_lost_when_the_coordinator_goes_away() -> None:
     link.error = None
     await asyncio.sleep(60)
     # What the coordinator answered may still be lost with it: all are sent again, in order.
-    assert [(s, n, r.slice_index) for s, n, r in link.reports] == [
+    assert [(s, n, slice_of(r)) for s, n, r in link.reports] == [
         (1, 1, 1),
         (2, 1, 1),
         (2, 1, 2),
@@ -297,7 +304,7 @@ async def test_what_gathers_while_a_call_is_answered_goes_out_in_the_next() -> N
         session.report(1, report(number))
     await asyncio.sleep(1)
     assert link.calls == [MOST_REPORTS, 3]
-    assert [r.slice_index for _, _, r in link.reports] == list(range(MOST_REPORTS + 3))
+    assert [slice_of(r) for _, _, r in link.reports] == list(range(MOST_REPORTS + 3))
     await ended(running)
 
 
@@ -327,7 +334,7 @@ async def test_what_changes_while_a_call_is_answered_is_not_overwritten_by_its_a
         session.report(1, report(1000))
     answered.set()
     await asyncio.sleep(1)
-    sent = [r.slice_index for _, _, r in link.reports]
+    sent = [slice_of(r) for _, _, r in link.reports]
     first = list(range(MOST_REPORTS))
     if change == "repeat":
         assert sorted(sent) == sorted([*first, *first, MOST_REPORTS])
@@ -460,7 +467,7 @@ async def test_a_wrong_clock_is_one_sentence_and_no_reason_to_stay_out() -> None
         link = Link()
         link.unix_seconds = 1.0
         with structlog.testing.capture_logs() as logs:
-            running = await started(session_on(link, wall_clock=lambda clock=clock: clock))  # type: ignore[misc]
+            running = await started(session_on(link, wall_clock=lambda clock=clock: clock))
             await ended(running)
         told = [line["event"] for line in logs if "clock" in line["event"]]
         assert len(told) == bool(words) and all(words in event for event in told)

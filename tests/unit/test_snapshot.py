@@ -325,7 +325,7 @@ def test_a_kill_at_any_byte_leaves_the_newest_file_before(
             return num_written
 
         with monkeypatch.context() as death:
-            death.setattr(snapshot_module.os, "pwrite", until_killed)
+            death.setattr(os, "pwrite", until_killed)
             with pytest.raises(Killed):
                 folder.save(snapshot_at(9), BOTH)
         assert folder.rounds()[0] == num_before, last_byte
@@ -348,7 +348,7 @@ def test_a_disk_that_refuses_keeps_nobody_from_changing_the_state(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(snapshot_module.os, "pwrite", full)
+        patched.setattr(os, "pwrite", full)
         writing.keep(slice(0, NUM_ELEMENTS))
         for _ in range(2):
             with pytest.raises(SystemRefusedError, match="No space left"):

@@ -266,7 +266,7 @@ def test_watching_prints_changes_only_and_survives_an_absent_coordinator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     finished = a_status(phase=status_pb2.RUN_PHASE_FINISHED, committed_round=12, open_round=0)
-    pauses = []
+    pauses: list[float] = []
     watch(
         answers(
             a_status(),

@@ -70,6 +70,7 @@ def test_the_status_and_the_nodes_are_a_line_each_time(monkeypatch: pytest.Monke
 
 def test_an_absence_is_told_beside_the_stream_once(monkeypatch: pytest.MonkeyPatch) -> None:
     away = UnavailableError("nobody answers")
+    told: list[pb.GetStatusResponse | Exception]
     told = [a_status(1), away, away, a_status(2, is_finished=True)]
     lines, said = streamed(monkeypatch, told, "status")
     assert len(lines) == 2

@@ -307,9 +307,9 @@ def test_a_conviction_outlives_a_coordinator_that_dies_before_it_has_ruled() -> 
     store.save(initial_state(scene.state.rules, RUN), scene.state, now=scene.now)
     scene.state = store.load(scene.state.rules, RUN)
     scene.do(Started())
-    for name in "abcd":
-        if name != reducer:
-            scene.attach(name, at=1, digest=digest_of("state 1"), invite=name)
+    for other in "abcd":
+        if other != reducer:
+            scene.attach(other, at=1, digest=digest_of("state 1"), invite=other)
     scene.wait(1000)
     asked = of_kind(scene.log, QuarantineAsked)
     assert len(asked) == 2, "once more after the start"

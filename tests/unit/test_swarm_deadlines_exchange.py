@@ -47,7 +47,10 @@ def test_a_contribution_that_reducers_did_not_wait_for_to_the_deadline_makes_not
         reduce_and_hold(scene, A, B, C, seconds=1, of=(A, B))
         scene.state = replace(  # it keeps them from one reducer, so it is not at fault
             scene.state,
-            members={**scene.state.members, C: replace(scene.member(C), standing=Standing())},
+            members={
+                **scene.state.members,
+                NodeId(C): replace(scene.member(C), standing=Standing()),
+            },
         )
         apply(scene, A, B, C)
     assert given(scene)[1] == 6

@@ -71,7 +71,7 @@ def test_a_node_that_comes_with_an_undone_state_is_sent_back_and_asked_for_no_co
     kept.scene.leave("b")
     kept.rounds(0)
     kept.go_back(2)
-    kept.scene.attach("b", at=5, digest=kept.made and digest_of("state 5, made 5"))
+    kept.scene.attach("b", at=5, digest=digest_of("state 5, made 5"))
     assert asked_of(kept.scene.actions, RefetchAsked) == ["b"]
     assert kept.scene.asked(CommitsWanted) == []
     assert bringing(kept.scene.state) == []

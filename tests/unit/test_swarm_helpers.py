@@ -141,10 +141,8 @@ def test_an_idle_helper_is_not_at_fault_and_one_whose_slices_are_overdue_is() ->
         for name in NODES:
             on_stage.train(name)
         on_stage.wait_until(on_stage.round.contribute_deadline + 5)  # h and i reduce nothing
-        taken = on_stage.asked(SliceTakenOver) or [
-            p for p in on_stage.round.slices if p.attempt > 0
-        ]
-        assert taken
+        taken = on_stage.asked(SliceTakenOver)
+        assert taken or any(p.attempt > 0 for p in on_stage.round.slices)
         play(on_stage, number=number)
     assert on_stage.member("h").standing.num_faults == 1
     assert on_stage.member("h").standing.is_on_trial

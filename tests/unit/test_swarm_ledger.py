@@ -14,7 +14,7 @@ from coordinator.swarm.ledger import (
     settle,
 )
 from protocol.wire.messages import ParticipantsIdle, RefetchAsked, RoundOpened
-from protocol.wire.rounds import BOOK_PLACES, Assignment, CorpusSummary, book_of_data
+from protocol.wire.rounds import BOOK_PLACES, Assignment, CorpusSummary, NodeId, book_of_data
 from tests.unit.swarm_scene import INITIAL, STEP_TOKENS, TOKENS, Scene, digest_of, of_kind
 
 AFTER = digest_of("after")
@@ -274,9 +274,9 @@ def test_no_round_opens_before_a_node_holds_the_first_weights() -> None:
 
 def test_what_a_void_round_gave_back_stays_leased_ahead_when_that_round_is_booked_anew() -> None:
     """As where the state that void rounds were built on is taken back."""
-    of_void = Assignment(node_id="node-a", inner_steps=5, first_sample=10, num_samples=10)
-    ahead = replace(of_void, node_id="node-b")
+    of_void = Assignment(node_id=NodeId("node-a"), inner_steps=5, first_sample=10, num_samples=10)
+    ahead = replace(of_void, node_id=NodeId("node-b"))
     ledger = Ledger(leased=(Places(first=10, end=20),), ahead=(ahead,), frontiers={0: 20})
     again = settle(reopen(ledger, [of_void], {}), [of_void], {})
     assert again == ledger
-    assert end_ahead(again, {"node-b"}).leased == ()
+    assert end_ahead(again, {NodeId("node-b")}).leased == ()

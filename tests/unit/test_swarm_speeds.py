@@ -90,7 +90,7 @@ def test_a_speed_grows_slowly_and_what_nobody_believes_earns_nothing() -> None:
     scene.attach("honest", "liar")
     for name in ("honest", "liar"):
         member = replace(scene.member(name), inner_steps_per_second=1.0)
-        scene.state = replace(scene.state, members=scene.state.members | {member.node_id: member})
+        scene.state = replace(scene.state, members={**scene.state.members, member.node_id: member})
     scene.train("honest", seconds=5.0)
     scene.train("liar", seconds=0.5)
     scene.commit("honest", "liar")
@@ -120,11 +120,11 @@ def test_a_node_that_was_never_measured_gets_all_inner_steps() -> None:
 def test_a_node_that_becomes_faster_again_gets_its_steps_back() -> None:
     scene = three_nodes()
     a_round(scene, {"node-a": 1.0, "node-b": 1.0, "node-c": 5.0})
-    assert budgets(scene)["node-c"] == 1
+    assert budgets(scene)[NodeId("node-c")] == 1
     for _ in range(3):
         steps = budgets(scene)
         a_round(scene, {name: steps[name] / 5 for name in steps})
-    assert budgets(scene)["node-c"] == 5
+    assert budgets(scene)[NodeId("node-c")] == 5
 
 
 def test_a_speed_is_kept_over_a_restart_but_not_for_another_device() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -351,7 +352,8 @@ def test_of_work_that_came_in_part_less_is_expected() -> None:
 @pytest.mark.parametrize("why", ["has_private_data", "compares_samples"])
 def test_nobody_is_checked_where_single_samples_say_nothing(why: str) -> None:
     scene = scene_of(*NAMES)
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, **{why: True}))
+    changes: dict[str, Any] = {why: True}
+    scene.state = replace(scene.state, rules=replace(scene.state.rules, **changes))
     assert not [order for _ in range(3) for order in do_round(scene, *NAMES)]
 
 

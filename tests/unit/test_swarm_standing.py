@@ -298,7 +298,7 @@ def test_who_missed_a_deadline_is_back_by_training_as_fast_as_those_that_take_no
 
 def left_out(scene: Scene, *, idler_applies_after: float | None) -> list[float]:
     """Rounds of a second in which nobody counts on the idler; how long each took, and who then plans it."""
-    seconds = []
+    seconds: list[float] = []
     while IDLER not in participants(scene) and len(seconds) < 12:
         began, number = scene.now, scene.round.number
         scene.wait(1)

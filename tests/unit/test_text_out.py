@@ -116,7 +116,7 @@ def test_without_a_tokenizer_tokens_are_bytes(tmp_path: Path) -> None:
     assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
     for path in files.values():
         shutil.copy(path, tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     said = "def é 海 👩\u200d🔬\r\n\t  Ā \x7f\xa0" + "".join(map(chr, range(1, 256)))
     assert tokenizer(said).input_ids == text.tokens_of(said)
     assert tokenizer.decode(text.tokens_of(said)) == said

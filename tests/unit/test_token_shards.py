@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,9 +85,12 @@ def test_opening_reads_no_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     """Else the start of a node would take longer the more data there is."""
     read: list[str] = []
     real_open = Path.open
-    monkeypatch.setattr(
-        Path, "open", lambda self, *a, **k: (read.append(self.name), real_open(self, *a, **k))[1]
-    )
+
+    def noted(self: Path, *arguments: Any, **named: Any) -> Any:
+        read.append(self.name)
+        return real_open(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", noted)
     opened(folder)
     assert set(read) <= {"manifest.json", "tokenizer.json"}
 

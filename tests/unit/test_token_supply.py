@@ -1,8 +1,9 @@
 """An island trains what is here of the run's tokens, and says what it waits for of the rest."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from node.island.data.island import EVALUATE_SECONDS, SuppliedIsland
 from node.island.data.manifest import Piece, read_manifest
 from node.island.data.opening import open_dataset
 from node.island.data.supply import ready_steps
-from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Island, Progress
 from node.models.text import files_of_tokenizer, text_of_run
+from node.outer_state import Vector
 from protocol.errors import ConfigError, NoInputError
 from protocol.run.run_spec import RunSpec
 from protocol.wire.rounds import CorpusSummary
@@ -53,7 +55,7 @@ def spec(folder: Path) -> RunSpec:
     return from_peers(spec_of(folder))
 
 
-class Ranks:
+class Ranks(Island):
     """An island that reads its samples, as ranks do: what is not here fails its test."""
 
     def __init__(self, spec: RunSpec, member: Member) -> None:
@@ -77,6 +79,9 @@ class Ranks:
             num_together=self._dataset.num_together,
         )
         return self._dataset.summary()
+
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float] | None:
+        raise AssertionError("nothing is checked here")
 
     async def stop(self, why: str = "") -> None:
         self.calls.append("stop")
@@ -173,6 +178,9 @@ class Scene:
         )
         return order.indices(0, steps * self.spec.inner.batch).tolist()
 
+    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> Sequence[float] | None:
+        raise AssertionError("nothing is checked here")
+
     async def stop(self, why: str = "") -> None:
         if self.supplying is not None:
             self.supplying.cancel()
@@ -180,7 +188,7 @@ class Scene:
 
 
 async def beside_one_that_has(
-    folder: Path, spec: RunSpec, tmp_path: Path, **changes: int
+    folder: Path, spec: RunSpec, tmp_path: Path, **changes: Any
 ) -> tuple[MemoryNetwork, Member, Scene]:
     """A member that has all tokens, and one that has none, has started and knows the other."""
     network = MemoryNetwork()

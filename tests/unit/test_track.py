@@ -74,7 +74,7 @@ def event_class() -> Any:
             if of:
                 added.type_name = of
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[attr-defined] # the stubs lack it
+    pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("t.Event"))
 
 

@@ -20,7 +20,7 @@ from node.island.models.decoder_modules import Objective
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh, places_of_ranks
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, Precision, Recomputing
-from node.island.parallel.modules import compile_layers
+from node.island.parallel.modules import compile_layers, recompute_layers
 from node.island.ranks.faults import TrainingDivergedError
 from node.island.training import engine
 from node.island.training.engine import Engine
@@ -32,10 +32,11 @@ from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, 
 from protocol.run.schedule import Position, share_of_peak
 from tests.tiny_runs import run_of
 
+MODEL = DecoderModel(
+    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
+)
 SPEC = RunSpec(
-    model=DecoderModel(
-        hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_size=24, context=16
-    ),
+    model=MODEL,
     data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
     inner=InnerSection(batch=4, learning_rate=1e-2, schedule="constant", warmup_tokens=0),
     evaluation=EvaluationSection(samples=10),
@@ -115,7 +116,7 @@ def published(trainer: Trainer) -> Vector:
 
 
 def test_what_was_adopted_is_what_is_published(corpus: Corpus) -> None:
-    weights = initial_parameters(run_of(SPEC.model, seed=5))
+    weights = initial_parameters(run_of(MODEL, seed=5))
     trainer = trainer_of(corpus)
     trainer.adopt(weights)
     assert np.array_equal(published(trainer), weights)
@@ -164,11 +165,10 @@ def test_recomputing_trains_the_same_weights_to_the_bit(
     corpus: Corpus, recomputing: Recomputing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    recompute = engine.recompute_layers
 
     def noting(layers: list[nn.Module], recomputing: Recomputing, **options: bool) -> None:
         asked.append(recomputing)
-        recompute(layers, recomputing, **options)
+        recompute_layers(layers, recomputing, **options)
 
     monkeypatch.setattr(engine, "recompute_layers", noting)
     local = LocalTraining(activation_checkpointing=recomputing)

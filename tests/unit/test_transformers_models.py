@@ -105,14 +105,15 @@ def test_training_is_what_a_loop_over_transformers_own_loss_comes_to(
         place = place_of[name]
         values = first[place.offset : place.offset + place.num_elements].reshape(place.shape)
         parameter.data.copy_(torch.from_numpy(values))
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.ndim > 1 and p not in tables]},
+        {
+            "params": [p for p in model.parameters() if p.ndim == 1 or p in tables],
+            "weight_decay": 0.0,
+        },
+    ]
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.ndim > 1 and p not in tables]},
-            {
-                "params": [p for p in model.parameters() if p.ndim == 1 or p in tables],
-                "weight_decay": 0.0,
-            },
-        ],
+        groups,
         lr=1e-2,
         betas=(0.9, 0.95),
         weight_decay=0.1,

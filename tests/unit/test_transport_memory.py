@@ -36,10 +36,11 @@ class Gate:
     def admit(self, sender: NodeId, header: PayloadHeader) -> Admission:
         return Admission(take=self._take)
 
-    async def _take(self, payload: Payload) -> None:
+    async def _take(self, payload: Payload) -> bytes:
         self.has_begun.set()
         await self.is_open.wait()
         self.received.append(payload)
+        return b""
 
     async def supply(self, sender: NodeId, want: Want) -> Payload | None:
         return None

@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 class OfTwo(Mesh):
     """Rank 1 of two that share a model; rank 0 said what is given."""
 
+    of_first: torch.Tensor
+
     def __init__(self, peak: float, memory: float, *, is_measured: bool = False) -> None:
         super().__init__(rank=1, shape=MeshShape(tensor=2))
         said = torch.tensor([peak, memory, is_measured], dtype=torch.float64)

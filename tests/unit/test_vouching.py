@@ -18,7 +18,7 @@ from protocol.trust.rulings import (
     digest_of,
 )
 from protocol.trust.signing import Bundle, CommitSigner, Trust
-from protocol.wire.rounds import Commit, Digest
+from protocol.wire.rounds import Commit, Digest, NodeId
 
 SWARM = new_swarm_id()
 AUTHORITY = Authority.create(SWARM)
@@ -70,7 +70,7 @@ def commit_by(signer: Issuer, round: int) -> Commit:
 
 def test_a_bundle_is_read_by_what_each_certificate_is_for() -> None:
     request_der, _ = make_request()
-    leaf = SECOND.issue_node(request_der, "0" * 32)
+    leaf = SECOND.issue_node(request_der, NodeId("0" * 32))
     server = AUTHORITY.issue_server().certificate_pem
     found = Bundle.read(
         AUTHORITY.certificate_pem + OF_FIRST + leaf + SECOND.certificate_pem + server

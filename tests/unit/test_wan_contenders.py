@@ -189,9 +189,7 @@ def test_weights_are_kept_once_in_a_while_and_not_at_each_exchange(tmp_path: Pat
     for exchanges, at in enumerate((55.0, 61.0, 62.0, 85.0), start=1):
         now[0] = at
         vector = np.full(3, exchanges, np.float32)
-        teller.save_if_due(
-            lambda kept=vector: kept, exchanges=exchanges, steps=exchanges, late_steps=0
-        )
+        teller.save_if_due(vector.copy, exchanges=exchanges, steps=exchanges, late_steps=0)
     kept = {path.name for path in tmp_path.glob("weights-*")}
     assert kept == {"weights-0-2.npy", "weights-0-4.npy"}
     assert np.load(tmp_path / "weights-0-4.npy").tolist() == [4.0, 4.0, 4.0]
