@@ -368,7 +368,6 @@ def rules_of(
         min_nodes=run.run.min_nodes,
         inner_steps=run.node_steps,
         round_steps=run.round_steps,
-        schedule_tokens=run.inner.total_tokens,
         schedule=schedule or Schedule.of(began or run),
         batch=run.inner.batch,
         context=run.model.context,

@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 
 from benchmarks.exchange.case import Case
 from coordinator.swarm.events import Attached, Event, HeartbeatSeen, Reported, Tell
-from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import Rules
 from coordinator.swarm.transition import initial_state, step
 from lab.network.lab import NetworkLab
@@ -41,6 +40,7 @@ from protocol.wire.rounds import (
     Plan,
     RosterEntry,
 )
+from protocol.wire.vitals import UNMEASURED, LinkRates
 
 RUN = Digest(bytes(32))
 TOKENS = 8
@@ -119,7 +119,10 @@ class Swarm:
     def learnt_rates(self) -> list[tuple[float | None, float | None]]:
         """What the core goes by of each node's link, up and down, bytes per second in this motion."""
         members = [self._state.members[node.node_id] for node in self.nodes]
-        return [(member.rates.up, member.rates.down) for member in members]
+        return [
+            (member.rates.up_bytes_per_second, member.rates.down_bytes_per_second)
+            for member in members
+        ]
 
     async def start(self) -> None:
         """Starts all nodes and lets them attach."""
@@ -192,7 +195,7 @@ class Swarm:
         self._alive(node, unreachable=tuple(n.node_id for n in self._training if n is not node))
 
     def _alive(
-        self, node: Node, *, unreachable: tuple[NodeId, ...], rates: Rates = UNKNOWN
+        self, node: Node, *, unreachable: tuple[NodeId, ...], rates: LinkRates = UNMEASURED
     ) -> None:
         member = self._state.members[node.node_id]
         self._step(
@@ -332,7 +335,7 @@ class Swarm:
         """Takes in that a node has applied a round."""
         if self._case.by_bandwidth:
             unreachable = self._state.members[node.node_id].unreachable
-            rates = Rates(up=told["up"], down=told["down"])
+            rates = LinkRates(up_bytes_per_second=told["up"], down_bytes_per_second=told["down"])
             self._alive(node, unreachable=unreachable, rates=rates)
         digest = Digest(bytes.fromhex(told["digest"]))
         self._step(

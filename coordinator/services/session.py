@@ -37,7 +37,6 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.members import Condition
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
-from coordinator.swarm.slices import Rates
 from coordinator.swarm.start import finished_reason
 from coordinator.swarm.state import Round
 from coordinator.swarm.turn import name_of, present_members
@@ -69,7 +68,7 @@ from protocol.wire.messages import (
 from protocol.wire.payload import PayloadError, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId
 from protocol.wire.versions import WIRE, refuse_foreign_wire
-from protocol.wire.vitals import Announcement
+from protocol.wire.vitals import Announcement, LinkRates
 
 MAX_COMMITS = 64
 MAX_COMMITS_BYTES = 1 << 20
@@ -514,10 +513,13 @@ def _put(into: MutableSequence[Any], items: Iterable[object]) -> None:
     into.extend(items)
 
 
-def _rates_of(request: pb.HeartbeatRequest) -> Rates:
+def _rates_of(request: pb.HeartbeatRequest) -> LinkRates:
     """What a node says of its link. The core leaves out what no link carries."""
     told = request.link_rates
-    return Rates(up=told.up_bytes_per_second or None, down=told.down_bytes_per_second or None)
+    return LinkRates(
+        up_bytes_per_second=told.up_bytes_per_second or None,
+        down_bytes_per_second=told.down_bytes_per_second or None,
+    )
 
 
 def session_service(

@@ -27,7 +27,6 @@ from coordinator.swarm.ledger import free_again, num_reached, num_samples_of, us
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.reach import is_symmetric
 from coordinator.swarm.reach_back import rounds_in_reach, spans_in_words
-from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import HeldOut, RoundPhase, SwarmState, Written
 from coordinator.swarm.turn import present_members
 from coordinator.swarm.weighing import common_corpus, say_of, weight_of
@@ -41,6 +40,7 @@ from protocol.v1 import status_pb2 as pb
 from protocol.v1.status_pb2_grpc import StatusServiceServicer
 from protocol.wire import convert
 from protocol.wire.rounds import CorpusSummary, Digest, NodeId
+from protocol.wire.vitals import UNMEASURED, LinkRates
 
 DEFAULT_ROUNDS = 20
 MAX_ROUNDS = 4000
@@ -417,11 +417,12 @@ def _spread(losses: Sequence[HeldOut], most: int) -> Sequence[HeldOut]:
     return [*(old[len(old) * place // half] for place in range(half)), *new]
 
 
-def _rates_to_wire(rates: Rates) -> session_pb2.LinkRates | None:
-    if rates == UNKNOWN:
+def _rates_to_wire(rates: LinkRates) -> session_pb2.LinkRates | None:
+    if rates == UNMEASURED:
         return None
     return session_pb2.LinkRates(
-        up_bytes_per_second=rates.up or 0.0, down_bytes_per_second=rates.down or 0.0
+        up_bytes_per_second=rates.up_bytes_per_second or 0.0,
+        down_bytes_per_second=rates.down_bytes_per_second or 0.0,
     )
 
 

@@ -552,8 +552,7 @@ def _range(budgets: Sequence[int]) -> str:
 
 def schedule_in_words(rules: Rules, clock: int) -> str:
     """What the plan's reason adds once the schedule has come to its end before the run."""
-    if rules.schedule_tokens is None or clock < rules.schedule_tokens:
+    end = rules.schedule.ends_at_tokens
+    if end is None or clock < end:
         return ""
-    return (
-        f"; the learning rate stays at its end: total_tokens = {rules.schedule_tokens} are trained"
-    )
+    return f"; the learning rate stays at its end: total_tokens = {end} are trained"

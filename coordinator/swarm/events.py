@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 from coordinator.swarm.ledger import Places
 from coordinator.swarm.members import Condition
-from coordinator.swarm.slices import UNKNOWN, Rates, SeenNorms
+from coordinator.swarm.slices import SeenNorms
 from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
 from protocol.wire.messages import Message, Report, ResultRefused
 from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId
-from protocol.wire.vitals import Announcement
+from protocol.wire.vitals import UNMEASURED, Announcement, LinkRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class HeartbeatSeen(Condition):
     outer_round: int
     outer_digest: Digest
     outer_incarnation: int = 0
-    rates: Rates = UNKNOWN
+    rates: LinkRates = UNMEASURED
     outside: tuple[
         str, ...
     ] = ()  # multiaddresses that its router shows lately, to each that looks, by IPv4

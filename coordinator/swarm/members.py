@@ -8,10 +8,10 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import Any
 
-from coordinator.swarm.slices import UNKNOWN, Rates
 from protocol.wire.messages import SpotChecked
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress, RoundSpan
+from protocol.wire.vitals import UNMEASURED, LinkRates
 
 
 class MemberState(StrEnum):
@@ -154,7 +154,7 @@ class Member(Condition):
     inner_steps_per_second: float | None = None  # smoothed; None before the first measurement
     is_draining: bool = False  # leaves after the round in flight
     has_told_history: bool = False  # in this session: all commits that it keeps
-    rates: Rates = UNKNOWN  # what its link carries, as plans count on it
+    rates: LinkRates = UNMEASURED  # what its link carries, as plans count on it
     wire_told: WireTotals = field(default_factory=dict)  # by its process, at the latest round
     gone_at_round: int = 0  # the committed round when it was lost or left, or 0 while it is present
     asked_name: str = ""  # what it calls itself

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from statistics import median, median_low
 
 from protocol.wire.rounds import WHOLE, Commit, NodeId, SliceOutcome
+from protocol.wire.vitals import LinkRates
 
 EQUAL_FROM = 2 / 3
 """A link of so much of the fastest counts as equal to it: noise must not make plans uneven
@@ -58,24 +59,18 @@ SLOWEST, FASTEST = 1e2, 1e12
 _NUM_BISECTIONS = 60
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What a link carries, bytes per second; None: not known."""
-
-    up: float | None = None
-    down: float | None = None
-
-
-UNKNOWN = Rates()
-"""Nothing was measured yet."""
-
-
-def steadied(before: Rates, told: Rates) -> Rates:
+def steadied(before: LinkRates, told: LinkRates) -> LinkRates:
     """The rates to go by after a node told some: those before, as long as little has changed."""
-    return Rates(up=_steadied(before.up, told.up), down=_steadied(before.down, told.down))
+    return LinkRates(
+        up_bytes_per_second=steadied_rate(before.up_bytes_per_second, told.up_bytes_per_second),
+        down_bytes_per_second=steadied_rate(
+            before.down_bytes_per_second, told.down_bytes_per_second
+        ),
+    )
 
 
-def _steadied(before: float | None, told: float | None) -> float | None:
+def steadied_rate(before: float | None, told: float | None) -> float | None:
+    """One of them, in bytes a second."""
     if told is None or not (math.isfinite(told) and SLOWEST <= told <= FASTEST):
         return before
     if before is not None and abs(told - before) <= STICKY * before:
@@ -84,7 +79,7 @@ def _steadied(before: float | None, told: float | None) -> float | None:
 
 
 def reducer_shares(
-    links: Sequence[Rates], may_reduce: Sequence[bool], is_helper: Sequence[bool] = ()
+    links: Sequence[LinkRates], may_reduce: Sequence[bool], is_helper: Sequence[bool] = ()
 ) -> tuple[float, ...]:
     """The share of the fragment that each participant reduces; they sum to 1.
 
@@ -125,14 +120,14 @@ def reducer_shares(
     return _without_crumbs(rooms(high), least=LEAST_OF_EQUAL / num_reducers, most=most)
 
 
-def _slower_rates(links: Sequence[Rates], is_helper: Sequence[bool]) -> list[float]:
+def _slower_rates(links: Sequence[LinkRates], is_helper: Sequence[bool]) -> list[float]:
     """The slower direction of each link as it counts. What is near and what is usual is so among nodes.
 
     While no rate is known all are 1, for only ratios matter. A helper receives as much as its share lets
     come, so little is seen of the downlink of whoever has a small one. It counts as its uplink does.
     """
-    ups = _known([link.up for link in links], is_helper)
-    downs = _known([link.down for link in links], is_helper)
+    ups = _known([link.up_bytes_per_second for link in links], is_helper)
+    downs = _known([link.down_bytes_per_second for link in links], is_helper)
     slower = [
         up if helps and up < math.inf else min(up, down)
         for up, down, helps in zip(ups, downs, is_helper, strict=True)

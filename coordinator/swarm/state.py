@@ -377,9 +377,6 @@ class Rules:
     adapts_deadlines: bool = False  # whether those above are caps, and plans follow measurements
     floor_seconds: float = 0.0  # the least of each phase, when they do
     has_overlap: bool = False  # whether nodes train for the next round while this one is exchanged
-    schedule_tokens: int | None = (
-        None  # where the learning rate's schedule ends; None: with the run
-    )
     schedule: Schedule = ALWAYS_ALIKE  # of learning rates, with its amendments
     round_steps: int | None = None  # inner steps of all nodes in a round; None: each has its own
     slice_elements: int = 1 << 62  # a reducer's part of a fragment is cut into slices no smaller

@@ -148,6 +148,11 @@ class Schedule:
             term = replace(term, first_round=from_round, first_progress=done, last_round=last)
         return replace(self, terms=(*self.terms, term))
 
+    @property
+    def ends_at_tokens(self) -> int | None:
+        """Of the token clock, where the run file says it; None: it ends with the run's rounds."""
+        return self.terms[-1].inner.total_tokens
+
     def span_of(self, round: int) -> Span:
         """How far the run is in a round, by its number of rounds."""
         term = self._term_in(round)

@@ -7,21 +7,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from coordinator.swarm.slices import (
-    EQUAL_FROM,
-    LEAST_OF_EQUAL,
-    MOST_OF_EQUAL,
-    Rates,
-    reducer_shares,
-)
+from coordinator.swarm.slices import EQUAL_FROM, LEAST_OF_EQUAL, MOST_OF_EQUAL, reducer_shares
 from protocol.wire.rounds import BLOCK, NodeId, cut_into_slices
+from protocol.wire.vitals import LinkRates
 from tests.property.effort import examples
 from tests.unit.shares_scene import all_may, both, seconds
 
 rates = st.builds(
-    Rates,
-    up=st.none() | st.floats(1e3, 1e10),
-    down=st.none() | st.floats(1e3, 1e10),
+    LinkRates,
+    up_bytes_per_second=st.none() | st.floats(1e3, 1e10),
+    down_bytes_per_second=st.none() | st.floats(1e3, 1e10),
 )
 swarms = st.lists(st.tuples(rates, st.booleans()), min_size=1, max_size=16).filter(
     lambda swarm: any(may for _, may in swarm)
@@ -31,7 +26,7 @@ swarms = st.lists(st.tuples(rates, st.booleans()), min_size=1, max_size=16).filt
 @examples(100)
 @given(swarms)
 def test_shares_are_the_whole_fragment_and_only_who_may_reduce_has_one(
-    swarm: list[tuple[Rates, bool]],
+    swarm: list[tuple[LinkRates, bool]],
 ) -> None:
     links, may = [link for link, _ in swarm], [may for _, may in swarm]
     shares = reducer_shares(links, may)
@@ -86,7 +81,7 @@ def test_no_reducer_has_more_than_half_of_the_fragment_or_two_equal_shares(
         assert max(shares) <= 0.61  # crumbs that others take over included
 
 
-def seconds_with(links: list[Rates], helps: list[bool], shares: tuple[float, ...]) -> float:
+def seconds_with(links: list[LinkRates], helps: list[bool], shares: tuple[float, ...]) -> float:
     """How long the slowest link is busy, with helpers, by the docstring's formulas."""
     num_others, num_contributions = len(links) - 1, helps.count(False)
     loads = [
@@ -96,7 +91,7 @@ def seconds_with(links: list[Rates], helps: list[bool], shares: tuple[float, ...
         for share, is_helper in zip(shares, helps, strict=True)
     ]
     return max(
-        load / min(link.up or math.inf, link.down or math.inf)
+        load / min(link.up_bytes_per_second or math.inf, link.down_bytes_per_second or math.inf)
         for link, load in zip(links, loads, strict=True)
     )
 
@@ -146,7 +141,8 @@ def test_what_helpers_reduce_goes_by_their_links_and_not_by_what_they_had_before
     seen = [share / sum(began) for share in began]
     for _ in range(5):  # rounds: who had the smallest share received the most slowly
         told = [
-            Rates(up=up * 1e6, down=up * 1e6 * share) for up, share in zip(ups, seen, strict=True)
+            LinkRates(up_bytes_per_second=up * 1e6, down_bytes_per_second=up * 1e6 * share)
+            for up, share in zip(ups, seen, strict=True)
         ]
         shares = reducer_shares([*both(*[10.0] * 8), *told], helps, helps)
         assert shares == pytest.approx(fair)
@@ -155,7 +151,7 @@ def test_what_helpers_reduce_goes_by_their_links_and_not_by_what_they_had_before
 
 def test_a_helper_of_which_nothing_is_known_yet_has_as_much_as_the_others() -> None:
     helps = [False] * 4 + [True] * 2
-    links = [*both(1.0, 1.0, 1.0, 1.0, 100.0), Rates()]
+    links = [*both(1.0, 1.0, 1.0, 1.0, 100.0), LinkRates()]
     assert reducer_shares(links, helps, helps) == pytest.approx((0, 0, 0, 0, 0.5, 0.5))
 
 

@@ -16,9 +16,9 @@ from coordinator.swarm.events import (
     Ticked,
 )
 from coordinator.swarm.members import Member
-from coordinator.swarm.slices import UNKNOWN, Rates
 from coordinator.swarm.state import Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
+from protocol.run.schedule import ALWAYS_ALIKE, Schedule
 from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
@@ -31,6 +31,7 @@ from protocol.wire.rounds import (
     NodeId,
     PeerAddress,
 )
+from protocol.wire.vitals import UNMEASURED, LinkRates
 
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(1024,))
 CODECS = ("int4/1", "int4/1")
@@ -81,7 +82,7 @@ class Scene:
         has_overlap: bool = False,
         slice_elements: int = 1 << 62,
         round_steps: int | None = None,
-        schedule_tokens: int | None = None,
+        schedule: Schedule = ALWAYS_ALIKE,
         first_digest: Digest | None = None,
         has_private_data: bool = False,
         inner_steps: int = 5,
@@ -103,7 +104,7 @@ class Scene:
             has_overlap=has_overlap,
             slice_elements=slice_elements,
             round_steps=round_steps,
-            schedule_tokens=schedule_tokens,
+            schedule=schedule,
             first_digest=first_digest,
             has_private_data=has_private_data,
             layout=layout,
@@ -192,7 +193,7 @@ class Scene:
         session_id: int | None = None,
         unreachable: tuple[str, ...] = (),
         incarnation: int = 0,
-        rates: Rates = UNKNOWN,
+        rates: LinkRates = UNMEASURED,
         cannot_train: bool = False,
         cannot_evaluate: bool = False,
         evaluates_by: str = "",

@@ -10,7 +10,6 @@ import pytest
 from coordinator.database import DATABASE_NAME
 from coordinator.store import CLOCK_SAVE_SECONDS, Store
 from coordinator.swarm.events import Attached, Detached, Event, HeartbeatSeen, Reported
-from coordinator.swarm.slices import Rates
 from coordinator.swarm.state import SwarmState, Written
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
@@ -24,6 +23,7 @@ from protocol.wire.rounds import (
     NodeId,
     PeerAddress,
 )
+from protocol.wire.vitals import LinkRates
 from tests.unit.swarm_scene import PLAIN_RULES
 
 RULES = replace(PLAIN_RULES, num_prompts=1)
@@ -112,7 +112,11 @@ def with_leases_until(state: SwarmState, time: float) -> SwarmState:
 TWO_ROUNDS: list[Event] = [
     attached(A),
     HeartbeatSeen(
-        node_id=A, session_id=1, outer_round=0, outer_digest=digest(0), rates=Rates(up=1e6)
+        node_id=A,
+        session_id=1,
+        outer_round=0,
+        outer_digest=digest(0),
+        rates=LinkRates(up_bytes_per_second=1e6),
     ),
     attached(B),
     Reported(node_id=A, round=0, report=Evaluated(held_out_loss=5.5, tokens=64)),

@@ -7,12 +7,13 @@ import pytest
 from coordinator.swarm.events import Ticked
 from coordinator.swarm.ledger import lease_again
 from coordinator.swarm.rounds import plan_of
-from coordinator.swarm.slices import MOST_TIMES_USUAL, Rates
+from coordinator.swarm.slices import MOST_TIMES_USUAL
 from coordinator.swarm.weighing import say_of
 from protocol.run.run_spec import RunSection, RunSpec
 from protocol.run.schedule import Schedule
 from protocol.wire.messages import EvaluationAsked, ParticipantsIdle, SliceTakenOver, Trained
 from protocol.wire.rounds import WHOLE, LayoutSummary, NodeId
+from protocol.wire.vitals import LinkRates
 from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of
 
 NODES = ("a", "b", "c")
@@ -316,8 +317,18 @@ def test_the_plan_counts_on_what_a_helpers_link_carries() -> None:
     on_stage = scene("h", "i", layout=layout)
     play(on_stage, number=1)
     state = digest_of("state 1")
-    on_stage.beat("h", at=1, digest=state, rates=Rates(up=90 * MB, down=90 * MB))
-    on_stage.beat("i", at=1, digest=state, rates=Rates(up=50 * MB, down=50 * MB))
+    on_stage.beat(
+        "h",
+        at=1,
+        digest=state,
+        rates=LinkRates(up_bytes_per_second=90 * MB, down_bytes_per_second=90 * MB),
+    )
+    on_stage.beat(
+        "i",
+        at=1,
+        digest=state,
+        rates=LinkRates(up_bytes_per_second=50 * MB, down_bytes_per_second=50 * MB),
+    )
     play(on_stage, number=2)
     sizes = {
         name: sum(p.slice.num_elements for p in on_stage.round.slices if p.slice.reducer_id == name)

@@ -7,13 +7,12 @@ import pytest
 from coordinator.swarm.slices import (
     MOST_OF_EQUAL,
     STICKY,
-    UNKNOWN,
-    Rates,
     reducer_shares,
     shares_in_words,
     steadied,
 )
 from protocol.wire.rounds import BLOCK, LayoutSummary, NodeId, cut_into_slices
+from protocol.wire.vitals import UNMEASURED, LinkRates
 from tests.unit.shares_scene import MB, all_may, both, seconds
 from tests.unit.swarm_scene import INITIAL, Scene
 
@@ -37,7 +36,7 @@ def test_a_crumb_is_not_worth_a_slice() -> None:
 
 
 def test_the_slower_direction_decides() -> None:
-    home = Rates(up=1 * MB, down=50 * MB)
+    home = LinkRates(up_bytes_per_second=1 * MB, down_bytes_per_second=50 * MB)
     links = [*both(10, 10, 10), home]
     assert reducer_shares(links, all_may(links))[-1] == 0
 
@@ -73,17 +72,22 @@ def test_who_may_not_reduce_still_counts_as_a_sender() -> None:
 
 
 def test_a_rate_counts_only_when_it_has_changed_by_much() -> None:
-    used = Rates(up=10 * MB, down=10 * MB)
-    near = Rates(up=(1 + STICKY) * 10 * MB, down=10 * MB)
+    used = LinkRates(up_bytes_per_second=10 * MB, down_bytes_per_second=10 * MB)
+    near = LinkRates(up_bytes_per_second=(1 + STICKY) * 10 * MB, down_bytes_per_second=10 * MB)
     assert steadied(used, near) == used
-    assert steadied(used, UNKNOWN) == used
-    assert steadied(used, Rates(up=5 * MB)) == Rates(up=5 * MB, down=10 * MB)
-    assert steadied(UNKNOWN, near) == near
+    assert steadied(used, UNMEASURED) == used
+    assert steadied(used, LinkRates(up_bytes_per_second=5 * MB)) == LinkRates(
+        up_bytes_per_second=5 * MB, down_bytes_per_second=10 * MB
+    )
+    assert steadied(UNMEASURED, near) == near
 
 
 @pytest.mark.parametrize("lie", [math.nan, math.inf, -1.0, 0.0, 1e30, 1e-9])
 def test_what_no_link_carries_is_no_measurement(lie: float) -> None:
-    assert steadied(UNKNOWN, Rates(up=lie, down=lie)) == UNKNOWN
+    assert (
+        steadied(UNMEASURED, LinkRates(up_bytes_per_second=lie, down_bytes_per_second=lie))
+        == UNMEASURED
+    )
 
 
 def test_uneven_slices_are_said_and_even_ones_are_not() -> None:
@@ -143,7 +147,12 @@ def test_a_plan_cuts_by_the_rates_that_nodes_told_and_says_so() -> None:
     scene = Scene(min_nodes=5, layout=layout)
     scene.attach("a", "b", "c", "d")
     for name, rate in zip("abcd", (10, 10, 10, 1), strict=True):
-        scene.beat(name, at=0, digest=INITIAL, rates=Rates(up=rate * MB, down=rate * MB))
+        scene.beat(
+            name,
+            at=0,
+            digest=INITIAL,
+            rates=LinkRates(up_bytes_per_second=rate * MB, down_bytes_per_second=rate * MB),
+        )
     scene.attach("e")  # nothing is known of it
     assert [p.slice.reducer_id for p in scene.round.slices] == ["a", "b", "c", "e"]
     assert {p.slice.num_elements for p in scene.round.slices} == {25 * BLOCK}
@@ -153,7 +162,7 @@ def test_a_plan_cuts_by_the_rates_that_nodes_told_and_says_so() -> None:
 def test_a_node_that_attaches_again_keeps_its_rates() -> None:
     scene = Scene(min_nodes=5)
     scene.attach("a")
-    told = Rates(up=3 * MB, down=4 * MB)
+    told = LinkRates(up_bytes_per_second=3 * MB, down_bytes_per_second=4 * MB)
     scene.beat("a", at=0, digest=INITIAL, rates=told)
     scene.attach("a")
     assert scene.member("a").rates == told

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.swarm.deadlines import FASTEST, FILLED, measured, shared_out, step_budgets
+from protocol.run.run_spec import InnerSection
+from protocol.run.schedule import Schedule, Term
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId
 from tests.unit.swarm_scene import STEP_TOKENS, Scene, digest_of
@@ -287,7 +289,8 @@ def test_without_measurements_all_share_alike() -> None:
 
 
 def test_the_plan_says_when_the_schedule_has_ended_before_the_run() -> None:
-    scene = Scene(schedule_tokens=2 * 5 * STEP_TOKENS)
+    inner = InnerSection(total_tokens=2 * 5 * STEP_TOKENS)
+    scene = Scene(schedule=Schedule(terms=(Term(inner=inner),)))
     scene.attach("node-a")
     for _ in range(2):
         assert "learning rate" not in scene.round.reason
