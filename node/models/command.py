@@ -17,7 +17,7 @@ from protocol.trust.credentials import find_home
 
 if TYPE_CHECKING:
     from node.kept import KeptModel
-    from node.models.export import DType
+    from node.models.card import DType
 
 TOKENIZER = click.option(
     "--tokenizer",
@@ -118,7 +118,8 @@ def _exported(
 
     start_logging(as_json=False)  # to standard error: a damaged snapshot is told there
     model = kept_model(home, round)
-    from node.models.export import Origin, contributions_in, export_model, usual_dtype
+    from node.models.card import Origin, contributions_in
+    from node.models.export import export_model, usual_dtype
     from node.models.text import end_of_text, files_of_tokenizer
 
     places = places_of(home, base=base, typed_in=Path.cwd())

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from node.kept import kept_model
-from node.models.export import Origin, export_model
+from node.models.card import Origin
+from node.models.export import export_model
 from protocol.errors import SystemRefusedError
 from protocol.run.models import layout_of
 from protocol.terminal.query import StatusLink

@@ -15,7 +15,8 @@ from node.island.models.transformers import NextToken, saved_model
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape, check_shape
 from node.island.training.trainer import Trainer
-from node.models.export import Origin, export_model
+from node.models.card import Origin
+from node.models.export import export_model
 from protocol.errors import BadDataError, ConfigError, NoInputError
 from protocol.run.models import DecoderModel, TransformersModel
 from protocol.run.run_files import validated

@@ -16,7 +16,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from node.island.models.first_weights import initial_parameters
-from node.models.export import DType, Origin, contributions_of, export_model, load_exported
+from node.models.card import DType, Origin, contributions_of
+from node.models.export import export_model, load_exported
 from node.models.reading import tensors_in
 from protocol.errors import (
     BadDataError,

@@ -17,7 +17,8 @@ from node.island.models.code import (
 )
 from node.island.models.describing import describe, first_vector
 from node.island.models.function import random_module
-from node.models.export import Origin, export_model
+from node.models.card import Origin
+from node.models.export import export_model
 from protocol.errors import (
     BadDataError,
     ExitCode,
