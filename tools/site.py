@@ -4,6 +4,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_THE_ROOT = {
@@ -27,7 +28,9 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Pages of docs/ name those of the root by the folder above."""
+def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
+    """Pages of docs/ name those of the root by the folder above; pages of folders in it, those of docs/."""
+    if "/" in page.file.src_uri:
+        return markdown
     markdown = markdown.replace("](../SECURITY.md", "](reporting.md")
     return markdown.replace("](../README.md", "](index.md").replace("](../", "](")

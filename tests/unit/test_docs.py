@@ -18,7 +18,7 @@ from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli
 
 ROOT = Path(cli.__file__).parents[2]
-PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 PAGE_IDS = [page.name for page in PAGES]
 
 ROOMS = (
