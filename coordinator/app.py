@@ -118,26 +118,24 @@ class Coordinator:
         self,
         *,
         driver: Driver,
-        connections: Connections,
+        ports: "Ports",
         room: DiskRoom,
         given: GivenFile,
         opened: AsyncExitStack,
-        control_port: int,
-        enrolment_port: int,
         dashboard_port: int | None,
         through: Through | None,
     ) -> None:
         """`opened` closes all that serves, and then the store."""
         self.driver = driver
-        self.connections = connections
+        self.connections = ports.connections
         self.through = through
         self.dashboard_port = dashboard_port
-        self.control_port = control_port
-        self.enrolment_port = enrolment_port
+        self.control_port = ports.control_port
+        self.enrolment_port = ports.enrolment_port
         self._given = given
         self._opened = opened
         self._clock_task = asyncio.create_task(driver.run_clock())
-        watching = (connections.watch(), room.watch())
+        watching = (ports.connections.watch(), room.watch())
         self._lasting = (self._clock_task, *map(asyncio.create_task, watching))
 
     @classmethod
@@ -210,12 +208,10 @@ class Coordinator:
                 await through.start()
             return cls(
                 driver=driver,
-                connections=ports.connections,
+                ports=ports,
                 room=room,
                 given=watched.given,
                 opened=opened.pop_all(),
-                control_port=ports.control_port,
-                enrolment_port=ports.enrolment_port,
                 dashboard_port=None if dashboard is None else dashboard.port,
                 through=through,
             )

@@ -194,10 +194,15 @@ def _cannot(key: str, table: str, *, is_known: bool) -> UsageError:
             f"the run file has no key {key!r}", next_step=f"what can change: {allowed}"
         )
     why = _WHY_NOT.get(table, "nodes have begun with it")
+    fork = (
+        "begin a new run with its weights, in which everything may be another: 'atoll node fork ROUND --to "
+        "FOLDER'"
+    )
+    here = f"what can change here: {allowed}"
+    if table == "data":
+        here = "'atoll data skip FIRST-END' takes samples out of this one"
     return UsageError(
-        f"{key} cannot change while the run goes on: {why}",
-        next_step="begin a new run with its weights, in which everything may be another: "
-        f"'atoll node fork ROUND --to FOLDER'; what can change here: {allowed}",
+        f"{key} cannot change while the run goes on: {why}", next_step=f"{fork}; {here}"
     )
 
 

@@ -142,6 +142,14 @@ def test_what_cannot_change_says_why(text: str, kind: type[AtollError], words: s
     assert refused.value.next_step
 
 
+def test_who_would_change_the_data_hears_of_a_fork_and_of_taking_samples_out() -> None:
+    with pytest.raises(UsageError, match="leased samples are places") as refused:
+        amended(SPEC, changes_of(['data.source="text"']))
+    assert refused.value.next_step is not None
+    assert "atoll node fork" in refused.value.next_step
+    assert "atoll data skip" in refused.value.next_step
+
+
 @pytest.mark.parametrize("key", RATES)
 def test_a_rate_that_leaps_is_refused_with_the_most_that_it_may_be(key: str) -> None:
     table, _, name = key.partition(".")
