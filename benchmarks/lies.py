@@ -208,6 +208,31 @@ def reports_nothing(message: Message) -> Message:
 FIRST_LIE = 2
 """The round from which on liars lie that send others something else: they have work by then."""
 
+
+def _without(message: Message, *, kinds: Sequence[str], first: int) -> Message:
+    """The message without those reports on this round and later ones."""
+    if isinstance(message, pb.ReportRequest):
+        kept = [
+            each
+            for each in message.reports
+            if each.round < first or each.WhichOneof("report") not in kinds
+        ]
+        del message.reports[:]
+        message.reports.extend(kept)
+    return message
+
+
+def stops_to_report(message: Message) -> Message:
+    """Works for three rounds, so that rounds are measured and it decides; then tells of nothing more."""
+    kinds = ("trained", "reduced", "held", "applied")
+    return _without(message, kinds=kinds, first=FIRST_LIE + 2)
+
+
+def reports_no_results(message: Message) -> Message:
+    """Trains and contributes, and never says that it has made a result."""
+    return _without(message, kinds=("reduced",), first=FIRST_LIE)
+
+
 Sends = Callable[[NodeId, Payload], Sequence[Payload]]
 """What a liar sends a peer in the place of a payload of its own."""
 
@@ -311,6 +336,11 @@ def keeps_results(node: SimulatedNode) -> None:
     _sending(node, lambda _, payload: [] if payload.header.kind == RESULT else [payload])
 
 
+def keeps_all(node: SimulatedNode) -> None:
+    """It says that it has trained and reduced, and sends nothing to anybody."""
+    _sending(node, lambda _, payload: [])
+
+
 def reduces_backwards(node: SimulatedNode) -> None:
     """Its results are the means of its slices turned round: as long as honest ones, so no bound cuts them."""
     honest = node.outer.result_of
@@ -359,11 +389,14 @@ ATTACKS: Mapping[str, Attack] = {
     "false speed": Attack(says=claims_speed),
     "made-up state": Attack(says=votes_for_a_made_up_state),
     "idle": Attack(says=reports_nothing),
+    "idle later": Attack(says=stops_to_report),
     "slow": Attack(seconds_a_step=100 * SECONDS_A_STEP),
     "kept contributions": Attack(lies=keeps_contributions),
     "kept in turn": Attack(lies=keeps_in_turn),
     "copied mean, kept from one": Attack(lie=copied_mean, lies=keeps_from_one),
     "kept results": Attack(lies=keeps_results),
+    "kept both": Attack(lies=keeps_all),
+    "no results": Attack(lies=keeps_results, says=reports_no_results),
     "NaN": Attack(lies=sends_nonsense),
     "two contributions": Attack(lies=signs_two_contributions),
     "two results": Attack(lies=signs_two_results),

@@ -119,6 +119,10 @@ _BY_NODE: Mapping[str, _ByNode] = {
         write=lambda told: _TRAINED.dump_json((told,)),
         read=lambda part: _TRAINED.validate_json(part)[0],
     ),
+    "silent": _ByNode(
+        write=lambda told: " ".join(map(str, told)).encode(),
+        read=lambda part: tuple(map(int, part.decode().split())),
+    ),
     "trained_at": _ByNode(write=lambda at: repr(at).encode(), read=float),
     "applied": _ByNode(
         write=lambda digest: digest.hex().encode(),

@@ -31,6 +31,7 @@ from protocol.wire.messages import (
     RoundCommitted,
     RoundOpened,
     RunFinished,
+    TrainingEnded,
 )
 from protocol.wire.rounds import NodeId
 
@@ -161,6 +162,8 @@ def _news_of(state: SwarmState, current: Round, now: float) -> list[Message]:
         news.append(ParticipantsDeparted(round=current.number, node_ids=departed))
     if idle := tuple(n for n, trained in current.trained.items() if trained.tokens == 0):
         news.append(ParticipantsIdle(round=current.number, node_ids=idle))
+    if current.has_trained:
+        news.append(TrainingEnded(round=current.number))
     for progress in current.slices:
         if progress.attempt:
             news.append(takeover_of(current.number, progress, now))

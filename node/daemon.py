@@ -66,6 +66,7 @@ from protocol.wire.messages import (
     RunFinished,
     SliceTakenOver,
     SpotCheckAsked,
+    TrainingEnded,
 )
 from protocol.wire.rounds import MOST_MULTIADDRS, Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.wire.vitals import SHORT_WORDS, Announcement, ExchangeSpeed, Vitals
@@ -529,6 +530,7 @@ class Daemon:
             case (
                 ParticipantsDeparted()
                 | ParticipantsIdle()
+                | TrainingEnded()
                 | SliceTakenOver()
                 | ResultOffered()
                 | AuditAsked()

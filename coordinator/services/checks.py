@@ -8,6 +8,7 @@ from ipaddress import IPv6Address
 
 from google.protobuf.message import Message
 
+from coordinator.swarm.opening import MOST_SLICES
 from protocol.errors import BadDataError
 from protocol.run.run_spec import MOST_PROMPTS
 from protocol.terminal.console import printable
@@ -21,6 +22,7 @@ from protocol.wire.messages import (
     Reduced,
     Report,
     ResultRefused,
+    ResultsSilent,
     SpotChecked,
     Trained,
     Wrote,
@@ -207,6 +209,8 @@ def report(told: Report) -> Report:
             for contributor in contributors:
                 count(contributor.samples, of="the number of samples")
                 count(contributor.tokens, of="the number of tokens")
+        case ResultsSilent():
+            at_most(told.slice_indexes, MOST_SLICES, of="results")
         case Applied():
             wire(told.wire)
         case Audited():

@@ -173,6 +173,12 @@ def rest(turn: Turn, node_id: NodeId, number: int) -> None:
     turn.put_member(replace(member, audits=record))
 
 
+def note_unmade(turn: Turn, node_id: NodeId, number: int) -> None:
+    """Remembers that others had to make a slice which this reducer had not made when they had all."""
+    if (member := turn.state.members.get(node_id)) is not None:
+        turn.put_member(replace(member, audits=replace(member.audits, unmade_round=number)))
+
+
 def is_void_again(member: Member, number: int) -> bool:
     """Whether a result of the member reached too few in a round not long before this one."""
     record = member.audits

@@ -83,6 +83,7 @@ class AuditRecord:
     back_at_round: int = 0  # no plan of an earlier round has it reduce, or audit
     num_void: int = 0  # rounds in which its result reached too few, one soon after the other
     void_round: int = 0  # the latest of these
+    unmade_round: int = 0  # the latest in which others had to make a slice that it had not
     num_contradicted: int = 0  # findings that others of more weight contradict
     num_unanswered: int = 0  # audits that it was asked for, and was silent on
     audits_from_round: int = 0  # it is drawn for none of an earlier round

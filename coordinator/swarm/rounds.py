@@ -173,6 +173,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             contributions=contributions,
             factors=factors if report.factors else (),
             norm=report.norm,
+            reduced_at=turn.now,
             reduced=_for_auditors(
                 report, contributors, contributions, factors if report.factors else ()
             )

@@ -138,6 +138,8 @@ class SliceProgress:
     reduced: Reduced | None = None  # the report as it was made, where it may be audited
     refused: str = ""  # why the result counts for nothing, or empty
     refusals: tuple[Refusal, ...] = ()  # of its reducer's results, in the order of node ids
+    reduced_at: float | None = None  # when its reducer said so
+    moved_at: float | None = None  # when it was last offered, or given to another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +179,13 @@ class Round:
     )  # reports, before the digest is settled
     say: Say | None = None  # of its participants when it was opened; None: it was learned
     on_trial: tuple[NodeId, ...] = ()  # participants that nobody waits for
-    unstuck_at: float | None = None  # a few slices without holders were given to others
+    has_trained: bool = False  # all that are waited for, and participants were told
+    most_held_at: float | None = None  # since when members that decide hold most of the results
+    silent: Mapping[NodeId, tuple[int, ...]] = field(  # of which results nothing comes, as told
+        default_factory=dict
+    )
+    silent_at: float = 0.0  # when that was told last
+    stuck_seen_at: float = 0.0  # when it was last looked whether a few slices are stuck
     hurried_at: float | None = None  # those that are late were told to hand in what they have
     is_excused: bool = False  # the others were told not to wait for them
     usual_speeds: Mapping[str, float] = field(

@@ -8,9 +8,17 @@ A result does not decode when members with as much weight as a commit needs have
 has the bytes, which their reducer has signed. So that one is convicted, and its slice has a backup at once.
 Fewer change nothing, but that no slice is waited for of which everybody has said what it found.
 
-A few results that are not made, or reach too few, while the others' do, are not waited for to a deadline of
-hours: who keeps them cannot be told from a slow link. Their slices are others' for this round, and who has
-made such a result rests. Reducers give up contributions sooner than that (node.exchange.round.state).
+A few slices that are stuck while the others' results reach most are not waited for to a deadline of hours.
+They are others' for this round, by what is known of them:
+
+- Its result is made, and those who decide say that nothing of it comes to them. However slow its link is,
+  something does: so its reducer keeps it, or has lost its way to the others, and rests.
+- Its result is made and comes, or nobody says anything. It may be a slow link, and is waited for much longer;
+  less long where results of the reducer were given up lately. Then it rests too.
+- No result is made. Its reducer may wait for somebody's slow link, so it does not rest. When that happens
+  again soon its slices are others' almost at once: else one that makes none lengthened each round.
+
+Reducers give up contributions sooner than that (node.exchange.round.state).
 """
 
 from collections import Counter
@@ -18,7 +26,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from coordinator.swarm.conviction import convict, is_void_again, may_reduce, rest
+from coordinator.swarm.conviction import convict, is_void_again, may_reduce, note_unmade, rest
 from coordinator.swarm.events import RefusalSeen, Tell
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.reach import best_reducers, cut_off_from, newcomers
@@ -41,15 +49,24 @@ from coordinator.swarm.turn import (
 )
 from coordinator.swarm.weighing import is_enough, late_helper, say_in
 from protocol.trust.evidence import of_refusals
-from protocol.wire.messages import ResultOffered, SliceTakenOver
+from protocol.wire.messages import ResultOffered, ResultsSilent, SliceTakenOver
 from protocol.wire.rounds import NodeId
 
 STUCK_TIMES, STUCK_LEAST_SECONDS, STUCK_AGAIN = 5.0, 30.0, 1.5
-"""A round waits so many times as long as it took until the latest result was made, or so much longer than
-that; then less than half of the slices, which too few hold, are given to others. Then so many times again."""
+"""A round waits so many times as long as it took until most results had reached those who decide, or so much
+longer than that; then less than half of the slices, which too few hold, are given to others. Then so many
+times again."""
 
-STUCK_AGAIN_TIMES, STUCK_AGAIN_LEAST_SECONDS = 1.25, 2.0
-"""Likewise for those results alone whose reducers had such lately."""
+SILENT_TIMES, SILENT_LEAST_SECONDS = 1.25, 2.0
+"""Likewise for results of which nothing comes, or whose reducers had some given up lately. From when it is
+made each has the part beyond 1 at least."""
+
+UNMADE_TIMES, UNMADE_LEAST_SECONDS = 1.5, 5.0
+"""Likewise for results that are not made. A reducer that itself waits for somebody of whom nothing comes has
+made its own by then (node.exchange.round.state)."""
+
+UNMADE_AGAIN_TIMES, UNMADE_AGAIN_LEAST_SECONDS, UNMADE_ROUNDS = 1.1, 1.0, 16
+"""Likewise where others had to make a slice of the reducer in one of so many rounds before."""
 
 LEAST_SECONDS = 1.0
 """With less time before the commit deadline no backup could collect, reduce and hand out."""
@@ -78,6 +95,37 @@ def refusal_seen(turn: Turn, event: RefusalSeen) -> None:
     after = tuple(before[node_id] for node_id in sorted(before))
     turn.put_slice(current, replace(progress, refusals=after))
     offer_to_deceived(turn, index, (member_id,))
+
+
+def note_most_held(turn: Turn, node_id: NodeId) -> None:
+    """Remembers since when members that decide hold more than half of the results, each of them.
+
+    The node has just said what it holds.
+    """
+    state, current = turn.state, turn.state.open_round
+    if current is None or current.most_held_at is not None:
+        return
+    half = len(current.slices) / 2
+    if current.phase is RoundPhase.APPLYING or len(current.held.get(node_id, ())) <= half:
+        return
+    among = deciders(state, current, is_late=False)
+    holding = [n for n, results in current.held.items() if len(results) > half]
+    here = as_set(among).intersection(holding)
+    if is_enough(say_in(state, current, among), here, among):
+        turn.put_round(replace(current, most_held_at=turn.now))
+
+
+def results_silent(turn: Turn, node_id: NodeId, round: int, report: ResultsSilent) -> None:
+    """Remembers of which results nothing comes to a participant."""
+    current = turn.state.open_round
+    if current is None or current.number != round or current.phase is RoundPhase.APPLYING:
+        return
+    if node_id not in participants_of(current) or not is_present(turn.state, node_id):
+        return
+    silent = tuple(sorted({i for i in report.slice_indexes if i < len(current.slices)}))
+    if silent != current.silent.get(node_id, ()):
+        told = {**current.silent, node_id: silent}
+        turn.put_round(replace(current, silent=told, silent_at=turn.now))
 
 
 def _convict_of_nonsense(turn: Turn) -> None:
@@ -119,9 +167,10 @@ def _give_up_a_few(turn: Turn) -> None:
     at = _next_stuck_at(turn.state, current)
     if at is None or turn.now < at:
         return
-    turn.put_round(replace(current, unstuck_at=turn.now))
+    current = replace(current, stuck_seen_at=turn.now)
+    turn.put_round(current)
     stuck = [
-        progress.slice.index
+        progress
         for progress in current.slices
         if not progress.refused
         and not progress.is_empty
@@ -129,17 +178,17 @@ def _give_up_a_few(turn: Turn) -> None:
     ]
     if 2 * len(stuck) >= len(current.slices):
         return  # it is the network
-    if turn.now < _stuck_at(current, is_first=True):
-        again = [current.slices[index] for index in stuck]
-        stuck = [p.slice.index for p in again if p.digest and _was_stuck(turn.state, current, p)]
-    giving_up = {current.slices[index].slice.reducer_id for index in stuck}
-    for index in stuck:
+    due = [p for p in stuck if _stuck_at(turn.state, current, p) <= turn.now]
+    giving_up = {progress.slice.reducer_id for progress in due}
+    for progress in due:
+        reducer = progress.slice.reducer_id
+        if is_present(turn.state, reducer):
+            if progress.digest is None:
+                note_unmade(turn, reducer, current.number)
+            else:
+                rest(turn, reducer, current.number)
         current = turn.state.open_round
         assert current is not None
-        progress = current.slices[index]
-        reducer = progress.slice.reducer_id
-        if progress.digest is not None and is_present(turn.state, reducer):
-            rest(turn, reducer, current.number)  # one that has made none may wait for a slow link
         others = [n for n in holders_of(turn.state, current, progress) if n != reducer]
         if others and not progress.is_offered:
             _offer(turn, current, progress, tuple(others))
@@ -148,31 +197,62 @@ def _give_up_a_few(turn: Turn) -> None:
 
 
 def _next_stuck_at(state: SwarmState, current: Round) -> float | None:
-    """When a few slices are given up; None where nothing is made yet, or no backup could be in time."""
-    since, before = current.opened_at, current.unstuck_at
+    """When it is to be looked next whether a few slices are stuck; None where no backup could be in time."""
     if current.reduced_at is None:
         return None
-    at = _stuck_at(current, is_first=True)
-    if before is None and any(_was_stuck(state, current, p) for p in current.slices):
-        at = _stuck_at(current, is_first=False)
-    elif before is not None and before >= at:
-        at = since + STUCK_AGAIN * (before - since)
-    return at if current.commit_deadline - at >= LEAST_SECONDS else None
+    seen_at, since = current.stuck_seen_at, current.opened_at
+    times = [_stuck_at(state, current, p) for p in current.slices if not p.is_empty]
+    if seen_at:
+        times.append(
+            since + STUCK_AGAIN * (seen_at - since)
+        )  # half of them were, or the same are again
+    at = min((time for time in times if time > seen_at), default=None)
+    return None if at is None or current.commit_deadline - at < LEAST_SECONDS else at
 
 
-def _stuck_at(current: Round, *, is_first: bool) -> float:
-    """When results are given up whose reducers had none such lately, or had some."""
-    assert current.reduced_at is not None
-    took = current.reduced_at - current.opened_at
-    if is_first:
-        return current.opened_at + max(STUCK_TIMES * took, took + STUCK_LEAST_SECONDS)
-    return current.opened_at + max(STUCK_AGAIN_TIMES * took, took + STUCK_AGAIN_LEAST_SECONDS)
+def _stuck_at(state: SwarmState, current: Round, progress: SliceProgress) -> float:
+    """When a slice is given up that alone, or with a few others, keeps the round from its end."""
+    most_at, since = current.most_held_at or current.reduced_at, current.opened_at
+    assert most_at is not None
+    took = most_at - since
+    lately = _lately_given_up(state, current, progress)
+    is_made, is_known = progress.digest is not None, current.most_held_at is not None
+    if is_made and (lately or _is_silent(state, current, progress)):
+        assert progress.reduced_at is not None
+        more = max((SILENT_TIMES - 1) * took, SILENT_LEAST_SECONDS)
+        at = more + max(most_at, progress.reduced_at)
+        at = at if lately else max(at, current.silent_at)
+    elif is_made or not is_known:
+        at = since + max(STUCK_TIMES * took, took + STUCK_LEAST_SECONDS)
+    elif lately:
+        at = since + max(UNMADE_AGAIN_TIMES * took, took + UNMADE_AGAIN_LEAST_SECONDS)
+    else:
+        at = since + max(UNMADE_TIMES * took, took + UNMADE_LEAST_SECONDS)
+    if progress.moved_at is not None:
+        more = (STUCK_AGAIN - 1) * (progress.moved_at - since)
+        at = max(at, progress.moved_at + max(more, UNMADE_LEAST_SECONDS))
+    return at
 
 
-def _was_stuck(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
-    """Whether a result of the slice's reducer reached too few lately."""
+def _is_silent(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether those who decide say that nothing comes of the slice's result."""
+    index = progress.slice.index
+    by = [node_id for node_id, silent in current.silent.items() if index in silent]
+    if not by:
+        return False
+    among = deciders(state, current, is_late=False)
+    return is_enough(say_in(state, current, among), as_set(among).intersection(by), among)
+
+
+def _lately_given_up(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
+    """Whether a result of the slice's reducer reached too few lately; or others had to make one, lately."""
     reducer = state.members.get(progress.slice.reducer_id)
-    return reducer is not None and is_void_again(reducer, current.number)
+    if reducer is None:
+        return False
+    if progress.digest is not None:
+        return is_void_again(reducer, current.number)
+    unmade = reducer.audits.unmade_round
+    return 0 < current.number - unmade <= UNMADE_ROUNDS and unmade > 0
 
 
 def take_over(turn: Turn) -> None:
@@ -300,7 +380,7 @@ def _offer(
     """The result exists: who lacks it fetches it from who has it."""
     if progress.is_offered:
         return
-    turn.put_slice(current, replace(progress, is_offered=True))
+    turn.put_slice(current, replace(progress, is_offered=True, moved_at=turn.now))
     assert progress.digest is not None
     offered = ResultOffered(
         round=current.number,
@@ -332,6 +412,8 @@ def _hand_over(
         contribute_deadline=deadline,
         is_orphaned=False,
         is_offered=False,
+        moved_at=turn.now,
+        reduced_at=None,
         reduced=None,
         refused="",
         refusals=(),
@@ -345,7 +427,9 @@ def _hand_over(
         node_id: {place: each for place, each in told.items() if place != index}
         for node_id, told in current.agreements.items()
     }
-    turn.put_slice(replace(current, held=held, agreements=agreements), taken_over)
+    silent = {n: tuple(i for i in told if i != index) for n, told in current.silent.items()}
+    current = replace(current, held=held, agreements=agreements, silent=silent)
+    turn.put_slice(current, taken_over)
     told = takeover_of(current.number, taken_over, turn.now)
     turn.act(Tell(message=told, to=others_in(current, ())))
 

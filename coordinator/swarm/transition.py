@@ -72,9 +72,15 @@ from coordinator.swarm.start import (
 )
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.steering import learn_rulings, rule
-from coordinator.swarm.takeover import next_overdue, refusal_seen, take_over
+from coordinator.swarm.takeover import (
+    next_overdue,
+    note_most_held,
+    refusal_seen,
+    results_silent,
+    take_over,
+)
 from coordinator.swarm.turn import Turn, members_of
-from coordinator.swarm.weighing import excuse, excuses_at
+from coordinator.swarm.weighing import excuse, excuses_at, tell_training_ended
 from protocol.wire.messages import (
     Applied,
     Audited,
@@ -82,6 +88,7 @@ from protocol.wire.messages import (
     Evaluated,
     Held,
     Reduced,
+    ResultsSilent,
     SpotChecked,
     Trained,
     Wrote,
@@ -146,6 +153,7 @@ def _decide(turn: Turn, *, round_before: int) -> None:
     """What becomes of rounds, and of the run."""
     agree_on_initial_state(turn)
     excuse(turn)
+    tell_training_ended(turn)
     take_over(turn)
     decide_audits(turn)
     decide_alarm(turn)
@@ -237,6 +245,7 @@ def _take_in_row(turn: Turn, row: Sequence[Reported]) -> None:
     held = [(told.round, told.report) for told in row if isinstance(told.report, Held)]
     if held:
         results_held(turn, row[0].node_id, held)
+        note_most_held(turn, row[0].node_id)
         return
     for told in row:
         match told.report:
@@ -244,6 +253,8 @@ def _take_in_row(turn: Turn, row: Sequence[Reported]) -> None:
                 training_done(turn, told.node_id, told.round, told.report)
             case Reduced():
                 slice_reduced(turn, told.node_id, told.round, told.report)
+            case ResultsSilent():
+                results_silent(turn, told.node_id, told.round, told.report)
             case Applied():
                 applied(turn, told.node_id, told.round, told.report)
             case Audited():

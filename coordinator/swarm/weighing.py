@@ -48,7 +48,7 @@ from coordinator.swarm.turn import (
     remembered,
     training_among,
 )
-from protocol.wire.messages import ParticipantsIdle, Trained
+from protocol.wire.messages import ParticipantsIdle, Trained, TrainingEnded
 from protocol.wire.rounds import WHOLE as WHOLE_FACTOR
 from protocol.wire.rounds import Assignment, Commit, CorpusSummary, NodeId
 
@@ -490,6 +490,22 @@ def excuse(turn: Turn) -> None:
     on_trial = (*current.on_trial, *(n for n in late if n not in current.on_trial))
     turn.put_round(replace(current, is_excused=True, on_trial=on_trial))
     turn.act(Tell(message=idle, to=others_in(current, late)))
+
+
+def tell_training_ended(turn: Turn) -> None:
+    """Tells participants, once, that nobody trains whom they wait for: what has not begun to come is kept.
+
+    Those that are late are told to hand in first, and then excused.
+    """
+    state, current = turn.state, turn.state.open_round
+    if current is None or current.has_trained or current.phase is not RoundPhase.EXCHANGING:
+        return
+    told = _overdue(state, current)
+    if not told.others or (told.late and not current.is_excused):
+        return
+    if all(node_id in current.trained_at for node_id in told.others):
+        turn.put_round(replace(current, has_trained=True))
+        turn.act(Tell(message=TrainingEnded(round=current.number), to=others_in(current, ())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1012,6 +1012,28 @@ class Idle(_message.Message):
 Global___Idle: _TypeAlias = Idle  # noqa: Y015
 
 @_typing.final
+class TrainingEnded(_message.Message):
+    """All participants of a round that are waited for have trained: of whom nothing comes soon, nothing will."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    round: _builtins.int
+    """The round."""
+    def __init__(
+        self,
+        *,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainingEnded: _TypeAlias = TrainingEnded  # noqa: Y015
+
+@_typing.final
 class Takeover(_message.Message):
     """Another node reduces a slice from here on, because its reducer is gone or leaves. Who has
     contributed to the slice does so again.
@@ -1219,6 +1241,7 @@ class SubscribeResponse(_message.Message):
     AUDIT_FIELD_NUMBER: _builtins.int
     PUNCH_FIELD_NUMBER: _builtins.int
     SPOT_CHECK_FIELD_NUMBER: _builtins.int
+    TRAINING_ENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def roster(self) -> Global___Roster:
         """The members changed."""
@@ -1283,6 +1306,10 @@ class SubscribeResponse(_message.Message):
     def spot_check(self) -> Global___SpotCheck:
         """What a member has learned of its lease is to be measured."""
 
+    @_builtins.property
+    def training_ended(self) -> Global___TrainingEnded:
+        """All have trained."""
+
     def __init__(
         self,
         *,
@@ -1302,12 +1329,13 @@ class SubscribeResponse(_message.Message):
         audit: Global___Audit | None = ...,
         punch: Global___Punch | None = ...,
         spot_check: Global___SpotCheck | None = ...,
+        training_ended: Global___TrainingEnded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "spot_check", b"spot_check", "takeover", b"takeover"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "spot_check", b"spot_check", "takeover", b"takeover", "training_ended", b"training_ended"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "spot_check", b"spot_check", "takeover", b"takeover"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "spot_check", b"spot_check", "takeover", b"takeover", "training_ended", b"training_ended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings", "audit", "punch", "spot_check"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings", "audit", "punch", "spot_check", "training_ended"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1847,6 +1875,30 @@ class ResultRefusedReport(_message.Message):
 Global___ResultRefusedReport: _TypeAlias = ResultRefusedReport  # noqa: Y015
 
 @_typing.final
+class ResultsSilentReport(_message.Message):
+    """Results of which nothing comes to the node, though most others are there. Replaces what it told before."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLICE_INDEXES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slice_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their slices."""
+
+    def __init__(
+        self,
+        *,
+        slice_indexes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slice_indexes", b"slice_indexes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResultsSilentReport: _TypeAlias = ResultsSilentReport  # noqa: Y015
+
+@_typing.final
 class ReportRequest(_message.Message):
     """Reports steps of rounds, in their order."""
 
@@ -1893,6 +1945,7 @@ class Report(_message.Message):
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     SPOT_CHECKED_FIELD_NUMBER: _builtins.int
     RESULT_REFUSED_FIELD_NUMBER: _builtins.int
+    RESULTS_SILENT_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
     @_builtins.property
@@ -1943,6 +1996,10 @@ class Report(_message.Message):
     def result_refused(self) -> Global___ResultRefusedReport:
         """A result does not decode."""
 
+    @_builtins.property
+    def results_silent(self) -> Global___ResultsSilentReport:
+        """Nothing comes of some results."""
+
     def __init__(
         self,
         *,
@@ -1959,12 +2016,13 @@ class Report(_message.Message):
         left_out: Global___LeftOutReport | None = ...,
         spot_checked: Global___SpotCheckedReport | None = ...,
         result_refused: Global___ResultRefusedReport | None = ...,
+        results_silent: Global___ResultsSilentReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "result_refused", b"result_refused", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "result_refused", b"result_refused", "results_silent", b"results_silent", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "result_refused", b"result_refused", "round", b"round", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "result_refused", b"result_refused", "results_silent", b"results_silent", "round", b"round", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited", "left_out", "spot_checked", "result_refused"]  # noqa: Y015
+    _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited", "left_out", "spot_checked", "result_refused", "results_silent"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_report) -> _WhichOneofReturnType_report | None: ...
 

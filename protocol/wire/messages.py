@@ -84,6 +84,13 @@ class ParticipantsIdle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingEnded:
+    """All participants of a round that are waited for have trained."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SliceTakenOver:
     """A slice has another reducer. `attempt` counts from 1; the seconds from when it is received."""
 
@@ -194,6 +201,7 @@ Message = (
     | RoundCommitted
     | ParticipantsDeparted
     | ParticipantsIdle
+    | TrainingEnded
     | SliceTakenOver
     | ResultOffered
     | AuditAsked
@@ -446,6 +454,13 @@ class ResultRefused(Finding):
         return f"the refusal of the result of slice {self.slice_index} of round {self.round}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultsSilent:
+    """Results of which nothing comes to the node, though most others are there: all that there are now."""
+
+    slice_indexes: tuple[int, ...]
+
+
 Report = (
     Trained
     | Reduced
@@ -459,6 +474,7 @@ Report = (
     | LeftOutSeen
     | SpotChecked
     | ResultRefused
+    | ResultsSilent
 )
 """What a node tells the coordinator about its part in a round."""
 
@@ -514,6 +530,7 @@ _MESSAGES: Mapping[str, type[Message]] = {
     "roster_change": RosterChanged,
     "departed": ParticipantsDeparted,
     "idle": ParticipantsIdle,
+    "training_ended": TrainingEnded,
     "takeover": SliceTakenOver,
     "result_offered": ResultOffered,
     "audit": AuditAsked,
@@ -576,6 +593,7 @@ _REPORTS: Mapping[str, type[Report]] = {
     "audited": Audited,
     "left_out": LeftOutSeen,
     "result_refused": ResultRefused,
+    "results_silent": ResultsSilent,
 }
 _REPORT_NAMES = {kind: name for name, kind in _REPORTS.items()}
 

@@ -19,7 +19,7 @@ STEADY = Life(seconds_per_inner_step=1.0)
 """Takes five virtual seconds for a round."""
 
 
-@pytest.mark.parametrize(("adapt", "seconds"), [(True, 15.6 + 60), (False, 100 + 10 + 60)])
+@pytest.mark.parametrize(("adapt", "seconds"), [(True, 15.6 + 60), (False, 30 + 60)])
 def test_a_round_with_a_silent_death_ends_by_what_rounds_usually_take(
     corpus: Corpus, adapt: bool, seconds: float
 ) -> None:
@@ -30,9 +30,10 @@ def test_a_round_with_a_silent_death_ends_by_what_rounds_usually_take(
     assert all(outcome.digest is not None for commit in run.commits for outcome in commit.slices)
     # Training 1.5 × 5 s, the floor for the exchange; a quarter of the time until the commit later a
     # backup takes the dead one's slice over, and has half of the rest for it. With the run file's deadlines
-    # the others' slices go without the dead one after 4 × 5 s, its own to a backup after five times that, and
-    # the backup waits for it for 10 s. Nobody waits for the dead one to apply; but at the end of the run to
-    # take the final state over, as long as may be: with such a lease heartbeats are half an hour apart.
+    # the others' slices go without the dead one after 4 × 5 s: it may still train. Its own goes to a backup
+    # after half as long again, which does not wait for it a second time. Nobody waits for the dead one to
+    # apply; but at the end of the run to take the final state over, as long as may be: with such a lease
+    # heartbeats are half an hour apart.
     assert run.seconds == pytest.approx(9 * 5 + seconds, abs=1.5)
 
 
@@ -59,3 +60,24 @@ def test_a_node_that_becomes_three_times_slower_is_cut_off_in_one_round_only(
     plan = run.final.last_closed
     assert plan is not None
     assert [a.inner_steps for a in plan.plan.assignments].count(2) == 1
+
+
+@pytest.mark.parametrize("seconds_a_step", [0.01, 1.0], ids=["exchange", "training"])
+def test_links_of_one_to_ten_cost_no_contribution_and_nobody_its_place(
+    corpus: Corpus, seconds_a_step: float
+) -> None:
+    """What comes is waited for, from the first round on; also where rounds are nothing but exchange."""
+    rates = (3000.0, 3000.0, 1000.0, 1000.0, 300.0, 300.0)
+
+    async def slow_down(network: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+        for node, rate in zip(nodes, rates, strict=True):
+            network.slow_down(node.node_id, rate)
+
+    spec = tiny(run={"rounds": 6, "min_nodes": 6}, deadlines=LONG)
+    life = Life(seconds_per_inner_step=seconds_a_step)
+    run = simulate(spec, lives=[life] * 6, corpus=corpus, script=slow_down)
+    assert all(len(s.contributors) == 6 for commit in run.commits for s in commit.slices)
+    members = run.final.members.values()
+    assert {(m.audits.num_void, m.audits.unmade_round, m.standing.num_faults) for m in members} == {
+        (0, 0, 0)
+    }

@@ -15,7 +15,11 @@ from structlog.testing import capture_logs
 from coordinator.swarm.conviction import MOST_AGAINST
 from coordinator.swarm.members import Against, MemberState
 from coordinator.swarm.slices import MOST_TIMES_USUAL
-from coordinator.swarm.takeover import STUCK_LEAST_SECONDS
+from coordinator.swarm.takeover import (
+    SILENT_LEAST_SECONDS,
+    UNMADE_AGAIN_LEAST_SECONDS,
+    UNMADE_LEAST_SECONDS,
+)
 from coordinator.swarm.weighing import BRIEF_TRIAL_SECONDS, LEAST_TRIAL_SECONDS, TRIAL_MARGIN
 from lab.simulation.swarm import Life, SimulatedRun, identity_of, simulate
 from node.disk.round_folder import Retention
@@ -25,7 +29,12 @@ from node.exchange.outer import Outer
 from node.exchange.owing import Owing
 from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.exchange.round import transition
-from node.exchange.round.state import FULL_TIMES_OTHERS, TIMES_OTHERS, Tell
+from node.exchange.round.state import (
+    TIMES_OTHERS,
+    TRAINED_LEAST_SECONDS,
+    TRAINED_TIMES_OTHERS,
+    Tell,
+)
 from node.island.data.dataset import Corpus
 from node.outer_state import Vector
 from protocol.trust.evidence import proven_by
@@ -398,12 +407,12 @@ FROM_ONE = identity_of(2).node_id
         ),
         pytest.param(
             lambda header, peer: peer == identity_of(2 + header.round % 3).node_id,
-            10,
+            13,
             id="from one after the other",
         ),
     ],
 )
-def test_who_says_that_it_has_trained_and_keeps_its_contributions_has_one_round_last_four_times_as_long(
+def test_who_says_that_it_has_trained_and_keeps_its_contributions_lengthens_one_round_by_less_than_half(
     keeps: Keeps, most_longer: int, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes its own work into its own slices, so all results do not lack it."""
@@ -418,7 +427,8 @@ def test_who_says_that_it_has_trained_and_keeps_its_contributions_has_one_round_
     monkeypatch.setattr(Pushes, "start", keeping)
     seconds = seconds_with_an_idler(corpus, IDLER, rounds=24)
     long = [took for took in seconds if took > TIMES_OTHERS * 5 + 0.01]
-    assert len(long[:17]) == 1 and max(seconds) <= FULL_TIMES_OTHERS * 5 + 0.01
+    most = max(TRAINED_TIMES_OTHERS * 5, 5 + TRAINED_LEAST_SECONDS)
+    assert len(long[:17]) == 1 and max(seconds) <= most + 0.01
     assert sum(took > 5.01 for took in seconds) <= most_longer
 
 
@@ -575,9 +585,44 @@ def test_who_keeps_its_results_has_another_one_make_them_and_no_round_lasts_to_i
     lives = [IDLER if place == 1 else life for place in range(NUM_NODES)]
     attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
     assert attacked.final.is_finished and not attacked.final.rulings
-    assert max(seconds_of(attacked)) <= 5 + STUCK_LEAST_SECONDS + 1
+    assert max(seconds_of(attacked)) <= 5 + SILENT_LEAST_SECONDS + 0.5
     assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)
     assert attacked.final.members[LIAR].audits.num_void > 0
+    assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
+
+
+def test_who_makes_no_results_lengthens_a_round_by_half_and_the_next_ones_by_a_little(
+    clean: SimulatedRun, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept its place among the reducers, and each round lasted five times as long."""
+    made = Outer.result_of
+
+    def nothing(self: Outer, reduction: Reduction, fragment: int) -> SliceResult | None:
+        if self.node_id == LIAR and reduction.plan.round > 1:
+            raise CodecError("it makes none")
+        return made(self, reduction, fragment)
+
+    def says_nothing(message: Message) -> Message:
+        if isinstance(message, session_pb2.ReportRequest):
+            kept = [
+                each for each in message.reports if each.round < 2 or not each.HasField("reduced")
+            ]
+            del message.reports[:]
+            message.reports.extend(kept)
+        return message
+
+    monkeypatch.setattr(Outer, "result_of", nothing)
+    spec = tiny(run={"min_nodes": NUM_NODES - 1, "rounds": 8}, deadlines=LONG)
+    life = Life(seconds_per_inner_step=1.0)
+    idler = replace(IDLER, says=says_nothing)
+    lives = [idler if place == 1 else life for place in range(NUM_NODES)]
+    attacked = simulate(spec, lives=lives, corpus=corpus, within_seconds=1000)
+    assert attacked.final.is_finished and not attacked.final.rulings
+    assert all(outcome.digest is not None for c in attacked.commits for outcome in c.slices)
+    longest, *others = sorted(seconds_of(attacked), reverse=True)
+    assert 5 < longest <= 5 + UNMADE_LEAST_SECONDS + 0.5
+    assert others[0] <= 5 + UNMADE_AGAIN_LEAST_SECONDS + 0.5
+    assert attacked.final.members[LIAR].audits.back_at_round == 0, "others could have it rest else"
     assert attacked.held_out[-1].loss < 1.03 * clean.held_out[-1].loss
 
 

@@ -57,11 +57,14 @@ from protocol.wire.messages import (
     Reduced,
     ResultOffered,
     ResultRefused,
+    ResultsSilent,
     SliceTakenOver,
+    TrainingEnded,
 )
 from protocol.wire.payload import CONTRIBUTION, Payload
 from protocol.wire.rounds import (
     BLOCK,
+    WHOLE,
     Commit,
     ContributionDigest,
     Contributor,
@@ -119,6 +122,9 @@ class Edge:
     fetching: list[Fetch] = field(default_factory=list)
     reported: dict[tuple[int, int], int] = field(default_factory=dict)
     coming: list[tuple[NodeId, Payload, int]] = field(default_factory=list)  # with attempts
+    given_up: set[NodeId] = field(default_factory=set)
+    silent: tuple[int, ...] = ()  # as told last
+    training_ended_at: float | None = None
 
 
 class RoundMachine(RuleBasedStateMachine):
@@ -160,6 +166,8 @@ class RoundMachine(RuleBasedStateMachine):
                 known = self.state.slices[reduction.slice.index]
                 if self.now < known.deadline and reduction.late:
                     self.check_briefly_awaited(known, reduction.late)
+                    if 2 * len(reduction.late) < len(NODES):
+                        self.edge.given_up |= reduction.late - {A}
                 self.edge.reducing.append(action)
             case Hold(payload=payload):
                 index, held = payload.header.slice_index, self.edge.held
@@ -186,12 +194,17 @@ class RoundMachine(RuleBasedStateMachine):
                 header = known.refused
                 assert header is not None and report.digest == header.digest
                 assert header.sender_id == known.part.reducer_id, "of nobody else is told"
+            case Tell(report=ResultsSilent(slice_indexes=silent)):
+                assert silent != self.edge.silent, "told twice"
+                self.edge.silent = silent
             case Fetch():
                 self.edge.fetching.append(action)
 
     def check_briefly_awaited(self, known: SliceState, late: Set[NodeId]) -> None:
         """Nothing comes of those that are missing before the deadline, and they were waited for."""
+        given_up = self.edge.given_up if known.attempt else set()
         awaited = {n: self.state.awaited.get(n, Awaited.FULLY) for n in late}
+        awaited |= {n: Awaited.NOT for n in given_up & late if not self.state.num_coming.get(n)}
         waited_for = {n for n, each in awaited.items() if each is not Awaited.NOT}
         coming = {n for n, p, _ in self.edge.coming if p.header.kind == CONTRIBUTION}
         assert waited_for.isdisjoint(coming)
@@ -200,7 +213,12 @@ class RoundMachine(RuleBasedStateMachine):
         assert not waited_for or self.now >= known.begun_at + 1.25 * took
         if Awaited.FULLY in awaited.values():
             assert 2 * len(late) < len(NODES), "not where that were half of all"
-            assert self.now >= known.begun_at + max(4 * took, took + 10)
+            if (ended_at := self.edge.training_ended_at) is None:
+                assert self.now >= known.begun_at + max(4 * took, took + 10)
+                return
+            assert known.most_at is not None
+            most = known.most_at - known.begun_at
+            assert self.now >= max(known.most_at, ended_at) + max(0.4 * most, 4) - 1e-9
 
     # What happens
 
@@ -225,6 +243,12 @@ class RoundMachine(RuleBasedStateMachine):
         assert payload.header.sender_id == sender != STRANGER
         self.feed(PushBegan(index=index) if is_result else ContributionBegan(sender=sender))
         self.edge.coming.append((sender, payload, self.state.slices[index].attempt))
+
+    @rule()
+    def all_have_trained(self) -> None:
+        if self.edge.training_ended_at is None and not self.state.is_closed:
+            self.edge.training_ended_at = self.now
+        self.feed(TrainingEnded(round=1))
 
     @rule(index=INDEX)
     def all_contribute(self, index: int) -> None:
@@ -414,6 +438,15 @@ class RoundMachine(RuleBasedStateMachine):
             assert known.num_arriving >= 0
 
     @invariant()
+    def no_result_is_called_silent_of_which_something_comes(self) -> None:
+        if self.state.commit is not None or self.state.is_closed:
+            return
+        for known in (self.state.slices[index] for index in self.edge.silent):
+            assert known.held is None and known.part.reducer_id != A
+            assert not known.num_arriving
+            assert self.state.most_held_at is not None, "where most are missing it is the network"
+
+    @invariant()
     def the_core_knows_what_is_held(self) -> None:
         known = {i: each.held for i, each in self.state.slices.items() if each.held is not None}
         assert self.state.is_closed or known == self.edge.held
@@ -561,6 +594,67 @@ def test_one_of_whom_nothing_comes_is_not_waited_for_to_a_deadline_of_hours() ->
     assert reduced_at(state, (9.0, begins), (31.5, ends)) == max(32.0, 31.5 + grace)
     assert reduced_at(collecting_for(A, B, at=1.0, until=3600.0)) == 1.0 + 10.0
     assert reduced_at(collecting_for(A, at=8.0, until=3600.0)) == 3600.0, "most are late"
+
+
+def test_once_all_have_trained_nobody_waits_long_for_one_of_whom_nothing_comes() -> None:
+    ended = TrainingEnded(round=1)
+    state = collecting_for(A, B, at=20.0, until=3600.0)
+    assert reduced_at(state, (20.0, ended)) == 1.4 * 20
+    assert reduced_at(state, (20.0, ended), (27.0, ended)) == 1.4 * 20, "told again"
+    assert reduced_at(state, (50.0, ended)) == 50 + 0.4 * 20, "it has trained for longer"
+    assert reduced_at(collecting_for(A, B, at=1.0, until=3600.0), (1.0, ended)) == 1.0 + 4.0
+    assert reduced_at(state, (20.0, ended), (27.0, ContributionBegan(sender=C))) == 3600.0
+    assert reduced_at(collecting_for(A, at=8.0, until=3600.0), (8.0, ended)) == 3600.0
+
+
+def test_members_that_come_one_after_the_other_do_not_have_a_reducer_wait_for_the_last() -> None:
+    """It goes by when most of the weight was here: here four of six, at 20 s."""
+    nodes = tuple(NodeId(name) for name in "abcdef")
+    plan = replace(plan_for(*nodes), contribute_seconds=3600.0, commit_seconds=3700.0)
+    state = opened(plan, RULES, patience_seconds=50.0, now=0.0)
+    state = step(state, TrainingEnded(round=1), 20.0).state
+    state = step(state, ContributionEncoded(payload=contributed(A, 0, 0)), 20.0).state
+    for sender, at in zip(nodes[1:-1], (20.0, 20.0, 20.0, 27.0), strict=True):
+        state = step(state, body_of(contributed(sender, 0, 0)), at).state
+    assert reduced_at(state) == 28.0
+
+
+def test_votes_say_who_most_are() -> None:
+    votes = (WHOLE // 8, WHOLE // 8, WHOLE - 2 * (WHOLE // 8))
+    plan = replace(plan_for(*NODES), contribute_seconds=3600.0, commit_seconds=3700.0, votes=votes)
+    state = opened(plan, RULES, patience_seconds=50.0, now=0.0)
+    state = step(state, TrainingEnded(round=1), 8.0).state
+    for sender in (A, B):
+        state = step(state, body_of(contributed(sender, 0, 0)), 8.0).state
+    assert reduced_at(state) == 4 * 8.0, "C has most of the weight"
+
+
+def test_a_result_of_which_nothing_comes_is_told_of_while_most_others_are_here() -> None:
+    state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
+    told: list[tuple[float, tuple[int, ...]]] = []
+
+    def feed(event: Event, at: float) -> None:
+        nonlocal state
+        transition = step(state, event, at)
+        state = transition.state
+        for action in transition.actions:
+            if isinstance(action, Tell) and isinstance(action.report, ResultsSilent):
+                told.append((at, action.report.slice_indexes))
+
+    feed(PayloadCame(sender=B, payload=made_by(B, 1, 0), admitted_in=0), 10.0)
+    assert state.most_held_at is None, "one of three"
+    taken_over = SliceTakenOver(
+        round=1, slice_index=0, reducer_id=B, attempt=1, contribute_seconds=9
+    )
+    feed(taken_over, 10.0)
+    feed(PayloadCame(sender=B, payload=made_by(B, 0, 0), admitted_in=1), 20.0)
+    wake = step(state, TimePassed(links=Links()), 20.0).wake_at
+    assert wake == 1.2 * 20
+    feed(TimePassed(links=Links()), wake)
+    feed(PushBegan(index=2), 25.0)
+    feed(PushEnded(index=2, attempt=0, sender=C), 40.0)
+    feed(TimePassed(links=Links()), 44.0)
+    assert told == [(24.0, (2,)), (25.0, ()), (44.0, (2,))], "it broke off, and nothing came again"
 
 
 def test_a_result_that_does_not_decode_is_told_of_once_and_its_bytes_are_not_taken_again() -> None:

@@ -1,11 +1,13 @@
 """A slice whose reducer is gone: its result is passed on, or a backup reduces it."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from coordinator.swarm.events import QuarantineAsked, RefusalSeen, Ruled, Ticked
+from coordinator.swarm.events import QuarantineAsked, RefusalSeen, Reported, Ruled, Ticked
+from coordinator.swarm.takeover import UNMADE_ROUNDS
 from protocol.trust.evidence import proven_by
 from protocol.trust.identity import Identity
 from protocol.trust.rulings import Ruling, RulingKind
@@ -13,6 +15,7 @@ from protocol.wire.messages import (
     ParticipantsIdle,
     ResultOffered,
     ResultRefused,
+    ResultsSilent,
     RoundOpened,
     SliceTakenOver,
 )
@@ -472,18 +475,103 @@ def test_where_half_of_the_results_are_stuck_it_is_the_network() -> None:
     assert not of_kind(scene.log, SliceTakenOver) and scene.state.committed_round == 0
 
 
-def test_who_has_made_no_result_loses_its_slice_and_not_its_place() -> None:
-    """It may wait for somebody's slow link."""
+def seven_of_which_one_makes_no_result(*, after: float) -> tuple[Scene, NodeId]:
     scene = keyed(7)
+    scene.now += after
     late = scene.round.slices[0].slice.reducer_id
     for index in range(1, len(scene.round.slices)):
         made = header_of(scene, index)
         scene.reduce(made.sender_id, index, made.digest)
         for number in range(7):
             scene.hold(str(key(number).node_id), index, made.digest)
-    scene.wait(30)
+    return scene, late
+
+
+def test_who_has_made_no_result_loses_its_slice_and_not_its_place() -> None:
+    """It may wait for somebody's slow link."""
+    scene, late = seven_of_which_one_makes_no_result(after=12)
+    scene.wait(5.9)
+    assert not of_kind(scene.log, SliceTakenOver)
+    scene.wait(0.2)  # half as long again
+    (taken_over,) = of_kind(scene.log, SliceTakenOver)
+    assert taken_over.slice_index == 0 and taken_over.reducer_id != late
+    assert (scene.member(late).audits.num_void, scene.member(late).audits.back_at_round) == (0, 0)
+    scene.wait(8.8)
     assert len(of_kind(scene.log, SliceTakenOver)) == 1
-    assert scene.member(late).audits.num_void == 0
+    scene.wait(0.3)  # the backup makes none either: half as long again as 18 s
+    assert len(of_kind(scene.log, SliceTakenOver)) == 2
+
+
+def test_who_makes_no_result_again_soon_loses_its_slice_almost_at_once() -> None:
+    for lately, seconds in ((1, 1.2), (0, 6.0)):
+        scene = keyed(7)
+        late = scene.round.slices[0].slice.reducer_id
+        member = scene.member(late)
+        member = replace(member, audits=replace(member.audits, unmade_round=lately))
+        members = {**scene.state.members, NodeId(late): member}
+        current = replace(scene.round, number=1 + UNMADE_ROUNDS)
+        scene.state = replace(
+            scene.state, members=members, open_round=current, committed_round=UNMADE_ROUNDS
+        )
+        scene.now += 12
+        for index in range(1, len(scene.round.slices)):
+            made = header_of(scene, index)
+            scene.reduce(made.sender_id, index, made.digest)
+            for number in range(7):
+                scene.hold(str(key(number).node_id), index, made.digest)
+        scene.wait(seconds - 0.1)
+        assert not of_kind(scene.log, SliceTakenOver)
+        scene.wait(0.2)
+        assert len(of_kind(scene.log, SliceTakenOver)) == 1
+
+
+def says_silent(scene: Scene, numbers: Iterable[int], *indexes: int) -> None:
+    for number in numbers:
+        told, round = ResultsSilent(slice_indexes=indexes), scene.round.number
+        scene.do(Reported(node_id=key(number).node_id, round=round, report=told))
+
+
+def test_a_result_of_which_nothing_comes_to_most_is_made_by_another_one_at_once() -> None:
+    scene, kept = seven_of_which_one_keeps_its_result()
+    others = [n for n in range(7) if key(n).node_id != kept.sender_id]
+    says_silent(scene, others[:4], 0)
+    scene.wait(2.5)
+    assert not of_kind(scene.log, SliceTakenOver), "nobody has work: four of seven decide nothing"
+    says_silent(scene, others[4:5], 0)
+    (taken_over,) = of_kind(scene.log, SliceTakenOver)
+    assert taken_over.slice_index == 0 and taken_over.reducer_id != kept.sender_id
+    record = scene.member(kept.sender_id).audits
+    assert (record.num_void, record.back_at_round) == (1, 3)
+    assert not any(scene.round.silent.values()), "of the other's result nobody has said anything"
+
+
+def test_a_result_that_comes_late_but_comes_is_waited_for() -> None:
+    """Members say that nothing comes before it is made. Then it comes by a slow link, and they say so."""
+    scene, kept = seven_of_which_one_makes_no_result(after=12)
+    others = [n for n in range(7) if key(n).node_id != kept]
+    says_silent(scene, others, 0)
+    scene.wait(4)
+    made = header_of(scene, 0)
+    scene.reduce(made.sender_id, 0, made.digest)
+    scene.wait(2.9)  # it is given as long as others' results, from when it is made
+    assert not of_kind(scene.log, SliceTakenOver)
+    says_silent(scene, others)
+    scene.wait(40)
+    assert not of_kind(scene.log, SliceTakenOver)
+    assert scene.member(made.sender_id).audits.num_void == 0
+
+
+def test_where_nobody_decides_most_results_are_with_nobody() -> None:
+    """Two of seven that hold most of them early do not have others' slices given up early."""
+    scene = keyed(7)
+    made = [header_of(scene, index) for index in range(1, len(scene.round.slices))]
+    for header in made:
+        scene.reduce(header.sender_id, header.slice_index, header.digest)
+    for number in range(5):
+        assert scene.round.most_held_at is None
+        for header in made:
+            scene.hold(str(key(number).node_id), header.slice_index, header.digest)
+    assert scene.round.most_held_at == scene.now
 
 
 def test_who_kept_a_result_lately_is_given_up_sooner_and_makes_no_others_slice() -> None:

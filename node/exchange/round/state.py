@@ -19,6 +19,7 @@ from protocol.wire.messages import (
     Report,
     ResultOffered,
     SliceTakenOver,
+    TrainingEnded,
 )
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome, training_in
@@ -37,6 +38,9 @@ from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutco
 #
 # Also who is waited for in full is not waited for to the deadline where less than half are late, and nothing
 # of its comes or has come. The first deadlines of a run are the run file's, a hundred times a quick round.
+# Once the coordinator says that all have trained, nobody's steps are what is slow. Of honest ones something
+# comes soon then, however slow their links. So the wait is less than half as long again as those with most of
+# the weight took: what comes later does not move the end, or liars that come one after the other would.
 
 BRIEF_ROUNDS = 16
 """After a round that lacked somebody's work. So who works and idles by turns is in full waited for in one of
@@ -52,8 +56,15 @@ TIMES_OTHERS, LEAST_SECONDS = 1.25, 1.0
 """So long, as a multiple of what the others took, is waited briefly; at least so long after them."""
 
 FULL_TIMES_OTHERS, FULL_LEAST_SECONDS = 4.0, 10.0
-"""Likewise for a few of whom nothing comes, in full. Who trains is told to end at 1.25 times what the others
-took, so that is no matter of speed."""
+"""Likewise for a few of whom nothing comes, in full, while some may still train."""
+
+TRAINED_TIMES_OTHERS, TRAINED_LEAST_SECONDS = 1.4, 4.0
+"""Likewise once all have trained, from when most of the others' contributions were here. They encode and
+connect in this time."""
+
+SILENT_TIMES_OTHERS, SILENT_LEAST_SECONDS = 1.2, 1.0
+"""So long, as a multiple of what most results took, a result of which nothing comes is waited for before this
+node says so; at least so long after them. To say it is not to give it up: coordinator.swarm.takeover."""
 
 
 class Awaited(Enum):
@@ -155,6 +166,7 @@ class SliceState:
     deadline: float  # until when its reducer collects
     begun_at: float = 0.0  # the round's training, or the takeover
     others_at: float | None = None  # when the latest contribution came that is waited for in full
+    most_at: float | None = None  # when those with more than half of the weight were here
     own: Payload | None = None  # our contribution, once it is encoded
     receipt: bytes = b""  # its reducer's, for that
     # By sender; empty where another node reduces.
@@ -190,6 +202,10 @@ class RoundState:
     num_coming: Mapping[NodeId, int] = field(default_factory=dict)  # contributions, by sender
     came_at: Mapping[NodeId, float] = field(default_factory=dict)  # when one ended to come
     push_ended_at: Mapping[NodeId, float] = field(default_factory=dict)  # the latest of a reducer
+    training_ended_at: float | None = None  # when the coordinator said so
+    given_up: frozenset[NodeId] = frozenset()  # it took a mean without, as nothing came of them
+    most_held_at: float | None = None  # when more than half of the results were here
+    silent_slices: tuple[int, ...] = ()  # told: nothing comes of their results
     links: Links = Links()  # as they were seen last
     commit: Commit | None = None
     committed_at: float = 0.0
@@ -376,7 +392,7 @@ class Closed:
     """The commit's results are here, or the round ends without one: the node goes on."""
 
 
-RoundNews = ParticipantsDeparted | ParticipantsIdle | SliceTakenOver | ResultOffered
+RoundNews = ParticipantsDeparted | ParticipantsIdle | TrainingEnded | SliceTakenOver | ResultOffered
 """What the coordinator says of a round between its plan and its commit."""
 
 Event = (

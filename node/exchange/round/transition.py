@@ -6,7 +6,7 @@ an earlier takeover change nothing.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,11 @@ from node.exchange.round.state import (
     FULL_LEAST_SECONDS,
     FULL_TIMES_OTHERS,
     LEAST_SECONDS,
+    SILENT_LEAST_SECONDS,
+    SILENT_TIMES_OTHERS,
     TIMES_OTHERS,
+    TRAINED_LEAST_SECONDS,
+    TRAINED_TIMES_OTHERS,
     Action,
     Awaited,
     Closed,
@@ -52,10 +56,12 @@ from protocol.wire.messages import (
     Reduced,
     ResultOffered,
     ResultRefused,
+    ResultsSilent,
     SliceTakenOver,
+    TrainingEnded,
 )
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
-from protocol.wire.rounds import NodeId, SliceOutcome, contribution_digest
+from protocol.wire.rounds import WHOLE, NodeId, SliceOutcome, contribution_digest
 
 GRACE_ROUND_TRIPS = 8
 """So long, and Waits.grace_seconds, nothing may come from a reducer that should push a result, until we
@@ -94,8 +100,10 @@ def step(state: RoundState, event: Event, now: float) -> Transition:
         _take_in(turn, event)
     _reduce_what_is_here(turn)
     _fetch_what_is_due(turn)
+    _tell_what_is_silent(turn)
     times = [collects_until(turn.state, known) for known in collecting(turn.state)]
     times += [at for at in _due_times(turn.state).values() if at < math.inf]
+    times += [at for at in _silent_times(turn.state).values() if at > now]
     wake_at = min(times, default=None)
     return Transition(state=turn.state, actions=tuple(turn.actions), wake_at=wake_at, refusal=why)
 
@@ -118,17 +126,22 @@ def collects_until(state: RoundState, known: SliceState) -> float:
     Some are not waited for as long: see node.exchange.round.state.
     """
     late = late_for(state, known)
+    awaited = {n: _awaited(state, known, n) for n in late}
     if known.others_at is None or any(
-        state.num_coming.get(n) for n in late if state.awaited.get(n) is not Awaited.NOT
+        state.num_coming.get(n) for n in late if awaited[n] is not Awaited.NOT
     ):
         return known.deadline
-    awaited = {n: state.awaited.get(n, Awaited.FULLY) for n in late}
     num_training = state.plan.num_training
     took = known.others_at - known.begun_at
     if Awaited.FULLY in awaited.values():
         if 2 * len(late) >= num_training:
             return known.deadline
         took = max(FULL_TIMES_OTHERS * took, took + FULL_LEAST_SECONDS)
+        if state.training_ended_at is not None and known.most_at is not None:
+            most = known.most_at - known.begun_at
+            more = max((TRAINED_TIMES_OTHERS - 1) * most, TRAINED_LEAST_SECONDS)
+            since = max(known.most_at, state.training_ended_at)
+            took = min(took, since + more - known.begun_at)
     elif Awaited.BRIEFLY in awaited.values() or not late.isdisjoint(state.carried_from):
         took = max(TIMES_OTHERS * took, took + LEAST_SECONDS)
     # A node's next contribution begins a little after the one before.
@@ -138,6 +151,14 @@ def collects_until(state: RoundState, known: SliceState) -> float:
         if each is not Awaited.NOT and n in state.came_at
     ]
     return min(known.deadline, max([known.begun_at + took, *came]))
+
+
+def _awaited(state: RoundState, known: SliceState, node_id: NodeId) -> Awaited:
+    """How long somebody is waited for; not once more where a slice that others reduced comes to this node."""
+    is_given_up = known.attempt > 0 and node_id in state.given_up
+    if is_given_up and not state.num_coming.get(node_id):
+        return Awaited.NOT
+    return state.awaited.get(node_id, Awaited.FULLY)
 
 
 def is_wanted(state: RoundState, send: Send) -> bool:
@@ -220,6 +241,9 @@ def _take_in(turn: _Turn, event: Event) -> None:
             turn.state = replace(turn.state, num_fetches=turn.state.num_fetches - is_committed)
         case ParticipantsDeparted() | ParticipantsIdle():
             _excuse(turn, event)
+        case TrainingEnded():
+            if turn.state.training_ended_at is None:
+                turn.state = replace(turn.state, training_ended_at=turn.now)
         case SliceTakenOver():
             _take_over(turn, event)
         case ResultOffered():
@@ -254,7 +278,21 @@ def _keep(turn: _Turn, payload: Payload) -> None:
         contributions = {header.sender_id: payload, **known.contributions}  # the first one counts
         is_less_awaited = header.sender_id in turn.state.awaited
         others_at = known.others_at if is_less_awaited else turn.now
-        turn.put(header.slice_index, contributions=contributions, others_at=others_at)
+        most_at = known.most_at
+        if most_at is None and _are_most(turn.state, contributions):
+            most_at = turn.now
+        turn.put(
+            header.slice_index, contributions=contributions, others_at=others_at, most_at=most_at
+        )
+
+
+def _are_most(state: RoundState, node_ids: Collection[NodeId]) -> bool:
+    """Whether those have more than half of the plan's votes; of its members, while none has any."""
+    plan = state.plan
+    if not plan.votes:
+        return 2 * len(node_ids) > plan.num_training
+    of_each = zip(plan.assignments, plan.votes, strict=True)
+    return 2 * sum(votes for a, votes in of_each if a.node_id in node_ids) > WHOLE
 
 
 def _note_coming(turn: _Turn, sender: NodeId, more: int) -> None:
@@ -287,6 +325,7 @@ def _take_over(turn: _Turn, event: SliceTakenOver) -> None:
         deadline=max(deadline, known.deadline) if goes_on else deadline,
         begun_at=known.begun_at if goes_on else turn.now,
         others_at=known.others_at if goes_on else None,
+        most_at=known.most_at if goes_on else None,
         own=known.own,
         contributions=known.contributions if goes_on else {},
     )
@@ -304,21 +343,33 @@ def _take_over(turn: _Turn, event: SliceTakenOver) -> None:
 
 
 def _reduce_what_is_here(turn: _Turn) -> None:
-    """Takes the mean of each slice of ours of which all is here, or whose deadline has passed."""
-    for known in collecting(turn.state):
-        late = late_for(turn.state, known)
-        if not late or turn.now >= collects_until(turn.state, known):
-            turn.put(known.part.index, phase=Phase.AVERAGING)
-            reduction = Reduction(
-                plan=turn.state.plan,
-                slice=known.part,
-                contributions=known.contributions,
-                late=late,
-                uplink=turn.state.rules.uplink,
-                context=turn.state.rules.context,
-                attempt=known.attempt,
-            )
-            turn.actions.append(Reduce(reduction=reduction, attempt=known.attempt))
+    """Takes the mean of each slice of ours of which all is here, or whose time has passed."""
+    while True:  # whom one slice gives up, another one does not wait for
+        for known in collecting(turn.state):
+            late = late_for(turn.state, known)
+            if not late or turn.now >= collects_until(turn.state, known):
+                _reduce(turn, known, late)
+                break
+        else:
+            return
+
+
+def _reduce(turn: _Turn, known: SliceState, late: frozenset[NodeId]) -> None:
+    turn.put(known.part.index, phase=Phase.AVERAGING)
+    plan, rules = turn.state.plan, turn.state.rules
+    if turn.now < known.deadline and 2 * len(late) < plan.num_training:
+        given_up = turn.state.given_up | (late - {rules.node_id})
+        turn.state = replace(turn.state, given_up=given_up)
+    reduction = Reduction(
+        plan=plan,
+        slice=known.part,
+        contributions=known.contributions,
+        late=late,
+        uplink=rules.uplink,
+        context=rules.context,
+        attempt=known.attempt,
+    )
+    turn.actions.append(Reduce(reduction=reduction, attempt=known.attempt))
 
 
 def _hand_out(turn: _Turn, event: MeanTaken) -> None:
@@ -371,6 +422,9 @@ def _hold(
 ) -> None:
     index = payload.header.slice_index
     turn.put(index, held=payload)
+    num_held = sum(known.held is not None for known in turn.state.slices.values())
+    if turn.state.most_held_at is None and 2 * num_held > len(turn.state.slices):
+        turn.state = replace(turn.state, most_held_at=turn.now)
     turn.actions.append(Hold(payload=payload, made=made))
     held = Held(slice_index=index, digest=payload.digest, agreement=agreement)
     turn.actions.append(Tell(report=held))
@@ -445,6 +499,31 @@ def _fetch_what_is_due(turn: _Turn) -> None:
     elif outcomes:
         turn.actions.append(Fetch(outcomes=outcomes, is_committed=True))
         turn.state = replace(turn.state, num_fetches=turn.state.num_fetches + 1)
+
+
+def _tell_what_is_silent(turn: _Turn) -> None:
+    """Says of which results nothing comes, and when that changes."""
+    times = _silent_times(turn.state)
+    silent = tuple(sorted(index for index, at in times.items() if at <= turn.now))
+    if silent != turn.state.silent_slices and turn.state.commit is None:
+        turn.state = replace(turn.state, silent_slices=silent)
+        turn.actions.append(Tell(report=ResultsSilent(slice_indexes=silent)))
+
+
+def _silent_times(state: RoundState) -> Mapping[int, float]:
+    """From when nothing comes of each result that others should bring, for longer than most took."""
+    most_at = state.most_held_at
+    if most_at is None or state.commit is not None:
+        return {}
+    begun_at = min(known.begun_at for known in state.slices.values())
+    more = max((SILENT_TIMES_OTHERS - 1) * (most_at - begun_at), SILENT_LEAST_SECONDS)
+    ours = state.rules.node_id
+    bringing = {known.part.reducer_id for known in state.slices.values() if known.num_arriving}
+    return {
+        index: more + max(most_at, known.begun_at, state.push_ended_at.get(reducer, 0.0))
+        for index, known in state.slices.items()
+        if known.held is None and (reducer := known.part.reducer_id) not in {ours, *bringing}
+    }
 
 
 def _missing(state: RoundState) -> list[SliceState]:
