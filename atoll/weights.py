@@ -230,8 +230,15 @@ def check_model(model: nn.Module, places: Sequence[Place]) -> None:
             + (f"; what it trains is {_listed(more)}" if more else ""),
             next_step="bring the model that the run was made for",
         )
+    own: dict[int, str] = {}
     for place in places:
         tensor = tensors[place.name]
+        if (other := own.setdefault(id(tensor), place.name)) != place.name:
+            raise ModelMismatchError(
+                f"the run trains {other} and {place.name} apart, and in this model they are tied: one tensor "
+                "cannot hold the values of both",
+                next_step="build it as the run's, for transformers with tie_word_embeddings=False",
+            )
         if (tuple(tensor.shape) or _SCALAR) != place.shape:
             raise ModelMismatchError(
                 f"{place.name} is {list(tensor.shape)} in this model and {list(place.shape)} in the run",
