@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from atoll.errors import ModelMismatchError, SwarmError
 from atoll.ranks import Ranks
-from atoll.weights import canonical
+from atoll.weights import spellings
 
 Compute = Callable[[], object]
 
@@ -181,7 +181,7 @@ def _known(name: str, values: Tensor, few: Mapping[str, Sequence[float]]) -> str
     """By which name the run tells values of it; None where they cannot be compared."""
     if not values.is_floating_point():
         return None
-    return next((each for each in (name, canonical(name)) if few.get(each)), None)
+    return next((each for each in spellings(name) if few.get(each)), None)
 
 
 def digest_of_the_rest(model: nn.Module, few: Mapping[str, Sequence[float]]) -> str:
@@ -191,7 +191,7 @@ def digest_of_the_rest(model: nn.Module, few: Mapping[str, Sequence[float]]) -> 
     """
     buffers = [(n, b) for n, b in _kept_buffers(model) if not b.is_floating_point()]
     rest = [
-        (canonical(name), values)
+        (spellings(name)[-1], values)
         for name, values in (*_frozen(model), *buffers)
         if _known(name, values, few) is None
     ]

@@ -34,7 +34,15 @@ from atoll.log_file import LoopLog
 from atoll.ranks import Ranks
 from atoll.samples import Chunk
 from atoll.training import Training
-from atoll.weights import Place, Weights, check_model, check_optimizer, reshard, tensors_of
+from atoll.weights import (
+    Place,
+    Weights,
+    check_model,
+    check_optimizer,
+    check_scaling,
+    reshard,
+    tensors_of,
+)
 
 Evaluate = Callable[[], float | tuple[float, int]]
 
@@ -338,6 +346,7 @@ class Session:
         ]
         try:
             check_model(self._model, places)
+            check_scaling(self._model, welcome["lora_scaling"])
             if self._frozen is None:  # of a large body it takes seconds; later changes are watched
                 check_frozen(self._model, welcome["frozen_values"])
                 self._software = software_of(self._model, welcome["frozen_values"])

@@ -26,6 +26,9 @@ TELL_TOKENS = (
     "give TrainerCallback tokens_per_step=…, what this process trains in a step of the optimizer"
 )
 
+LABELS = ("shift_labels", "labels")
+"""Of what a model is given, the targets: the first that is there counts."""
+
 IGNORED = -100
 """The label of what a loss of transformers leaves out, as padding and prompts."""
 
@@ -54,7 +57,7 @@ def targets_of(inputs: Mapping[str, Any], *, context: int, is_shifted: bool) -> 
     """
     rows = next((len(v) for v in inputs.values() if isinstance(v, Tensor) and v.dim()), None)
     mask = inputs.get("attention_mask")
-    for name in ("shift_labels", "labels"):
+    for name in LABELS:
         labels = inputs.get(name)
         if not isinstance(labels, Tensor) or not labels.dim():
             continue
@@ -70,6 +73,12 @@ def targets_of(inputs: Mapping[str, Any], *, context: int, is_shifted: bool) -> 
             next_step=TELL_TOKENS,
         )
     return rows * context
+
+
+def share_of(told: int | Tensor, *, rank: int, sharers: int) -> int | Tensor:
+    """What one of the processes counts of what the trainer has counted over all; together they tell all."""
+    total = told.reshape(-1)[0] if isinstance(told, Tensor) else told
+    return (total + sharers - 1 - rank) // sharers
 
 
 class TrainerCallback(Base):
@@ -95,6 +104,8 @@ class TrainerCallback(Base):
         self._counts: list[
             int | Tensor
         ] = []  # of the step's forward passes, maybe of several threads
+        self._step_count: int | Tensor | None = None  # of all of them, where the trainer tells it
+        self._has_warned = False
         self._hook: Any = None
         self.swarm: Swarm | None = None
 
@@ -123,7 +134,7 @@ class TrainerCallback(Base):
         # An error, or Ctrl-C, ends the trainer without a word to its callbacks.
         atexit.register(self._leave_at_exit)
         if self._tokens_per_step is None:
-            self._count_in(model, self.swarm.run.context)
+            self._count_in(model, self.swarm.run.context, args)
         self._follow(optimizer, kwargs.get("lr_scheduler"))
 
     def on_step_begin(
@@ -135,6 +146,7 @@ class TrainerCallback(Base):
     ) -> None:
         """Counts anew: what went through the model since the step before trained nothing."""
         self._counts.clear()
+        self._step_count = None
 
     def on_step_end(
         self,
@@ -175,19 +187,39 @@ class TrainerCallback(Base):
             )
         self.swarm.__exit__(None, None, None)
 
-    def _count_in(self, model: nn.Module, context: int) -> None:
-        """Has each forward pass of training counted: the trainer shows its callbacks no batch."""
+    def _count_in(self, model: nn.Module, context: int, how: TrainingArguments) -> None:
+        """Has each forward pass of training counted: the trainer shows its callbacks no batch.
+
+        Where its loss is not the model's own, as with label smoothing, it keeps the labels from the model. It
+        has counted them then for the whole step, and passes that figure on to models that take it.
+        """
         is_shifted = shifts_labels(model)
+        sharers = how.world_size if how.average_tokens_across_devices else 1
 
         def count(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-            if module.training and torch.is_grad_enabled():
-                self._counts.append(targets_of(inputs, context=context, is_shifted=is_shifted))
+            if not (module.training and torch.is_grad_enabled()):
+                return
+            told = inputs.get("num_items_in_batch")
+            has_labels = any(isinstance(inputs.get(name), Tensor) for name in LABELS)
+            if context > 1 and not has_labels and told is not None:
+                self._step_count = share_of(told, rank=how.process_index, sharers=sharers)
+                return
+            if context > 1 and not has_labels and not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "the model is given no labels, so all that the attention mask lets through counts, "
+                    "prompts too; if your loss masks some of it, %s",
+                    TELL_TOKENS,
+                )
+            self._counts.append(targets_of(inputs, context=context, is_shifted=is_shifted))
 
         self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
 
     def _tokens_of_step(self) -> int:
         if self._tokens_per_step is not None:
             return self._tokens_per_step
+        if self._step_count is not None:
+            return int(self._step_count)
         if not self._counts:
             raise SwarmError(
                 "a step of the optimizer came without a forward pass of the model that joined, so what it "

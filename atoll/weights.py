@@ -11,9 +11,9 @@ All of it is computed where the parameter is, mostly on a GPU, and in pieces, fo
 it.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,8 @@ from atoll.errors import ModelMismatchError
 Overlap = Literal["none", "blend", "keep"]
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_PEFT = "base_model.model."
+"""What a PeftModel puts before the names of the model within it."""
 _NAMED_AT_MOST = 3
 
 PIECE_ELEMENTS = 1 << 23
@@ -46,7 +48,7 @@ class Place:
     @property
     def num_elements(self) -> int:
         """Of the whole tensor."""
-        return prod(self.shape)
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class Held:
 
     def pieces(self) -> Iterator["Held"]:
         """The same, some rows at a time."""
-        of_row = max(1, prod(self.local.shape[1:]))
+        of_row = max(1, math.prod(self.local.shape[1:]))
         rows = max(1, PIECE_ELEMENTS // of_row)
         if not self.start or len(self.local) <= rows:
             yield self
@@ -216,13 +218,27 @@ def check_model(model: nn.Module, places: Sequence[Place]) -> None:
     """Raises ModelMismatchError unless what the model trains is what the run trains, name by name."""
     tensors = tensors_of(model, places)
     absent = [place for place in places if place.name not in tensors]
+    known = {id(tensor) for tensor in tensors.values()}
+    more = [
+        (canonical(name), tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in known
+    ]
     if absent:
         raise ModelMismatchError(
-            f"the run trains {_listed((p.name, p.shape) for p in absent)}, and this model has no such tensor",
+            f"the run trains {_listed((p.name, p.shape) for p in absent)}, and this model has no such tensor"
+            + (f"; what it trains is {_listed(more)}" if more else ""),
             next_step="bring the model that the run was made for",
         )
+    own: dict[int, str] = {}
     for place in places:
         tensor = tensors[place.name]
+        if (other := own.setdefault(id(tensor), place.name)) != place.name:
+            raise ModelMismatchError(
+                f"the run trains {other} and {place.name} apart, and in this model they are tied: one tensor "
+                "cannot hold the values of both",
+                next_step="build it as the run's, for transformers with tie_word_embeddings=False",
+            )
         if (tuple(tensor.shape) or _SCALAR) != place.shape:
             raise ModelMismatchError(
                 f"{place.name} is {list(tensor.shape)} in this model and {list(place.shape)} in the run",
@@ -233,17 +249,29 @@ def check_model(model: nn.Module, places: Sequence[Place]) -> None:
                 f"the run trains {place.name}, and it is frozen in this model",
                 next_step="call requires_grad_(True) on it, or bring what the run freezes too",
             )
-    known = {id(tensor) for tensor in tensors.values()}
-    more = [
-        (canonical(name), tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in known
-    ]
     if more:
         raise ModelMismatchError(
             f"this model trains {_listed(more)}, which the run does not",
             next_step="freeze it with requires_grad_(False), or bring the run's model",
         )
+
+
+def check_scaling(model: nn.Module, scaling: float | None) -> None:
+    """Raises ModelMismatchError where adapters add another multiple of their product than in the run.
+
+    No shape shows that: nodes would train the same adapters for different models. None: no such run.
+    """
+    for name, module in model.named_modules():
+        own = getattr(module, "scaling", None)
+        if scaling is None or not isinstance(own, dict) or not hasattr(module, "lora_A"):
+            continue
+        for adapter, found in own.items():
+            if not math.isclose(found, scaling, rel_tol=1e-6):
+                raise ModelMismatchError(
+                    f"the adapter {adapter!r} of {canonical(name)} is scaled by {found:g}, and the run's by "
+                    f"{scaling:g}, which is alpha / rank of its [lora]",
+                    next_step="give LoraConfig the run's lora_alpha, and leave use_rslora out",
+                )
 
 
 def check_optimizer(model: nn.Module, optimizer: Any, places: Sequence[Place]) -> None:
@@ -280,10 +308,16 @@ def tensors_of(model: nn.Module, places: Iterable[Place]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for named in (model.named_buffers, model.named_parameters):
         for name, tensor in named(remove_duplicate=False):
-            for known in (name, canonical(name)):
+            for known in spellings(name):
                 if known in wanted:
                     found[known] = tensor
     return found
+
+
+def spellings(name: str) -> tuple[str, str, str]:
+    """What a run may call a tensor: as the model does, or without its wrappers, or without peft's too."""
+    bare = canonical(name)
+    return name, bare, bare.removeprefix(_PEFT)
 
 
 def canonical(name: str) -> str:

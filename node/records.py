@@ -5,7 +5,8 @@ from pathlib import Path
 
 from node.config import SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
 from node.disk.history import History, SentLog
-from node.disk.round_folder import DiskBudget, Need, Retention
+from node.disk.round_folder import DiskBudget, Need, Retention, Saving
+from node.disk.snapshot_folder import KEPT_FILES
 from node.disk.snapshots import snapshot_bytes
 from node.exchange.state.on_disk import StateOnDisk, most_result_bytes
 from node.heavy import in_thread
@@ -79,7 +80,12 @@ class Records:
 
     def require_room(self) -> None:
         """Raises SystemRefusedError unless the disk, and its owner, have room for all of it."""
-        advice = ", or set keep_snapshots = 0 in node.toml" if self.retention.keep else ""
+        snapshots, keep = self.needs[0].num_bytes, self.retention.keep
+        savings = []
+        if keep:
+            beside = snapshots * keep // (KEPT_FILES + keep)
+            savings.append(Saving(what="keep_snapshots = 0", num_bytes=beside))
         if self.checkpoints:
-            advice += ", or set checkpoint_every_rounds = 0 in node.toml"
-        self.budget.require(self.needs, advice=advice)
+            of_ranks = self.needs[-1].num_bytes
+            savings.append(Saving(what="checkpoint_every_rounds = 0", num_bytes=of_ranks))
+        self.budget.require(self.needs, savings=savings)

@@ -349,7 +349,16 @@ def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
             learning_rate=usual.learning_rate,
         ), ""
     named, note = named_model(wanted.model or "0.2m")
-    changes = {"context": wanted.context, "vocab_size": facts.vocab_size}
+    packed = facts.packed_context
+    is_size = wanted.model is None or wanted.model.lower() in NAMED_MODELS
+    if wanted.context is None and not is_size and packed not in (None, named.model.context):
+        raise UsageError(
+            f"the tokens are packed for a context of {packed}, and [model] context of {wanted.model} is "
+            f"{named.model.context}",
+            next_step=f"say --context {packed}, or pack them for that: atoll data prepare … --pack "
+            f"{named.model.context} --out NEWDIR",
+        )
+    changes = {"context": wanted.context or packed, "vocab_size": facts.vocab_size}
     tables = named.model.model_dump(exclude_none=True)
     tables |= {key: value for key, value in changes.items() if value is not None}
     named = NamedModel(
@@ -454,7 +463,9 @@ def _share_of_data(spec: RunSpec, facts: Facts) -> str:
         return ""
     batch, context = spec.inner.batch, spec.model.context
     samples, held_out = (
-        sum(n // (context + 1) if facts.are_packed else max(0, n - 1) // context for n in shards)
+        sum(
+            n // (context + 1) if facts.packed_context else max(0, n - 1) // context for n in shards
+        )
         for shards in (facts.training_shards, facts.held_out_shards)
     )
     if samples < batch:

@@ -87,7 +87,7 @@ class Facts:
     num_samples: int | None = None  # likewise, of a function
     training_shards: Sequence[int] = ()  # tokens of each: no sample goes from one into the next
     held_out_shards: Sequence[int] = ()
-    are_packed: bool = False  # whether they are rows with padding
+    packed_context: int | None = None  # of rows with padding; None: samples cut through documents
     is_new: bool = False  # whether a folder's model begins with random weights
     notes: Sequence[str] = ()
     first_digest: str = ""  # of given weights

@@ -88,10 +88,9 @@ def _not_open(state: SwarmState, now: float) -> str:
     if not state.members:
         return "waiting for the first node"
     present = present_members(state)
-    num_ready = sum(
-        m.state is MemberState.READY and not m.cannot_train and not m.is_helper for m in present
-    )
-    if state.rules.first_digest is not None and not state.committed_round and not num_ready:
+    with_state = [m for m in present if m.state is MemberState.READY and not m.is_helper]
+    num_ready = sum(not m.cannot_train for m in with_state)
+    if state.rules.first_digest is not None and not state.committed_round and not with_state:
         return (
             "waiting for a node that holds the run's first weights: "
             "'atoll node start --weights FOLDER' on a machine that has them"
@@ -101,8 +100,7 @@ def _not_open(state: SwarmState, now: float) -> str:
     verb = "is" if num_ready == 1 else "are"
     parts = [f"waiting for {_count(missing, 'more node')}: {num_ready} of {needed} {verb} ready"]
     parts += [_not_ready(state, m) for m in present if m.state is not MemberState.READY]
-    ready = [m for m in present if m.state is MemberState.READY and not m.is_helper]
-    idle = [m for m in ready if m.cannot_train]
+    idle = [m for m in with_state if m.cannot_train]
     parts += [f"{member.node_name} trains nothing now: its own line says why" for member in idle]
     if state.unsupplied_since is not None:
         parts.append(_unsupplied(state, state.unsupplied_since, now))

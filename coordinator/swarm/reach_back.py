@@ -65,7 +65,9 @@ def spans_in_words(spans: Iterable[RoundSpan]) -> str:
 def possible_in_words(state: SwarmState) -> str:
     """Where the run can go back to, or why nowhere, and who alone says to keep more."""
     words = spans_in_words(rounds_in_reach(state))
-    if words:
+    if not present_members(state):
+        said = ["start nodes again, and repeat this when they are here: they alone keep states"]
+    elif words:
         said = [f"nodes that are here can go back to these rounds: {words}"]
     else:
         said = [

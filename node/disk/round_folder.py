@@ -280,6 +280,14 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A setting of the owner's with which the records take less."""
+
+    what: str  # "keep_snapshots = 0"
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiskBudget:
     """The owner's limits, for all records together."""
 
@@ -295,16 +303,17 @@ class DiskBudget:
         disk = os.statvfs(_nearest(path))
         return self.most_bytes is None and num_bytes <= disk.f_bavail * disk.f_frsize
 
-    def require(self, needs: Sequence[Need], *, advice: str = "") -> None:
+    def require(self, needs: Sequence[Need], *, savings: Sequence[Saving] = ()) -> None:
         """Raises SystemRefusedError unless there is room for all that the node will ever keep.
 
-        `advice` is one more thing that a person can do about it.
+        Of the `savings` it names those that would make room.
         """
         in_all = sum(need.num_bytes for need in needs)
         if self.most_bytes is not None and in_all > self.most_bytes:
             raise SystemRefusedError(
                 f"this run needs {_listed(needs)}, and max_disk allows {self.most_bytes:,}",
-                next_step=f"raise max_disk in node.toml to {-(-in_all // 10**9)}GB or more{advice}",
+                next_step=f"raise max_disk in node.toml to {_rounded_up(in_all)} or more"
+                + _or_set(savings, in_all - self.most_bytes),
             )
         places = [_nearest(need.path) for need in needs]
         for device in {place.stat().st_dev for place in places}:
@@ -314,13 +323,29 @@ class DiskBudget:
             disk = os.statvfs(_nearest(here[0].path))
             free = disk.f_bavail * disk.f_frsize
             held = sum(min(need.held_bytes, need.num_bytes) for need in here)
-            if sum(need.num_bytes for need in here) > held + free:
+            short_of = sum(need.num_bytes for need in here) - held - free
+            if short_of > 0:
                 raise SystemRefusedError(
                     f"this run needs {_listed(here)} in {here[0].path.parent}: {held:,} of it is "
                     f"there and {free:,} are free",
                     next_step="free some space on that disk, or move the node's folder to another"
-                    + advice,
+                    + _or_set(savings, short_of),
                 )
+
+
+def _rounded_up(num_bytes: int) -> str:
+    """As node.toml takes it."""
+    unit, name = (10**9, "GB") if num_bytes > 10**9 else (10**6, "MB")
+    return f"{-(-num_bytes // unit)}{name}"
+
+
+def _or_set(savings: Sequence[Saving], short_of: int) -> str:
+    """Settings of which each makes room, or all together; nothing where they do not."""
+    if enough := [saving.what for saving in savings if saving.num_bytes >= short_of]:
+        return "".join(f", or set {what} in node.toml" for what in enough)
+    if sum(saving.num_bytes for saving in savings) >= short_of:
+        return f", or set {' and '.join(saving.what for saving in savings)} in node.toml"
+    return ""
 
 
 def _listed(needs: Sequence[Need]) -> str:

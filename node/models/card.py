@@ -263,8 +263,9 @@ def _way_to_load(spec: RunSpec, form: Form, tokenizer_by: str, problem: str) -> 
         return (
             "```python\n"
             "from peft import PeftModel\n"
-            "from transformers import AutoModelForCausalLM\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained("{form.base_name or "BASE"}")\n'
+            f"from transformers import AutoModelForCausalLM{f', {tokenizer_by}' if tokenizer_by else ''}\n\n"
+            + (f'tokenizer = {tokenizer_by}.from_pretrained(".")\n' if tokenizer_by else "")
+            + f'base = AutoModelForCausalLM.from_pretrained("{form.base_name or "BASE"}")\n'
             'model = PeftModel.from_pretrained(base, ".")\n'
             "```\n"
         )

@@ -8,7 +8,7 @@ imports no torch.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +84,18 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     tables: Tables = {}
     model_vocab_size = None
     notes: list[str] = []
+    if source is not None and asked.by != "function":
+        read_json(
+            source / CONFIG
+        )  # what is no folder of a model is told without loading transformers
+    data, vocab_size, there = _data_of(source, asked)
+    if (packed := there.get("packed_context")) is not None:
+        asked = replace(asked, context=_as_packed(packed, asked, notes))
     if asked.by is not None:
         tables["model"], model_vocab_size = _model_of(source, asked)
     if asked.lora is not None:
         tables["lora"] = {"rank": asked.lora}
-    tables["data"], vocab_size, there = _data_of(source, asked)
+    tables["data"] = data
     if source is not None and model_vocab_size is not None:
         _require_fitting_tokens(source, asked, tables["data"], model_vocab_size, vocab_size)
     if tables["data"].get("source") == "text" and not asked.private:
@@ -167,7 +174,6 @@ def _model_of(source: Path | None, asked: Asked) -> tuple[dict[str, Any], int | 
         return decoder.model_dump(mode="json", exclude_none=True), decoder.vocab_size
     from node.island.models.transformers import sizes_of
 
-    read_json(source / CONFIG)  # what is no folder of a model is told without loading transformers
     longest, vocab_size = sizes_of(source)
     if asked.context is None and longest is None:
         raise UsageError(
@@ -205,9 +211,23 @@ def _data_of(
         "num_tokens": manifest.num_tokens("training"),
         "training_shards": [shard.num_tokens for shard in manifest.training],
         "held_out_shards": [shard.num_tokens for shard in manifest.held_out],
-        "are_packed": manifest.row is not None,
+        "packed_context": None if manifest.row is None else manifest.row - 1,
     }
     return table, manifest.vocab_size, there
+
+
+def _as_packed(packed: int, asked: Asked, notes: list[str]) -> int:
+    """The context of rows that were packed for it. Raises UsageError where another one is asked for."""
+    if asked.context not in (None, packed):
+        raise UsageError(
+            f"the tokens in {asked.data[0]} are packed for a context of {packed}, and --context is "
+            f"{asked.context}",
+            next_step="leave --context out, or pack them for that: atoll data prepare … --pack "
+            f"{asked.context} --out NEWDIR",
+        )
+    if asked.context is None:
+        notes.append(f"context {packed}: the tokens in {asked.data[0]} are packed for it")
+    return packed
 
 
 def _look_at_text(paths: Sequence[str], notes: list[str]) -> dict[str, Any]:

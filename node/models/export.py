@@ -226,9 +226,11 @@ def tokenizer_apart(folder: Path, to: Path) -> Path | None:
 def _reader_of_tokenizer(folder: Path) -> str:
     """The class of transformers that gives the tokens of tokenizer.json.
 
-    AutoTokenizer of transformers 5 takes Qwen2Tokenizer for every qwen2, whatever the settings name.
+    AutoTokenizer of transformers 5 takes Qwen2Tokenizer for every qwen2, whatever the settings name. Beside
+    adapters alone there is no config.json, and it goes by the settings.
     """
-    family = read_json(folder / CONFIG).get("model_type")
+    config = folder / CONFIG
+    family = read_json(config).get("model_type") if config.is_file() else None
     named = str(settings_of_tokenizer(folder).get("tokenizer_class", ""))
     is_forced = family == "qwen2" and not named.startswith("Qwen2")
     return "PreTrainedTokenizerFast" if is_forced else AUTO_TOKENIZER

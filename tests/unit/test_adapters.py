@@ -2,13 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from atoll import ModelMismatchError
+from atoll.buffers import check_frozen
+from atoll.weights import Place, check_model, check_optimizer, check_scaling
 from node.island.data.dataset import held_out_choice, read_corpus
+from node.island.loops.messages import welcome
 from node.island.models.describing import describe, export_state, first_vector
 from node.island.models.generate import model_that_writes
 from node.island.models.transformers import NextToken, saved_model
@@ -18,7 +26,7 @@ from node.island.training.trainer import Trainer
 from node.models.card import Origin
 from node.models.export import export_model
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.run.models import DecoderModel, TransformersModel
+from protocol.run.models import DecoderModel, TransformersModel, layout_of
 from protocol.run.run_files import validated
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, LoraSection, RunSpec
 from protocol.wire.rounds import Digest
@@ -121,20 +129,27 @@ def test_an_export_of_adapters_or_merged_is_a_whole_folder_that_loads(tmp_path: 
         run="my-run", run_digest=spec.digest(), round=1, outer_digest=Digest(b"\2" * 32)
     )
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    export_model(spec=spec, parameters=trained, origin=origin, out=adapter, base_name="base")
-    export_model(spec=spec, parameters=trained, origin=origin, out=merged, base=base)
+    of_words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    of_words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = {"tokenizer.json": tmp_path / "tokenizer.json"}
+    for out, how in ((adapter, {"base_name": "base"}), (merged, {"base": base})):
+        export_model(
+            spec=spec, parameters=trained, origin=origin, out=out, tokenizer=tokenizer, **how
+        )
+        assert AutoTokenizer.from_pretrained(out).encode("b") == [1]
     assert spec.description is not None
     frozen = f"of {spec.description.num_frozen:,} ("
-    for out, name, how in ((adapter, "`base`, ", "alone, beside it"), (merged, "", "added to the")):
+    for out, name, said in ((adapter, "`base`, ", "alone, beside it"), (merged, "", "added to the")):
         card = (out / "README.md").read_text()
         assert f"| base model | {name}a GPT2LMHeadModel {frozen}" in card
         assert str(spec.description.frozen_digest) in card
-        assert f"| adapters | {how}" in card
+        assert f"| adapters | {said}" in card
         assert "| rank, alpha | 4, 8 |" in card
         assert "| targets | c_attn, c_fc, c_proj |" in card
     card = (adapter / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: peft\n") and "\nbase_model: base\n" in card
     assert "PeftModel.from_pretrained(base" in card
+    assert 'tokenizer = AutoTokenizer.from_pretrained(".")' in card
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "base"
     assert not (adapter / "config.json").exists()  # it would be taken for a whole model
@@ -200,3 +215,37 @@ def test_adapters_of_the_built_in_decoder_are_refused_in_the_run_file() -> None:
     tables = {"model": DecoderModel().model_dump(exclude_none=True), "lora": {"rank": 4}}
     with pytest.raises(ConfigError, match=r'\[lora\] goes with \[model\] source = "transformers"'):
         validated(tables, origin="the test")
+
+
+def test_a_loop_s_model_of_peft_is_the_run_s_and_another_alpha_or_base_is_not(
+    tmp_path: Path,
+) -> None:
+    base = base_in(tmp_path / "base", "qwen3")
+    told = welcome(spec := described(base), layout_of(spec), num_samples=0)
+    places = [Place(name=name, shape=tuple(s), offset=at) for name, s, at in told["tensors"]]
+
+    def adapted(folder: Path, called: str = "default", **changes: Any) -> torch.nn.Module:
+        how: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **changes}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **how), called)
+
+    def compare(model: torch.nn.Module) -> None:
+        check_model(model, places)
+        check_frozen(model, told["frozen_values"])
+        check_scaling(model, told["lora_scaling"])
+
+    model = adapted(base)
+    compare(model)
+    check_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), places)
+    compare(torch.nn.ModuleDict({"module": model}))  # as DistributedDataParallel names it
+    with pytest.raises(ModelMismatchError, match=r"self_attn.q_proj is scaled by 4, and the run's"):
+        compare(adapted(base, lora_alpha=16))
+    with pytest.raises(ModelMismatchError, match="scaled by 4, and the run's by 2"):
+        compare(adapted(base, use_rslora=True))
+    with pytest.raises(ModelMismatchError, match="another one here than in the run"):
+        compare(adapted(base_in(tmp_path / "other", "qwen3", seed=1)))
+    with pytest.raises(
+        ModelMismatchError, match=r"no such tensor; what it trains is .*q_proj\.lora_A\.own"
+    ):
+        compare(adapted(base, "own"))
+    check_scaling(model, None)  # a run whose function makes adapters of its own

@@ -110,7 +110,14 @@ def test_a_run_that_its_owner_gives_too_little_disk_is_told_with_what_to_do(tmp_
     keep_run(tmp_path, tiny())
     (found,) = checks.disk_findings(tmp_path, NodeSettings(name="n", max_disk="0.001MB"))
     assert found.verdict == "wrong" and "max_disk allows 1,000" in found.what
-    assert "raise max_disk in node.toml to 1GB or more, or set keep_snapshots" in found.next_step
+    assert found.next_step.startswith("raise max_disk in node.toml to ") and "MB" in found.next_step
+    needed = found.next_step.removeprefix("raise max_disk in node.toml to ").split()[0]
+    enough = NodeSettings(name="n", max_disk=needed)
+    assert [each.verdict for each in checks.disk_findings(tmp_path, enough)] == ["fine"]
+    of_all = int(found.what.split("needs ")[1].split()[0].replace(",", ""))
+    scarce = NodeSettings(name="n", max_disk=f"{of_all / 1e6 - 0.01:.3f}MB")
+    (found,) = checks.disk_findings(tmp_path, scarce)
+    assert ", or set keep_snapshots = 0 in node.toml, or set checkpoint_every" in found.next_step
 
 
 # The kernel

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import atoll
-from atoll.trainer import shifts_labels, targets_of
+from atoll.trainer import share_of, shifts_labels, targets_of
 from node.island.training.schedule import position_of
 from protocol.run.schedule import share_of_peak
 from tests.unit.loop_scene import CONTEXT, Scene, ends, scene, work
@@ -37,11 +37,16 @@ def rows_of(lengths: list[int]) -> Rows:
 
 
 def train(
-    one: Scene, *, how: dict[str, Any], rows: Rows | None = None, **arguments: Any
+    one: Scene,
+    *,
+    how: dict[str, Any],
+    rows: Rows | None = None,
+    kind: type[LlamaForCausalLM] = LlamaForCausalLM,
+    **arguments: Any,
 ) -> threading.Thread:
     """A trainer in a thread, on the run's model; `ended` has what came of it."""
     sizes = one.spec.decoder
-    model = LlamaForCausalLM(
+    model = kind(
         LlamaConfig(
             vocab_size=sizes.vocab_size,
             hidden_size=sizes.hidden_size,
@@ -146,7 +151,10 @@ async def test_an_epoch_s_smaller_last_batch_counts_what_is_in_it(tmp_path: Path
 async def test_all_micro_batches_of_a_step_count_without_their_padding(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
         how: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
-        accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
+        accumulated: dict[str, Any] = {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 3,
+        }
         rows = rows_of([2, 5, 9, 16])  # a step of three samples, and one of the fourth
         thread = train(one, how={}, rows=rows, **how, **accumulated)
         await one.is_here()
@@ -155,15 +163,58 @@ async def test_all_micro_batches_of_a_step_count_without_their_padding(tmp_path:
         assert report.tokens == 2 * (1 + 4 + 8 + 15)
 
 
-async def test_a_loss_of_the_trainer_s_own_counts_what_the_attention_mask_lets_through(
-    tmp_path: Path,
+def with_prompts(rows: Rows, num_tokens: int) -> Rows:
+    """The same samples, whose first tokens are not learned."""
+    for row in rows:
+        row["labels"][:num_tokens] = -100
+    return rows
+
+
+async def test_with_label_smoothing_neither_prompts_nor_padding_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scene(tmp_path) as one:
-        thread = train(one, how={}, rows=rows_of([3, 4, 5, 6]), label_smoothing_factor=0.1)
+        accumulated: dict[str, Any] = {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 3,
+        }
+        rows = with_prompts(rows_of([3, 5, 9, 16]), 2)  # a step of three samples, and one of one
+        thread = train(one, how={}, rows=rows, label_smoothing_factor=0.1, **accumulated)
+        await one.is_here()
+        report = await one.train(work(steps=4))
+        await one.stops(thread)
+        assert report.tokens == 2 * (1 + 3 + 7 + 14)
+        assert "is given no labels" not in caplog.text
+
+
+class TakesNoCount(LlamaForCausalLM):
+    """As models whose `forward` takes no further arguments."""
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: Any = None
+    ) -> Any:
+        return super().forward(input_ids, attention_mask=attention_mask, labels=labels)
+
+
+async def test_where_nobody_tells_the_labels_the_attention_mask_counts_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as one:
+        rows = with_prompts(rows_of([3, 4, 5, 6]), 2)
+        thread = train(one, how={}, rows=rows, kind=TakesNoCount, label_smoothing_factor=0.1)
         await one.is_here()
         report = await one.train(work(steps=2))
         await one.stops(thread)
         assert report.tokens == 2 * (3 + 4 + 5 + 6)
+        assert caplog.text.count("is given no labels, so all that the attention mask") == 1
+        assert "tokens_per_step" in caplog.text
+
+
+@pytest.mark.parametrize("sharers", [1, 2, 3, 7])
+def test_processes_share_what_the_trainer_has_counted_over_all_of_them(sharers: int) -> None:
+    for told in (5, torch.tensor(5), torch.tensor([[5.0, 5.0]])):
+        shares = [int(share_of(told, rank=rank, sharers=sharers)) for rank in range(sharers)]
+        assert sum(shares) == 5 and max(shares) - min(shares) <= 1
 
 
 async def test_what_is_told_by_hand_is_taken(tmp_path: Path) -> None:

@@ -307,8 +307,11 @@ def test_tied_parameters_count_once_under_either_name() -> None:
             self.head = nn.Linear(3, 4, bias=False)
             self.head.weight = self.embedding.weight
 
-    for name in ("embedding.weight", "head.weight"):
+    names = ("embedding.weight", "head.weight")
+    for name in names:
         check_model(Tied(), [Place(name=name, shape=(4, 3), offset=0)])
+    both = [Place(name=name, shape=(4, 3), offset=12 * at) for at, name in enumerate(names)]
+    refused(Tied(), both, "trains embedding.weight and head.weight apart", "they are tied")
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:

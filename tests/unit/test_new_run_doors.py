@@ -28,6 +28,7 @@ from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
 from tests.unit.tokens_scene import prepared, write_jsonl, write_tokenizer
 
+SIZES = "hidden_size = 32\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nffn_size = 48\n"
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "functions"
 
 
@@ -499,6 +500,28 @@ def test_text_that_every_node_would_refuse_as_too_little_is_refused_when_the_run
     assert told in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
     made(tmp_path / "run", "--data", text, "--context", 64, "--batch", 4)
+
+
+@pytest.mark.usefixtures("described_here")
+def test_packed_tokens_say_the_context_and_another_one_is_refused(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokens, text = tmp_path / "tokens", llama.parent / "text.jsonl"
+    prepared(text, out=tokens, tokenizer=llama, row=25)
+    sizes = tmp_path / "sizes.toml"
+    sizes.write_text(f"[model]\n{SIZES}context = 32\n")
+    packed = ("--data", tokens, "--batch", 2)
+    for number, named in enumerate((("--from", llama), ("--from", llama, "--lora", 2), ())):
+        assert made(tmp_path / str(number), *named, *packed).model.context == 24
+        assert f"context 24: the tokens in {tokens} are packed for it" in capfd.readouterr().out
+    made(tmp_path / "same", *packed, "--context", 24, "--model", sizes)
+    assert "are packed" not in capfd.readouterr().out
+    for named in (("--from", llama, "--context", 64), ("--context", 64), ("--model", sizes)):
+        words = ["init", str(tmp_path / "run"), *map(str, (*named, *packed))]
+        assert console.run(cli.root, words) == 64
+        told = capfd.readouterr().err
+        assert "are packed for a context of 24, and" in told and "--pack " in told
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("held_out", [[40] * 9, [90, 10]])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from node.disk.history import History, SentLog
-from node.disk.round_folder import LONGEST_SECONDS, DiskBudget
+from node.disk.round_folder import LONGEST_SECONDS, DiskBudget, Need, Saving
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import Owed, SnapshotWriting, snapshot_bytes
 from node.exchange import giving
@@ -475,8 +475,28 @@ def test_an_owner_may_give_less_than_the_disk_has(tmp_path: Path) -> None:
     needs = StateOnDisk(tmp_path / "snapshots", history=History(None)).needs(10**6, 1000)
     DiskBudget(most_bytes=41_000_000).require(needs)
     with pytest.raises(SystemRefusedError, match=r"max_disk allows 39,000,000") as refused:
-        DiskBudget(most_bytes=39_000_000).require(needs, advice=", or ask for less")
-    assert refused.value.next_step == "raise max_disk in node.toml to 1GB or more, or ask for less"
+        DiskBudget(most_bytes=39_000_000).require(needs)
+    assert refused.value.next_step == "raise max_disk in node.toml to 41MB or more"
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "told"),
+    [
+        (39_000_000, ", or set a = 0 in node.toml, or set b = 0 in node.toml"),
+        (35_000_000, ", or set b = 0 in node.toml"),
+        (25_000_000, ", or set a = 0 and b = 0 in node.toml"),
+        (20_000_000, ""),
+    ],
+)
+def test_only_settings_that_make_room_are_named(most_bytes: int, told: str, tmp_path: Path) -> None:
+    needs = [Need(what="snapshots", path=tmp_path, num_bytes=40_000_000, held_bytes=0)]
+    savings = [
+        Saving(what="a = 0", num_bytes=2_000_000),
+        Saving(what="b = 0", num_bytes=14_000_000),
+    ]
+    with pytest.raises(SystemRefusedError) as refused:
+        DiskBudget(most_bytes=most_bytes).require(needs, savings=savings)
+    assert refused.value.next_step == f"raise max_disk in node.toml to 40MB or more{told}"
 
 
 @pytest.mark.usefixtures("slow_disks")

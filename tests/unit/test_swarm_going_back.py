@@ -114,6 +114,17 @@ def test_what_cannot_be_gone_back_to_is_refused_with_what_can() -> None:
     assert kept.scene.state.committed_round == 4
 
 
+def test_where_no_node_is_here_going_back_begins_with_starting_some() -> None:
+    kept = swarm_of(4)
+    for name in list(kept.scene.state.members):
+        kept.scene.leave(name)
+    with pytest.raises(UsageError, match="no node that is here") as refused:
+        kept.go_back(2)
+    assert refused.value.next_step == (
+        "start nodes again, and repeat this when they are here: they alone keep states"
+    )
+
+
 def test_a_database_that_was_asked_before_the_latest_round_closed_is_asked_again() -> None:
     kept = swarm_of(4)
     older = kept.store.undone_after(2, rules=kept.scene.state.rules)

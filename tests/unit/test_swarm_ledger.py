@@ -272,6 +272,15 @@ def test_no_round_opens_before_a_node_holds_the_first_weights() -> None:
     assert scene.state.outer_digest == digest_of("given"), "nobody else's weights take their place"
 
 
+def test_a_holder_of_the_first_weights_without_a_loop_is_not_asked_for_weights() -> None:
+    scene = Scene(min_nodes=1, first_digest=digest_of("given"))
+    scene.attach("node-a", digest=digest_of("given"), cannot_train=True)
+    assert "first weights" not in scene.reason
+    assert "0 of 1 are ready; node-a trains nothing now" in scene.reason
+    scene.beat("node-a", at=0, digest=digest_of("given"))
+    assert scene.state.open_round is not None
+
+
 def test_what_a_void_round_gave_back_stays_leased_ahead_when_that_round_is_booked_anew() -> None:
     """As where the state that void rounds were built on is taken back."""
     of_void = Assignment(node_id=NodeId("node-a"), inner_steps=5, first_sample=10, num_samples=10)

@@ -33,7 +33,7 @@ from protocol.run.models import Layout, Section
 from protocol.run.run_spec import RunSpec
 from protocol.run.schedule import Schedule, share_of_peak
 
-VERSION = 7
+VERSION = 8
 
 MAX_LINE_BYTES = 1 << 20
 """Of what a loop says; the longest is a sentence. The welcome, the other way, names each tensor."""
@@ -149,7 +149,8 @@ def word_of(line: bytes) -> Word:
 
 
 def welcome(spec: RunSpec, layout: Layout, *, num_samples: int) -> dict[str, Any]:
-    """What a loop must know of the run."""
+    """What a loop must know of the run; `lora_scaling` is None where it trains no adapters of [lora]."""
+    lora = spec.adapters
     return {
         "kind": "welcome",
         "run": spec.run.name,
@@ -165,6 +166,7 @@ def welcome(spec: RunSpec, layout: Layout, *, num_samples: int) -> dict[str, Any
         "num_elements": layout.num_elements,
         "fragments": [[f.start, f.num_elements] for f in layout.fragments],
         "frozen_values": {} if spec.description is None else spec.description.frozen_values,
+        "lora_scaling": None if lora is None else lora.alpha / lora.rank,
         "tensors": [[place.name, list(place.shape), place.offset] for place in layout.places],
     }
 
