@@ -35,6 +35,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
+from node.outer_state import Vector
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
 
@@ -61,8 +62,9 @@ def train_data_parallel(
     learning_rate: float,
     device: str = "cpu",
     local: LocalTraining = PLAIN,
+    first: Vector | None = None,
 ) -> float:
-    """Held-out loss after as many inner steps and tokens as the whole swarm takes."""
+    """Held-out loss after as many inner steps and tokens as the whole swarm takes, from the same weights."""
     num_nodes = spec.run.min_nodes
     tables = spec.model_dump(mode="json")
     tables["inner"]["batch"] *= num_nodes
@@ -79,7 +81,7 @@ def train_data_parallel(
         clock=time.monotonic,
         local=local,
     )
-    trainer.adopt(initial_parameters(spec))
+    trainer.adopt(initial_parameters(spec) if first is None else first)
     trainer.train(lone_work(joined, joined.inner.steps), unseen)
     return trainer.evaluate().loss
 

@@ -22,6 +22,7 @@ from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.training.trainer import Trainer
+from node.outer_state import Vector
 from protocol.run.models import layout_of
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
@@ -66,12 +67,13 @@ class LocalNode:
         *,
         device: str = "cpu",
         local: LocalTraining = PLAIN,
+        first: Vector | None = None,
     ) -> None:
         self.node_id = NodeId(f"node-{place + 1:02}")
         self.contributed_bytes = 0  # bodies only, its own slice included
         self.reduced_bytes = 0
         self.layout = layout_of(spec)
-        self.parameters = initial_parameters(spec)
+        self.parameters = initial_parameters(spec) if first is None else first.copy()
         self.published = self.parameters[: self.layout.largest_fragment].copy()
         self.outer = Outer.of_run(
             spec,
@@ -138,10 +140,14 @@ def train_swarm(
     *,
     device: str = "cpu",
     local: LocalTraining = PLAIN,
+    first: Vector | None = None,
 ) -> Trained:
-    """Trains a swarm of [run] min_nodes to the end of its run; all nodes take turns on one device."""
+    """Trains a swarm of [run] min_nodes to the end of its run; all nodes take turns on one device.
+
+    It begins with the weights in `first`, or with those that the seed gives.
+    """
     began = time.monotonic()
-    nodes = swarm_at_end(setting, spec, corpus, device=device, local=local)
+    nodes = swarm_at_end(setting, spec, corpus, device=device, local=local, first=first)
     nodes[0].trainer.adopt(nodes[0].parameters)
     parameters = sum(
         nodes[0].layout.fragments[fragment_of(round, spec)].num_elements
@@ -164,6 +170,7 @@ def swarm_at_end(
     watch: Callable[[int, list[LocalNode]], None] = lambda round, nodes: None,
     device: str = "cpu",
     local: LocalTraining = PLAIN,
+    first: Vector | None = None,
 ) -> list[LocalNode]:
     """All rounds of the run; the nodes' outer states are equal to the bit.
 
@@ -175,7 +182,8 @@ def swarm_at_end(
         raise ValueError(f"{setting.name}: results cannot be {setting.late_steps} inner steps late")
     texts = parts_of(corpus, num_nodes) if setting.own_text else [corpus] * num_nodes
     nodes = [
-        LocalNode(spec, place, text, device=device, local=local) for place, text in enumerate(texts)
+        LocalNode(spec, place, text, device=device, local=local, first=first)
+        for place, text in enumerate(texts)
     ]
     rng = random.Random(f"drops of seed {spec.run.seed}")
     watch(0, nodes)
