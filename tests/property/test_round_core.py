@@ -572,6 +572,19 @@ def test_who_is_carried_to_us_gets_a_quarter_more_though_it_was_waited_for_in_va
     assert between_others.slices[0].phase is Phase.AVERAGING, "C reaches us"
 
 
+def test_who_was_waited_for_in_vain_has_a_quarter_more_while_something_comes() -> None:
+    """Else a member with the slowest link, once late, was never in time again."""
+    plan = plan_for(*NODES)
+    state = opened(plan, RULES, patience_seconds=50.0, now=0.0, less_awaited={C: Awaited.NOT})
+    state = step(state, ContributionEncoded(payload=contributed(A, 0, 0)), 2.0).state
+    state = step(state, ContributionBegan(sender=C), 7.0).state
+    state = step(state, body_of(contributed(B, 0, 0)), 8.0).state
+    assert reduced_at(state) == 10.0
+    assert reduced_at(state, (9.0, ContributionEnded(sender=C))) == 9.0, "it broke off"
+    came = step(state, body_of(contributed(C, 0, 0)), 9.5).state
+    assert came.slices[0].phase is Phase.AVERAGING and C in came.slices[0].contributions
+
+
 def collecting_for(*senders: NodeId, at: float, until: float) -> RoundState:
     """A round from 0 s on, in which these contribute to A's slice, at the same time."""
     plan = replace(plan_for(*NODES), contribute_seconds=until, commit_seconds=until + 10)

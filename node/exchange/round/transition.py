@@ -142,7 +142,11 @@ def collects_until(state: RoundState, known: SliceState) -> float:
             more = max((TRAINED_TIMES_OTHERS - 1) * most, TRAINED_LEAST_SECONDS)
             since = max(known.most_at, state.training_ended_at)
             took = min(took, since + more - known.begun_at)
-    elif Awaited.BRIEFLY in awaited.values() or not late.isdisjoint(state.carried_from):
+    elif (
+        Awaited.BRIEFLY in awaited.values()
+        or not late.isdisjoint(state.carried_from)
+        or any(map(state.num_coming.get, late))
+    ):
         took = max(TIMES_OTHERS * took, took + LEAST_SECONDS)
     # A node's next contribution begins a little after the one before.
     came = [
