@@ -670,6 +670,25 @@ def test_a_result_of_which_nothing_comes_is_told_of_while_most_others_are_here()
     assert told == [(24.0, (2,)), (25.0, ()), (44.0, (2,))], "it broke off, and nothing came again"
 
 
+def test_of_whom_no_contribution_came_a_result_is_not_waited_for_as_long_again() -> None:
+    state = collecting_for(A, B, at=20.0, until=3600.0)
+    state = step(state, TrainingEnded(round=1), 20.0).state
+    state = step(state, TimePassed(links=Links()), 28.0).state
+    assert state.given_up == {C}
+    ours, theirs = made_by(A, 0, 0), made_by(B, 1, 0)
+    state = step(state, body_of(theirs), 28.0).state
+    made = SliceResult(
+        payload=ours,
+        encoded=RULES.downlink.opened(ours.body, BLOCK),
+        contributors=(),
+        contributions=(),
+        weighed_tokens=TOKENS,
+        error=None,
+    )
+    held = step(state, MeanTaken(index=0, attempt=0, result=made), 28.0)
+    assert held.wake_at == 28.0 + 1.0
+
+
 def test_a_result_that_does_not_decode_is_told_of_once_and_its_bytes_are_not_taken_again() -> None:
     state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
     nonsense, other = (made_by(B, 1, which).header for which in (0, 1))
