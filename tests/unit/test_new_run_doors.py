@@ -106,6 +106,8 @@ def test_adapters_are_one_command_and_say_what_nodes_need(
     told = capfd.readouterr().out
     assert f"  atoll node start --base {llama}\n" in told
     assert f"--base {llama} --weights {home / 'first.safetensors'}\n" in told
+    made(tmp_path / "again", "--run", home / "run.toml")
+    assert "  atoll node start --base MODEL\n" in capfd.readouterr().out
 
 
 @pytest.mark.usefixtures("described_here")
