@@ -139,7 +139,10 @@ def test_an_export_of_adapters_or_merged_is_a_whole_folder_that_loads(tmp_path: 
         assert AutoTokenizer.from_pretrained(out).encode("b") == [1]
     assert spec.description is not None
     frozen = f"of {spec.description.num_frozen:,} ("
-    for out, name, said in ((adapter, "`base`, ", "alone, beside it"), (merged, "", "added to the")):
+    for out, name, said in (
+        (adapter, "`base`, ", "alone, beside it"),
+        (merged, "", "added to the"),
+    ):
         card = (out / "README.md").read_text()
         assert f"| base model | {name}a GPT2LMHeadModel {frozen}" in card
         assert str(spec.description.frozen_digest) in card

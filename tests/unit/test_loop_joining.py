@@ -247,9 +247,12 @@ async def test_a_loop_that_waits_says_for_what_and_where_more_is_said(
     assert "yet, so this waits up to 0.3 s for one: atoll node start --loop" in caplog.text
     assert "nothing to train" not in caplog.text
     async with scene(tmp_path) as one:
-        thread = await one.joined(
-            lambda swarm: nudge(swarm._session._model) or swarm.step(tokens=1)
-        )
+
+        def step(swarm: atoll.Swarm) -> None:
+            nudge(swarm._session._model)
+            swarm.step(tokens=1)
+
+        thread = await one.joined(step)
         told = f"nothing to train for 0 s: 'atoll status --dir {tmp_path}' says what"
         async with asyncio.timeout(20):
             while told not in caplog.text:  # noqa: ASYNC110 - it is in another thread's log
