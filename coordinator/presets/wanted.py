@@ -211,12 +211,6 @@ def _refuse_two_kinds_of_data(wanted: Wanted) -> None:
             f"--function {wanted.function} says what is trained, and nothing what it learns from",
             next_step="add --data-function MODULE:NAME, or tokens with --data or --private",
         )
-    if wanted.function is not None and wanted.data_function is None and wanted.context is None:
-        raise UsageError(
-            f"the model of --function {wanted.function} learns from tokens, and nothing says how many a "
-            "sample has",
-            next_step="say it with --context, as --context 512",
-        )
     if wanted.private and (wanted.data or wanted.data_function is not None):
         raise UsageError(
             f"--private goes without {'--data' if wanted.data else '--data-function'}: each node has data "

@@ -80,6 +80,12 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     data, vocab_size, there = _data_of(source, asked)
     if (packed := there.get("packed_context")) is not None:
         asked = replace(asked, context=_as_packed(packed, asked, notes))
+    if asked.by == "function" and asked.data_function is None and asked.context is None:
+        raise UsageError(
+            f"the model of --function {asked.function} learns from tokens, and nothing says how many a "
+            "sample has",
+            next_step="say it with --context, as --context 512",
+        )
     if asked.by is not None:
         tables["model"], model_vocab_size = _model_of(source, asked)
     if asked.lora is not None:
