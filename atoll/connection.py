@@ -77,13 +77,20 @@ class Connection:
 
     @classmethod
     def open(
-        cls, folder: Path, *, wait_seconds: float, is_alive: Callable[[], bool] = lambda: True
+        cls,
+        folder: Path,
+        *,
+        wait_seconds: float,
+        is_alive: Callable[[], bool] = lambda: True,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> "Connection":
         """Connects, and waits so long for a node that is not there yet, or is being started again.
 
-        Raises NoNodeError, at once when `is_alive` says that nobody will come.
+        `on_wait` is called once where it has to wait. Raises NoNodeError, at once when `is_alive` says that
+        nobody will come.
         """
         give_up_at = time.monotonic() + wait_seconds
+        has_told = False
         while True:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -101,6 +108,9 @@ class Connection:
             except BaseException:
                 link.close()
                 raise
+            if not has_told:
+                has_told = True
+                on_wait()
             time.sleep(_POLL_SECONDS)
 
     def _be_greeted(self) -> None:

@@ -55,6 +55,9 @@ CHILD_SECONDS = 180.0
 STILL_STEPS = 24
 """Inner steps that may leave a model as it was: a GradScaler's first ones, until its scale has come down."""
 
+FIRST_WAIT_SECONDS, WAIT_SECONDS = 10.0, 120.0
+"""After which a loop says that it waits for an order: at first, and once it has trained."""
+
 LEAVE_SECONDS = 10.0
 """How long a loop that ends waits to be asked for what it has trained."""
 
@@ -109,12 +112,16 @@ class Session:
         self.is_replaced = False  # weights were taken over; the loop sets it back
         self.steps_at_risk = 0  # trained, and not published yet
         self.has_moved = False  # a step has changed the model since the loop came in
+        self._has_told_wait = False  # since it trained last
         self._still_steps = 0  # of earlier orders, which have not
         self._sums: list[int] = []  # of the model as the order in progress found it
 
     def come_in(self) -> None:
         """Connects, takes the global parameters over, and waits for the first plan."""
-        self._connect(wait_seconds=CHILD_SECONDS if self._child else self._wait_seconds)
+        self._connect(
+            wait_seconds=CHILD_SECONDS if self._child else self._wait_seconds,
+            on_wait=self._tell_no_node,
+        )
         self.log.tell(
             logging.INFO,
             "waiting for the swarm's next round",
@@ -137,8 +144,7 @@ class Session:
                 if answer is not None:
                     self.say(answer)
                 answer = None
-                order = self.hear()
-                assert order is not None
+                order = self._order()
                 if order["kind"] == "train":
                     self._begin(order)
                     return
@@ -216,6 +222,30 @@ class Session:
         Raises ConnectionLostError, and SwarmError where the node refuses this loop for good.
         """
         return _not_refused(self._connected.hear(timeout_seconds))
+
+    def _order(self) -> Message:
+        """The next order. A long wait for one to train is told once, at the loop's terminal too."""
+        seconds = WAIT_SECONDS if self.has_moved else FIRST_WAIT_SECONDS
+        order = self.hear(None if self._has_told_wait else seconds)
+        if order is None:
+            self._has_told_wait = True
+            if self._ranks.rank == 0:
+                self.log.tell(
+                    logging.WARNING,
+                    f"nothing to train for {seconds:g} s: 'atoll status --dir {self._folder}' says what the "
+                    "swarm waits for",
+                )
+            order = self.hear()
+        assert order is not None
+        return order
+
+    def _tell_no_node(self) -> None:
+        if self._ranks.rank == 0 and self._child is None:
+            self.log.tell(
+                logging.WARNING,
+                f"no node with a door for training loops runs in {self._folder} yet, so this waits up to "
+                f"{self._wait_seconds:g} s for one: atoll node start --loop --dir {self._folder}",
+            )
 
     def take_goodbye(self, order: Message) -> None:
         """The end, or that of this connection: the next `serve` connects again, on all ranks."""
@@ -302,7 +332,7 @@ class Session:
             except ConnectionLostError as again:
                 why = again.what
 
-    def _connect(self, *, wait_seconds: float) -> None:
+    def _connect(self, *, wait_seconds: float, on_wait: Callable[[], None] = lambda: None) -> None:
         group = self._ranks.same_for_all(secrets.token_hex(8))
         child = self._child
         try:
@@ -310,6 +340,7 @@ class Session:
                 self._folder,
                 wait_seconds=wait_seconds,
                 is_alive=lambda: child is None or child.is_alive,
+                on_wait=on_wait,
             )
         except NoNodeError:
             if child is not None and not child.is_alive:
@@ -430,6 +461,7 @@ class Session:
         return None  # a halt that came when nothing was trained any more
 
     def _begin(self, order: Message) -> None:
+        self._has_told_wait = False
         self._take_rules(order["rules"])
         if not self.has_moved:
             assert self._weights is not None

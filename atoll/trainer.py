@@ -8,6 +8,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import TrainerCallback as Base
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from atoll.connection import find_folder
 from atoll.errors import SwarmError
 from atoll.swarm import Swarm, join
 
@@ -36,6 +38,9 @@ SHIFTED_LOSSES = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalG
 """The `loss_type` of models whose loss is the ForCausalLMLoss of transformers."""
 
 _log = logging.getLogger("atoll")
+
+_joined: dict[Path, "TrainerCallback"] = {}
+"""Those of this process that have not left, by their nodes' folders."""
 
 
 def shifts_labels(model: nn.Module) -> bool:
@@ -107,6 +112,7 @@ class TrainerCallback(Base):
         self._step_count: int | Tensor | None = None  # of all of them, where the trainer tells it
         self._has_warned = False
         self._hook: Any = None
+        self._folder = Path()
         self.swarm: Swarm | None = None
 
     def on_train_begin(
@@ -130,9 +136,15 @@ class TrainerCallback(Base):
                 DEFAULT_SEED,
             )
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
+        # An error, or Ctrl-C, ends a trainer without a word to its callbacks: its process may end with it,
+        # or train again, as a cell of a notebook and `auto_find_batch_size` do.
+        folder = find_folder(self._join_arguments.get("folder")).absolute()
+        if (before := _joined.get(folder)) is not None:
+            before._leave_unheard()
         self.swarm = join(model, optimizer, **self._join_arguments)
-        # An error, or Ctrl-C, ends the trainer without a word to its callbacks.
-        atexit.register(self._leave_at_exit)
+        self._folder = folder
+        _joined[folder] = self
+        atexit.register(self._leave_unheard)
         if self._tokens_per_step is None:
             self._count_in(model, self.swarm.run.context, args)
         self._follow(optimizer, kwargs.get("lr_scheduler"))
@@ -176,9 +188,7 @@ class TrainerCallback(Base):
         """Leaves with what was trained last."""
         if self.swarm is None:
             return
-        atexit.unregister(self._leave_at_exit)
-        if self._hook is not None:
-            self._hook.remove()
+        self._let_go()
         if not self.swarm.is_over:
             _log.warning(
                 "the trainer has ended after %d steps, and the run goes on: raise max_steps to stay to its "
@@ -238,8 +248,15 @@ class TrainerCallback(Base):
         if scheduler is not None:
             scheduler._last_lr = [rate] * len(optimizer.param_groups)  # what the trainer logs
 
-    def _leave_at_exit(self) -> None:
+    def _let_go(self) -> None:
+        atexit.unregister(self._leave_unheard)
+        _joined.pop(self._folder, None)
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _leave_unheard(self) -> None:
         """As the end of a `with` block: what was trained is contributed, unless an error has ended it."""
         assert self.swarm is not None
+        self._let_go()
         error = getattr(sys, "last_value", None)
         self.swarm.__exit__(type(error) if error else None, error, None)

@@ -31,7 +31,6 @@ from protocol.v1 import status_pb2 as pb
 
 _log = structlog.get_logger()
 
-DEFAULT_EVERY = "10m"
 DEFAULT_KEEP = 24
 
 FIRST_PAUSE_SECONDS = 5.0

@@ -406,7 +406,7 @@ def _way_to_start(directory: Path, home: "Home", new: "NewRun", wanted: "Wanted"
         elif new.facts.code_digest == TO_BE_TOLD:
             options += ["--code", "CODE"]
     if run.adapters is not None:
-        options += ["--base", str(source)]
+        options += ["--base", str(source or "MODEL")]
     if run.data.private:
         options += ["--data", "TOKENS" if run.data.source == "tokens" else "FILES"]
     found = {"nodes": shlex.join(["atoll", "node", "start", *options])}

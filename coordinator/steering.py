@@ -259,6 +259,7 @@ def extend(rounds: int, reason: str, directory: Path | None) -> None:
 
     with operator_of(directory) as stub:
         _say(stub.AmendRun(pb.AmendRunRequest(more_rounds=rounds, reason=reason)).ruling)
+    click.echo("nodes that are here go on; those that have ended go on by 'atoll node start'")
 
 
 @run.command()

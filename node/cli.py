@@ -574,7 +574,8 @@ def describe(
         look_at_run_data(load_run_folder(directory, "run.toml"), Path.cwd())
         return
     require_installed(to="describe a model")
-    from node.models.describing import Asked, describe_asked, describe_run, in_words
+    from node.models.describing import describe_asked, describe_run, in_words
+    from protocol.run.run_files import Asked
     from protocol.terminal.logging import start_logging
 
     start_logging(as_json=False)

@@ -169,7 +169,7 @@ def advice_for(
         round_seconds=median(each.seconds for each in last),
         now=now,
         better=better,
-        changes=_changes(spec, run, now.setting, better.setting),
+        changes=_changes(run, now.setting, better.setting),
         wants_fork=least_of_all < least - NEAR,
     )
 
@@ -214,7 +214,7 @@ def _fits(each: Found, spec: RunSpec) -> bool:
     )
 
 
-def _changes(spec: RunSpec, run: pb.RunStatus, now: Setting, better: Setting) -> Changes:
+def _changes(run: pb.RunStatus, now: Setting, better: Setting) -> Changes:
     """Keys of the run file; as many inner steps are left as before, so the schedule ends where it did."""
     changes: list[tuple[str, int | str]] = []
     if better.steps != now.steps:

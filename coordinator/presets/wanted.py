@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from coordinator.presets.cost import CongestionControl
 from protocol.errors import UsageError
 from protocol.run.models import FUNCTION_NAME
+from protocol.run.run_files import Asked
 from protocol.run.run_spec import RunSpec
 
 
@@ -109,18 +110,18 @@ def facts_of_wanted(wanted: Wanted, folder: Path) -> Facts:
     """Has the run described in its new folder; nothing is asked where nothing has to be read."""
     if not wanted.needs_the_nodes_side:
         return Facts(data={"source": "text", "private": True} if wanted.private else {})
-    asked = {
-        "by": wanted.builder,
-        "function": wanted.function,
-        "lora": wanted.lora,
-        "context": wanted.context,
-        "data": wanted.data,
-        "data_function": wanted.data_function,
-        "private": wanted.private,
-        "tokenizer": None if wanted.tokenizer is None else str(wanted.tokenizer),
-        "batch": wanted.batch,
-    }
-    return described(folder, wanted.source, "--asked", json.dumps(asked))
+    asked = Asked(
+        by=wanted.builder,
+        function=wanted.function,
+        lora=wanted.lora,
+        context=wanted.context,
+        data=wanted.data,
+        data_function=wanted.data_function,
+        private=wanted.private,
+        tokenizer=None if wanted.tokenizer is None else str(wanted.tokenizer),
+        batch=wanted.batch,
+    )
+    return described(folder, wanted.source, "--asked", json.dumps(asdict(asked)))
 
 
 LEAST_OF_PYTHON = 4 << 20
@@ -209,12 +210,6 @@ def _refuse_two_kinds_of_data(wanted: Wanted) -> None:
         raise UsageError(
             f"--function {wanted.function} says what is trained, and nothing what it learns from",
             next_step="add --data-function MODULE:NAME, or tokens with --data or --private",
-        )
-    if wanted.function is not None and wanted.data_function is None and wanted.context is None:
-        raise UsageError(
-            f"the model of --function {wanted.function} learns from tokens, and nothing says how many a "
-            "sample has",
-            next_step="say it with --context, as --context 512",
         )
     if wanted.private and (wanted.data or wanted.data_function is not None):
         raise UsageError(

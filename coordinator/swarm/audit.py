@@ -77,7 +77,12 @@ def draw_what_leads_elsewhere(turn: Turn, closed: Round) -> None:
     if commit is None or not turn.state.rules.audited_share:
         return
     begun = {audit.slice.index for audit in turn.state.audits if audit.round == closed.number}
-    for index in _leading_elsewhere(closed, commit):
+    earlier = [
+        s for s in turn.state.norms if s.fragment == commit.fragment and s.round < commit.round
+    ]
+    reducers = {progress.slice.reducer_id for progress in closed.slices}
+    is_first_of_one = not earlier and len(reducers) == 1
+    for index in _leading_elsewhere(closed, commit, least_usual=1.0 if is_first_of_one else 0.0):
         if index not in begun and (audit := _audit_of(turn, closed, commit, index)):
             _begin(turn, replace(audit, leads_elsewhere=True))
 
@@ -176,11 +181,14 @@ def audits_in_words(state: SwarmState) -> str:
 # Which are audited, and by whom
 
 
-def _leading_elsewhere(closed: Round, commit: Commit) -> list[int]:
+def _leading_elsewhere(closed: Round, commit: Commit, *, least_usual: float) -> list[int]:
     """The slices, in order, whose results agree much less than others' with what was contributed to them.
 
     What a slice's contributors tell of it is one number, the median by their weight; so the larger half
     of the slices say what is usual in the round, and no few members draw an audit or avert it.
+
+    Where one reducer has made a fragment's first results, these say nothing of each other, and no bound holds
+    them. There is no kept error in them yet, so what is usual is 1, and of a result k times too long 1 / k.
     """
     told: dict[int, float] = {}
     for progress, outcome in zip(closed.slices, commit.slices, strict=True):
@@ -195,7 +203,7 @@ def _leading_elsewhere(closed: Round, commit: Commit) -> list[int]:
                 told[outcome.index] = _median_by_weight(closed.say, sorted(found))
     if not told:
         return []
-    usual = sorted(told.values())[len(told) // 2]
+    usual = max(least_usual, sorted(told.values())[len(told) // 2])
     return [i for i, each in told.items() if each < max(0.0, LEAST_AGREEMENT * usual)]
 
 

@@ -21,6 +21,7 @@ They are others' for this round, by what is known of them:
 Reducers give up contributions sooner than that (node.exchange.round.state).
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -66,7 +67,8 @@ UNMADE_TIMES, UNMADE_LEAST_SECONDS = 1.5, 5.0
 made its own by then (node.exchange.round.state)."""
 
 UNMADE_AGAIN_TIMES, UNMADE_AGAIN_LEAST_SECONDS, UNMADE_ROUNDS = 1.1, 1.0, 16
-"""Likewise where others had to make a slice of the reducer in one of so many rounds before."""
+"""Likewise where others had to make a slice of the reducer in one of so many rounds before. And where most
+results lack its work: it has been waited for already."""
 
 LEAST_SECONDS = 1.0
 """With less time before the commit deadline no backup could collect, reduce and hand out."""
@@ -220,11 +222,13 @@ def _stuck_at(state: SwarmState, current: Round, progress: SliceProgress) -> flo
     if is_made and (lately or _is_silent(state, current, progress)):
         assert progress.reduced_at is not None
         more = max((SILENT_TIMES - 1) * took, SILENT_LEAST_SECONDS)
+        if _is_missed(current, progress.slice.reducer_id):
+            more = UNMADE_AGAIN_LEAST_SECONDS
         at = more + max(most_at, progress.reduced_at)
         at = at if lately else max(at, current.silent_at)
     elif is_made or not is_known:
         at = since + max(STUCK_TIMES * took, took + STUCK_LEAST_SECONDS)
-    elif lately:
+    elif lately or _is_missed(current, progress.slice.reducer_id):
         at = since + max(UNMADE_AGAIN_TIMES * took, took + UNMADE_AGAIN_LEAST_SECONDS)
     else:
         at = since + max(UNMADE_TIMES * took, took + UNMADE_LEAST_SECONDS)
@@ -242,6 +246,19 @@ def _is_silent(state: SwarmState, current: Round, progress: SliceProgress) -> bo
         return False
     among = deciders(state, current, is_late=False)
     return is_enough(say_in(state, current, among), as_set(among).intersection(by), among)
+
+
+def _is_missed(current: Round, node_id: NodeId) -> bool:
+    """Whether more than half of the others' results lack its work."""
+    others = [p for p in current.slices if p.digest is not None and p.slice.reducer_id != node_id]
+    num_lacking = sum(not _has_contributed(node_id, progress) for progress in others)
+    return 2 * num_lacking > len(others)
+
+
+def _has_contributed(node_id: NodeId, progress: SliceProgress) -> bool:
+    named = progress.contributors  # in the order of their ids
+    place = bisect_left(named, node_id, key=lambda contributor: contributor.node_id)
+    return place < len(named) and named[place].node_id == node_id
 
 
 def _lately_given_up(state: SwarmState, current: Round, progress: SliceProgress) -> bool:

@@ -8,7 +8,7 @@ imports no torch.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,13 @@ from protocol.run.models import (
     TransformersModel,
     layout_of,
 )
-from protocol.run.run_files import DESCRIPTION_FILE, description_file, load_run_file, validated
+from protocol.run.run_files import (
+    DESCRIPTION_FILE,
+    Asked,
+    description_file,
+    load_run_file,
+    validated,
+)
 from protocol.run.run_spec import DataSection, RunSpec
 from protocol.terminal.console import count_in_words
 
@@ -59,23 +65,6 @@ COMPARES_SAMPLES = (
 Tables = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What `atoll init` was asked for that this side knows the meaning of."""
-
-    by: str | None = (
-        None  # who builds the model: "decoder", "transformers", "function"; None: nobody new
-    )
-    function: str | None = None
-    lora: int | None = None
-    context: int | None = None
-    data: Sequence[str] = ()
-    data_function: str | None = None
-    private: bool = False
-    tokenizer: str | None = None
-    batch: int | None = None
-
-
 def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str, Any]:
     """Finds out all of a new run, writes its description into its folder, and says what was found.
 
@@ -91,6 +80,12 @@ def describe_asked(folder: Path, source: Path | None, asked: Asked) -> dict[str,
     data, vocab_size, there = _data_of(source, asked)
     if (packed := there.get("packed_context")) is not None:
         asked = replace(asked, context=_as_packed(packed, asked, notes))
+    if asked.by == "function" and asked.data_function is None and asked.context is None:
+        raise UsageError(
+            f"the model of --function {asked.function} learns from tokens, and nothing says how many a "
+            "sample has",
+            next_step="say it with --context, as --context 512",
+        )
     if asked.by is not None:
         tables["model"], model_vocab_size = _model_of(source, asked)
     if asked.lora is not None:

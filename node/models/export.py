@@ -1,4 +1,4 @@
-"""Writes a committed model as a folder that transformers loads, with its card, and reads it back.
+"""Writes a committed model as a folder that transformers loads, with its card.
 
 The folder is complete or absent (protocol.files.durable). The card is the business of node.models.card,
 and what config.json says of a model that of node.models.families.
@@ -12,17 +12,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from node.island.data.manifest import TOKENIZER_FILE
 from node.island.data.tokenizing import TOKENIZER_SETTINGS, settings_of_tokenizer, tokenizer_files
 from node.models.card import AUTO_TOKENIZER, CARD, TORCH_NAMES, DType, Form, Origin, card_of
 from node.models.families import config_of, why_none
-from node.models.reading import CONFIG, GENERATION_CONFIG, INDEX, WEIGHTS, read_json, read_weights
+from node.models.reading import CONFIG, GENERATION_CONFIG, INDEX, WEIGHTS, read_json
 from node.outer_state import Vector
-from protocol.errors import AtollError, BadDataError, CannotCreateError, NoInputError, UsageError
+from protocol.errors import AtollError, CannotCreateError, UsageError
 from protocol.files.durable import is_taken, refusal_to_write, whole_folder
 from protocol.run.models import (
     DecoderModel,
@@ -126,27 +124,6 @@ def usual_dtype(spec: RunSpec, *, is_merged: bool = False) -> DType:
     config = spec.description.config
     said = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return next((dtype for dtype, name in TORCH_NAMES.items() if name == said), "fp32")
-
-
-def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
-    """Reads a decoder that export_model wrote. Raises NoInputError or BadDataError."""
-    try:
-        about = read_json(folder / ABOUT)
-        model = DecoderModel.model_validate(about["model"])
-    except NoInputError as error:
-        raise NoInputError(
-            f"{folder} is no exported model: {ABOUT} is missing",
-            next_step="name the folder that 'atoll export' wrote",
-        ) from error
-    except (KeyError, ValidationError) as error:
-        raise BadDataError(
-            f"{folder / ABOUT} does not describe a decoder of Atoll's: {error}",
-            next_step="export it again",
-        ) from error
-    spec = RunSpec(model=model)
-    parameters = np.empty(spec.num_parameters, np.float32)
-    read_weights(folder, spec, parameters)
-    return model, parameters
 
 
 def _write_settings(

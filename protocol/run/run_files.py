@@ -4,6 +4,8 @@ What one may say stands in protocol.run.run_spec; here is who reads it, and what
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,23 @@ from protocol.errors import ConfigError
 from protocol.files.durable import read_toml
 from protocol.run.models import DecoderModel, first_problem
 from protocol.run.run_spec import DataSection, RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What `atoll init` was asked for that the nodes' side knows the meaning of, and is asked by it."""
+
+    by: str | None = (
+        None  # who builds the model: "decoder", "transformers", "function"; None: nobody new
+    )
+    function: str | None = None
+    lora: int | None = None
+    context: int | None = None
+    data: Sequence[str] = ()
+    data_function: str | None = None
+    private: bool = False
+    tokenizer: str | None = None
+    batch: int | None = None
 
 
 def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:

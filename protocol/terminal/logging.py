@@ -6,11 +6,14 @@ those is protocol.terminal.logs.
 
 import json
 import logging
+import math
 import os
 import select
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,6 +31,38 @@ MOST_BYTES = 8_000_000
 
 KEPT_KEYS = ("at", "level", "process", "event")
 """What each line of a log file has; all else are facts of the event."""
+
+
+FIGURES = ("wire", "utilisation")
+"""Events that are a round's figures: the longest lines, and of use to people as a sample."""
+
+FIGURES_SECONDS = 10.0
+"""How often people are shown them at most: in rounds of 2 s they would be most of 50 MB a day."""
+
+
+class SparseFigures:
+    """Leaves out of what people read the figures of most short rounds; the next ones say of how many."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shown_at: dict[str, float] = {}
+        self._left_out: Counter[str] = Counter()
+
+    def __call__(
+        self, _logger: object, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        """A processor of structlog. Raises DropEvent for what is left out."""
+        name = event["event"]
+        if name not in FIGURES:
+            return event
+        now = self._clock()
+        if now - self._shown_at.get(name, -math.inf) < FIGURES_SECONDS:
+            self._left_out[name] += 1
+            raise structlog.DropEvent
+        self._shown_at[name] = now
+        if left_out := self._left_out.pop(name, 0):
+            event["rounds_left_out"] = left_out
+        return event
 
 
 class LogStream:
@@ -129,7 +164,8 @@ def start_logging(
 ) -> LogStream:
     """Sends structlog, and warnings of libraries, to standard error; `context` stands in every line.
 
-    With a `folder`, also to the log file there of `process`, which is its name.
+    With a `folder`, also to the log file there of `process`, which is its name. That file has all figures of
+    short rounds, of which people are then shown some.
 
     With `$ATOLL_LOG=debug` also what is worth a line only to who looks for a fault.
     """
@@ -166,6 +202,7 @@ def start_logging(
             _with_what_every_line_says,
             structlog.processors.add_log_level,
             keep,
+            *([] if as_json or is_debug or kept is None else [SparseFigures()]),
             structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
             tell_of_lost_lines,
             *renderers,

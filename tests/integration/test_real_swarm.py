@@ -13,10 +13,10 @@ import pytest
 
 from node.kept import kept_model
 from node.machine.hardware import congestion_control
-from node.models.export import load_exported
 from protocol.terminal.console import printable
 from tests.integration.typed_commands import Running, Swarm, atoll, done, refused, until
 from tests.tiny_runs import tiny_text
+from tests.unit.test_export import load_exported
 
 RUN = tiny_text(
     run={"name": "real", "rounds": 4, "min_nodes": 2},

@@ -266,7 +266,8 @@ def test_all_that_a_run_owner_types_is_obeyed_before_anybody_trains_and_told_in_
 
     said = owner(swarm, "run", "amend", "inner.learning_rate=0.002", "exchange.uplink='ec2'")
     assert "inner.learning_rate = 0.002" in said and 'exchange.uplink = "ec2/2"' in said
-    assert "run.rounds = 450" in owner(swarm, "run", "extend", "50")
+    said = owner(swarm, "run", "extend", "50")
+    assert "run.rounds = 450" in said and "go on by 'atoll node start'" in said
     assert (run_of(swarm).total_rounds, len(run_of(swarm).amendments)) == (450, 2)
     refused(
         atoll("run", "amend", "inner.learning_rate=-1", "--dir", swarm.home), 78, "learning_rate"

@@ -572,6 +572,19 @@ def test_who_is_carried_to_us_gets_a_quarter_more_though_it_was_waited_for_in_va
     assert between_others.slices[0].phase is Phase.AVERAGING, "C reaches us"
 
 
+def test_who_was_waited_for_in_vain_has_a_quarter_more_while_something_comes() -> None:
+    """Else a member with the slowest link, once late, was never in time again."""
+    plan = plan_for(*NODES)
+    state = opened(plan, RULES, patience_seconds=50.0, now=0.0, less_awaited={C: Awaited.NOT})
+    state = step(state, ContributionEncoded(payload=contributed(A, 0, 0)), 2.0).state
+    state = step(state, ContributionBegan(sender=C), 7.0).state
+    state = step(state, body_of(contributed(B, 0, 0)), 8.0).state
+    assert reduced_at(state) == 10.0
+    assert reduced_at(state, (9.0, ContributionEnded(sender=C))) == 9.0, "it broke off"
+    came = step(state, body_of(contributed(C, 0, 0)), 9.5).state
+    assert came.slices[0].phase is Phase.AVERAGING and C in came.slices[0].contributions
+
+
 def collecting_for(*senders: NodeId, at: float, until: float) -> RoundState:
     """A round from 0 s on, in which these contribute to A's slice, at the same time."""
     plan = replace(plan_for(*NODES), contribute_seconds=until, commit_seconds=until + 10)
@@ -655,6 +668,25 @@ def test_a_result_of_which_nothing_comes_is_told_of_while_most_others_are_here()
     feed(PushEnded(index=2, attempt=0, sender=C), 40.0)
     feed(TimePassed(links=Links()), 44.0)
     assert told == [(24.0, (2,)), (25.0, ()), (44.0, (2,))], "it broke off, and nothing came again"
+
+
+def test_of_whom_no_contribution_came_a_result_is_not_waited_for_as_long_again() -> None:
+    state = collecting_for(A, B, at=20.0, until=3600.0)
+    state = step(state, TrainingEnded(round=1), 20.0).state
+    state = step(state, TimePassed(links=Links()), 28.0).state
+    assert state.given_up == {C}
+    ours, theirs = made_by(A, 0, 0), made_by(B, 1, 0)
+    state = step(state, body_of(theirs), 28.0).state
+    made = SliceResult(
+        payload=ours,
+        encoded=RULES.downlink.opened(ours.body, BLOCK),
+        contributors=(),
+        contributions=(),
+        weighed_tokens=TOKENS,
+        error=None,
+    )
+    held = step(state, MeanTaken(index=0, attempt=0, result=made), 28.0)
+    assert held.wake_at == 28.0 + 1.0
 
 
 def test_a_result_that_does_not_decode_is_told_of_once_and_its_bytes_are_not_taken_again() -> None:

@@ -17,12 +17,12 @@ from safetensors.numpy import load_file, save_file
 
 from node.island.models.first_weights import initial_parameters
 from node.models.card import DType, Origin, contributions_of
-from node.models.export import export_model, load_exported
-from node.models.reading import tensors_in
+from node.models.export import export_model
+from node.models.reading import read_json, read_weights, tensors_in
+from node.outer_state import Vector
 from protocol.errors import (
     BadDataError,
     CannotCreateError,
-    NoInputError,
     SystemRefusedError,
     UsageError,
 )
@@ -129,9 +129,16 @@ def test_what_a_killed_export_leaves_is_cleared_by_the_next(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_what_is_no_export_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NoInputError, match=r"atoll\.json is missing"):
-        load_exported(tmp_path)
+def load_exported(folder: Path) -> tuple[DecoderModel, Vector]:
+    """A decoder as it was written: what it is, and its weights."""
+    model = DecoderModel.model_validate(read_json(folder / "atoll.json")["model"])
+    spec = run_of(model)
+    parameters = np.empty(spec.num_parameters, np.float32)
+    read_weights(folder, spec, parameters)
+    return model, parameters
+
+
+def test_weights_that_are_damaged_or_another_models_are_refused(tmp_path: Path) -> None:
     export(tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     tensors = load_file(weights)

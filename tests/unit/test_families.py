@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 — its usual name
 
 from node.island.models.generate import decoder_of
-from node.models.export import export_model, load_exported
+from node.models.export import export_model
 from node.models.families import FAMILIES, config_of
 from node.models.reading import read_config, read_settings, read_weights
 from protocol.errors import BadDataError
 from protocol.run.models import DecoderModel, Description, RopeScaling
 from protocol.run.run_spec import RunSpec
-from tests.unit.test_export import ORIGIN
+from tests.unit.test_export import ORIGIN, load_exported
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

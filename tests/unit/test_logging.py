@@ -4,9 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from protocol.terminal.logging import LogStream
+import structlog
+
+from protocol.terminal.logging import FIGURES, LogStream, SparseFigures
 
 ROOT = Path(__file__).parents[2]
 LINE = "x" * 999 + "\n"
@@ -69,6 +72,41 @@ def test_the_line_after_a_gap_says_how_many_are_missing() -> None:
     said = [json.loads(line) for line in ran.stderr.splitlines()]
     assert [line.get("lost_lines", 0) for line in said] == [0, 2, 0]
     assert {(line["event"], line["node"]) for line in said} == {("said", "it")}
+
+
+def test_of_short_rounds_people_are_shown_some_figures_and_how_many_were_left_out() -> None:
+    now = 0.0
+    sparse = SparseFigures(lambda: now)
+    shown: list[tuple[float, str, int]] = []
+    for number in range(16):  # rounds of 2 s
+        now = 2.0 * number
+        for name in (*FIGURES, "applied"):
+            with suppress(structlog.DropEvent):
+                event = sparse(None, "info", {"event": name, "round": number})
+                shown.append((event["round"], name, event.get("rounds_left_out", 0)))
+    assert [told[0] for told in shown if told[1] == "applied"] == list(range(16))
+    for name in FIGURES:
+        kept = [(number, left_out) for number, own, left_out in shown if own == name]
+        assert kept == [(0, 0), (5, 4), (10, 4), (15, 4)]
+
+
+def test_a_folder_s_log_has_all_figures_and_so_has_json(tmp_path: Path) -> None:
+    program = (
+        "import sys, structlog\n"
+        "from pathlib import Path\n"
+        "from protocol.terminal.logging import start_logging\n"
+        "start_logging(as_json=len(sys.argv) > 2, folder=Path(sys.argv[1]), process='node')\n"
+        "for number in range(3):\n"
+        "    structlog.get_logger().info('wire', round=number)\n"
+    )
+    for more, num_shown in (((), 1), (("json",), 3)):
+        folder = tmp_path / str(num_shown)
+        folder.mkdir()
+        command = [sys.executable, "-c", program, str(folder), *more]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert ran.returncode == 0, ran.stderr
+        assert len(ran.stderr.splitlines()) == num_shown
+        assert len((folder / "logs" / "node.log").read_text().splitlines()) == 3
 
 
 def test_lines_go_where_standard_error_was_though_somebody_closes_it() -> None:

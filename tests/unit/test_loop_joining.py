@@ -238,6 +238,30 @@ async def test_no_node_is_said_with_the_command_that_starts_one(tmp_path: Path) 
         atoll.join(torch.nn.Linear(1, 1), folder=tmp_path, wait_seconds=0.0)
 
 
+async def test_a_loop_that_waits_says_for_what_and_where_more_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atoll.session.FIRST_WAIT_SECONDS", 0.0)
+    with pytest.raises(atoll.NoNodeError):
+        atoll.join(torch.nn.Linear(1, 1), folder=tmp_path, wait_seconds=0.3)
+    assert "yet, so this waits up to 0.3 s for one: atoll node start --loop" in caplog.text
+    assert "nothing to train" not in caplog.text
+    async with scene(tmp_path) as one:
+
+        def step(swarm: atoll.Swarm) -> None:
+            nudge(swarm._session._model)
+            swarm.step(tokens=1)
+
+        thread = await one.joined(step)
+        told = f"nothing to train for 0 s: 'atoll status --dir {tmp_path}' says what"
+        async with asyncio.timeout(20):
+            while told not in caplog.text:  # noqa: ASYNC110 - it is in another thread's log
+                await asyncio.sleep(0.01)
+        await one.train(work(steps=1))
+        await one.stops(thread)
+        assert caplog.text.count(told) == 1, "once it has trained, waits are short"
+
+
 async def test_the_socket_is_its_owner_s_and_of_any_length_and_gone_afterwards(
     tmp_path: Path,
 ) -> None:

@@ -1,6 +1,9 @@
 """transformers.Trainer with atoll's callback, against the daemon's island of loops."""
 
+import asyncio
 import threading
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from transformers import (
 
 import atoll
 from atoll.trainer import share_of, shifts_labels, targets_of
+from node.island.ranks.faults import LoopGoneError
 from node.island.training.schedule import position_of
 from protocol.run.schedule import share_of_peak
 from tests.unit.loop_scene import CONTEXT, Scene, ends, scene, work
@@ -123,6 +127,48 @@ async def test_a_trainer_that_ends_before_the_run_contributes_and_says_so(
         assert report.inner_steps == 2
         assert "ended after 2 steps, and the run goes on: raise max_steps" in caplog.text
         assert "the trainer shuffles by its default seed, 42" in caplog.text
+
+
+class FailsOnce(LlamaForCausalLM):
+    """Its third forward pass fails, as by memory that is not there."""
+
+    num_calls = 0
+
+    @wraps(LlamaForCausalLM.forward)  # by its arguments the trainer chooses columns
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        FailsOnce.num_calls += 1
+        if FailsOnce.num_calls == 3:
+            raise RuntimeError("CUDA out of memory.")
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("is_retried", [False, True])
+async def test_a_process_whose_trainer_has_failed_trains_again(
+    tmp_path: Path, is_retried: bool
+) -> None:
+    FailsOnce.num_calls = 0
+    async with asyncio.timeout(60), scene(tmp_path) as one:
+        thread = train(one, how={}, kind=FailsOnce, auto_find_batch_size=is_retried)
+        await one.is_here()
+        training = asyncio.create_task(one.train(work(steps=100)))
+        if is_retried:  # by the trainer itself, with smaller batches
+            report = await training
+        else:
+            await ends(thread)
+            thread = train(one, how={})
+            report = await training
+        assert report.inner_steps == 2
+        await one.island.publish(0)  # what was trained before counts
+        again = None
+        while again is None:
+            await one.is_here()
+            with suppress(LoopGoneError):  # as long as it is the first one that leaves
+                again = await one.train(work(2, steps=2))
+        await one.stops(thread)
+        assert again.inner_steps == 2
+        assert [str(each) for each in one.ended if isinstance(each, Exception)] == (
+            [] if is_retried else ["CUDA out of memory."]
+        )
 
 
 async def test_an_old_checkpoint_in_the_place_of_what_was_trained_is_refused(

@@ -272,7 +272,6 @@ def test_what_else_a_file_with_a_model_says_is_told_to_be_left_out(
         (["--function", "a:b", "--lora", "4"], "both say what is trained", 64),
         (["--function", "a"], "--function a names no function", 64),
         (["--function", "a:b"], "nothing what it learns from", 64),
-        (["--function", "a:b", "--data", "."], "nothing says how many a sample has", 64),
         (["--data-function", "a:b"], "goes with a model that a function makes", 64),
         (["--data-function", "b", "--function", "a:b"], "--data-function b names no function", 64),
         (

@@ -29,6 +29,14 @@ from protocol.terminal import cli, console
 from tests.unit.tokens_scene import prepared, write_jsonl, write_tokenizer
 
 SIZES = "hidden_size = 32\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nffn_size = 48\n"
+NEXT_TOKEN = """
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+def model():
+    net = nn.Sequential(nn.Embedding(512, 8), nn.Linear(8, 512))
+    return net, lambda net, batch: cross_entropy(net(batch[0]).flatten(0, 1), batch[1].flatten())
+"""
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "functions"
 
 
@@ -106,6 +114,8 @@ def test_adapters_are_one_command_and_say_what_nodes_need(
     told = capfd.readouterr().out
     assert f"  atoll node start --base {llama}\n" in told
     assert f"--base {llama} --weights {home / 'first.safetensors'}\n" in told
+    made(tmp_path / "again", "--run", home / "run.toml")
+    assert "  atoll node start --base MODEL\n" in capfd.readouterr().out
 
 
 @pytest.mark.usefixtures("described_here")
@@ -514,6 +524,19 @@ def test_packed_tokens_say_the_context_and_another_one_is_refused(
     for number, named in enumerate((("--from", llama), ("--from", llama, "--lora", 2), ())):
         assert made(tmp_path / str(number), *named, *packed).model.context == 24
         assert f"context 24: the tokens in {tokens} are packed for it" in capfd.readouterr().out
+    (code := tmp_path / "code").mkdir()
+    (code / "next_token.py").write_text(NEXT_TOKEN)
+    own = ("--function", "next_token:model", "--from", code)
+    assert made(tmp_path / "own", *own, *packed).model.context == 24
+    unpacked = [
+        "init",
+        str(tmp_path / "run"),
+        *map(str, own),
+        "--data",
+        str(llama.parent / "tokens"),
+    ]
+    assert console.run(cli.root, unpacked) == 64
+    assert "nothing says how many a sample has" in capfd.readouterr().err
     made(tmp_path / "same", *packed, "--context", 24, "--model", sizes)
     assert "are packed" not in capfd.readouterr().out
     for named in (("--from", llama, "--context", 64), ("--context", 64), ("--model", sizes)):

@@ -18,6 +18,7 @@ from coordinator.swarm.events import (
     Ticked,
 )
 from coordinator.swarm.members import AuditRecord, MemberState, Work
+from coordinator.swarm.slices import SeenNorm, SeenNorms
 from coordinator.swarm.state import Audit, SwarmState, Verdict
 from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import Ruling, RulingKind
@@ -187,6 +188,35 @@ def test_no_few_members_draw_an_audit_or_avert_it() -> None:
     accomplice = {"a": 1e9}
     commit_told(scene, lambda name, r: accomplice.get(name, -0.5 if r == "c" else 0.9))
     assert [audit.slice.reducer_id for audit in scene.state.audits] == ["c"]
+
+
+def by_one_alone(scene: Scene) -> Scene:
+    one = scene.round.slices[0].slice.reducer_id
+    slices = tuple(replace(p, slice=replace(p.slice, reducer_id=one)) for p in scene.round.slices)
+    scene.state = replace(scene.state, open_round=replace(scene.round, slices=slices))
+    return scene
+
+
+def test_a_fragments_first_results_of_one_reducer_are_held_against_their_contributions_alone() -> (
+    None
+):
+    """All of them were as much too long, and agreed with each other."""
+    scene = by_one_alone(scene_of(*NAMES, share=1e-12))
+    indexes = [progress.slice.index for progress in scene.round.slices]
+    commit_told(scene, lambda name, reducer: 0.2)
+    assert [audit.slice.index for audit in scene.state.audits] == indexes
+    honest = by_one_alone(scene_of(*NAMES, share=1e-12))
+    commit_told(honest, lambda name, reducer: 0.5)
+    assert not honest.state.audits
+    by_several = scene_of(*NAMES, share=1e-12)
+    commit_told(by_several, lambda name, reducer: 0.2)
+    assert not by_several.state.audits, "they say what is usual"
+    later = by_one_alone(scene_of(*NAMES, share=1e-12))
+    seen = SeenNorm(start=0, num_elements=LAYOUT.fragment_elements[0], norm=1.0)
+    norms = (SeenNorms(round=0, fragment=0, slices=(seen,), stride=1.0),)
+    later.state = replace(later.state, norms=norms)
+    commit_told(later, lambda name, reducer: 0.2)
+    assert not later.state.audits, "what a reducer keeps makes it less"
 
 
 def test_where_nobody_audits_no_finding_draws_one() -> None:

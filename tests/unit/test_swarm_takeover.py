@@ -525,6 +525,27 @@ def test_who_makes_no_result_again_soon_loses_its_slice_almost_at_once() -> None
         assert len(of_kind(scene.log, SliceTakenOver)) == 1
 
 
+@pytest.mark.parametrize("is_made", [False, True])
+def test_who_kept_its_contributions_too_has_been_waited_for_already(is_made: bool) -> None:
+    scene = keyed(7)
+    kept = header_of(scene, 0)
+    scene.now += 20
+    tokens = {str(a.node_id): TOKENS for a in scene.round.assignments}
+    others = {name: tokens[name] for name in tokens if name != kept.sender_id}
+    for index in range(1, len(scene.round.slices)):
+        made = header_of(scene, index)
+        scene.reduce(made.sender_id, index, made.digest, others)
+        for number in range(7):
+            scene.hold(str(key(number).node_id), index, made.digest)
+    if is_made:
+        scene.reduce(kept.sender_id, 0, kept.digest)
+        says_silent(scene, range(7), 0)
+    scene.wait(0.9)
+    assert not of_kind(scene.log, SliceTakenOver)
+    scene.wait(1.2)
+    assert len(of_kind(scene.log, SliceTakenOver)) == 1
+
+
 def says_silent(scene: Scene, numbers: Iterable[int], *indexes: int) -> None:
     for number in numbers:
         told, round = ResultsSilent(slice_indexes=indexes), scene.round.number

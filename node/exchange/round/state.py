@@ -33,8 +33,9 @@ from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutco
 # its own comes, for its link may be slow. A reducer that waited so in vain does not wait for it until its
 # work was in time in 1, 2, 4, ... rounds. What comes in time counts, whoever was waited for.
 #
-# What a member carries has a way more to go, so it would never be in time again: for those whom the plan says
-# to be carried here it waits a quarter as long again in any case, and no longer though something comes.
+# Who has the slowest link would never be in time again, nor would what another member carries. So it waits a
+# quarter as long again while something of theirs comes, and in any case for those whom the plan says to be
+# carried here; and no longer: who only lets it trickle costs others what an honest slow link does.
 #
 # Also who is waited for in full is not waited for to the deadline where less than half are late, and nothing
 # of its comes or has come. The first deadlines of a run are the run file's, a hundred times a quick round.
@@ -72,7 +73,7 @@ class Awaited(Enum):
 
     FULLY = auto()  # until the deadline, or several times as long as others: see above
     BRIEFLY = auto()  # not much longer than for the others', unless they are coming
-    NOT = auto()  # no longer than for the others'
+    NOT = auto()  # no longer than for the others', and not much longer though they are coming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

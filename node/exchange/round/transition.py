@@ -142,7 +142,11 @@ def collects_until(state: RoundState, known: SliceState) -> float:
             more = max((TRAINED_TIMES_OTHERS - 1) * most, TRAINED_LEAST_SECONDS)
             since = max(known.most_at, state.training_ended_at)
             took = min(took, since + more - known.begun_at)
-    elif Awaited.BRIEFLY in awaited.values() or not late.isdisjoint(state.carried_from):
+    elif (
+        Awaited.BRIEFLY in awaited.values()
+        or not late.isdisjoint(state.carried_from)
+        or any(map(state.num_coming.get, late))
+    ):
         took = max(TIMES_OTHERS * took, took + LEAST_SECONDS)
     # A node's next contribution begins a little after the one before.
     came = [
@@ -519,11 +523,14 @@ def _silent_times(state: RoundState) -> Mapping[int, float]:
     more = max((SILENT_TIMES_OTHERS - 1) * (most_at - begun_at), SILENT_LEAST_SECONDS)
     ours = state.rules.node_id
     bringing = {known.part.reducer_id for known in state.slices.values() if known.num_arriving}
-    return {
-        index: more + max(most_at, known.begun_at, state.push_ended_at.get(reducer, 0.0))
-        for index, known in state.slices.items()
-        if known.held is None and (reducer := known.part.reducer_id) not in {ours, *bringing}
-    }
+    times = {}
+    for index, known in state.slices.items():
+        reducer = known.part.reducer_id
+        if known.held is None and reducer not in {ours, *bringing}:
+            since = max(most_at, known.begun_at, state.push_ended_at.get(reducer, 0.0))
+            is_missed = reducer in state.given_up  # it has been waited for in this round
+            times[index] = since + (SILENT_LEAST_SECONDS if is_missed else more)
+    return times
 
 
 def _missing(state: RoundState) -> list[SliceState]:

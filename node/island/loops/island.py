@@ -158,7 +158,7 @@ class LoopIsland:
         except asyncio.CancelledError:
             self._halt_rank_0(loop)
             raise
-        return self._report_of(work, loop, [a for a in answers if isinstance(a, Trained)])
+        return self._report_of(work, [a for a in answers if isinstance(a, Trained)])
 
     def halt(self) -> None:
         """See Island."""
@@ -424,7 +424,7 @@ class LoopIsland:
         )
         visitor.say(told)
 
-    def _report_of(self, work: InnerWork, loop: Loop, answers: list[Trained]) -> InnerReport:
+    def _report_of(self, work: InnerWork, answers: list[Trained]) -> InnerReport:
         """What all ranks trained; of a step, no more tokens count than the plan leased for it.
 
         Its samples are used up, whatever the loop trained instead of them.

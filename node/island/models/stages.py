@@ -41,7 +41,7 @@ def units_of(
     """
     names = named_in_order(module, patterns)
     calls = _followed(module, names, compute)
-    for name, output in _chained(module, names, calls):
+    for name, output in _chained(names, calls):
         if not isinstance(output, Tensor) or output.dtype != torch.float32:
             kind = output.dtype if isinstance(output, Tensor) else type(output).__name__
             raise _wrong(f"{name} gives {kind}, and fp32 tensors travel between stages")
@@ -162,9 +162,7 @@ def _followed(
     return calls
 
 
-def _chained(
-    module: nn.Module, names: Sequence[str], calls: dict[str, _Call]
-) -> Iterable[tuple[str, Any]]:
+def _chained(names: Sequence[str], calls: dict[str, _Call]) -> Iterable[tuple[str, Any]]:
     """Each module's name and output; raises ConfigError where one does not take what the one before gave."""
     if "" not in calls:
         raise _wrong("the loss does not call the model as such, module(…)")
