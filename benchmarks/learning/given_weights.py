@@ -3,9 +3,9 @@
     python -m benchmarks.learning.given_weights [--seeds 0 1] [--rates 2e-3 8e-3] [--report]
         [--results docs/results/given-weights.jsonl]
 
-A byte language model of 0.1 million parameters learns the source of the standard library first. Then two nodes
-go on with it by plain calls (lab.simulation.plain_calls) on C++, the headers that come with torch: 300 inner
-steps of 1,024 tokens a node, by AdamW. Presets go by these figures where weights are given
+A byte language model of 0.1 million parameters learns the source of the standard library first. Then two
+nodes go on with it by plain calls (lab.simulation.plain_calls) on C++, the headers that come with torch: 300
+inner steps of 1,024 tokens a node, by AdamW. Presets go by these figures where weights are given
 (coordinator/presets/loss.py). What is in the file of results is not run again.
 """
 
@@ -54,6 +54,7 @@ def tries_of(rate: float) -> list[Try]:
         Try(rate=rate),
         *(replace(ten, codec=codec) for codec in ("fp32", "int4", "ec2", "ec1", "topk256")),
         *(replace(ten, codec="ec2", late_steps=late) for late in (5, 10)),
+        replace(ten, codec="ec2", outer=NESTEROV),
         replace(thirty, outer=PLAIN),
         *(replace(thirty, codec=codec) for codec in ("fp32", "ec2")),
         replace(thirty, codec="ec2", late_steps=15),

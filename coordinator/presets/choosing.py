@@ -28,7 +28,7 @@ from coordinator.presets.loss import (
     SPARSE_PAIRS,
     Above,
     Given,
-    above,
+    above_in,
     exchanges_of,
     keeps_error,
     results_hold_all,
@@ -205,13 +205,7 @@ def found(
         setting=setting,
         prediction=prediction,
         exchanges=exchanges_of(situation, given, setting),
-        above=above(
-            setting,
-            num_nodes=situation.num_nodes,
-            total_steps=situation.total_steps,
-            late_steps=prediction.late_steps,
-            inner_optimizer=situation.inner_optimizer,
-        ),
+        above=above_in(situation, setting, late_steps=prediction.late_steps),
     )
 
 

@@ -262,13 +262,14 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         told_link(wanted.link)
     facts = facts_of_wanted(wanted, folder)
     trained, note = _trained(wanted, facts)
+    is_given = wanted.source is not None and not facts.is_new
     values: dict[Place, tuple[Any, str]] = {
         ("data", key): (value, "") for key, value in facts.data.items()
     }
     if wanted != Wanted(name=wanted.name, num_nodes=wanted.num_nodes):
         values |= {("model", key): (value, "") for key, value in trained.model.items()}
         values[("inner", "batch")] = (trained.batch, trained.why_batch)
-        values |= _inner(wanted, trained, is_given=wanted.source is not None and not facts.is_new)
+        values |= _inner(wanted, trained, is_given=is_given)
     if wanted.lora is not None:
         values[("lora", "rank")] = (wanted.lora, "")
     if wanted.num_nodes is not None:
@@ -282,7 +283,8 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         notes.append(f"batch {trained.batch}: {trained.why_batch}")
     plan = None
     if wanted.link is not None or wanted.measured is not None:
-        plan, advice = _planned(wanted, trained, facts.machine)
+        has_weights = bool(facts.first_digest) or (is_given and wanted.function is None)
+        plan, advice = _planned(wanted, trained, facts.machine, has_weights=has_weights)
         notes.append(advice)
         values[("run", "min_nodes")] = (plan.situation.num_nodes, "")
         values |= {
@@ -497,11 +499,16 @@ def _times_the_data(spec: RunSpec, there_are: int, *, counted: str) -> str:
     )
 
 
+def _optimizer_of(wanted: Wanted) -> str:
+    """The inner one: Muon for new decoders."""
+    return wanted.optimizer or ("muon" if wanted.builder is None else "adamw")
+
+
 def _inner(wanted: Wanted, trained: Trained, *, is_given: bool) -> dict[Place, tuple[Any, str]]:
-    """The inner optimizer and its rates: Muon for new decoders."""
-    is_new = wanted.builder is None
-    optimizer = wanted.optimizer or ("muon" if is_new else "adamw")
-    why = "ended lower than adamw" if is_new and wanted.optimizer is None else ""
+    """The inner optimizer and its rates."""
+    optimizer = _optimizer_of(wanted)
+    is_chosen = wanted.optimizer is None and optimizer == "muon"
+    why = "ended lower than adamw" if is_chosen else ""
     rate, why_rate = _learning_rate(wanted, trained, is_given=is_given)
     values: dict[Place, tuple[Any, str]] = {("inner", "optimizer"): (optimizer, why)}
     if optimizer == "muon":
@@ -526,7 +533,9 @@ def _learning_rate(wanted: Wanted, trained: Trained, *, is_given: bool) -> tuple
     return float(f"{rate:.2g}"), f"{why}, for the weights are given"
 
 
-def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple[Plan, str]:
+def _planned(
+    wanted: Wanted, trained: Trained, machine: Machine | None, *, has_weights: bool
+) -> tuple[Plan, str]:
     """The exchange for the links, and what measured ones advise."""
     if wanted.num_nodes == 1:
         raise UsageError(
@@ -556,6 +565,8 @@ def _planned(wanted: Wanted, trained: Trained, machine: Machine | None) -> tuple
         batch=trained.batch,
         congestion_control=wanted.congestion or CUBIC if found is None else None,
         arithmetic=None if found is None else found.arithmetic,
+        inner_optimizer=_optimizer_of(wanted),
+        has_weights=has_weights,
         flops_per_second=operations / step_seconds,
     )
     plan = chosen(situation, {} if wanted.steps is None else {("inner", "steps"): wanted.steps})

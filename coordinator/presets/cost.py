@@ -318,7 +318,10 @@ class Situation:
     nodes measured it; None: assumed, by flops_per_second."""
 
     inner_optimizer: str = "muon"
-    """As run files name it, and 'atoll init' writes it."""
+    """As run files name it, and 'atoll init' writes it for new decoders."""
+
+    has_weights: bool = False
+    """Whether nodes go on with weights that are given."""
 
     flops_per_second: float = 0.0
     """What a node achieves, by 6 operations for each parameter and token; 0: as a CPU does."""

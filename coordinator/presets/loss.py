@@ -37,6 +37,10 @@ MOST_STEPS, MOST_STEPS_OF_CODECS = 12_000, 100_000
 
 6,400 steps are the longest that were measured, and published runs lose more by long intervals."""
 
+STEPS_OF_GIVEN = 1200
+"""Inner steps that weights which are given count as. Nodes that went on with ones of so many lost as much in
+the next 300 as that place of a longer run costs, or less (benchmarks.learning.given_weights)."""
+
 SLOPE = 0.1
 """What time costs that is not spent in inner steps: so much of the loss a run loses that has an e-th of it.
 
@@ -134,6 +138,18 @@ def above(
         codecs=sum(each.noise + each.delay * interval for each in losses)
         / min(total_steps, MOST_STEPS_OF_CODECS),
         late=scale * (apart**POWER - interval**POWER) / steps,
+    )
+
+
+def above_in(situation: Situation, setting: Setting, *, late_steps: int) -> Above:
+    """Of a situation's run; weights that are given have steps behind them."""
+    before = STEPS_OF_GIVEN if situation.has_weights else 0
+    return above(
+        setting,
+        num_nodes=situation.num_nodes,
+        total_steps=situation.total_steps + before,
+        late_steps=late_steps,
+        inner_optimizer=situation.inner_optimizer,
     )
 
 

@@ -355,6 +355,7 @@ def _situation(
         batch=spec.inner.batch,
         congestion_control=keys.congestion,
         inner_optimizer=spec.inner.optimizer,
+        has_weights=spec.first_digest is not None,
         flops_per_second=6.0 * spec.num_parameters * spec.tokens_per_inner_step / step_seconds,
     )
 
