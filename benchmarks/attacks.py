@@ -10,8 +10,8 @@ else than what they do, or that sign and send something else than they should. T
 published last. The Sybils are four keys for each liar, all of one invite.
 
 Each row has the held-out loss of the final state over the one without liars (same seed, same merge), the
-time of the run over that one's, how long its three longest rounds are over the middle one, whether all honest
-nodes hold the same state, in which round a contribution
+time of the run over that one's, how long its three longest rounds are over the middle one of that run,
+whether all honest nodes hold the same state, in which round a contribution
 of a liar was first clipped or left out, how many of the honest ones were, summed over rounds, in which round
 the last of the liars that were put out or sit out took part last, and whether honest nodes did.
 
@@ -202,6 +202,7 @@ def _figures(done: SimulatedRun, liars: int) -> Row:
     return {
         "loss": done.held_out[-1].loss,
         "seconds": done.seconds if done.final.finished_at is None else done.final.finished_at,
+        "usual": round(median(lasted), 2),  # seconds of a round
         "longest": [round(each / median(lasted), 2) for each in sorted(lasted)[:-4:-1]],
         "same": len({done.digests.get(node_id) for node_id in honest}) == 1,
         "noticed": noticed,
@@ -253,7 +254,7 @@ def report(rows: Sequence[Row]) -> str:
                 where,
                 f"{mean(losses):.3f} ({min(losses):.3f}–{max(losses):.3f})",
                 f"{max(run['seconds'] / base['seconds'] for run, base in pairs):.2f}",
-                _longest_in_words([run for run, _ in pairs]),
+                _longest_in_words(pairs),
                 "yes" if all(run["same"] for run, _ in pairs) else "NO",
                 min((run["noticed"] for run, _ in pairs if run["noticed"]), default="–"),
                 sum(run["honest_refused"] for run, _ in pairs),
@@ -286,9 +287,16 @@ def _incomparable(run: Row, base: Row) -> str:
     return f"the clean run of seed {run['seed']}: {base['ended']}" if "ended" in base else ""
 
 
-def _longest_in_words(runs: Sequence[Row]) -> str:
+def longest_of(run: Row, base: Row) -> list[float]:
+    """How long a run's longest rounds are over the middle one of the clean run; none of an older row."""
+    if "usual" not in run or "usual" not in base:
+        return []
+    return [round(each * run["usual"] / base["usual"], 2) for each in run["longest"]]
+
+
+def _longest_in_words(pairs: Sequence[tuple[Row, Row]]) -> str:
     """The longest rounds, the second and the third, each of the run where it is longest."""
-    told = [run["longest"] for run in runs if "longest" in run]
+    told = [longest_of(run, base) for run, base in pairs]
     return ", ".join(f"{max(each):.2f}" for each in zip(*told, strict=False)) or "–"
 
 

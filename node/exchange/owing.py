@@ -4,6 +4,9 @@ A round accumulates what is owed (its pseudo-gradient and the residual) and send
 slice. That is pending until the round's commit: where it took a contribution, what the encoding left
 out is kept; everywhere else, all of it. A round that ends otherwise leaves the residual as it was.
 
+So does one that commits nothing at all, and its samples are leased again. Else all nodes would owe what
+each has trained from the same state, and together overshoot by as many rounds.
+
 What is pending is (global − published) + residual, formed where it is needed: the three stay as they are
 from the encoding to the commit, so no fourth vector keeps their sum. Where one of them must change
 before, what is pending is set aside.
@@ -13,6 +16,7 @@ a contributor of which it has nothing, or has something else, makes nobody drop 
 says was cut off a contribution is let go like late work, and said: owed again, it would be cut again.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -324,10 +328,17 @@ class Owing:
             pending = None
         self.residual.decay = self.rules_in(commit.round).residual_decay
         fates = {each.index: self._fate_of(each, commit.round, pending) for each in commit.slices}
+        # Where late work has a bound at all.
+        is_void = self.residual.most_owed < math.inf and all(
+            outcome.digest is None for outcome in commit.slices
+        )
         let_go = cut = 0.0
         for outcome in commit.slices:
             span = self.layout.span_of(commit.fragment, outcome.start, outcome.num_elements)
             fate = fates[outcome.index]
+            if is_void:
+                self._keep_later(outcome, span, pending)
+                continue
             rounds = self._settle_residual(outcome, span, pending, fate)
             let_go += rounds * outcome.num_elements
             if fate is not _Fate.MISSED:
@@ -349,6 +360,8 @@ class Owing:
             else:
                 self._late_fragments.add(commit.fragment)
             size = self.layout.fragments[commit.fragment].num_elements
+            if is_void:
+                self._say_void(pending)
             self._say_let_go(let_go / size, round=commit.round, fragment=commit.fragment)
         if cut > 0:
             self._say_cut(cut / self.layout.fragments[commit.fragment].num_elements, commit)
@@ -409,11 +422,24 @@ class Owing:
                     share=pending.share,
                 )
                 self.holds_work = True
-        aside = self._aside_of(pending)
+        self._keep_later(outcome, span, pending)
+        return let_go
+
+    def _keep_later(self, outcome: SliceOutcome, span: slice, pending: Pending | None) -> None:
+        """Owes what was trained since what is pending was sent."""
+        aside = None if pending is None else self._aside_of(pending)
         if aside is not None and aside.later is not None:
             values = self.residual.values[span]
             values += aside.later[outcome.start : outcome.start + outcome.num_elements]
-        return let_go
+
+    def _say_void(self, pending: Pending) -> None:
+        self.let_go_rounds += pending.share
+        log.warning(
+            "a round committed nothing, and its work is let go: its samples are trained again",
+            round=pending.round,
+            fragment=pending.fragment,
+            by_this_process=float(f"{self.let_go_rounds:.3g}"),
+        )
 
     def _say_let_go(self, rounds: float, *, round: int, fragment: int) -> None:
         if rounds > 0:

@@ -38,11 +38,9 @@ class Format:
     def next_step(self, version: int) -> str:
         """What to type where a file is of a version that is not read."""
         if version > self.writes:
-            return (
-                "install the release of Atoll that wrote it, or a later one: 'pip install -U atoll'"
-            )
+            return "install the release of Atoll that wrote it, or a later one, from where you have this one"
         if release := self.releases.get(version):
-            return f"install the release that opens it: 'pip install atoll=={release}'"
+            return f"install the release that opens it, {release}, from where you have this one"
         return "no release of Atoll opens it: it is of a state of the code between releases"
 
 

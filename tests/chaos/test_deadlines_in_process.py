@@ -19,7 +19,7 @@ STEADY = Life(seconds_per_inner_step=1.0)
 """Takes five virtual seconds for a round."""
 
 
-@pytest.mark.parametrize(("adapt", "seconds"), [(True, 15.6 + 60), (False, 30 + 60)])
+@pytest.mark.parametrize(("adapt", "seconds"), [(True, 15.6 + 60), (False, 22 + 60)])
 def test_a_round_with_a_silent_death_ends_by_what_rounds_usually_take(
     corpus: Corpus, adapt: bool, seconds: float
 ) -> None:
@@ -31,9 +31,9 @@ def test_a_round_with_a_silent_death_ends_by_what_rounds_usually_take(
     # Training 1.5 × 5 s, the floor for the exchange; a quarter of the time until the commit later a
     # backup takes the dead one's slice over, and has half of the rest for it. With the run file's deadlines
     # the others' slices go without the dead one after 4 × 5 s: it may still train. Its own goes to a backup
-    # after half as long again, which does not wait for it a second time. Nobody waits for the dead one to
-    # apply; but at the end of the run to take the final state over, as long as may be: with such a lease
-    # heartbeats are half an hour apart.
+    # soon after, as it was waited for already, and the backup does not wait for it a second time. Nobody
+    # waits for the dead one to apply; but at the end of the run to take the final state over, as long as may
+    # be: with such a lease heartbeats are half an hour apart.
     assert run.seconds == pytest.approx(9 * 5 + seconds, abs=1.5)
 
 
@@ -81,3 +81,22 @@ def test_links_of_one_to_ten_cost_no_contribution_and_nobody_its_place(
     assert {(m.audits.num_void, m.audits.unmade_round, m.standing.num_faults) for m in members} == {
         (0, 0, 0)
     }
+
+
+def test_rounds_in_which_nothing_commits_leave_no_harm_behind(corpus: Corpus) -> None:
+    """All that both had trained meanwhile, from one state, landed at once: the run ended 14 % higher."""
+
+    async def cut(network: MemoryNetwork, nodes: Sequence[SimulatedNode]) -> None:
+        pair = nodes[0].node_id, nodes[1].node_id
+        await asyncio.sleep(6)
+        network.cut(*pair)
+        await asyncio.sleep(54)
+        network.mend(*pair)
+
+    short = {"train": 12, "contribute": 14, "commit": 16, "apply": 10, "lease": 10_000}
+    spec = tiny(run={"rounds": 16, "min_nodes": 2}, deadlines=short | {"adapt": False})
+    run = simulate(spec, lives=[STEADY] * 2, corpus=corpus, script=cut)
+    whole = simulate(spec, lives=[STEADY] * 2, corpus=corpus)
+    void = [c.round for c in run.commits if all(s.digest is None for s in c.slices)]
+    assert void == [2, 3, 4]
+    assert run.held_out[-1].loss < 1.04 * whole.held_out[-1].loss

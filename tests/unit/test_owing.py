@@ -295,6 +295,27 @@ def test_the_work_of_two_rounds_in_a_row_stays_owed_to_the_last_bit() -> None:
     assert outer.owing.let_go_rounds == 0
 
 
+def test_a_round_that_commits_nothing_leaves_what_was_owed_before_it() -> None:
+    outer = outer_of(A)
+    late(outer, normal(1), rounds=1)
+    before = outer.owing.residual.values.copy()
+    assert norm(before) > 0
+    contributed(outer, normal(2))
+    void = tuple(
+        replace(outcome, digest=None, contributors=(), contributions=())
+        for outcome in commit_naming(outer, results_of(outer), None).slices
+    )
+    outer.owing.settle(replace(commit_naming(outer, results_of(outer), None), slices=void), {})
+    np.testing.assert_array_equal(outer.owing.residual.values, before)
+    assert outer.owing.let_go_rounds == 1 and outer.owing.pending is None
+    contributed(outer, normal(3))
+    one_is_here = (commit_naming(outer, results_of(outer), None).slices[0], *void[1:])
+    outer.owing.settle(
+        replace(commit_naming(outer, results_of(outer), None), slices=one_is_here), {}
+    )
+    assert norm(outer.owing.residual.values - before) > 0, "a round that commits some is missed"
+
+
 def test_a_round_that_was_cut_short_bounds_no_more_than_a_whole_one() -> None:
     outer, work = outer_of(A), normal(0)
     late(outer, work, rounds=1)
