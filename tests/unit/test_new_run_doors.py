@@ -616,6 +616,38 @@ def test_the_batch_of_given_weights_fits_a_node_and_its_reason_is_written_down(
     assert bool(why) == any(why in note for note in new.notes)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "facts", "optimizer", "has_weights"),
+    [
+        (Wanted(), Facts(), "muon", False),
+        (Wanted(optimizer="adamw"), Facts(), "adamw", False),
+        (GIVEN, FACTS, "adamw", True),
+        (GIVEN, replace(FACTS, is_new=True), "adamw", False),
+        (replace(GIVEN, optimizer="muon"), FACTS, "muon", True),
+        (Wanted(function="m:f", data_function="m:d", source=EXAMPLES), FACTS, "adamw", False),
+        (
+            Wanted(function="m:f", data_function="m:d", source=EXAMPLES),
+            replace(FACTS, first_digest="ab" * 32),
+            "adamw",
+            True,
+        ),
+    ],
+)
+def test_an_exchange_is_chosen_for_the_inner_optimizer_and_the_weights_that_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: Wanted,
+    facts: Facts,
+    optimizer: str,
+    has_weights: bool,
+) -> None:
+    monkeypatch.setattr(composing, "facts_of_wanted", lambda wanted, folder: facts)
+    new = composing.new_run(replace(wanted, link="100mbit", step="2s"), Path())
+    assert new.plan is not None
+    situation = new.plan.situation
+    assert (situation.inner_optimizer, situation.has_weights) == (optimizer, has_weights)
+    assert f'optimizer = "{optimizer}"' in new.text
+
+
 def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
     monkeypatch: pytest.MonkeyPatch, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
