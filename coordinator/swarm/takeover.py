@@ -63,7 +63,7 @@ SILENT_TIMES, SILENT_LEAST_SECONDS = 1.25, 2.0
 """Likewise for results of which nothing comes, or whose reducers had some given up lately. From when it is
 made each has the part beyond 1 at least."""
 
-UNMADE_TIMES, UNMADE_LEAST_SECONDS = 1.5, 5.0
+UNMADE_TIMES, UNMADE_LEAST_SECONDS = 1.45, 4.5
 """Likewise for results that are not made. A reducer that itself waits for somebody of whom nothing comes has
 made its own by then (node.exchange.round.state)."""
 
