@@ -23,7 +23,7 @@ Reducers give up contributions sooner than that (node.exchange.round.state).
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -47,6 +47,7 @@ from coordinator.swarm.turn import (
     others_in,
     participants_of,
     present_participants,
+    remembered,
 )
 from coordinator.swarm.weighing import is_enough, late_helper, say_in
 from protocol.trust.evidence import of_refusals
@@ -62,7 +63,7 @@ SILENT_TIMES, SILENT_LEAST_SECONDS = 1.25, 2.0
 """Likewise for results of which nothing comes, or whose reducers had some given up lately. From when it is
 made each has the part beyond 1 at least."""
 
-UNMADE_TIMES, UNMADE_LEAST_SECONDS = 1.5, 5.0
+UNMADE_TIMES, UNMADE_LEAST_SECONDS = 1.45, 4.5
 """Likewise for results that are not made. A reducer that itself waits for somebody of whom nothing comes has
 made its own by then (node.exchange.round.state)."""
 
@@ -240,12 +241,20 @@ def _stuck_at(state: SwarmState, current: Round, progress: SliceProgress) -> flo
 
 def _is_silent(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
     """Whether those who decide say that nothing comes of the slice's result."""
-    index = progress.slice.index
-    by = [node_id for node_id, silent in current.silent.items() if index in silent]
-    if not by:
+    if not (by := _silent_to(current.silent).get(progress.slice.index)):
         return False
     among = deciders(state, current, is_late=False)
     return is_enough(say_in(state, current, among), as_set(among).intersection(by), among)
+
+
+@remembered
+def _silent_to(silent: Mapping[NodeId, tuple[int, ...]]) -> Mapping[int, list[NodeId]]:
+    """To whom nothing comes, by slices. Asked with every report, of each slice."""
+    found: dict[int, list[NodeId]] = {}
+    for node_id, indexes in silent.items():
+        for index in indexes:
+            found.setdefault(index, []).append(node_id)
+    return found
 
 
 def _is_missed(current: Round, node_id: NodeId) -> bool:

@@ -72,7 +72,7 @@ def run_with_a_round_taken_back(
 ) -> SimulatedRun:
     """In round 3 one node is cut off from the two others. Both die at once and return much later.
 
-    Round 3 begins at 10 s, commits at 50 s, and is settled without the first node at 60 s. They die
+    Round 3 begins at 10 s, commits at 20 s, and is settled without the first node at 30 s. They die
     in between; or in round 4, which is then void, and goes with the one before it.
     """
 
@@ -97,21 +97,21 @@ def run_with_a_round_taken_back(
     return run
 
 
-@at_each("dies_at", {SNAPSHOTS: 50.5, RESULTS: 60.5})
+@at_each("dies_at", {SNAPSHOTS: 20.5, RESULTS: 30.5})
 @pytest.mark.usefixtures("disk_pace")
 def test_what_nobody_holds_any_more_is_taken_back_and_who_applied_it_comes_round(
     corpus: Corpus, tmp_path: Path, dies_at: float
 ) -> None:
     """The first node has committed more since, alone."""
     run = run_with_a_round_taken_back(
-        corpus, tmp_path, dies_at=dies_at, returns_at=160, rounds=30, min_nodes=1
+        corpus, tmp_path, dies_at=dies_at, returns_at=130, rounds=30, min_nodes=1
     )
     assert [commit.incarnation for commit in run.commits] == [0, 0, *[1] * 28]
     assert "taken back" in run.commits[2].slices[0].void_reason
     assert all(outcome.digest is None for outcome in run.commits[2].slices)
 
 
-@at_each("dies_at", {SNAPSHOTS: 60.5, RESULTS: 50.5})
+@at_each("dies_at", {SNAPSHOTS: 30.5, RESULTS: 20.5})
 @pytest.mark.usefixtures("disk_pace")
 def test_what_was_taken_back_holds_again_when_who_applied_it_returns_before_anything_else_commits(
     corpus: Corpus, tmp_path: Path, dies_at: float

@@ -670,6 +670,27 @@ def test_a_result_of_which_nothing_comes_is_told_of_while_most_others_are_here()
     assert told == [(24.0, (2,)), (25.0, ()), (44.0, (2,))], "it broke off, and nothing came again"
 
 
+def test_in_a_slice_that_comes_to_us_nobody_is_waited_for_of_whom_nothing_came_before() -> None:
+    for begins, phase in ((False, Phase.AVERAGING), (True, Phase.COLLECTING)):
+        state = collecting_for(A, B, at=20.0, until=3600.0)
+        events: tuple[tuple[Event, float], ...] = (
+            (TrainingEnded(round=1), 20.0),
+            (TimePassed(links=Links()), 28.0),
+            (ContributionEncoded(payload=contributed(A, 2, 0)), 28.0),
+            (
+                SliceTakenOver(
+                    round=1, slice_index=2, reducer_id=A, attempt=1, contribute_seconds=100.0
+                ),
+                30.0,
+            ),
+            *([(ContributionBegan(sender=C), 30.5)] if begins else []),
+            (body_of(contributed(B, 2, 0), 1), 31.0),
+        )
+        for event, at in events:
+            state = step(state, event, at).state
+        assert state.slices[2].phase is phase, "what comes is waited for"
+
+
 def test_of_whom_no_contribution_came_a_result_is_not_waited_for_as_long_again() -> None:
     state = collecting_for(A, B, at=20.0, until=3600.0)
     state = step(state, TrainingEnded(round=1), 20.0).state

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_a_void_round_moves_the_round_and_not_the_digest() -> None:
     pending_of(outer, work)
     outer.apply(commit_on(outer, {}), {})
     assert (outer.round, outer.digest) == (1, digest)
-    np.testing.assert_array_equal(outer.owed().residual, work)
+    assert not outer.owed().residual.any(), "its samples are leased again"
 
 
 def reduced_by(outer: Outer, pending: Pending, *, index: int) -> Payload:
@@ -345,6 +346,7 @@ def test_a_run_file_makes_its_replica() -> None:
 
 def test_what_is_published_after_a_commit_is_owed_whatever_was_pending_before() -> None:
     outer, work = outer_of(A), normal(0)
+    outer.owing.residual.most_owed = math.inf  # else nothing is owed of a void round
     pending_of(outer, work)
     outer.apply(commit_on(outer, {}), {})
     before = outer.owing.published_of(0)
