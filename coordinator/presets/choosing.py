@@ -338,6 +338,8 @@ def _outer(case: _Case) -> list[Told]:
         return _outer_step("nesterov", 1.0, momentum, why, why, lost)
     told = bool(case.given.get(("outer", "momentum")))
     wants_momentum = told or case.given.get(("outer", "merge")) in MERGES_BY_MOMENTUM
+    if case.situation.has_weights and not is_sparse:
+        return _outer_step("nesterov", 0.7, 0.6, reasons.WEIGHTS, reasons.WEIGHTS, reasons.WEIGHTS)
     if (is_sparse or case.is_often) and not (wants_momentum or case.blends):
         why = reasons.SPARSE_RATE if is_sparse else reasons.OFTEN
         if is_sparse and setting.downlink in SPARSE:

@@ -17,10 +17,10 @@ from benchmarks.exchange.shares import (
     predictions_in_words,
     share_in_words,
 )
-from benchmarks.learning import intervals
+from benchmarks.learning import given_weights, intervals
 from benchmarks.presets import situation_of
 from benchmarks.race import RATES, known_in, report
-from coordinator.presets import loss
+from coordinator.presets import loss, reasons
 from coordinator.presets.choosing import MANY_SPARSE_EXCHANGES
 from coordinator.presets.cost import (
     CODEC_COSTS,
@@ -78,6 +78,64 @@ def test_the_tables_of_intervals_in_the_docs_are_what_the_benchmark_prints() -> 
     known = intervals.known_in(RESULTS / "intervals.jsonl")
     for table in intervals.report(known, 1200):
         assert table in said
+
+
+def test_the_table_of_given_weights_in_the_docs_is_what_the_benchmark_prints() -> None:
+    known = given_weights.known_in(RESULTS / "given-weights.jsonl")
+    (table,) = given_weights.report(known, (2e-3, 8e-3))
+    assert table in (RESULTS / "tables.md").read_text()
+
+
+def test_what_exchanges_cost_from_given_weights_is_no_more_than_presets_expect() -> None:
+    known = given_weights.known_in(RESULTS / "given-weights.jsonl")
+    steps = loss.STEPS_OF_GIVEN + given_weights.STEPS
+    for tried in given_weights.tries_of(0.0)[1:]:
+        if tried.codec in loss.SPARSE or tried.outer != given_weights.NESTEROV:
+            continue
+        setting = Setting(
+            uplink=tried.codec,
+            downlink=tried.codec,
+            fragments=1,
+            has_overlap=tried.late_steps > 0,
+            steps=tried.interval,
+        )
+        expected = loss.above(
+            setting,
+            num_nodes=given_weights.NUM_NODES,
+            total_steps=steps,
+            late_steps=tried.late_steps,
+            inner_optimizer="adamw",
+        )
+        found = [
+            each
+            for rate in (2e-3, 8e-3)
+            for each in given_weights.above(known, replace(tried, rate=rate))
+        ]
+        assert len(found) == 4 and mean(found) <= expected.whole
+        if tried.interval == 30 and not tried.late_steps:
+            assert expected.whole < 0.035, "from nothing 300 steps would cost four times that"
+
+
+def test_from_given_weights_few_bits_end_where_fp32_does() -> None:
+    known = given_weights.known_in(RESULTS / "given-weights.jsonl")
+    for tried, ended in known.items():
+        if tried.interval == 10 and tried.codec in ("int4", "ec2") and not tried.late_steps:
+            if (whole := replace(tried, codec="fp32")) in known:
+                assert abs(ended / known[whole] - 1) < 1e-3
+
+
+def test_how_the_plain_mean_ends_from_given_weights_is_as_presets_say() -> None:
+    known = given_weights.known_in(RESULTS / "given-weights.jsonl")
+    higher = [
+        known[replace(tried, outer=given_weights.PLAIN)] / nesterov - 1
+        for tried, nesterov in known.items()
+        if tried.outer == given_weights.NESTEROV
+        and tried.rate == 2e-3
+        and replace(tried, outer=given_weights.PLAIN) in known
+    ]
+    assert len(higher) == 4
+    said = f"{100 * min(higher):.1f} to {100 * max(higher):.1f} % higher"
+    assert said in reasons.WEIGHTS
 
 
 def test_why_sparse_codecs_are_not_for_short_intervals_was_measured() -> None:
