@@ -118,10 +118,13 @@ def test_what_exchanges_cost_from_given_weights_is_no_more_than_presets_expect()
 
 def test_from_given_weights_few_bits_end_where_fp32_does() -> None:
     known = given_weights.known_in(RESULTS / "given-weights.jsonl")
-    for tried, ended in known.items():
-        if tried.interval == 10 and tried.codec in ("int4", "ec2") and not tried.late_steps:
-            if (whole := replace(tried, codec="fp32")) in known:
-                assert abs(ended / known[whole] - 1) < 1e-3
+    ratios = [
+        ended / known[replace(tried, codec="fp32")]
+        for tried, ended in known.items()
+        if (tried.interval, tried.outer, tried.late_steps) == (10, given_weights.PLAIN, 0)
+        and tried.codec in ("int4", "ec2")
+    ]
+    assert len(ratios) == 8 and all(abs(each - 1) < 1e-3 for each in ratios)
 
 
 def test_how_the_plain_mean_ends_from_given_weights_is_as_presets_say() -> None:

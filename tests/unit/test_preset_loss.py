@@ -29,6 +29,19 @@ def whole(fragments: int, steps: int, uplink: str = "int4", downlink: str = "int
     )
 
 
+@pytest.mark.parametrize("mbit", [20, 100, 1000])
+@pytest.mark.parametrize("total_steps", [500, 2000, 10_000])
+def test_given_weights_send_no_more_for_an_inner_step_and_take_momentum(
+    mbit: float, total_steps: int
+) -> None:
+    new = replace(situation_of("125m", mbit), total_steps=total_steps, inner_optimizer="adamw")
+    plans = [chosen(replace(new, has_weights=has_weights)) for has_weights in (False, True)]
+    of_new, of_given = (plan.prediction.bytes_per_round / plan.setting.steps for plan in plans)
+    assert of_given <= 1.01 * of_new
+    assert value(plans[1], "outer.learning_rate") == 0.7
+    assert value(plans[1], "outer.momentum") == 0.6
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "one.of.ones.own"])
 def test_what_is_exchanged_seldom_or_late_or_coarsely_costs_more(optimizer: str) -> None:
     def cost(setting: Setting, late_steps: int = 0) -> float:
