@@ -107,7 +107,7 @@ def test_nobody_that_trains_is_put_out_and_all_are_found_to_have_trained(corpus:
 def test_who_keeps_its_work_from_one_reducer_is_checked_by_what_the_others_got(
     corpus: Corpus,
 ) -> None:
-    done = run(corpus, with_liar(replace(HONEST, lies=keeps_from_one)), rounds=14)
+    done = run(corpus, with_liar(replace(HONEST, lies=keeps_from_one)), rounds=18)
 
     assert not put_out(done), "it trains"
     named = [
