@@ -557,6 +557,24 @@ def test_who_kept_contributions_lately_is_waited_for_a_quarter_as_long_again_as_
     assert reduced_at(awaiting({})) == 20.0, "four times 8 s are more than there is"
 
 
+def test_who_is_asked_for_more_steps_than_the_others_is_waited_for_as_much_longer() -> None:
+    """Others check somebody's work, and the coordinator asks them for fewer steps."""
+    steps = {A: 10, B: 5, C: 16}
+    plan = plan_for(*NODES)
+    assignments = tuple(replace(a, inner_steps=steps[a.node_id]) for a in plan.assignments)
+    for awaited, at in ((Awaited.BRIEFLY, 8 * 1.6 * 1.25), (Awaited.NOT, 8 * 1.6)):
+        state = opened(
+            replace(plan, assignments=assignments),
+            RULES,
+            patience_seconds=50.0,
+            now=0.0,
+            less_awaited={C: awaited},
+        )
+        state = step(state, ContributionEncoded(payload=contributed(A, 0, 0)), 2.0).state
+        state = step(state, body_of(contributed(B, 0, 0)), 8.0).state
+        assert reduced_at(state) == at
+
+
 def test_who_is_carried_to_us_gets_a_quarter_more_though_it_was_waited_for_in_vain_and_no_more() -> (
     None
 ):

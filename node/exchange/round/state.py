@@ -31,7 +31,8 @@ from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutco
 # two its part. A member whose work a result lacked, of any reducer, is waited for briefly in the next
 # BRIEF_ROUNDS: a quarter as long again as the contributions of others took, or for as long as something of
 # its own comes, for its link may be slow. A reducer that waited so in vain does not wait for it until its
-# work was in time in 1, 2, 4, ... rounds. What comes in time counts, whoever was waited for.
+# work was in time in 1, 2, 4, ... rounds. What comes in time counts, whoever was waited for. Of whom the plan
+# asks more steps than of those that are here, as they check somebody's work, it waits as many times as long.
 #
 # Who has the slowest link would never be in time again, nor would what another member carries. So it waits a
 # quarter as long again while something of theirs comes, and in any case for those whom the plan says to be

@@ -132,7 +132,7 @@ def collects_until(state: RoundState, known: SliceState) -> float:
     ):
         return known.deadline
     num_training = state.plan.num_training
-    took = known.others_at - known.begun_at
+    took = (known.others_at - known.begun_at) * _times_as_many_steps(state, known, late)
     if Awaited.FULLY in awaited.values():
         if 2 * len(late) >= num_training:
             return known.deadline
@@ -155,6 +155,18 @@ def collects_until(state: RoundState, known: SliceState) -> float:
         if each is not Awaited.NOT and n in state.came_at
     ]
     return min(known.deadline, max([known.begun_at + took, *came]))
+
+
+def _times_as_many_steps(state: RoundState, known: SliceState, late: Collection[NodeId]) -> float:
+    """What the plan asks of those that are late, over what it asks of those that are here; 1 at least.
+
+    Who checks others' work is asked for fewer steps, and is here sooner.
+    """
+    steps = {a.node_id: a.inner_steps for a in state.plan.assignments}
+    here = (steps.get(n, 0) for n in known.contributions if n not in state.awaited)
+    most_here = max(here, default=0)
+    most_late = max((steps.get(n, 0) for n in late), default=0)
+    return max(1.0, most_late / most_here) if most_here else 1.0
 
 
 def _awaited(state: RoundState, known: SliceState, node_id: NodeId) -> Awaited:
