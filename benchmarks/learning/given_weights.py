@@ -11,7 +11,6 @@ inner steps of 1,024 tokens a node, by AdamW. Presets go by these figures where 
 
 import itertools
 import logging
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -22,6 +21,7 @@ import structlog
 import torch
 
 from benchmarks.learning.data_parallel import train_data_parallel
+from benchmarks.learning.intervals import NESTEROV, PLAIN, in_per_cent
 from benchmarks.measurement import Rows, add_results, asked_by, markdown, parser_of, read_rows
 from benchmarks.race import RATES, TRAINED, inner_table
 from lab.simulation.plain_calls import Setting, spec_of, swarm_at_end, train_swarm
@@ -30,7 +30,6 @@ from node.outer_state import Vector
 
 RESULTS = Path("docs/results/given-weights.jsonl")
 FIRST_STEPS, STEPS, NUM_NODES = 1200, 300, 2
-PLAIN, NESTEROV = (1.0, 0.0), (0.7, 0.6)
 HEADERS = Path(torch.__file__).parent / "include/torch/csrc/**/*.h"
 
 
@@ -122,19 +121,12 @@ def above(known: Losses, tried: Try) -> list[float]:
     ]
 
 
-def _cell(found: Sequence[float]) -> str:
-    if not found:
-        return ""
-    spread = f" ({100 * min(found):+.1f} to {100 * max(found):+.1f})" if len(found) > 1 else ""
-    return f"{100 * statistics.mean(found):+.1f} %{spread}"
-
-
 def report(known: Losses, rates: Sequence[float]) -> Iterator[str]:
     """How much higher than data parallelism each ends, by rate."""
     rows = []
     for tried in tries_of(rates[0])[1:]:
         outer = "plain mean" if tried.outer == PLAIN else "0.7, 0.6"
-        cells = [_cell(above(known, replace(tried, rate=rate))) for rate in rates]
+        cells = [in_per_cent(above(known, replace(tried, rate=rate))) for rate in rates]
         rows.append((tried.interval, outer, tried.codec, tried.late_steps or "", *cells))
     yield markdown(
         ("every", "outer", "codec both ways", "late by", *(f"rate {rate:g}" for rate in rates)),

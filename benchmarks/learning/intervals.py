@@ -234,7 +234,11 @@ def above(known: Losses, tried: Try) -> list[float]:
 
 
 def _above(known: Losses, tried: Try) -> str:
-    found = above(known, tried)
+    return in_per_cent(above(known, tried))
+
+
+def in_per_cent(found: Sequence[float]) -> str:
+    """Their mean, with the least and the most of several; empty for none."""
     if not found:
         return ""
     spread = f" ({100 * min(found):+.1f} to {100 * max(found):+.1f})" if len(found) > 1 else ""

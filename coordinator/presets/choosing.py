@@ -181,6 +181,11 @@ class _Case:
         return may_blend and self.is_often and is_dense and self.situation.inner_optimizer == BLENDS
 
     @property
+    def goes_on_by_adamw(self) -> bool:
+        """Whether weights are given, for what was measured of them: Muon's exchanges were not."""
+        return self.situation.has_weights and self.situation.inner_optimizer == "adamw"
+
+    @property
     def why_not_oftener(self) -> str:
         """What keeps parameters from being exchanged oftener; empty where nothing shorter may be chosen."""
         taken, oftener = self.taken, self.oftener
@@ -338,7 +343,7 @@ def _outer(case: _Case) -> list[Told]:
         return _outer_step("nesterov", 1.0, momentum, why, why, lost)
     told = bool(case.given.get(("outer", "momentum")))
     wants_momentum = told or case.given.get(("outer", "merge")) in MERGES_BY_MOMENTUM
-    if case.situation.has_weights and not is_sparse:
+    if case.goes_on_by_adamw and not is_sparse:
         return _outer_step("nesterov", 0.7, 0.6, reasons.WEIGHTS, reasons.WEIGHTS, reasons.WEIGHTS)
     if (is_sparse or case.is_often) and not (wants_momentum or case.blends):
         why = reasons.SPARSE_RATE if is_sparse else reasons.OFTEN

@@ -482,6 +482,18 @@ def test_a_mean_of_before_a_takeover_is_told_to_nobody() -> None:
     assert step(state, MeanTaken(index=0, attempt=reduce.attempt, result=None), 3.0).actions
 
 
+def reduced_to(payload: Payload) -> SliceResult:
+    """A reducer's, with this payload and nothing else to tell."""
+    return SliceResult(
+        payload=payload,
+        encoded=RULES.downlink.opened(payload.body, BLOCK),
+        contributors=(),
+        contributions=(),
+        weighed_tokens=TOKENS,
+        error=None,
+    )
+
+
 def test_no_result_of_ours_stands_in_the_place_of_the_committed_one() -> None:
     """An earlier process of this node has made it, and the coordinator went back to a copy since."""
     state = opened(plan_for(*NODES), RULES, patience_seconds=50.0, now=0.0)
@@ -491,15 +503,7 @@ def test_no_result_of_ours_stands_in_the_place_of_the_committed_one() -> None:
     commit = Commit(round=1, fragment=0, base_digest=RUN, slices=(outcome,))
     state = step(state, Committed(commit=commit, links=Links()), 2.0).state
     state = step(state, ResultFetched(payload=committed), 3.0).state
-    made = SliceResult(
-        payload=ours,
-        encoded=RULES.downlink.opened(ours.body, BLOCK),
-        contributors=(),
-        contributions=(),
-        weighed_tokens=TOKENS,
-        error=None,
-    )
-    late = step(state, MeanTaken(index=0, attempt=0, result=made), 4.0)
+    late = step(state, MeanTaken(index=0, attempt=0, result=reduced_to(ours)), 4.0)
     assert not late.actions and late.state.slices[0].held is committed
 
 
@@ -716,15 +720,7 @@ def test_of_whom_no_contribution_came_a_result_is_not_waited_for_as_long_again()
     assert state.given_up == {C}
     ours, theirs = made_by(A, 0, 0), made_by(B, 1, 0)
     state = step(state, body_of(theirs), 28.0).state
-    made = SliceResult(
-        payload=ours,
-        encoded=RULES.downlink.opened(ours.body, BLOCK),
-        contributors=(),
-        contributions=(),
-        weighed_tokens=TOKENS,
-        error=None,
-    )
-    held = step(state, MeanTaken(index=0, attempt=0, result=made), 28.0)
+    held = step(state, MeanTaken(index=0, attempt=0, result=reduced_to(ours)), 28.0)
     assert held.wake_at == 28.0 + 1.0
 
 

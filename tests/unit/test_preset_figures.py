@@ -90,7 +90,7 @@ def test_what_exchanges_cost_from_given_weights_is_no_more_than_presets_expect()
     known = given_weights.known_in(RESULTS / "given-weights.jsonl")
     steps = loss.STEPS_OF_GIVEN + given_weights.STEPS
     for tried in given_weights.tries_of(0.0)[1:]:
-        if tried.codec in loss.SPARSE or tried.outer != given_weights.NESTEROV:
+        if tried.codec in loss.SPARSE or tried.outer != intervals.NESTEROV:
             continue
         setting = Setting(
             uplink=tried.codec,
@@ -121,7 +121,7 @@ def test_from_given_weights_few_bits_end_where_fp32_does() -> None:
     ratios = [
         ended / known[replace(tried, codec="fp32")]
         for tried, ended in known.items()
-        if (tried.interval, tried.outer, tried.late_steps) == (10, given_weights.PLAIN, 0)
+        if (tried.interval, tried.outer, tried.late_steps) == (10, intervals.PLAIN, 0)
         and tried.codec in ("int4", "ec2")
     ]
     assert len(ratios) == 8 and all(abs(each - 1) < 1e-3 for each in ratios)
@@ -130,11 +130,11 @@ def test_from_given_weights_few_bits_end_where_fp32_does() -> None:
 def test_how_the_plain_mean_ends_from_given_weights_is_as_presets_say() -> None:
     known = given_weights.known_in(RESULTS / "given-weights.jsonl")
     higher = [
-        known[replace(tried, outer=given_weights.PLAIN)] / nesterov - 1
+        known[replace(tried, outer=intervals.PLAIN)] / nesterov - 1
         for tried, nesterov in known.items()
-        if tried.outer == given_weights.NESTEROV
+        if tried.outer == intervals.NESTEROV
         and tried.rate == 2e-3
-        and replace(tried, outer=given_weights.PLAIN) in known
+        and replace(tried, outer=intervals.PLAIN) in known
     ]
     assert len(higher) == 4
     said = f"{100 * min(higher):.1f} to {100 * max(higher):.1f} % higher"

@@ -40,6 +40,9 @@ def test_given_weights_send_no_more_for_an_inner_step_and_take_momentum(
     assert of_given <= 1.01 * of_new
     assert value(plans[1], "outer.learning_rate") == 0.7
     assert value(plans[1], "outer.momentum") == 0.6
+    of_muon = replace(new, inner_optimizer="muon", has_weights=True)
+    often = chosen(of_muon, {("exchange", "fragments"): 1, ("inner", "steps"): 4})
+    assert value(often, "outer.optimizer") == "sgd", "as new ones: nothing else was measured"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "one.of.ones.own"])
