@@ -2,9 +2,10 @@
 
 import hmac
 import sqlite3
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from coordinator.database import Database, put, rows_of
 from protocol.errors import NotPermittedError
@@ -13,22 +14,6 @@ from protocol.wire.rounds import NodeId
 
 MOST_FIRST = (Role.NODE, Role.HELPER, Role.VIEWER)
 """Who has joined with several invites is the first of these that it is by any."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InviteRecord:
-    """An invite without its secret. Expiry is wall clock time, UTC seconds."""
-
-    invite_id: str
-    max_uses: int
-    expires_utc_seconds: float
-    is_revoked: bool
-    host: str
-    label: str
-    needs_approval: bool
-    role: Role  # of who joins with it
-    node_ids: tuple[NodeId, ...]  # who joined with it
-    node_names: tuple[str, ...]  # what they call themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +35,20 @@ class Invite:
     invite_id: str
     secret_hash: bytes
     max_uses: int
-    expires_utc_seconds: float
+    expires_utc_seconds: float  # of wall clock time
     is_revoked: bool
     host: str
     label: str
     needs_approval: bool
-    role: str
+    role: Role  # of who joins with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InviteRecord(Invite):
+    """An invite and who joined with it."""
+
+    node_ids: tuple[NodeId, ...]
+    node_names: tuple[str, ...]  # what they call themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +96,7 @@ class Invites:
                 host=host,
                 label=label,
                 needs_approval=needs_approval,
-                role=str(role),
+                role=role,
             )
             _put(connection, "invites", invite)
 
@@ -190,14 +183,7 @@ def _records(connection: sqlite3.Connection) -> tuple[InviteRecord, ...]:
         joined.setdefault(one.invite_id, []).append(one)
     return tuple(
         InviteRecord(
-            invite_id=invite.invite_id,
-            max_uses=invite.max_uses,
-            expires_utc_seconds=invite.expires_utc_seconds,
-            is_revoked=invite.is_revoked,
-            host=invite.host,
-            label=invite.label,
-            needs_approval=invite.needs_approval,
-            role=Role(invite.role),
+            **asdict(invite),
             node_ids=tuple(one.node_id for one in joined.get(invite.invite_id, ())),
             node_names=tuple(one.node_name for one in joined.get(invite.invite_id, ())),
         )
@@ -210,7 +196,7 @@ def _members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
     found: dict[NodeId, EnrolledMember] = {}
     for one in enrolled(connection):
         invite, before = invites[one.invite_id], found.get(one.node_id)
-        roles = [Role(invite.role)] if before is None else [Role(invite.role), before.role]
+        roles = [invite.role] if before is None else [invite.role, before.role]
         needs_approval = invite.needs_approval and (before is None or before.needs_approval)
         found[one.node_id] = EnrolledMember(
             node_id=one.node_id,
@@ -227,36 +213,21 @@ def enrolled(connection: sqlite3.Connection, invite_id: str | None = None) -> It
     """Who joined, with one invite or with any, in the order of node ids."""
     rest = "" if invite_id is None else "WHERE invite_id = ?"
     parameters = () if invite_id is None else (invite_id,)
-    for invite, node_id, node_name, public_key, serial in list(
-        rows_of(connection, "enrolled", rest, parameters)
-    ):
-        yield Enrolled(
-            invite_id=invite,
-            node_id=NodeId(node_id),
-            node_name=node_name,
-            public_key=public_key,
-            certificate_serial=serial,
-        )
+    for row in list(rows_of(connection, "enrolled", rest, parameters)):
+        yield Enrolled(**_named(Enrolled, row))
 
 
 def _invites(connection: sqlite3.Connection) -> Iterator[Invite]:
     """All of them, in the order in which they were made."""
-    for place, invite_id, secret_hash, max_uses, expires, is_revoked, host, *kind in rows_of(
-        connection, "invites", "ORDER BY place"
-    ):
-        label, needs_approval, role = kind
-        yield Invite(
-            place=place,
-            invite_id=invite_id,
-            secret_hash=secret_hash,
-            max_uses=max_uses,
-            expires_utc_seconds=expires,
-            is_revoked=bool(is_revoked),
-            host=host,
-            label=label,
-            needs_approval=bool(needs_approval),
-            role=role,
-        )
+    for row in rows_of(connection, "invites", "ORDER BY place"):
+        told = _named(Invite, row)
+        flags = {name: bool(told[name]) for name in ("is_revoked", "needs_approval")}
+        yield Invite(**(told | flags | {"role": Role(told["role"])}))
+
+
+def _named(kind: type[Invite | Enrolled], row: Sequence[Any]) -> dict[str, Any]:
+    """A table's columns are the fields of its record, in their order."""
+    return dict(zip((field.name for field in fields(kind)), row, strict=True))
 
 
 def _invite(connection: sqlite3.Connection, invite_id: str) -> Invite | None:
