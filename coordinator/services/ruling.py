@@ -56,6 +56,7 @@ from protocol.trust.rulings import (
     RulingKind,
     RulingVerifier,
     SignedRuling,
+    decision_of,
     digest_of,
     follows,
     in_words,
@@ -364,23 +365,8 @@ class Rulings:
         try:
             is_amending = ruling.kind is RulingKind.AMENDED
             rules = rules_in_force(self._run, (*self.all, ruling)) if is_amending else None
-            event = Ruled(
-                kind=ruling.kind,
-                by=ruling.by,
-                unix_seconds=ruling.unix_seconds,
-                node_id=ruling.node_id,
-                node_name=ruling.node_name,
-                reason=ruling.reason,
-                changes=ruling.changes,
-                rules=rules,
-                from_round=ruling.from_round,
-                undone=(await self._undone_by([ruling])).get(ruling.from_round - 1),
-                last_round=ruling.last_round,
-                incarnation=ruling.incarnation,
-                outer_digest=ruling.outer_digest,
-                contributors=ruling.contributors,
-                evidence=ruling.evidence,
-            )
+            undone = (await self._undone_by([ruling])).get(ruling.from_round - 1)
+            event = Ruled(**decision_of(ruling), rules=rules, undone=undone)
             await self._driver.apply(event, session=session)
         except (
             UsageError,

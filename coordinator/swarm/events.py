@@ -12,7 +12,7 @@ from coordinator.swarm.members import Condition
 from coordinator.swarm.slices import SeenNorms
 from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules
 from protocol.trust.receipts import Omission
-from protocol.trust.rulings import NOBODY, Ruling, RulingKind, Scalar
+from protocol.trust.rulings import Decision, Ruling
 from protocol.wire.messages import Message, Report, ResultRefused
 from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId
@@ -134,25 +134,14 @@ class Undone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ruled:
-    """Something is decided about nodes or the run; the core numbers it. `rules` go with an amendment."""
+class Ruled(Decision):
+    """Something is decided about nodes or the run; the core numbers it.
 
-    kind: RulingKind
-    by: str
-    unix_seconds: float
-    node_id: NodeId = NOBODY
-    node_name: str = ""
-    reason: str = ""
-    invite_id: str = ""
-    changes: tuple[tuple[str, Scalar], ...] = ()
-    rules: Rules | None = None
-    from_round: int | None = None  # of one that is ruled anew or goes back; None: the next round
+    `from_round` is 0 where the core says which; `incarnation` is 0 unless a going back is ruled anew.
+    """
+
+    rules: Rules | None = None  # with an amendment
     undone: Undone | None = None  # where the run goes back
-    last_round: int = 0  # this and the next are of a going back that is ruled anew
-    incarnation: int = 0
-    outer_digest: str = ""
-    contributors: tuple[str, ...] = ()
-    evidence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,12 @@ counts no more, and nodes that hold their states are sent back to the state that
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from coordinator.swarm.committed import judge, unbook
 from coordinator.swarm.conviction import without_rounds_undone
 from coordinator.swarm.evaluation import without_evaluations_since
-from coordinator.swarm.events import Ruled, Undone
+from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger, end_ahead, settle
 from coordinator.swarm.reach_back import is_in_reach, possible_in_words, saying_so
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
@@ -79,25 +80,14 @@ def refuse_going_back(
     )
 
 
-def completed(state: SwarmState, event: Ruled, ruling: Ruling) -> Ruling:
-    """The ruling with what going back comes to; one that is ruled anew says so itself."""
-    if event.incarnation:
-        return replace(
-            ruling,
-            last_round=event.last_round,
-            incarnation=event.incarnation,
-            outer_digest=event.outer_digest,
-            contributors=event.contributors,
-        )
-    assert event.undone is not None
-    commits = event.undone.commits
-    return replace(
-        ruling,
-        last_round=commits[-1].round,
-        incarnation=state.incarnation + 1,
-        outer_digest=commits[0].base_digest.hex(),
-        contributors=_contributors(state, commits),
-    )
+def comes_to(state: SwarmState, undone: Sequence[Commit]) -> dict[str, Any]:
+    """What a ruling says of a going back that undoes these commits, by the names of its fields."""
+    return {
+        "last_round": undone[-1].round,
+        "incarnation": state.incarnation + 1,
+        "outer_digest": undone[0].base_digest.hex(),
+        "contributors": _contributors(state, undone),
+    }
 
 
 def go_back(turn: Turn, ruling: Ruling, undone: Undone | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from coordinator.swarm.conviction import next_round
 from coordinator.swarm.events import Ruled, RulingsLearned, Tell
-from coordinator.swarm.going_back import completed, go_back, refuse_going_back
+from coordinator.swarm.going_back import comes_to, go_back, refuse_going_back
 from coordinator.swarm.members import MemberState
 from coordinator.swarm.membership import bar, own, unbar
 from coordinator.swarm.retraction import refuse_withdrawal, withdrawn
@@ -20,6 +20,7 @@ from protocol.trust.rulings import (
     ROUNDS,
     Ruling,
     RulingKind,
+    decision_of,
     digest_of,
     follows,
     in_words,
@@ -38,22 +39,12 @@ def rule(turn: Turn, event: Ruled) -> None:
     """Makes the next ruling. Raises UsageError when it would change nothing, or cannot be."""
     _refuse(turn.state, event)
     state = turn.state
-    ruling = Ruling(
-        number=len(state.rulings) + 1,
-        before=digest_of(state.rulings).hex(),
-        kind=event.kind,
-        by=event.by,
-        unix_seconds=event.unix_seconds,
-        node_id=event.node_id,
-        node_name=event.node_name,
-        reason=event.reason,
-        invite_id=event.invite_id,
-        changes=event.changes,
-        evidence=event.evidence,
-        from_round=_from_round(state, event),
-    )
-    if ruling.kind in (RulingKind.ROLLED_BACK, RulingKind.WITHDRAWN):
-        ruling = completed(state, event, ruling)
+    decision = decision_of(event) | {"from_round": _from_round(state, event)}
+    if event.kind is RulingKind.ROLLED_BACK and not event.incarnation:
+        assert event.undone is not None
+        decision |= comes_to(state, event.undone.commits)
+    number, before = len(state.rulings) + 1, digest_of(state.rulings).hex()
+    ruling = Ruling(number=number, before=before, **decision)
     _take(turn, ruling, event.rules)
     turn.act(Tell(message=RulingsTold(rulings=(ruling,))))
     if ruling.kind is RulingKind.ROLLED_BACK:  # nodes know it before they are asked to follow
@@ -94,7 +85,7 @@ _OF_ROUNDS = frozenset({RulingKind.AMENDED, RulingKind.STOPPED, RulingKind.RESUM
 
 
 def _from_round(state: SwarmState, event: Ruled) -> int:
-    if event.from_round is not None:
+    if event.from_round:
         return event.from_round
     if event.kind is RulingKind.KEYED:  # what is committed already bears the key before
         return state.committed_round + 1
@@ -215,7 +206,7 @@ def _refuse_of_run(state: SwarmState, event: Ruled) -> None:
     if event.kind is RulingKind.ROLLED_BACK and event.incarnation:
         _refuse_undone_already(state, event)
     elif event.kind is RulingKind.ROLLED_BACK:
-        refuse_going_back(state, (event.from_round or 1) - 1, event.undone, event.node_id)
+        refuse_going_back(state, max(event.from_round, 1) - 1, event.undone, event.node_id)
     if event.kind is RulingKind.WITHDRAWN:
         refuse_withdrawal(state, event.incarnation)
     rules = event.rules
@@ -251,6 +242,6 @@ def _refuse_undone_already(state: SwarmState, event: Ruled) -> None:
     same = (event.from_round, event.incarnation, event.outer_digest)
     if any(same == (r.from_round, r.incarnation, r.outer_digest) for r in state.rolled_back):
         raise UsageError(
-            f"the run went back to round {(event.from_round or 1) - 1} already",
+            f"the run went back to round {event.from_round - 1} already",
             next_step=_SEE_STATUS,
         )

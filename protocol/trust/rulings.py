@@ -81,12 +81,10 @@ KIND = "kind"
 """Among what is optional of a ruling: a release that does not know the kind may pass over all of it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ruling:
-    """One of them. `before` is the digest of the one before in hexadecimal digits."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is ruled, before it has its place in the chain."""
 
-    number: int  # from 1
-    before: str
     kind: RulingKind
     by: str  # who decided it
     unix_seconds: float  # when, by the clock of the coordinator's machine
@@ -101,6 +99,19 @@ class Ruling:
     outer_digest: str = ""  # of the state that the run goes on from, in hexadecimal digits
     contributors: tuple[str, ...] = ()  # to what is undone, by their names
     evidence: tuple[str, ...] = ()  # what it rests on: protocol.trust.evidence
+
+
+def decision_of(decided: Decision) -> dict[str, Any]:
+    """The fields that a ruling shares with what has led to it, by their names."""
+    return {field.name: getattr(decided, field.name) for field in fields_of(Decision)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ruling(Decision):
+    """One of them. `before` is the digest of the one before in hexadecimal digits."""
+
+    number: int  # from 1
+    before: str
     optional: tuple[str, ...] = ()  # fields, keys of `changes` or KIND that a release need not know
     text: str = ""  # as it is signed, where this release does not know all of that
 
