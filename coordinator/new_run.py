@@ -103,7 +103,7 @@ _PORT = click.IntRange(0, 65535)
 @click.option(
     "--tokenizer",
     metavar="PATH",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
     help="What private data are made into tokens with.  [default: the one of --from; else bytes]",
 )
 @click.option(
@@ -484,6 +484,6 @@ def _what_is_trained(new: "NewRun") -> str:
         return ""
     trained = console.count_in_words(facts.num_parameters)
     if facts.num_frozen:
-        trained += f" of {console.count_in_words(facts.num_parameters + facts.num_frozen)}"
+        trained += f" of {console.count_in_words(facts.num_in_all)}"
     given = f", beginning with the weights {facts.first_digest[:12]}" if facts.first_digest else ""
     return f": {trained} parameters{given}"

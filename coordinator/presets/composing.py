@@ -153,18 +153,15 @@ class NewRun:
 class Trained:
     """What is trained, and what usually goes with its size."""
 
-    model: Mapping[str, Any]
-    num_parameters: int
-    num_layers: int
+    facts: Facts  # with the model and its sizes
     batch: int
     learning_rate: float
-    num_frozen: int = 0
     why_batch: str = ""
 
     @property
     def tokens_per_inner_step(self) -> int:
         """Of one node."""
-        return self.batch * int(self.model["context"])
+        return self.batch * int(self.facts.model["context"])
 
 
 def run_of_file(run_file: Path, source: Path | None, folder: Path) -> NewRun:
@@ -267,7 +264,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         ("data", key): (value, "") for key, value in facts.data.items()
     }
     if wanted != Wanted(name=wanted.name, num_nodes=wanted.num_nodes):
-        values |= {("model", key): (value, "") for key, value in trained.model.items()}
+        values |= {("model", key): (value, "") for key, value in trained.facts.model.items()}
         values[("inner", "batch")] = (trained.batch, trained.why_batch)
         values |= _inner(wanted, trained, is_given=is_given)
     if wanted.lora is not None:
@@ -284,7 +281,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
     plan = None
     if wanted.link is not None or wanted.measured is not None:
         has_weights = bool(facts.first_digest) or (is_given and wanted.function is None)
-        plan, advice = _planned(wanted, trained, facts.machine, has_weights=has_weights)
+        plan, advice = _planned(wanted, trained, has_weights=has_weights)
         notes.append(advice)
         values[("run", "min_nodes")] = (plan.situation.num_nodes, "")
         values |= {
@@ -293,7 +290,7 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         }
     if values:
         _, _, tables = text.partition("\n\n")
-        tables = _with_source(tables, trained.model.get("source", "decoder"))
+        tables = _with_source(tables, trained.facts.model.get("source", "decoder"))
         # Of tokens what is held out was settled when they were made.
         retired = {("data", "held_out")} if facts.data.get("source") == "tokens" else set()
         if values.get(("inner", "optimizer"), ("muon",))[0] == "adamw":
@@ -339,17 +336,10 @@ def _with_source(tables: str, source: str) -> str:
 def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
     """What is trained, and in words what else the file says that names it: none of that is taken."""
     if wanted.builder is not None:
-        usual = _nearest_to(facts.num_parameters + facts.num_frozen)
+        usual = _nearest_to(facts.num_in_all)
         batch, why_batch = _batch(wanted, facts, usual)
-        return Trained(
-            model=facts.model,
-            num_parameters=facts.num_parameters,
-            num_frozen=facts.num_frozen,
-            num_layers=facts.num_layers,
-            batch=batch,
-            why_batch=why_batch,
-            learning_rate=usual.learning_rate,
-        ), ""
+        rate = usual.learning_rate
+        return Trained(facts=facts, batch=batch, why_batch=why_batch, learning_rate=rate), ""
     named, note = named_model(wanted.model or "0.2m")
     packed = facts.packed_context
     is_size = wanted.model is None or wanted.model.lower() in NAMED_MODELS
@@ -363,18 +353,11 @@ def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
     changes = {"context": wanted.context or packed, "vocab_size": facts.vocab_size}
     tables = named.model.model_dump(exclude_none=True)
     tables |= {key: value for key, value in changes.items() if value is not None}
-    named = NamedModel(
-        model=type(named.model).model_validate(tables),
-        batch=wanted.batch or named.batch,
-        learning_rate=named.learning_rate,
-    )
-    return Trained(
-        model=tables,
-        num_parameters=named.num_parameters,
-        num_layers=named.model.num_layers,
-        batch=named.batch,
-        learning_rate=named.learning_rate,
-    ), note
+    model = type(named.model).model_validate(tables)
+    named = replace(named, model=model, batch=wanted.batch or named.batch)
+    sizes = {"num_parameters": named.num_parameters, "num_layers": model.num_layers}
+    facts = replace(facts, model=tables, **sizes)
+    return Trained(facts=facts, batch=named.batch, learning_rate=named.learning_rate), note
 
 
 def named_model(name: str) -> tuple[NamedModel, str]:
@@ -430,7 +413,7 @@ def _batch(wanted: Wanted, facts: Facts, usual: NamedModel) -> tuple[int, str]:
     bounds: list[tuple[int, str]] = []
     if speed is None and wanted.step is None and facts.machine is not None:
         nodes = f"nodes like this machine ({facts.machine.name})"
-        speed = _flops_of(facts.machine) / (6 * (facts.num_parameters + facts.num_frozen))
+        speed = _flops_of(facts.machine) / (6 * facts.num_in_all)
         if (fitting := facts.machine.most_samples) is not None:
             bounds.append((fitting, f"{nodes} have the memory for"))
     if speed is not None:
@@ -533,9 +516,7 @@ def _learning_rate(wanted: Wanted, trained: Trained, *, is_given: bool) -> tuple
     return float(f"{rate:.2g}"), f"{why}, for the weights are given"
 
 
-def _planned(
-    wanted: Wanted, trained: Trained, machine: Machine | None, *, has_weights: bool
-) -> tuple[Plan, str]:
+def _planned(wanted: Wanted, trained: Trained, *, has_weights: bool) -> tuple[Plan, str]:
     """The exchange for the links, and what measured ones advise."""
     if wanted.num_nodes == 1:
         raise UsageError(
@@ -546,16 +527,14 @@ def _planned(
     down, up = (
         told_link(wanted.link)
         if found is None
-        else (
-            found.down_bits_per_second,
-            found.up_bits_per_second,
-        )
+        else (found.down_bits_per_second, found.up_bits_per_second)
     )
-    step_seconds = _step_seconds(wanted, trained, machine)
-    operations = 6.0 * (trained.num_parameters + trained.num_frozen) * trained.tokens_per_inner_step
+    facts = trained.facts
+    operations = 6.0 * facts.num_in_all * trained.tokens_per_inner_step
+    step_seconds = _step_seconds(wanted, trained, operations)
     situation = Situation(
-        num_parameters=trained.num_parameters,
-        num_layers=trained.num_layers,
+        num_parameters=facts.num_parameters,
+        num_layers=facts.num_layers,
         num_nodes=wanted.num_nodes or (USUAL_NODES if found is None else max(2, found.num_nodes)),
         down_bits_per_second=down,
         up_bits_per_second=up,
@@ -578,14 +557,12 @@ def _planned(
     return plan, "" if found is None else found.advice
 
 
-def _step_seconds(wanted: Wanted, trained: Trained, machine: Machine | None) -> float:
+def _step_seconds(wanted: Wanted, trained: Trained, operations: float) -> float:
     if wanted.step is not None:
         return _span(wanted.step, "--step", may_be_zero=False)
     if wanted.tokens_per_second is not None:
         return trained.tokens_per_inner_step / wanted.tokens_per_second
-    num_parameters = trained.num_parameters + trained.num_frozen
-    operations = 6 * num_parameters * trained.tokens_per_inner_step
-    return max(LEAST_ASSUMED_STEP_SECONDS, operations / _flops_of(machine))
+    return max(LEAST_ASSUMED_STEP_SECONDS, operations / _flops_of(trained.facts.machine))
 
 
 def told_link(text: str | None) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,13 @@ from protocol.run.run_spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Wanted(Asked):
     """The options of `atoll init` that a run file would answer as well."""
 
     name: str | None = None
     model: str | None = None
     source: Path | None = None
-    by: str | None = None
-    lora: int | None = None
-    function: str | None = None
-    context: int | None = None
-    data: tuple[str, ...] = ()
-    data_function: str | None = None
-    private: bool = False
-    tokenizer: Path | None = None
     optimizer: str | None = None
-    batch: int | None = None
     link: str | None = None
     measured: Path | None = None
     congestion: CongestionControl | None = None
@@ -98,6 +89,11 @@ class Facts:
     code_digest: str = ""  # of the run's functions, where it has any
     machine: Machine | None = None
 
+    @property
+    def num_in_all(self) -> int:
+        """Parameters of the whole model, those that are not trained too."""
+        return self.num_parameters + self.num_frozen
+
     @classmethod
     def of_json(cls, text: str) -> "Facts":
         """From what `atoll node describe --json` prints."""
@@ -110,18 +106,9 @@ def facts_of_wanted(wanted: Wanted, folder: Path) -> Facts:
     """Has the run described in its new folder; nothing is asked where nothing has to be read."""
     if not wanted.needs_the_nodes_side:
         return Facts(data={"source": "text", "private": True} if wanted.private else {})
-    asked = Asked(
-        by=wanted.builder,
-        function=wanted.function,
-        lora=wanted.lora,
-        context=wanted.context,
-        data=wanted.data,
-        data_function=wanted.data_function,
-        private=wanted.private,
-        tokenizer=None if wanted.tokenizer is None else str(wanted.tokenizer),
-        batch=wanted.batch,
-    )
-    return described(folder, wanted.source, "--asked", json.dumps(asdict(asked)))
+    asked = {each.name: getattr(wanted, each.name) for each in fields(Asked)}
+    asked["by"] = wanted.builder
+    return described(folder, wanted.source, "--asked", json.dumps(asked))
 
 
 LEAST_OF_PYTHON = 4 << 20

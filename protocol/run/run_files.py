@@ -21,9 +21,9 @@ from protocol.run.run_spec import DataSection, RunSpec
 class Asked:
     """What `atoll init` was asked for that the nodes' side knows the meaning of, and is asked by it."""
 
-    by: str | None = (
-        None  # who builds the model: "decoder", "transformers", "function"; None: nobody new
-    )
+    by: str | None = None
+    """Who builds the model: "decoder", "transformers", "function"; None: nobody new."""
+
     function: str | None = None
     lora: int | None = None
     context: int | None = None
