@@ -147,7 +147,7 @@ def _sizes() -> Iterator[Row]:
 
 def _commands() -> Iterator[Row]:
     context = cli.root.make_context("atoll", [], resilient_parsing=True)
-    for who, entries in cli.SECTIONS:
+    for who, entries in cli.SECTIONS.items():
         for entry in entries:
             command = cli.root.get_command(context, entry.name)
             assert command is not None

@@ -12,130 +12,82 @@ import click
 
 from protocol.errors import SystemRefusedError
 from protocol.terminal import console
-from protocol.terminal.lazy_group import Entry, LazyGroup
+from protocol.terminal.lazy_group import Entry, LazyGroup, Sections
 from protocol.wire.versions import release
 
-SECTIONS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
-    (
-        "Try it",
-        (
-            Entry(
-                name="demo",
-                target="node.demo:demo",
-                summary="Train a small model with three nodes on this machine.",
-            ),
+SECTIONS: Sections = {
+    "Try it": (
+        Entry("demo", "node.demo:demo", "Train a small model with three nodes on this machine."),
+    ),
+    "Run owner": (
+        Entry(
+            "init",
+            "coordinator.new_run:init",
+            "Write a run file for a model, its links and its nodes.",
+        ),
+        Entry(
+            "coordinator",
+            "coordinator.cli:coordinator",
+            "Set up and start the coordinator of a run.",
+        ),
+        Entry(
+            "relay",
+            "coordinator.relay.command:relay",
+            "Carry coordinators that nobody can dial, on a small server.",
+        ),
+        Entry("invite", "coordinator.inviting:invite", "Make, list and revoke invites."),
+        Entry(
+            "run",
+            "coordinator.steering:run",
+            "Pause, resume, stop, extend, amend or roll back the run.",
+        ),
+        Entry(
+            "audit",
+            "coordinator.steering:audit",
+            "Show who joined, was expelled, and what was changed.",
         ),
     ),
-    (
-        "Run owner",
-        (
-            Entry(
-                name="init",
-                target="coordinator.new_run:init",
-                summary="Write a run file for a model, its links and its nodes.",
-            ),
-            Entry(
-                name="coordinator",
-                target="coordinator.cli:coordinator",
-                summary="Set up and start the coordinator of a run.",
-            ),
-            Entry(
-                name="relay",
-                target="coordinator.relay.command:relay",
-                summary="Carry coordinators that nobody can dial, on a small server.",
-            ),
-            Entry(
-                name="invite",
-                target="coordinator.inviting:invite",
-                summary="Make, list and revoke invites.",
-            ),
-            Entry(
-                name="run",
-                target="coordinator.steering:run",
-                summary="Pause, resume, stop, extend, amend or roll back the run.",
-            ),
-            Entry(
-                name="audit",
-                target="coordinator.steering:audit",
-                summary="Show who joined, was expelled, and what was changed.",
-            ),
+    "Contributor": (
+        Entry("join", "node.cli:join", "Trade an invite for membership."),
+        Entry("node", "node.cli:node", "Start and stop this machine's node."),
+        Entry(
+            "helper", "node.cli:helper", "Start a helper, which reduces for nodes behind routers."
+        ),
+        Entry("me", "node.me:me", "Show what this folder's node has given to the run."),
+        Entry("export", "node.models.command:export", "Write the model out for other software."),
+        Entry("evaluate", "node.models.command:evaluate", "Measure the model with lm-eval."),
+        Entry("sample", "node.models.command:sample", "Let the model write a little text."),
+    ),
+    "Anyone": (
+        Entry("status", "protocol.terminal.query:status", "Show what the run and its nodes do."),
+        Entry("nodes", "protocol.terminal.query:nodes", "List the nodes; decide who takes part."),
+        Entry(
+            "rounds",
+            "protocol.terminal.rounds:rounds",
+            "List the latest rounds, or show one as a chart.",
+        ),
+        Entry(
+            "track",
+            "protocol.terminal.track:track",
+            "Write the run's curves for TensorBoard, W&B or trackio.",
+        ),
+        Entry(
+            "logs",
+            "protocol.terminal.logs:logs",
+            "Show what all processes of a folder have logged, and follow.",
+        ),
+        Entry(
+            "data",
+            "protocol.terminal.query:data",
+            "Prepare data; show which samples are trained, leased, waiting.",
+        ),
+        Entry(
+            "completion",
+            "protocol.terminal.cli:completion",
+            "Print what lets bash, zsh or fish complete commands.",
         ),
     ),
-    (
-        "Contributor",
-        (
-            Entry(name="join", target="node.cli:join", summary="Trade an invite for membership."),
-            Entry(
-                name="node", target="node.cli:node", summary="Start and stop this machine's node."
-            ),
-            Entry(
-                name="helper",
-                target="node.cli:helper",
-                summary="Start a helper, which reduces for nodes behind routers.",
-            ),
-            Entry(
-                name="me",
-                target="node.me:me",
-                summary="Show what this folder's node has given to the run.",
-            ),
-            Entry(
-                name="export",
-                target="node.models.command:export",
-                summary="Write the model out for other software.",
-            ),
-            Entry(
-                name="evaluate",
-                target="node.models.command:evaluate",
-                summary="Measure the model with lm-eval.",
-            ),
-            Entry(
-                name="sample",
-                target="node.models.command:sample",
-                summary="Let the model write a little text.",
-            ),
-        ),
-    ),
-    (
-        "Anyone",
-        (
-            Entry(
-                name="status",
-                target="protocol.terminal.query:status",
-                summary="Show what the run and its nodes do.",
-            ),
-            Entry(
-                name="nodes",
-                target="protocol.terminal.query:nodes",
-                summary="List the nodes; decide who takes part.",
-            ),
-            Entry(
-                name="rounds",
-                target="protocol.terminal.rounds:rounds",
-                summary="List the latest rounds, or show one as a chart.",
-            ),
-            Entry(
-                name="track",
-                target="protocol.terminal.track:track",
-                summary="Write the run's curves for TensorBoard, W&B or trackio.",
-            ),
-            Entry(
-                name="logs",
-                target="protocol.terminal.logs:logs",
-                summary="Show what all processes of a folder have logged, and follow.",
-            ),
-            Entry(
-                name="data",
-                target="protocol.terminal.query:data",
-                summary="Prepare data; show which samples are trained, leased, waiting.",
-            ),
-            Entry(
-                name="completion",
-                target="protocol.terminal.cli:completion",
-                summary="Print what lets bash, zsh or fish complete commands.",
-            ),
-        ),
-    ),
-)
+}
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:

@@ -6,8 +6,8 @@ that no import leads from protocol to them.
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 import click
 from click.shell_completion import CompletionItem
@@ -56,8 +56,7 @@ NO_COMMAND_FOR: Mapping[str, str] = {
 MOST_GUESSES = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(NamedTuple):
     """A subcommand: where it is, as "module:attribute", and its line in the help."""
 
     name: str
@@ -65,15 +64,17 @@ class Entry:
     summary: str
 
 
+Sections = Mapping[str, tuple[Entry, ...]]
+"""Subcommands below the headings of the help."""
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called, and listed without it."""
 
-    def __init__(
-        self, *, sections: tuple[tuple[str, tuple[Entry, ...]], ...], **settings: object
-    ) -> None:
+    def __init__(self, *, sections: Sections, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type] # click's own keywords, passed on
         self._sections = sections
-        self._entries = {entry.name: entry for _, entries in sections for entry in entries}
+        self._entries = {entry.name: entry for entries in sections.values() for entry in entries}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order of the help."""
@@ -109,7 +110,7 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the sections, from the table alone."""
         width = max(map(len, self._entries))
-        for title, entries in self._sections:
+        for title, entries in self._sections.items():
             with formatter.section(title):
                 # Padding all names to one width keeps the summaries aligned over the sections.
                 formatter.write_dl([(entry.name.ljust(width), entry.summary) for entry in entries])

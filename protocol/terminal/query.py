@@ -23,7 +23,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.terminal import console
-from protocol.terminal.lazy_group import Entry, LazyGroup
+from protocol.terminal.lazy_group import Entry, LazyGroup, Sections
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -311,43 +311,25 @@ def watch_until_finished(
         return  # the way to end it, hence exit code 0
 
 
-_NODES_COMMANDS = (
-    (
-        "Everybody",
-        (
-            Entry(
-                name="show",
-                target="protocol.terminal.query:show_node",
-                summary="Show all that is known of a node.",
-            ),
-        ),
+_NODES_COMMANDS: Sections = {
+    "Everybody": (
+        Entry("show", "protocol.terminal.query:show_node", "Show all that is known of a node."),
     ),
-    (
-        "Run owner",
-        (
-            Entry(
-                name="approve",
-                target="coordinator.steering:approve",
-                summary="Let a node that waits for approval take part.",
-            ),
-            Entry(
-                name="expel",
-                target="coordinator.steering:expel",
-                summary="End a node's session and refuse its key.",
-            ),
-            Entry(
-                name="quarantine",
-                target="coordinator.steering:quarantine",
-                summary="Let a node wait and take part in nothing.",
-            ),
-            Entry(
-                name="readmit",
-                target="coordinator.steering:readmit",
-                summary="Let it take part again.",
-            ),
+    "Run owner": (
+        Entry(
+            "approve",
+            "coordinator.steering:approve",
+            "Let a node that waits for approval take part.",
         ),
+        Entry("expel", "coordinator.steering:expel", "End a node's session and refuse its key."),
+        Entry(
+            "quarantine",
+            "coordinator.steering:quarantine",
+            "Let a node wait and take part in nothing.",
+        ),
+        Entry("readmit", "coordinator.steering:readmit", "Let it take part again."),
     ),
-)
+}
 
 
 @click.group(cls=LazyGroup, sections=_NODES_COMMANDS, invoke_without_command=True)
@@ -490,28 +472,23 @@ def print_fitting(
         screen.print(f"left out: {names}; --json shows all")
 
 
-_DATA_COMMANDS = (
-    (
-        "Commands",
-        (
-            Entry(
-                name="prepare",
-                target="node.island.data.command:prepare",
-                summary="Make tokens of text, once, for a run.",
-            ),
-            Entry(
-                name="check",
-                target="node.island.data.command:check",
-                summary="Read a folder of tokens and compare all digests.",
-            ),
-            Entry(
-                name="skip",
-                target="coordinator.steering:skip",
-                summary="Take samples out of a run, after a spike of the loss.",
-            ),
+_DATA_COMMANDS: Sections = {
+    "Commands": (
+        Entry(
+            "prepare", "node.island.data.command:prepare", "Make tokens of text, once, for a run."
+        ),
+        Entry(
+            "check",
+            "node.island.data.command:check",
+            "Read a folder of tokens and compare all digests.",
+        ),
+        Entry(
+            "skip",
+            "coordinator.steering:skip",
+            "Take samples out of a run, after a spike of the loss.",
         ),
     ),
-)
+}
 
 
 @click.group(cls=LazyGroup, sections=_DATA_COMMANDS, invoke_without_command=True)

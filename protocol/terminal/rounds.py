@@ -11,7 +11,7 @@ import click
 
 from protocol.errors import UsageError
 from protocol.terminal import console
-from protocol.terminal.lazy_group import Entry, LazyGroup
+from protocol.terminal.lazy_group import Entry, LazyGroup, Sections
 from protocol.terminal.query import (
     StatusLink,
     as_json,
@@ -47,18 +47,15 @@ CSV_COLUMNS = (
     *("reason", "counted"),
 )
 
-_ROUNDS_COMMANDS = (
-    (
-        "Anyone",
-        (
-            Entry(
-                name="show",
-                target="protocol.terminal.rounds:show_round",
-                summary="Show when each node did what in a round.",
-            ),
+_ROUNDS_COMMANDS: Sections = {
+    "Anyone": (
+        Entry(
+            "show",
+            "protocol.terminal.rounds:show_round",
+            "Show when each node did what in a round.",
         ),
     ),
-)
+}
 
 
 @click.group(cls=LazyGroup, sections=_ROUNDS_COMMANDS, invoke_without_command=True)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 
 from protocol.terminal.console import (
     age_in_words,
@@ -61,7 +62,7 @@ def training_loss(nodes: Iterable[pb.NodeStatus]) -> float | None:
     if not here:  # as after the end of the run: of those that stayed longest
         last = max((node.heartbeat.outer_round for node in told), default=0)
         here = [node for node in told if node.heartbeat.outer_round == last]
-    return sum(node.heartbeat.loss for node in here) / len(here) if here else None
+    return fmean(node.heartbeat.loss for node in here) if here else None
 
 
 def compute_share(nodes: Iterable[pb.NodeStatus]) -> float | None:
@@ -71,7 +72,7 @@ def compute_share(nodes: Iterable[pb.NodeStatus]) -> float | None:
         for node in nodes
         if node.state not in GONE and node.heartbeat.HasField("utilisation")
     ]
-    return sum(shares) / len(shares) if shares else None
+    return fmean(shares) if shares else None
 
 
 def mean_time_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
@@ -84,15 +85,11 @@ def mean_time_in_words(nodes: Iterable[pb.NodeStatus]) -> str:
     exchange = [m.exchange_share + m.publish_share + m.adopt_share for m in made]
     unmeasured = len(made) - len(local)
     return (
-        f"{_mean([m.compute_share for m in made]):.0%} compute, "
+        f"{fmean(m.compute_share for m in made):.0%} compute, "
         + (f"{sum(local) / len(made):.0%} local, " if local else "")
-        + f"{_mean(exchange):.0%} exchange, {_mean([m.waiting_share for m in made]):.0%} waiting"
+        + f"{fmean(exchange):.0%} exchange, {fmean(m.waiting_share for m in made):.0%} waiting"
         + (f"; local not measured on {unmeasured} of {len(made)} nodes" if unmeasured else "")
     )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def written_in_words(run: pb.RunStatus) -> str:

@@ -148,7 +148,7 @@ class Tracker:
 
         `ask` gives the latest so many rounds, newest first, and `ask_one` all of one of them.
         """
-        from protocol.terminal.watch import MOST_ROUNDS
+        from protocol.terminal.watch import MOST_ROUNDS, settled_after
         from protocol.v1 import status_pb2 as pb
 
         run = status.run
@@ -165,14 +165,7 @@ class Tracker:
             held_out = min(self._note.held_out_round, back)
             text = min(self._note.text_round, back)
             self._note = replace(self._note, round=back, held_out_round=held_out, text_round=text)
-        is_over = run.phase == pb.RUN_PHASE_FINISHED
-        new = [
-            closed
-            for closed in reversed(rounds)
-            if closed.round > self._note.round
-            # While nodes apply a round its bytes are not all known.
-            and (is_over or closed.outer_digest or closed.round < run.committed_round)
-        ]
+        new = settled_after(self._note.round, rounds, run)
         numbers = [n for n in run.written_rounds if n > self._note.text_round]
         times = {
             closed.round: ask_one(closed.round)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -319,6 +319,20 @@ def json_line(value: Mapping[str, object]) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
+def settled_after(
+    seen: int, rounds: Sequence[pb.RoundSummary], run: pb.RunStatus
+) -> list[pb.RoundSummary]:
+    """Those of `rounds`, newest first, that are new and change no more, oldest first."""
+    is_over = run.phase == pb.RUN_PHASE_FINISHED
+    return [
+        closed
+        for closed in reversed(rounds)
+        if closed.round > seen
+        # While nodes apply a round its digest and bytes are not all known.
+        and (is_over or closed.outer_digest or closed.round < run.committed_round)
+    ]
+
+
 class NewRounds:
     """Which closed rounds are new: each once, oldest first, when it changes no more."""
 
@@ -337,13 +351,10 @@ class NewRounds:
         if self._seen == newest:
             return
         wanted = self._limit if self._seen is None else min(MOST_ROUNDS, newest - self._seen + 1)
-        is_over = run.phase == pb.RUN_PHASE_FINISHED
-        for closed in reversed(self._ask(wanted).rounds):
-            # While nodes apply a round its digest and bytes are not all known.
-            is_settled = is_over or bool(closed.outer_digest) or closed.round < newest
-            if is_settled and closed.round > (self._seen or 0):
-                self._waiting.append(closed)
-                self._seen = closed.round
+        found = settled_after(self._seen or 0, self._ask(wanted).rounds, run)
+        if found:
+            self._waiting += found
+            self._seen = found[-1].round
 
     def take(self) -> list[pb.RoundSummary]:
         """What was found since the last call."""

@@ -56,7 +56,7 @@ def test_the_help_names_every_command_under_its_section(capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     titles = ["Try it:", "Run owner:", "Contributor:", "Anyone:"]
     assert [line for line in out.splitlines() if line in titles] == titles
-    for _, entries in cli.SECTIONS:
+    for entries in cli.SECTIONS.values():
         for entry in entries:
             assert f"  {entry.name} " in out
             assert entry.summary in out
@@ -71,7 +71,9 @@ def test_every_command_of_the_table_exists() -> None:
 
 
 def test_the_table_names_modules_that_stand_beside_protocol() -> None:
-    rooms = {entry.target.partition(".")[0] for _, entries in cli.SECTIONS for entry in entries}
+    rooms = {
+        entry.target.partition(".")[0] for entries in cli.SECTIONS.values() for entry in entries
+    }
     assert rooms == {"protocol", "node", "coordinator"}
     assert all(find_spec(room) is not None for room in rooms)
 
