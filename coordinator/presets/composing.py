@@ -355,8 +355,9 @@ def _trained(wanted: Wanted, facts: Facts) -> tuple[Trained, str]:
     tables |= {key: value for key, value in changes.items() if value is not None}
     model = type(named.model).model_validate(tables)
     named = replace(named, model=model, batch=wanted.batch or named.batch)
-    sizes = {"num_parameters": named.num_parameters, "num_layers": model.num_layers}
-    facts = replace(facts, model=tables, **sizes)
+    facts = replace(
+        facts, model=tables, num_parameters=named.num_parameters, num_layers=model.num_layers
+    )
     return Trained(facts=facts, batch=named.batch, learning_rate=named.learning_rate), note
 
 

@@ -42,7 +42,7 @@ def test_bash_offers_commands_subcommands_options_and_choices(tmp_path: Path) ->
     assert offered(tmp_path, "rounds", "sh") == ["show"]
     assert offered(tmp_path, "rounds", "--wa") == ["--watch"]
     assert offered(tmp_path, "track", "--to", "t") == ["tensorboard", "trackio"]
-    names = [entry.name for _, entries in SECTIONS for entry in entries]
+    names = [entry.name for entries in SECTIONS.values() for entry in entries]
     assert offered(tmp_path, "") == names
 
 
