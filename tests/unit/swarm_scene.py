@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from coordinator.swarm.events import (
@@ -18,7 +19,6 @@ from coordinator.swarm.events import (
 from coordinator.swarm.members import Member
 from coordinator.swarm.state import Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
-from protocol.run.schedule import ALWAYS_ALIKE, Schedule
 from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
@@ -77,41 +77,21 @@ class Scene:
         rounds: int = 10,
         evaluate_every: int = 1000,
         lease_seconds: float = 10_000,
-        layout: LayoutSummary = LAYOUT,
-        adapts_deadlines: bool = False,
-        has_overlap: bool = False,
-        slice_elements: int = 1 << 62,
-        round_steps: int | None = None,
-        schedule: Schedule = ALWAYS_ALIKE,
-        first_digest: Digest | None = None,
-        has_private_data: bool = False,
-        inner_steps: int = 5,
+        **rules: Any,
     ) -> None:
-        rules = Rules(
+        """`rules` are others of Rules, by their names."""
+        whole = replace(
+            PLAIN_RULES,
             total_rounds=rounds,
             min_nodes=min_nodes,
-            inner_steps=inner_steps,
-            batch=2,
-            context=8,
-            train_seconds=60,
-            contribute_seconds=70,
-            commit_seconds=80,
             apply_seconds=20,
             lease_seconds=lease_seconds,
             evaluate_every_rounds=evaluate_every,
-            adapts_deadlines=adapts_deadlines,
             floor_seconds=5,
-            has_overlap=has_overlap,
-            slice_elements=slice_elements,
-            round_steps=round_steps,
-            schedule=schedule,
-            first_digest=first_digest,
-            has_private_data=has_private_data,
-            layout=layout,
-            codecs=CODECS,
+            **rules,
         )
         self._num_processes: Counter[str] = Counter()
-        self.state: SwarmState = initial_state(rules, RUN)
+        self.state: SwarmState = initial_state(whole, RUN)
         self.now = 1000.0
         self.reason = ""
         self.actions: tuple[Action, ...] = ()  # of the latest event

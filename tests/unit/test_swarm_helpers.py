@@ -1,6 +1,7 @@
 """Helpers in the pure core: members that reduce for others, train nothing and decide nothing."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,9 @@ NODES = ("a", "b", "c")
 MB = 1e6
 
 
-def scene(*helpers: str, min_nodes: int = 3, is_behind_nat: bool = True, **more: object) -> Scene:
+def scene(*helpers: str, min_nodes: int = 3, is_behind_nat: bool = True, **more: Any) -> Scene:
     """Three nodes behind routers that reach nobody but helpers, and those."""
-    scene = Scene(min_nodes=min_nodes, **more)  # type: ignore[arg-type]
+    scene = Scene(min_nodes=min_nodes, **more)
     scene.attach(*helpers, is_helper=True, cannot_train=True, cannot_evaluate=True, num_ranks=0)
     scene.attach(*NODES[:-1])
     if is_behind_nat:
