@@ -6,19 +6,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import SimpleNamespace
+from typing import Any
 
 import click
 import pytest
 import torch
 
 from coordinator import new_run as command
-from coordinator.presets import composing
 from coordinator.presets import wanted as asking
-from coordinator.presets.wanted import Facts, Machine, Wanted
+from coordinator.presets.wanted import Wanted
 from coordinator.store import Store, may_have_begun
 from node.island.data.manifest import read_manifest
 from node.island.models.code import code_digest
@@ -92,11 +91,29 @@ def described_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.update(before)
 
 
-def made(folder: Path, *arguments: object) -> RunSpec:
-    """The run that a command has made."""
+VISION = ("--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
+
+
+def init(folder: Path, *arguments: object) -> int:
+    """The exit code of 'atoll init'."""
     words = ["init", str(folder), "--host", "127.0.0.1", *map(str, arguments)]
-    assert console.run(cli.root, words) == 0
+    return console.run(cli.root, words)
+
+
+def made(folder: Path, *arguments: object) -> RunSpec:
+    """The run that the command has made."""
+    assert init(folder, *arguments) == 0
     return load_run_folder(folder, "run.toml")
+
+
+def forked(folder: Path, *arguments: object) -> dict[str, Any]:
+    """A new run made into what 'atoll node fork' writes; returns its description."""
+    made(folder, *arguments)
+    told: dict[str, Any] = json.loads((folder / "description.json").read_text())
+    told |= {"first_digest": "ab" * 32, "first_fragments": 1}
+    (folder / "description.json").write_text(json.dumps(told))
+    (folder / "first.safetensors").write_bytes(b"trained weights")
+    return told
 
 
 @pytest.mark.usefixtures("described_here")
@@ -123,10 +140,7 @@ def test_a_function_is_one_command_and_its_run_is_named_by_its_folder(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "digits"
-    spec = made(
-        *(home, "--function", "vision:model", "--data-function", "vision:data"),
-        *("--from", EXAMPLES, "--batch", 16, "--json"),
-    )
+    spec = made(home, *VISION, "--batch", 16, "--json")
     assert (spec.run.name, spec.model.context, spec.inner.batch) == ("digits", 1, 16)
     assert spec.data.function == "vision:data"
     started = json.loads(capfd.readouterr().out)["start"]
@@ -141,12 +155,7 @@ def test_a_fork_of_a_function_keeps_its_weights_though_its_code_or_data_change(
 ) -> None:
     """As somebody does who wants more data for a run: they are what its code returns."""
     fork, code = tmp_path / "fork", tmp_path / "code"
-    made(fork, "--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
-    # What 'atoll node fork' writes otherwise.
-    told = json.loads((fork / "description.json").read_text())
-    told |= {"first_digest": "ab" * 32, "first_fragments": 1}
-    (fork / "description.json").write_text(json.dumps(told))
-    (fork / "first.safetensors").write_bytes(b"trained weights")
+    told = forked(fork, *VISION)
     code.mkdir()
     text = (EXAMPLES / "vision.py").read_text()
     (code / "vision.py").write_text(text.replace("arange(1797)", "arange(1700)"))
@@ -168,8 +177,7 @@ def test_a_fork_of_a_function_keeps_its_weights_though_its_code_or_data_change(
     )
 
     (code / "vision.py").write_text(text.replace("channels: int = 16", "channels: int = 32"))
-    words = ["init", str(tmp_path / "wider"), "--run", str(fork / "run.toml"), "--from", str(code)]
-    assert console.run(cli.root, words) == 78
+    assert init(tmp_path / "wider", "--run", fork / "run.toml", "--from", code) == 78
     assert "the code makes another model than the fork has weights of" in capfd.readouterr().err
     assert not (tmp_path / "wider").exists()
 
@@ -198,8 +206,7 @@ def test_a_run_file_changed_by_hand_no_longer_has_the_model_that_was_described(
         (home / "run.toml").write_text(kept)
 
     own, given, adapted = (tmp_path / name for name in ("own", "given", "adapted"))
-    functions = ("--function", "vision:model", "--data-function", "vision:data")
-    made(own, *functions, "--from", EXAMPLES)
+    made(own, *VISION)
     refused(own, "arguments = {width = 9}", '[model] arguments is {"width": 9}', "with {}")
     refused(own, 'function = "vision:other"', '[model] function is "vision:other"')
     rewritten(own / "run.toml", "rounds = 7", "batch = 3", "seed = 5", "learning_rate = 0.5")
@@ -222,7 +229,7 @@ def test_a_batch_above_the_samples_of_a_function_is_refused_before_any_node_star
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     own = tmp_path / "own"
-    made(own, "--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
+    made(own, *VISION)
     assert re.search(r"train \S+ samples, [\d,.]+ times what the data have", capfd.readouterr().out)
     spec = load_run_folder(own, "run.toml")
     assert spec.description is not None and spec.description.num_samples is not None
@@ -248,19 +255,14 @@ def test_what_a_fork_changes_of_its_model_is_described_by_a_new_run_alone(
 ) -> None:
     """Describing it in its place would draw new weights over the fork's."""
     fork = tmp_path / "fork"
-    made(fork, "--function", "vision:model", "--data-function", "vision:data", "--from", EXAMPLES)
-    told = json.loads((fork / "description.json").read_text())
-    told |= {"first_digest": "ab" * 32, "first_fragments": 1}
-    (fork / "description.json").write_text(json.dumps(told))
-    (fork / "first.safetensors").write_bytes(b"trained weights")
+    forked(fork, *VISION)
     run_file = fork / "run.toml"
     run_file.write_text(run_file.read_text() + '\n[model.arguments]\ndevice = "cpu"\n')
     with pytest.raises(ConfigError) as caught:
         load_run_folder(fork, "run.toml")
     assert f"'atoll init NEWDIR --run {run_file} --from CODE'" in caught.value.next_step
     assert "describe" not in caught.value.next_step.replace("describe the model anew", "")
-    words = ["init", str(tmp_path / "run"), "--run", str(run_file)]
-    assert console.run(cli.root, words) == ConfigError.exit_code
+    assert init(tmp_path / "run", "--run", run_file) == ConfigError.exit_code
     told = capfd.readouterr().err
     assert f"atoll: {run_file}: [model] arguments is" in told and "unfinished" not in told
 
@@ -278,18 +280,14 @@ def test_a_forks_weights_are_not_put_on_another_frozen_body(
         "def data():\n"
         "    return [torch.ones(2)] * 9, [torch.ones(2)] * 9\n"
     )
-    made(fork, "--function", "mine:model", "--data-function", "mine:data", "--from", code)
-    told = json.loads((fork / "description.json").read_text())
-    told |= {"first_digest": "ab" * 32, "first_fragments": 1}
-    (fork / "description.json").write_text(json.dumps(told))
-    (fork / "first.safetensors").write_bytes(b"trained weights")
-    words = ["init", str(tmp_path / "run"), "--run", str(fork / "run.toml"), "--from", str(code)]
+    forked(fork, "--function", "mine:model", "--data-function", "mine:data", "--from", code)
+    again = (tmp_path / "run", "--run", fork / "run.toml", "--from", code)
     rewritten(fork / "run.toml", "seed = 5")
-    assert console.run(cli.root, words) == ConfigError.exit_code
+    assert init(*again) == ConfigError.exit_code
     assert "other frozen values than those that the fork's weights" in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
     rewritten(fork / "run.toml", "seed = 0", "rounds = 7")
-    assert console.run(cli.root, words) == 0
+    assert init(*again) == 0
     capfd.readouterr()
 
 
@@ -319,11 +317,8 @@ def test_a_fork_of_given_weights_takes_no_others(
 ) -> None:
     fork = tmp_path / "fork"
     asked = ("--data", llama.parent / "tokens", "--context", 32, "--by", "transformers")
-    made(fork, "--from", llama, *asked)
-    told = json.loads((fork / "description.json").read_text()) | {"first_fragments": 1}
-    (fork / "description.json").write_text(json.dumps(told))
-    words = ["init", str(tmp_path / "run"), "--run", str(fork / "run.toml"), "--from", str(llama)]
-    assert console.run(cli.root, words) == 64
+    forked(fork, "--from", llama, *asked)
+    assert init(tmp_path / "run", "--run", fork / "run.toml", "--from", llama) == 64
     assert "begins with the weights beside it" in capfd.readouterr().err
     made(tmp_path / "run", "--run", fork / "run.toml")
 
@@ -402,20 +397,16 @@ def test_what_a_transformers_folder_cannot_be_leaves_no_folder(
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text((llama / "config.json").read_text())
     for arguments, code, words in (
-        (["--from", str(tmp_path / "bare"), "--private"], 64, "there is no tokenizer.json"),
-        (["--from", str(llama)], 64, "no --data names any"),
-        (["--from", str(llama), "--data", "nowhere"], 64, "--data nowhere is no folder of them"),
-        (["--from", "owner/model", "--data", str(llama)], 66, "hf download owner/model"),
+        (["--from", tmp_path / "bare", "--private"], 64, "there is no tokenizer.json"),
+        (["--from", llama], 64, "no --data names any"),
+        (["--from", llama, "--data", "nowhere"], 64, "--data nowhere is no folder of them"),
+        (["--from", "owner/model", "--data", llama], 66, "hf download owner/model"),
         (["--data", "talk.jsonl"], 66, "is no text but a record a line"),
         (["--data", "talk.jsonl"], 66, "atoll data prepare talk.jsonl --out tokens"),
         (["--private", "--tokenizer", "nowhere"], 66, "the tokenizer nowhere is not there"),
-        (
-            ["--from", str(llama), "--private", "--lora", "4", "--context", "999"],
-            78,
-            "64 positions",
-        ),
+        (["--from", llama, "--private", "--lora", 4, "--context", 999], 78, "64 positions"),
     ):
-        assert console.run(cli.root, ["init", str(tmp_path / "run"), *arguments]) == code
+        assert init(tmp_path / "run", *arguments) == code
         assert words in capfd.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 
@@ -425,8 +416,7 @@ def test_tokens_of_bytes_are_refused_for_a_model_that_has_a_tokenizer(
     llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prepared(llama.parent / "text.jsonl", out=tmp_path / "bytes")
-    words = ["init", str(tmp_path / "run"), "--from", str(llama), "--data", str(tmp_path / "bytes")]
-    assert console.run(cli.root, words) == 65
+    assert init(tmp_path / "run", "--from", llama, "--data", tmp_path / "bytes") == 65
     told = capfd.readouterr().err
     assert f"are bytes, and the model in {llama} has a tokenizer" in told
     assert f"atoll data prepare … --tokenizer {llama}" in told
@@ -447,8 +437,7 @@ def test_a_folder_without_weights_begins_with_random_ones_at_a_new_models_rate_a
     assert given.inner.learning_rate == pytest.approx(new.inner.learning_rate / 5)
     assert "random" not in capfd.readouterr().out
     (bare / "pytorch_model.bin").write_bytes(b"pickle")
-    words = ["init", str(tmp_path / "run"), "--from", str(bare), *map(str, asked)]
-    assert console.run(cli.root, words) == 65
+    assert init(tmp_path / "run", "--from", bare, *asked) == 65
     assert "pytorch_model.bin only, and pickles are not read" in capfd.readouterr().err
 
 
@@ -472,15 +461,15 @@ def test_tokens_that_are_no_batch_are_refused_when_the_run_is_made(
     tokens = llama.parent / "tokens"
     there = read_manifest(tokens).num_tokens("training")
     batch = sum((shard.num_tokens - 1) // 32 for shard in read_manifest(tokens).training) + 1
-    words = ["init", str(tmp_path / "run"), "--data", str(tokens), "--context", "32", "--batch"]
-    assert console.run(cli.root, [*words, str(batch), "--from", str(llama)]) == 66
+    asked = ("--from", llama, "--data", tokens, "--context", 32, "--batch")
+    assert init(tmp_path / "run", *asked, batch) == 66
     told = capfd.readouterr().err
     assert (
         f"{there:,} tokens to train on, which are {batch - 1:,} samples of 32, and one batch"
         in told
     )
     assert not (tmp_path / "run").exists()
-    made(tmp_path / "run", "--data", tokens, "--context", 32, "--batch", batch - 1, "--from", llama)
+    made(tmp_path / "run", *asked, batch - 1)
 
 
 def test_text_that_is_not_here_is_told_when_the_run_is_made(
@@ -505,8 +494,8 @@ def test_text_that_every_node_would_refuse_as_too_little_is_refused_when_the_run
     text = tmp_path / "text.txt"
     text.write_bytes(b"some text " * (num_bytes // 10))
     batch = 128 if context == 512 else 1
-    words = ["--data", str(text), "--context", str(context), "--batch", str(batch)]
-    assert console.run(cli.root, ["init", str(tmp_path / "run"), *words]) == 66
+    asked = ("--data", text, "--context", context, "--batch", batch)
+    assert init(tmp_path / "run", *asked) == 66
     assert told in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
     made(tmp_path / "run", "--data", text, "--context", 64, "--batch", 4)
@@ -528,124 +517,15 @@ def test_packed_tokens_say_the_context_and_another_one_is_refused(
     (code / "next_token.py").write_text(NEXT_TOKEN)
     own = ("--function", "next_token:model", "--from", code)
     assert made(tmp_path / "own", *own, *packed).model.context == 24
-    unpacked = [
-        "init",
-        str(tmp_path / "run"),
-        *map(str, own),
-        "--data",
-        str(llama.parent / "tokens"),
-    ]
-    assert console.run(cli.root, unpacked) == 64
+    assert init(tmp_path / "run", *own, "--data", llama.parent / "tokens") == 64
     assert "nothing says how many a sample has" in capfd.readouterr().err
     made(tmp_path / "same", *packed, "--context", 24, "--model", sizes)
     assert "are packed" not in capfd.readouterr().out
     for named in (("--from", llama, "--context", 64), ("--context", 64), ("--model", sizes)):
-        words = ["init", str(tmp_path / "run"), *map(str, (*named, *packed))]
-        assert console.run(cli.root, words) == 64
+        assert init(tmp_path / "run", *named, *packed) == 64
         told = capfd.readouterr().err
         assert "are packed for a context of 24, and" in told and "--pack " in told
         assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("held_out", [[40] * 9, [90, 10]])
-def test_no_sample_is_counted_that_would_go_from_one_shard_into_the_next(
-    held_out: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Of nine held-out shards of 40 tokens none has a sample of 64, and of 90 tokens there is one."""
-    facts = Facts(
-        data={"source": "tokens", "paths": ["tokens"], "digest": "ab" * 32},
-        num_tokens=100_000,
-        training_shards=[100_000],
-        held_out_shards=held_out,
-    )
-    monkeypatch.setattr(composing, "facts_of_wanted", lambda wanted, folder: facts)
-    wanted = Wanted(data=("tokens",), context=64, batch=4)
-    if max(held_out) > 64:
-        composing.new_run(wanted, tmp_path)
-        return
-    with pytest.raises(NoInputError, match="360 tokens are held out, and none of their shards"):
-        composing.new_run(wanted, tmp_path)
-
-
-FACTS = Facts(
-    model={"source": "decoder", "context": 512, "num_layers": 30},
-    num_parameters=134_500_000,
-    num_layers=30,
-    machine=Machine(name="2 CPU cores", num_cores=2, most_samples=64),
-)
-GIVEN = Wanted(source=Path("smol"), data=("tokens",))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "facts", "batch", "why"),
-    [
-        (GIVEN, FACTS, 4, "2 CPU cores) train in 30 s (64 are usual"),
-        (
-            GIVEN,
-            replace(FACTS, machine=Machine(name="a GPU", most_samples=16)),
-            16,
-            "what nodes like this machine (a GPU) have the memory for",
-        ),
-        (GIVEN, replace(FACTS, machine=Machine(name="a GPU")), 64, "as for other models"),
-        (
-            GIVEN,
-            replace(FACTS, machine=Machine(name="a GPU", most_samples=0)),
-            1,
-            "one sample is more than nodes like this machine (a GPU) have the memory for",
-        ),
-        (replace(GIVEN, tokens_per_second=500), FACTS, 16, "nodes of the speed told train in 30 s"),
-        (replace(GIVEN, step="2s"), FACTS, 64, "as for other models"),
-        (replace(GIVEN, batch=33), FACTS, 33, ""),
-        (
-            GIVEN,
-            replace(FACTS, model={"source": "decoder", "context": 8192}, machine=None),
-            8,
-            "as for other models",
-        ),
-    ],
-)
-def test_the_batch_of_given_weights_fits_a_node_and_its_reason_is_written_down(
-    monkeypatch: pytest.MonkeyPatch, wanted: Wanted, facts: Facts, batch: int, why: str
-) -> None:
-    monkeypatch.setattr(composing, "facts_of_wanted", lambda wanted, folder: facts)
-    if wanted.step is not None:
-        wanted = replace(wanted, link="100mbit")
-    new = composing.new_run(wanted, Path())
-    assert f"batch = {batch} " in new.text
-    assert why in new.text
-    assert bool(why) == any(why in note for note in new.notes)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "facts", "optimizer", "has_weights"),
-    [
-        (Wanted(), Facts(), "muon", False),
-        (Wanted(optimizer="adamw"), Facts(), "adamw", False),
-        (GIVEN, FACTS, "adamw", True),
-        (GIVEN, replace(FACTS, is_new=True), "adamw", False),
-        (replace(GIVEN, optimizer="muon"), FACTS, "muon", True),
-        (Wanted(function="m:f", data_function="m:d", source=EXAMPLES), FACTS, "adamw", False),
-        (
-            Wanted(function="m:f", data_function="m:d", source=EXAMPLES),
-            replace(FACTS, first_digest="ab" * 32),
-            "adamw",
-            True,
-        ),
-    ],
-)
-def test_an_exchange_is_chosen_for_the_inner_optimizer_and_the_weights_that_are_written(
-    monkeypatch: pytest.MonkeyPatch,
-    wanted: Wanted,
-    facts: Facts,
-    optimizer: str,
-    has_weights: bool,
-) -> None:
-    monkeypatch.setattr(composing, "facts_of_wanted", lambda wanted, folder: facts)
-    new = composing.new_run(replace(wanted, link="100mbit", step="2s"), Path())
-    assert new.plan is not None
-    situation = new.plan.situation
-    assert (situation.inner_optimizer, situation.has_weights) == (optimizer, has_weights)
-    assert f'optimizer = "{optimizer}"' in new.text
 
 
 def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
