@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -9,6 +10,10 @@ from lab.network.lab import LabUnavailableError, NetworkLab
 from lab.network.links import Link
 from tests.integration.tls_coordinator import Coordinator
 from tests.integration.typed_commands import Swarm
+
+if TYPE_CHECKING:
+    from lab.simulation.swarm import SimulatedRun
+    from node.island.data.dataset import Corpus
 
 
 @pytest.fixture
@@ -32,3 +37,11 @@ def may_make_network_labs() -> None:
             pass
     except LabUnavailableError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def clean(corpus: "Corpus") -> "SimulatedRun":
+    """A run of which no member lies."""
+    from tests.integration.liars_scene import run  # most tests need nothing of the node
+
+    return run(corpus)
