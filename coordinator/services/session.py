@@ -196,7 +196,6 @@ class SessionDesk:
             lease_seconds=lease_seconds,
             heartbeat_seconds=lease_seconds / HEARTBEATS_PER_LEASE,
             committed_round=state.committed_round,
-            committed_digest=convert.optional_digest_to_wire(state.outer_digest),
             node_name=state.members[node_id].node_name,
             num_rulings=len(state.rulings),
             rulings_digest=digest_of(state.rulings),

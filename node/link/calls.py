@@ -76,7 +76,6 @@ class Attachment:
     session_id: int
     heartbeat_seconds: float
     committed_round: int
-    committed_digest: Digest | None
     node_name: str = ""  # what the swarm calls the node
     num_rulings: int = 0  # that the coordinator knows
     rulings_digest: Digest = NO_DIGEST

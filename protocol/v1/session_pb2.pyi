@@ -291,7 +291,6 @@ class AttachResponse(_message.Message):
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     COMMITTED_ROUND_FIELD_NUMBER: _builtins.int
-    COMMITTED_DIGEST_FIELD_NUMBER: _builtins.int
     NODE_NAME_FIELD_NUMBER: _builtins.int
     NUM_RULINGS_FIELD_NUMBER: _builtins.int
     RULINGS_DIGEST_FIELD_NUMBER: _builtins.int
@@ -308,8 +307,6 @@ class AttachResponse(_message.Message):
     """How often to send heartbeats."""
     committed_round: _builtins.int
     """Newest round that is committed."""
-    committed_digest: _builtins.bytes
-    """Digest of the outer state at that round, 32 bytes; empty when not yet known."""
     node_name: _builtins.str
     """What the swarm calls the node: its own name, with a number behind it where another has that name."""
     num_rulings: _builtins.int
@@ -337,7 +334,6 @@ class AttachResponse(_message.Message):
         lease_seconds: _builtins.float = ...,
         heartbeat_seconds: _builtins.float = ...,
         committed_round: _builtins.int = ...,
-        committed_digest: _builtins.bytes = ...,
         node_name: _builtins.str = ...,
         num_rulings: _builtins.int = ...,
         rulings_digest: _builtins.bytes = ...,
@@ -349,7 +345,7 @@ class AttachResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rulings", b"rulings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_digest", b"committed_digest", "committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node_name", b"node_name", "num_rulings", b"num_rulings", "other_data_names", b"other_data_names", "renew_in_seconds", b"renew_in_seconds", "rulings", b"rulings", "rulings_digest", b"rulings_digest", "session_id", b"session_id", "unix_seconds", b"unix_seconds", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_round", b"committed_round", "heartbeat_seconds", b"heartbeat_seconds", "lease_seconds", b"lease_seconds", "node_name", b"node_name", "num_rulings", b"num_rulings", "other_data_names", b"other_data_names", "renew_in_seconds", b"renew_in_seconds", "rulings", b"rulings", "rulings_digest", b"rulings_digest", "session_id", b"session_id", "unix_seconds", b"unix_seconds", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -164,7 +164,6 @@ class FakeLink(CoordinatorLink):
             session_id=self.num_attached,
             heartbeat_seconds=3.0,
             committed_round=self.committed_round,
-            committed_digest=None,
             node_name=self.called,
         )
 

@@ -76,7 +76,6 @@ class Link(CoordinatorLink):
             session_id=len(self.attached_at),
             heartbeat_seconds=HEARTBEAT_SECONDS,
             committed_round=0,
-            committed_digest=None,
             renew_in_seconds=self.renew_in_seconds,
             unix_seconds=self.unix_seconds,
         )
