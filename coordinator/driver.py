@@ -29,6 +29,7 @@ from coordinator.swarm.events import (
     GoBack,
     OpenSession,
     QuarantineAsked,
+    RulingAsked,
     SendRoster,
     Started,
     StreamBroken,
@@ -201,17 +202,13 @@ class Driver:
         self._waiting: deque[_Asked] = deque()
         self._batches: asyncio.Task[None] | None = None  # takes what waits, as long as any does
         self._slept = 0.0  # seconds that the core has yet to be told of
-        self.on_convicted: Callable[[QuarantineAsked], None] = lambda asked: None
-        """Hears of members that auditors convict: who makes rulings sets it."""
+        self.on_ruling_asked: Callable[[RulingAsked], None] = lambda asked: None
+        """Hears what the core wants to be ruled: who makes rulings sets it."""
         self._streams: dict[NodeId, Stream] = {}
         self._roster_told: SwarmState | None = None  # whose roster they know, once it has changed
         self._roster_now: RosterTold | None = None  # that roster, once a stream has begun with it
         self._roster_timer: asyncio.TimerHandle | None = None  # until the next change may be told
         self._changed = asyncio.Event()
-        self.on_going_back: Callable[[GoBack], None] | None = None
-        """Makes the ruling by which the run goes back by itself, or pauses."""
-        self.on_unfollowed: Callable[[WithdrawalAsked], None] | None = None
-        """Makes the ruling that withdraws a going back which nobody can follow."""
         self.is_keeping_time = False
         """Whether deadlines are kept: while `run_clock` runs."""
         self._is_ending = False
@@ -449,14 +446,10 @@ class Driver:
                 self._end(node_id, "the node attached anew")
             case EndSession(node_id=node_id, reason=reason):
                 self._end(node_id, reason)
-            case GoBack() if self.on_going_back is not None:
-                self.on_going_back(action)
+            case GoBack() | WithdrawalAsked() | QuarantineAsked():
+                self.on_ruling_asked(action)
             case Tell(message=message, to=to):
                 self._send(message, tuple(self._streams) if to is None else to)
-            case WithdrawalAsked() if self.on_unfollowed is not None:
-                self.on_unfollowed(action)
-            case QuarantineAsked():
-                self.on_convicted(action)
 
     def _tell_roster(self) -> None:
         """Tells all sessions what has changed in the roster, if anything has."""

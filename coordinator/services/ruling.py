@@ -18,6 +18,7 @@ from coordinator.swarm.events import (
     GoBack,
     QuarantineAsked,
     Ruled,
+    RulingAsked,
     RulingsLearned,
     Undone,
     WithdrawalAsked,
@@ -126,9 +127,7 @@ class Rulings:
         self._turn = asyncio.Lock()
         self._going_back = asyncio.Lock()
         self._made_aside: set[asyncio.Task[None]] = set()
-        driver.on_going_back = self._start_going_back
-        driver.on_unfollowed = self._on_unfollowed
-        driver.on_convicted = self._on_convicted
+        driver.on_ruling_asked = self._start_ruling
 
     @property
     def store(self) -> Store:
@@ -229,8 +228,15 @@ class Rulings:
                 next_step="'atoll run pause' first, and then again",
             )
 
-    def _on_unfollowed(self, asked: WithdrawalAsked) -> None:
-        task = asyncio.ensure_future(self._withdraw(asked))
+    def _start_ruling(self, asked: RulingAsked) -> None:
+        match asked:
+            case GoBack(alarm=alarm):
+                making = self._go_back_by_itself(alarm)
+            case WithdrawalAsked():
+                making = self._withdraw(asked)
+            case QuarantineAsked():
+                making = self._quarantine(asked)
+        task = asyncio.create_task(making)
         self._made_aside.add(task)
         task.add_done_callback(self._made_aside.discard)
 
@@ -250,11 +256,6 @@ class Rulings:
             await self.make(event)
         except AtollError as error:  # enough nodes follow now, or the disk is full
             _log.warning("a going back is not withdrawn", why=error.what)
-
-    def _start_going_back(self, wish: GoBack) -> None:
-        task = asyncio.ensure_future(self._go_back_by_itself(wish.alarm))
-        self._made_aside.add(task)
-        task.add_done_callback(self._made_aside.discard)
 
     async def _go_back_by_itself(self, alarm: Alarm) -> None:
         """Makes the ruling, or pauses where the run cannot go back. One alarm after the other."""
@@ -434,11 +435,6 @@ class Rulings:
                 )
             )
             return True
-
-    def _on_convicted(self, asked: QuarantineAsked) -> None:
-        task = asyncio.get_running_loop().create_task(self._quarantine(asked))
-        self._made_aside.add(task)
-        task.add_done_callback(self._made_aside.discard)
 
     async def _quarantine(self, asked: QuarantineAsked) -> None:
         event = self.event(

@@ -246,4 +246,6 @@ class QuarantineAsked:
     conviction: Conviction
 
 
-Action = OpenSession | EndSession | SendRoster | Tell | GoBack | WithdrawalAsked | QuarantineAsked
+RulingAsked = GoBack | WithdrawalAsked | QuarantineAsked
+
+Action = OpenSession | EndSession | SendRoster | Tell | RulingAsked

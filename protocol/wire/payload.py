@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import blake3
 
@@ -153,17 +153,7 @@ class PayloadHeader:
     @property
     def slot(self) -> "Slot":
         """For what it was made: an honest process makes one payload for each slot, and signs no other."""
-        return Slot(
-            kind=self.kind,
-            run_digest=self.run_digest,
-            round=self.round,
-            plan_opened_at=self.plan_opened_at,
-            base_digest=self.base_digest,
-            slice_index=self.slice_index,
-            attempt=self.attempt,
-            sender_id=self.sender_id,
-            process_id=self.process_id,
-        )
+        return Slot(*_slot_of(self))
 
     def contradicts(self, other: "PayloadHeader") -> bool:
         """Whether only a lie explains both, if both are signed as they must be."""
@@ -218,8 +208,7 @@ _HEADER_FIELDS = tuple(each.name for each in fields(PayloadHeader))
 _values_of = attrgetter(*_HEADER_FIELDS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(NamedTuple):
     """What a contribution or a result is made for, once: another process of its node makes its own."""
 
     kind: "transfer_pb2.PayloadKind.ValueType"
@@ -231,6 +220,9 @@ class Slot:
     attempt: int
     sender_id: NodeId
     process_id: int
+
+
+_slot_of = attrgetter(*Slot._fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
