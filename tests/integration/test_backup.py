@@ -100,8 +100,7 @@ def test_copies_of_a_run_in_full_flight_are_consistent_and_one_can_be_started(
         assert len(link.rounds(1000).rounds) in (rounds[-1], rounds[-1] - 1)
 
     # What a killed coordinator has answered lies in its log, and is copied all the same.
-    swarm.coordinator.process.send_signal(signal.SIGKILL)
-    swarm.coordinator.process.wait()
+    swarm.coordinator.kill()
     of_node = ("me", "--json", "--dir", swarm.folder / "node")
     alone = atoll(*of_node)
     told = json.loads(done(alone))
@@ -126,8 +125,7 @@ def test_a_coordinator_started_from_an_old_copy_goes_on_where_its_node_is(swarm:
     old_round = round_of(done(atoll("coordinator", "backup", swarm.home, copy)))
     until(lambda: swarm.status().run.committed_round > old_round + 20, "rounds after the copy")
     newest = swarm.status().run
-    swarm.coordinator.process.send_signal(signal.SIGKILL)
-    swarm.coordinator.process.wait()
+    swarm.coordinator.kill()
 
     swarm.home = copy
     swarm.start_coordinator()
@@ -170,9 +168,8 @@ def test_nodes_that_come_after_their_rounds_were_closed_without_them_bring_all_o
         copy = swarm.folder / "copy"
         old_round = round_of(done(atoll("coordinator", "backup", swarm.home, copy)))
         until(lambda: swarm.status().run.committed_round > old_round + 20, "rounds after the copy")
-        for process in (swarm.coordinator, node):
-            process.process.send_signal(signal.SIGKILL)
-            process.process.wait()
+        for running in (swarm.coordinator, node):
+            running.kill()
 
         swarm.home = copy
         swarm.start_coordinator()
@@ -204,8 +201,7 @@ def test_who_joined_after_the_copy_was_made_is_told_so_and_joins_again_in_its_fo
     done(atoll("coordinator", "backup", swarm.home, copy))
     home = swarm.join("late", swarm.invite())
     key = (home / "identity.key").read_bytes()
-    swarm.coordinator.process.send_signal(signal.SIGKILL)
-    swarm.coordinator.process.wait()
+    swarm.coordinator.kill()
 
     swarm.home = copy
     swarm.start_coordinator()
@@ -387,8 +383,7 @@ def test_one_line_keeps_copies_of_a_run_in_full_flight_and_the_newest_is_restore
     swarm.coordinator.says("backup made", times=num_made + 2)
 
     # The process that makes copies does not outlive a coordinator that is killed.
-    swarm.coordinator.process.send_signal(signal.SIGKILL)
-    swarm.coordinator.process.wait()
+    swarm.coordinator.kill()
     until(lambda: not swarm.coordinator.processes(), "the end of the process beside it")
     rounds = []
     for name in copies_in(row):

@@ -46,6 +46,23 @@ def start_helper(lab: NetworkLab, swarm: Swarm) -> Running:
         return swarm.start("helper", "start", "--dir", swarm.folder / HELPER)
 
 
+def begun_with_a_helper(lab: NetworkLab, swarm: Swarm) -> Running:
+    """The helper is here before the nodes, and the first round is open."""
+    with lab.inside(COORDINATOR):
+        invite = swarm.invite("--uses", str(len(NODES)))
+        vouched = swarm.invite("--role", "helper")
+    with lab.inside(HELPER):
+        swarm.join(HELPER, vouched)
+    helper = start_helper(lab, swarm)
+    helper.says("attached")
+    for name in NODES:
+        with lab.inside(name):
+            swarm.join(name, invite)
+            swarm.start_node(name)
+    swarm.coordinator.says("round opened")
+    return helper
+
+
 def test_nodes_that_nobody_can_dial_train_by_a_helper_which_may_be_killed_in_a_round(
     lab: NetworkLab, swarm: Swarm
 ) -> None:
@@ -64,8 +81,7 @@ def test_nodes_that_nobody_can_dial_train_by_a_helper_which_may_be_killed_in_a_r
             running[name] = swarm.start_node(name)
     swarm.coordinator.says("round opened", times=2)
     assert not helper.has_torch() and not helper.ranks()
-    helper.process.send_signal(signal.SIGKILL)  # it reduces all of round 2
-    helper.process.wait()
+    helper.kill()  # it reduces all of round 2
     again = start_helper(lab, swarm)
     for node in running.values():
         node.ends(set())
@@ -95,18 +111,7 @@ def test_a_helper_that_is_stopped_in_its_first_seconds_reduces_its_round_before_
     lab: NetworkLab, swarm: Swarm
 ) -> None:
     """Nobody knows by then that nodes do not reach each other, and none of them may take over."""
-    with lab.inside(COORDINATOR):
-        invite = swarm.invite("--uses", str(len(NODES)))
-        vouched = swarm.invite("--role", "helper")
-    with lab.inside(HELPER):
-        swarm.join(HELPER, vouched)
-    helper = start_helper(lab, swarm)
-    helper.says("attached")
-    for name in NODES:
-        with lab.inside(name):
-            swarm.join(name, invite)
-            swarm.start_node(name)
-    swarm.coordinator.says("round opened")
+    helper = begun_with_a_helper(lab, swarm)
     assert "do not reach each other" not in swarm.coordinator.log
     helper.process.send_signal(signal.SIGTERM)
     helper.ends(set())
@@ -124,20 +129,8 @@ def test_a_helper_that_is_killed_in_its_first_seconds_and_started_again_reduces_
     text = RUN.replace("contribute = 8", "contribute = 60").replace("commit = 14", "commit = 90")
     assert text != RUN
     with swarm_in(lab, tmp_path / "swarm", text) as swarm:
-        with lab.inside(COORDINATOR):
-            invite = swarm.invite("--uses", str(len(NODES)))
-            vouched = swarm.invite("--role", "helper")
-        with lab.inside(HELPER):
-            swarm.join(HELPER, vouched)
-        helper = start_helper(lab, swarm)
-        helper.says("attached")
-        for name in NODES:
-            with lab.inside(name):
-                swarm.join(name, invite)
-                swarm.start_node(name)
-        swarm.coordinator.says("round opened")
-        helper.process.send_signal(signal.SIGKILL)
-        helper.process.wait()
+        helper = begun_with_a_helper(lab, swarm)
+        helper.kill()
         swarm.coordinator.says("slice taken over")  # by a node that the others do not reach
         start_helper(lab, swarm).says("attached")
         swarm.coordinator.says("round committed")

@@ -173,8 +173,7 @@ def test_an_older_copy_at_the_address_that_was_told_learns_what_it_lacks_and_who
     done(atoll("run", "move", "127.0.0.1", *ports, "--dir", swarm.home))
     for node in running.values():
         node.says("the coordinator will move")
-    swarm.coordinator.process.send_signal(signal.SIGKILL)
-    swarm.coordinator.process.wait()
+    swarm.coordinator.kill()
 
     moved = swarm.start("coordinator", "start", copy, *ports)
     moved.says("coordinator ready")

@@ -67,8 +67,7 @@ def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies
         for node in running.values():
             node.says("attached")
         swarm.coordinator.says("round opened", times=2)
-        relay.process.send_signal(signal.SIGKILL)
-        relay.process.wait()
+        relay.kill()
         swarm.coordinator.says("nodes cannot come through the relay")
         with lab.inside("one"):
             typed = atoll("status", "--dir", swarm.folder / "one")
@@ -79,8 +78,7 @@ def test_nodes_train_with_a_coordinator_that_only_dials_out_while_its_relay_dies
         stack.callback(again.clean_up)
         assert line.strip() not in again.log, "it is printed once"
         swarm.coordinator.says("round opened", times=3)
-        swarm.coordinator.process.send_signal(signal.SIGKILL)
-        swarm.coordinator.process.wait()
+        swarm.coordinator.kill()
         with lab.inside(COORDINATOR):
             swarm.start_coordinator()
         for name in NODES:

@@ -69,8 +69,7 @@ def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_a
     assert "paused by the run owner since" in run_of(swarm).reason
     assert run_of(swarm).paused.endswith("'atoll run resume' goes on")
     at = run_of(swarm).committed_round
-    swarm.coordinator.process.send_signal(signal.SIGKILL)
-    swarm.coordinator.process.wait()
+    swarm.coordinator.kill()
     swarm.start_coordinator()
     until(lambda: "paused by the run owner" in run_of(swarm).reason, "the pause to hold")
     refused(atoll("run", "pause", "--dir", swarm.home), 64, "paused already", "atoll run resume")
@@ -162,8 +161,7 @@ def test_a_finished_run_is_extended_and_nodes_that_went_home_train_on_from_its_e
         ended = run_of(swarm)
         assert ended.phase == status_pb2.RUN_PHASE_FINISHED and ended.committed_round == 3
         done(atoll("export", swarm.folder / "before", "--dir", swarm.folder / "a"))
-        swarm.coordinator.process.send_signal(signal.SIGKILL)
-        swarm.coordinator.process.wait()
+        swarm.coordinator.kill()
         swarm.start_coordinator()
 
         longer = ("run", "extend", "3", "--dir", swarm.home)
@@ -256,8 +254,7 @@ def test_all_that_a_run_owner_types_is_obeyed_before_anybody_trains_and_told_in_
     refused(atoll("run", "resume", "--dir", swarm.home), 64, "the run is not paused")
     owner(swarm, "run", "pause", "--reason", "the cluster moves")
     assert run_of(swarm).paused.endswith("'atoll run resume' goes on")
-    swarm.coordinator.process.send_signal(signal.SIGKILL)
-    swarm.coordinator.process.wait()
+    swarm.coordinator.kill()
     swarm.start_coordinator()
     assert "paused by the run owner since" in run_of(swarm).reason, "a restart has lost the pause"
     refused(atoll("run", "pause", "--dir", swarm.home), 64, "paused already", "atoll run resume")

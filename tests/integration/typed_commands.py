@@ -174,6 +174,11 @@ class Running:
 
         until(has_said, f"{text!r} in\n{self.log}")
 
+    def kill(self) -> None:
+        """The process itself, and what came of it is left alone."""
+        self.process.kill()
+        self.process.wait()
+
     def processes(self) -> set[int]:
         """Itself and all that came of it, by what they inherit."""
         return self._family.members()
