@@ -143,7 +143,8 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
         isinstance(message.message, RoundCommitted) and not message.is_learned for message in told
     )
     if after.committed_round > before.committed_round and not has_decided:
-        yield _news("info", "round learned", round=after.committed_round, reason=_reason(after))
+        reason_of = "" if after.last_closed is None else after.last_closed.reason
+        yield _news("info", "round learned", round=after.committed_round, reason=reason_of)
     for message in told:
         yield from _told(after, message)
     if after.held_out_text_from > before.held_out_text_from:
@@ -360,10 +361,6 @@ def _commit(state: SwarmState, number: int) -> Iterator[News]:
             round=number,
             next_step="what they trained counts in a later round",
         )
-
-
-def _reason(state: SwarmState) -> str:
-    return "" if state.last_closed is None else state.last_closed.reason
 
 
 def _name(state: SwarmState, node_id: NodeId) -> str:

@@ -98,7 +98,8 @@ class Rotation:
         if self.with_authority:
             successor = Authority.create(authority.swarm_id)
             handed_on = authority.certify_successor(successor.certificate_pem)
-            before = _of_successors(home.authorities_pem)
+            # By which authorities handed on to others, without the latest one's for itself.
+            before = Bundle.read(home.authorities_pem).authorities_pem[1:]
             authorities_pem = b"".join((successor.certificate_pem, handed_on, *before))
             key_pem = successor.key_pem
             # Kept as the old one was: with the same passphrase, if it had one.
@@ -136,11 +137,6 @@ class Rotation:
             beside.unlink(missing_ok=True)  # of a change by an earlier Atoll that was cut off
         Home.load(self.directory)
         return number
-
-
-def _of_successors(authorities_pem: bytes) -> tuple[bytes, ...]:
-    """The certificates by which authorities handed on to others, without the latest one's for itself."""
-    return Bundle.read(authorities_pem).authorities_pem[1:]
 
 
 def protect(directory: Path, *, descriptor: int | None) -> Path:

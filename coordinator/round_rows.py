@@ -109,7 +109,7 @@ class _ByNode:
 
 _BY_NODE: Mapping[str, _ByNode] = {
     "held": _ByNode(
-        write=lambda results: _held_in_words(results).encode(),
+        write=lambda results: " ".join(f"{i}:{d.hex()}" for i, d in results.items()).encode(),
         read=lambda part: _held_of(part.decode()),
     ),
     "agreements": _ByNode(
@@ -183,10 +183,6 @@ def joined(head: Round, parts: Mapping[Key, bytes]) -> Round:
                 told[kind][node_id] = _BY_NODE[kind].read(part)
     in_order = tuple(slices[index] for index in sorted(slices))
     return replace(head, slices=in_order, **told)
-
-
-def _held_in_words(results: Mapping[int, Digest]) -> str:
-    return " ".join(f"{index}:{digest.hex()}" for index, digest in results.items())
 
 
 def _held_of(words: str) -> Mapping[int, Digest]:

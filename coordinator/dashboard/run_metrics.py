@@ -5,27 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.dashboard.timeline import RoundCounts
-from protocol.terminal.node_words import name_of
+from protocol.terminal.node_words import STATES, is_present, name_of
 from protocol.terminal.status_words import bits_per_byte
 from protocol.v1 import status_pb2 as pb
 from protocol.web.metrics import Board, Metric, NodeTold, Values, by_direction_and_kind, put_node
-
-_STATES = {
-    pb.NODE_STATE_JOINING: "joining",
-    pb.NODE_STATE_READY: "ready",
-    pb.NODE_STATE_DIVERGED: "diverged",
-    pb.NODE_STATE_LOST: "lost",
-    pb.NODE_STATE_LEFT: "left",
-    pb.NODE_STATE_UNAPPROVED: "unapproved",
-    pb.NODE_STATE_QUARANTINED: "quarantined",
-    pb.NODE_STATE_EXPELLED: "expelled",
-}
-_GONE = frozenset(
-    {
-        *(pb.NODE_STATE_LOST, pb.NODE_STATE_LEFT, pb.NODE_STATE_UNAPPROVED),
-        *(pb.NODE_STATE_QUARANTINED, pb.NODE_STATE_EXPELLED),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +20,6 @@ class RunTold:
     newest: pb.RoundSummary | None  # of committed rounds
     counts: RoundCounts
     version: str
-
-
-def _is_here(node: pb.NodeStatus) -> bool:
-    return node.state not in _GONE
 
 
 def _of_newest(read: Callable[[pb.RoundSummary], float | None]) -> Callable[[RunTold], Values]:
@@ -122,7 +101,9 @@ _OF_RUN: tuple[Metric[RunTold], ...] = (
         name="atoll_members",
         meaning="Members by how they stand with the swarm",
         labels=("state",),
-        of=lambda told: {(w,): sum(n.state == s for n in told.nodes) for s, w in _STATES.items()},
+        of=lambda told: {
+            (word,): sum(n.state == s for n in told.nodes) for s, (word, _) in STATES.items()
+        },
     ),
     Metric(
         name="atoll_min_nodes",
@@ -147,7 +128,7 @@ _OF_RUN: tuple[Metric[RunTold], ...] = (
     Metric(
         name="atoll_tokens_per_second",
         meaning="Training speed of all nodes that are there, over their latest inner steps",
-        of=lambda told: sum(n.heartbeat.tokens_per_second for n in told.nodes if _is_here(n)),
+        of=lambda told: sum(n.heartbeat.tokens_per_second for n in told.nodes if is_present(n)),
     ),
     Metric(
         name="atoll_training_loss_nats",
@@ -259,7 +240,7 @@ _OF_MEMBERS: tuple[Metric[pb.NodeStatus], ...] = (
         name="atoll_node_silent_seconds",
         meaning="Seconds since the node was last heard",
         labels=("node", "node_id"),
-        of=lambda node: node.silent_seconds if _is_here(node) else None,
+        of=lambda node: node.silent_seconds if is_present(node) else None,
     ),
     Metric(
         name="atoll_node_committed_tokens_total",
@@ -287,7 +268,7 @@ def board_of(
     board.tell(_OF_RUN, told)
     for node in nodes:
         board.tell(_OF_MEMBERS, node, name_of(node), node.node_id)
-        if _is_here(node):
+        if is_present(node):
             beat = node.heartbeat if node.HasField("heartbeat") else None
             node_told = NodeTold(
                 node_name=name_of(node),

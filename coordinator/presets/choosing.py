@@ -198,7 +198,7 @@ class _Case:
             "coarser codecs": oftener.above.codecs - taken.above.codecs,
             "later results": oftener.above.late - taken.above.late,
         }
-        return reasons.costs_more(max(more, key=lambda each: more[each]))
+        return f"{reasons.COSTS_MORE} {max(more, key=lambda each: more[each])}"
 
 
 def found(

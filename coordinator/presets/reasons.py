@@ -34,11 +34,7 @@ def of_rounds_given(setting: Setting, total_steps: int, rounds: int) -> str:
 
 
 HARDLY_MORE = "more often sends more, and gains less than 0.2 %"
-
-
-def costs_more(by: str) -> str:
-    """Why not more often."""
-    return f"more often costs more than it gains, by {by}"
+COSTS_MORE = "more often costs more than it gains, by"
 
 
 def of_steps(setting: Setting, exchanges: int, *, seldom: float, oftener: str) -> str:

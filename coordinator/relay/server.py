@@ -158,7 +158,7 @@ class _Hello:
                 owner=bytes.fromhex(owner),
                 process=process,
                 ports=tuple(ports),
-                name=_one_line(name),
+                name=" ".join(printable(name, most=MOST_NAME).split()),
             )
         except ValueError as error:
             raise ProtocolMismatchError("a coordinator's own secret cannot be read") from error
@@ -362,10 +362,6 @@ class _Refusal:
     what: str
     next_step: str
     is_final: bool = True
-
-
-def _one_line(text: str) -> str:
-    return " ".join(printable(text, most=MOST_NAME).split())
 
 
 # A relay as a process: its folder, its line, signals and its service manager.

@@ -330,7 +330,7 @@ def _tell_if_due(turn: Turn, member: Member, other: Member) -> bool:
         tries = replace(tries, between=between, num=1)
     num = 0 if tries is None else tries.num
     if num >= MOST_SYMMETRIC_TRIES and (is_symmetric(low) or is_symmetric(high)):
-        ways = [way for way in ways if _is_by_ipv6(way[0])]
+        ways = [way for way in ways if way[0].startswith("/ip6/")]
     if not ways or (tries is not None and turn.now < tries.latest_at + wait_after(num)):
         return False
     tried = PunchTries(between=between, num=num + 1, latest_at=turn.now)
@@ -376,10 +376,6 @@ def _is_one_network(one: str, other: str) -> bool:
 def _host_in(multiaddr: str) -> str:
     """The address in it, of a router or of the machine itself; ports may change."""
     return multiaddr.split("/")[2]
-
-
-def _is_by_ipv6(multiaddr: str) -> bool:
-    return multiaddr.startswith("/ip6/")
 
 
 def _forget_those_that_reach(turn: Turn, node_id: NodeId) -> None:

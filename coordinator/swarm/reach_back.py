@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from coordinator.swarm.checking import unchecked
-from coordinator.swarm.members import Member
 from coordinator.swarm.state import Say, SwarmState
 from coordinator.swarm.turn import name_of, present_members
 from coordinator.swarm.weighing import is_enough, say_of
@@ -34,7 +33,11 @@ def is_in_reach(state: SwarmState, round: int) -> bool:
 
 def saying_so(state: SwarmState, round: int) -> list[NodeId]:
     """Who of those that are here says that it can go back to the state after a round."""
-    return [m.node_id for m in present_members(state) if _reaches(m, round)]
+    return [
+        member.node_id
+        for member in present_members(state)
+        if any(span.includes(round) for span in member.reach_back)
+    ]
 
 
 def rounds_in_reach(state: SwarmState) -> tuple[RoundSpan, ...]:
@@ -86,10 +89,6 @@ def possible_in_words(state: SwarmState) -> str:
 
 MOST_NAMED = 4
 """Members that a sentence names."""
-
-
-def _reaches(member: Member, round: int) -> bool:
-    return any(span.includes(round) for span in member.reach_back)
 
 
 def _stretches(state: SwarmState) -> Iterator[tuple[RoundSpan, "_Saying"]]:

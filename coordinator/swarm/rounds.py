@@ -63,10 +63,8 @@ from protocol.wire.messages import (
     Trained,
 )
 from protocol.wire.rounds import (
-    WHOLE,
     Assignment,
     Commit,
-    ContributionDigest,
     Contributor,
     Digest,
     NodeId,
@@ -156,29 +154,21 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             return
         if report.factors and len(report.factors) != len(report.contributors):
             return
-        factors = report.factors or (WHOLE,) * len(report.contributors)
-        told = zip(report.contributors, report.contributions, factors, strict=True)
-        contributors, contributions, factors = zip(
-            *sorted(told, key=lambda c: c[0].node_id), strict=True
-        )
-        named = {c.node_id for c in contributors}
-        if len(named) < len(contributors) or not named.isdisjoint(report.late):
+        report = report.in_order
+        named = {c.node_id for c in report.contributors}
+        if len(named) < len(report.contributors) or not named.isdisjoint(report.late):
             return
-        if not all(_is_possible(c, asked.get(c.node_id), context) for c in contributors):
+        if not all(_is_possible(c, asked.get(c.node_id), context) for c in report.contributors):
             return
         progress = replace(
             progress,
             digest=report.digest,
-            contributors=contributors,
-            contributions=contributions,
-            factors=factors if report.factors else (),
+            contributors=report.contributors,
+            contributions=report.contributions,
+            factors=report.factors,
             norm=report.norm,
             reduced_at=turn.now,
-            reduced=_for_auditors(
-                report, contributors, contributions, factors if report.factors else ()
-            )
-            if turn.state.rules.audited_share
-            else None,
+            reduced=report if turn.state.rules.audited_share else None,
         )
         is_news = True
         current = replace(current, reduced_at=turn.now)
@@ -189,16 +179,6 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             refuse_untraced(turn, report.slice_index)
             refusing = (refusal.node_id for refusal in progress.refusals)
             offer_to_deceived(turn, report.slice_index, {*current.held, *refusing})
-
-
-def _for_auditors(
-    report: Reduced,
-    contributors: tuple[Contributor, ...],
-    contributions: tuple[ContributionDigest, ...],
-    factors: tuple[int, ...],
-) -> Reduced:
-    """The report in the order in which a result is made: by node ids."""
-    return replace(report, contributors=contributors, contributions=contributions, factors=factors)
 
 
 def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) -> None:

@@ -387,7 +387,7 @@ class FolderLock:
                     "would not be noticed",
                     next_step="let the folder be on a disk of this machine",
                 ) from error
-            if _is_same_file(path, descriptor):
+            if _is_that_file(path, os.fstat(descriptor)):
                 break
             os.close(descriptor)  # its holder removed the file before letting go
         try:
@@ -418,10 +418,6 @@ class FolderLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _is_same_file(path: Path, descriptor: int) -> bool:
-    return _is_that_file(path, os.fstat(descriptor))
 
 
 def _is_that_file(path: Path, that: os.stat_result) -> bool:

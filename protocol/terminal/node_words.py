@@ -19,7 +19,7 @@ SILENT_SECONDS = 6.0
 _NAME_WIDTH = 16
 
 
-_STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
+STATES: dict[pb.NodeState.ValueType, tuple[str, str]] = {  # word and colour
     pb.NODE_STATE_JOINING: ("joining", "cyan"),
     pb.NODE_STATE_READY: ("ready", "green"),
     pb.NODE_STATE_DIVERGED: ("diverged", "bold red"),
@@ -54,7 +54,7 @@ def styled_state(node: pb.NodeStatus) -> tuple[str, str]:
     """In one word, and its colour."""
     if node.is_draining and node.state not in GONE:
         return "leaving", "yellow"
-    return _STATES.get(node.state, ("unknown", ""))
+    return STATES.get(node.state, ("unknown", ""))
 
 
 def name_of(node: pb.NodeStatus) -> str:

@@ -40,14 +40,8 @@ from protocol.wire.channel import DEADLINE_SECONDS, channel_options
 from protocol.wire.status_codes import is_domain_error, translated
 
 
-def open_enrolment_channel(
-    invite: Invite, certificate_pem: bytes, proxy: Proxy | None = None
-) -> grpc.aio.Channel:
-    """A channel to whoever holds the key of this very certificate, and to nobody else."""
-    return _channel_to(invite.endpoint, certificate_pem, proxy)
-
-
 def _channel_to(endpoint: str, certificate_pem: bytes, proxy: Proxy | None) -> grpc.aio.Channel:
+    """A channel to whoever holds the key of this very certificate, and to nobody else."""
     return grpc.aio.secure_channel(
         endpoint,
         grpc.ssl_channel_credentials(root_certificates=certificate_pem),
@@ -74,7 +68,7 @@ async def enrol(
         proof=identity.sign(enrolment_statement(invite.invite_id, request_der)),
         node_name=node_name,
     )
-    async with open_enrolment_channel(invite, pinned, proxy) as channel:
+    async with _channel_to(invite.endpoint, pinned, proxy) as channel:
         stub = enrolment_pb2_grpc.EnrolmentServiceStub(channel)
         try:
             answer = await stub.Enrol(request, timeout=DEADLINE_SECONDS)

@@ -261,21 +261,24 @@ class Reduced:
     @property
     def statement_digest(self) -> Digest:
         """BLAKE3 of the whole report but the result and its header, with contributors by their ids."""
+        late = tuple(sorted(self.late))
+        whole = replace(self.in_order, digest=None, header=b"", late=late)
+        body = reduced_to_wire(whole).SerializeToString(deterministic=True)
+        return Digest(blake3(body).digest())
+
+    @property
+    def in_order(self) -> "Reduced":
+        """The same in the order in which a result is made: by node ids."""
         factors = self.factors or (WHOLE,) * len(self.contributors)
         told = zip(self.contributors, self.contributions, factors, strict=True)
         in_order = [*zip(*sorted(told, key=lambda each: each[0].node_id), strict=True)] or [()] * 3
         contributors, contributions, factors = map(tuple, in_order)
-        whole = replace(
+        return replace(
             self,
-            digest=None,
-            header=b"",
             contributors=contributors,
             contributions=contributions,
-            factors=factors,
-            late=tuple(sorted(self.late)),
+            factors=factors if self.factors else (),
         )
-        body = reduced_to_wire(whole).SerializeToString(deterministic=True)
-        return Digest(blake3(body).digest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,14 +55,9 @@ MANIFEST_MAGIC = b"atollmf1"
 """What a manifest of a state begins with, likewise."""
 
 
-def wire_of(told: int) -> int:
-    """The version that a message tells: a release that tells none is of version 1."""
-    return told or 1
-
-
 def refuse_foreign_wire(told: int, *, whose: str) -> None:
     """Raises ProtocolMismatchError for the version of another side that this one does not understand."""
-    theirs = wire_of(told)
+    theirs = told or 1  # a release that tells none is of version 1
     if OLDEST_WIRE <= theirs <= WIRE:
         return
     older, newer = ("this side", whose) if theirs > WIRE else (whose, "this side")
