@@ -19,7 +19,7 @@ from protocol.errors import BadDataError
 from protocol.trust.receipts import omission_in
 from protocol.trust.rulings import Ruling
 from protocol.v1 import session_pb2 as pb
-from protocol.wire.convert import from_wire, to_wire
+from protocol.wire.convert import from_wire
 from protocol.wire.messages import (
     Audited,
     Finding,
@@ -33,6 +33,7 @@ from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 
 Evidence = tuple[str, ...]
+FindingT = TypeVar("FindingT", bound=Finding)
 WireT = TypeVar("WireT", bound=WireMessage)
 
 MOST_CHARACTERS = 1 << 16
@@ -92,36 +93,26 @@ def of_omission(receipt: bytes, told: Reduced) -> Evidence:
 
 def of_findings(told: Reduced, findings: Iterable[Audited]) -> Evidence:
     """The signed header of a reducer's result, and what auditors of it have found and signed."""
-    signed = [
-        (_FINDING, _to_bytes(finding, pb.AuditedReport))
-        for finding in findings
-        if finding.signature
-    ]
+    signed = _signed(findings)
     return _kept([(_HEADER, told.header), *signed]) if signed else ()
 
 
 def of_nonsense(contributor_id: NodeId, told: Reduced, findings: Iterable[Audited]) -> Evidence:
     """Whose contribution does not decode: its reducer's signed report, and findings of who made it again."""
-    signed = [
-        (_FINDING, _to_bytes(finding, pb.AuditedReport))
-        for finding in findings
-        if finding.signature
-    ]
+    signed = _signed(findings)
     about = (_NONSENSE, contributor_id.encode())
     return _kept([about, (_REPORT, _reduced_to_bytes(told)), *signed]) if signed else ()
 
 
 def of_spot_checks(findings: Iterable[SpotChecked]) -> Evidence:
     """What checkers have measured of one member, and signed."""
-    return _kept([(_SPOT, _to_bytes(finding, pb.SpotCheckedReport)) for finding in findings])
+    return _kept([(_SPOT, finding.encode()) for finding in findings])
 
 
 def of_refusals(header: bytes, refusals: Iterable[ResultRefused]) -> Evidence:
     """The signed header of a result, and who has signed that it does not decode."""
     signed = [each for each in refusals if each.signature][:MOST_REFUSALS]
-    pieces = [
-        (_REFUSED, _to_bytes(replace(each, header=b""), pb.ResultRefusedReport)) for each in signed
-    ]
+    pieces = [(_REFUSED, replace(each, header=b"").encode()) for each in signed]
     return _kept([(_HEADER, header), *pieces]) if pieces else ()
 
 
@@ -138,6 +129,10 @@ def proven_by(ruling: Ruling, *, run_digest: Digest) -> str:
             f"ruling {ruling.number} is about {ruling.node_id}, and its evidence about {about}"
         )
     return words
+
+
+def _signed(findings: Iterable[Audited]) -> list[tuple[str, bytes]]:
+    return [(_FINDING, finding.encode()) for finding in findings if finding.signature]
 
 
 def _kept(pieces: Sequence[tuple[str, bytes]]) -> Evidence:
@@ -176,10 +171,10 @@ def _proven_nonsense(
     header = PayloadHeader.decode(told.header)
     if not header.report_digest or header.report_digest != told.statement_digest:
         raise BadDataError("the reducer's report is not the one that is signed with its result")
-    for finding in map(_audited, findings):
-        if finding.found != finding.digest:
-            raise BadDataError("the evidence has a finding that says otherwise")
-    if contributor_id in {reducer_id, *(_audited(f).signer_id for f in findings)}:
+    found = _audited(findings)
+    if any(finding.found != finding.digest for finding in found):
+        raise BadDataError("the evidence has a finding that says otherwise")
+    if contributor_id in {reducer_id, *(finding.signer_id for finding in found)}:
         raise BadDataError("the evidence has a finding of the member that it is about")
     who = "one auditor" if len(findings) == 1 else f"{len(findings)} auditors"
     return contributor_id, f"its reducer's signed report, and signed findings of {who}"
@@ -190,7 +185,7 @@ def _proven_by_refusals(
 ) -> tuple[NodeId, str]:
     result = _signed_result(header, run_digest)
     members = set()
-    for refusal in map(_refused, refusals):
+    for refusal in _read_findings(ResultRefused, refusals, of="a refusal"):
         if (refusal.run_digest, refusal.digest) != (run_digest, result.digest):
             raise BadDataError("the evidence has a refusal of another result")
         if why := refusal.forgery(refusal.signer_id):
@@ -220,7 +215,7 @@ def _proven_by_findings(
     result = _signed_result(header, run_digest)
     place = run_digest, result.round, result.slice_index, result.digest
     auditors = set()
-    for finding in map(_audited, findings):
+    for finding in _audited(findings):
         told = finding.run_digest, finding.round, finding.slice_index, finding.digest
         if told != place:
             raise BadDataError("the evidence has a finding on another result")
@@ -236,7 +231,7 @@ def _proven_by_findings(
 
 
 def _proven_by_spot_checks(findings: Sequence[bytes], run_digest: Digest) -> tuple[NodeId, str]:
-    checks = [_spot_checked(finding) for finding in findings]
+    checks = _read_findings(SpotChecked, findings, of="a spot check")
     about = checks[0].contributor_id
     for check in checks:
         if (check.run_digest, check.contributor_id) != (run_digest, about):
@@ -264,20 +259,12 @@ def _reduced_from_bytes(kept: bytes) -> Reduced:
     return reduced_from_wire(_parsed(pb.ReducedReport, kept, of="a reducer's report"))
 
 
-def _to_bytes(finding: Finding, kind: type[WireMessage]) -> bytes:
-    return to_wire(finding, kind).SerializeToString(deterministic=True)
+def _audited(kept: Iterable[bytes]) -> list[Audited]:
+    return _read_findings(Audited, kept, of="an auditor's finding")
 
 
-def _audited(kept: bytes) -> Audited:
-    return from_wire(_parsed(pb.AuditedReport, kept, of="an auditor's finding"), Audited)
-
-
-def _refused(kept: bytes) -> ResultRefused:
-    return from_wire(_parsed(pb.ResultRefusedReport, kept, of="a refusal"), ResultRefused)
-
-
-def _spot_checked(kept: bytes) -> SpotChecked:
-    return from_wire(_parsed(pb.SpotCheckedReport, kept, of="a spot check"), SpotChecked)
+def _read_findings(kind: type[FindingT], kept: Iterable[bytes], *, of: str) -> list[FindingT]:
+    return [from_wire(_parsed(kind.MESSAGE, each, of=of), kind) for each in kept]
 
 
 def _parsed(kind: type[WireT], kept: bytes, *, of: str) -> WireT:

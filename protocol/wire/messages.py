@@ -10,9 +10,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
 
 from blake3 import blake3
+from google.protobuf.message import Message as WireMessage
 
 from protocol.errors import BadDataError, ProtocolMismatchError
 from protocol.trust.identity import Identity, forgery_of, node_id_of
@@ -343,15 +345,23 @@ SignedT = TypeVar("SignedT", bound="Finding")
 class Finding(ABC):
     """What a member has found out about another one's work, with its signature once it has signed it."""
 
+    MESSAGE: ClassVar[type[WireMessage]]
+    TAG: ClassVar[bytes]  # what is signed begins with it, so that kinds are told apart
+    UNSIGNED: ClassVar[Mapping[str, Any]] = MappingProxyType({"signature": b""})
+
     run_digest: bytes = b""
     round: int = 0
     signer_key: bytes = b""
     signature: bytes = b""
 
+    def encode(self) -> bytes:
+        """Its bytes, as they are signed and kept."""
+        return convert.to_wire(self, self.MESSAGE).SerializeToString(deterministic=True)
+
     @property
-    @abstractmethod
     def statement(self) -> bytes:
-        """What is signed: all but the signature, after a tag of its kind."""
+        """What is signed: all but the signature, after the tag of its kind."""
+        return self.TAG + replace(self, **self.UNSIGNED).encode()
 
     @property
     @abstractmethod
@@ -386,16 +396,13 @@ class Audited(Finding):
     Else it is a digest of what did, the same for all who find the same; or empty where inputs did not come.
     """
 
+    MESSAGE = pb.AuditedReport
+    TAG = b"atoll finding 1\n"
+
     slice_index: int
     digest: Digest
     found: bytes
     why: str = ""
-
-    @property
-    def statement(self) -> bytes:
-        """See Finding."""
-        wire = convert.to_wire(replace(self, signature=b""), pb.AuditedReport)
-        return b"atoll finding 1\n" + wire.SerializeToString(deterministic=True)
 
     @property
     def subject(self) -> str:
@@ -410,16 +417,13 @@ class SpotChecked(Finding):
     `gap` is in nats per token; `score` is standard normal where nothing more was learned.
     """
 
+    MESSAGE = pb.SpotCheckedReport
+    TAG = b"atoll spot check 1\n"
+
     contributor_id: NodeId
     num_samples: int  # of either
     gap: float
     score: float
-
-    @property
-    def statement(self) -> bytes:
-        """See Finding."""
-        wire = convert.to_wire(replace(self, signature=b""), pb.SpotCheckedReport)
-        return b"atoll spot check 1\n" + wire.SerializeToString(deterministic=True)
 
     @property
     def subject(self) -> str:
@@ -441,15 +445,13 @@ class ResultRefused(Finding):
     Whoever gets the same bytes finds the same. The header is not signed again, and no part of evidence.
     """
 
+    MESSAGE = pb.ResultRefusedReport
+    TAG = b"atoll refused result 1\n"
+    UNSIGNED = MappingProxyType({"signature": b"", "header": b""})
+
     slice_index: int
     digest: Digest  # of the header: what a commit would name
     header: bytes = b""
-
-    @property
-    def statement(self) -> bytes:
-        """See Finding."""
-        wire = convert.to_wire(replace(self, header=b"", signature=b""), pb.ResultRefusedReport)
-        return b"atoll refused result 1\n" + wire.SerializeToString(deterministic=True)
 
     @property
     def subject(self) -> str:
