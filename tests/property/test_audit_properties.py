@@ -25,8 +25,8 @@ def weighed(
 ) -> tuple[Scene, Callable[[], Mapping[NodeId, Member]]]:
     """A round that confirmed work decides, and the members with that work, whatever they have just earned."""
     scene = Scene(min_nodes=len(names))
-    rules = replace(scene.state.rules, audited_share=audited_share)
-    scene.state = replace(scene.state, rules=rules, audit_secret=secret)
+    scene.amend(audited_share=audited_share)
+    scene.state = replace(scene.state, audit_secret=secret)
     for name in names:
         scene.attach(name, invite=name)
     work = dict(zip(names, tokens, strict=True))
@@ -129,8 +129,7 @@ def test_a_liar_that_leaves_before_most_have_made_its_result_again_has_it_undone
         for name in names:
             scene.train(name)
         if number == 2:
-            rules = replace(scene.state.rules, audited_share=1.0, min_nodes=2)
-            scene.state = replace(scene.state, rules=rules)
+            scene.amend(audited_share=1.0, min_nodes=2)
         scene.commit(*names)
         if number == 1:
             scene.apply(digest_of("state 1"), *names)
@@ -138,8 +137,7 @@ def test_a_liar_that_leaves_before_most_have_made_its_result_again_has_it_undone
     reducer, result = audit.slice.reducer_id, audit.reduced.digest
     assert result is not None
     spans = (RoundSpan(first=1, last=2),)
-    members = {n: replace(m, reach_back=spans) for n, m in scene.state.members.items()}
-    scene.state = replace(scene.state, members=members)
+    scene.change(reach_back=spans)
     index = audit.slice.index
     told = Audited(slice_index=index, digest=result, found=tells, why="")
     answered = 0
@@ -231,8 +229,8 @@ def test_who_is_said_to_send_nonsense_goes_when_most_of_the_weight_finds_it_and_
 
 def test_nothing_is_made_again_for_whom_no_audit_can_convict_twice() -> None:
     scene = Scene(min_nodes=5)
-    rules = replace(scene.state.rules, audited_share=1e-12)
-    scene.state = replace(scene.state, rules=rules, audit_secret=b"secret")
+    scene.amend(audited_share=1e-12)
+    scene.state = replace(scene.state, audit_secret=b"secret")
     for name in NAMES[:5]:
         scene.attach(name, invite=name)
     for name in NAMES[:5]:

@@ -121,8 +121,8 @@ def convicted_of(
     """
     names, rng = tuple(work), random.Random(seed)
     scene = Scene(min_nodes=len(names), rounds=1000, inner_steps=STEPS)
-    rules = replace(scene.state.rules, audited_share=1.0)
-    scene.state = replace(scene.state, rules=rules, audit_secret=seed.to_bytes(8, "little"))
+    scene.amend(audited_share=1.0)
+    scene.state = replace(scene.state, audit_secret=seed.to_bytes(8, "little"))
     for name in names:
         scene.attach(name, invite=name)
 

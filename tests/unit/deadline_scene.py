@@ -1,6 +1,5 @@
 """Rounds of a given length, and the deadlines that plans then have."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +18,7 @@ def swarm_of(*names: str, lease_seconds: float = 10_000) -> Scene:
         min_nodes=len(names), rounds=100, adapts_deadlines=True, lease_seconds=lease_seconds
     )
     scene.attach(*names)
-    rules = replace(scene.state.rules, min_nodes=2)  # from the second round on
-    scene.state = replace(scene.state, rules=rules)
+    scene.amend(min_nodes=2)  # from the second round on
     return scene
 
 

@@ -1,7 +1,7 @@
 """A swarm on stage with a database, which can go back: for tests of the pure core."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.store import Store
@@ -52,10 +52,8 @@ class Kept:
 
     def reach(self, name: str, *spans: tuple[int, int]) -> None:
         """What a node says of where it can go back to: everywhere unless told."""
-        member = self.scene.member(name)
         reach = tuple(RoundSpan(first=first, last=last) for first, last in spans) or EVERYWHERE
-        members = {**self.scene.state.members, member.node_id: replace(member, reach_back=reach)}
-        self.scene.state = replace(self.scene.state, members=members)
+        self.scene.change(name, reach_back=reach)
 
     def beat(self, name: str) -> None:
         """Says what it said before; it has yet to go anywhere."""
@@ -72,9 +70,7 @@ class Kept:
     def _say(self, name: str, at: int, digest: Digest, incarnation: int) -> None:
         reach = self.scene.member(name).reach_back
         self.scene.beat(name, at=at, digest=digest, incarnation=incarnation)
-        member = self.scene.member(name)
-        members = {**self.scene.state.members, member.node_id: replace(member, reach_back=reach)}
-        self.scene.state = replace(self.scene.state, members=members)
+        self.scene.change(name, reach_back=reach)
 
     def withdraw(self) -> None:
         """Makes the ruling that the core has asked for last, as the edge does."""

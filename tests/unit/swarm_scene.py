@@ -97,6 +97,19 @@ class Scene:
         self.actions: tuple[Action, ...] = ()  # of the latest event
         self.log: list[Action] = []  # of all of them
 
+    def amend(self, **rules: Any) -> None:
+        """Other rules from now on, by their names."""
+        self.state = replace(self.state, rules=replace(self.state.rules, **rules))
+
+    def change(self, *names: str, **facts: Any) -> None:
+        """Other facts of these members, or of all."""
+        chosen = set(names) or set(self.state.members)
+        members = {
+            node_id: replace(member, **facts) if node_id in chosen else member
+            for node_id, member in self.state.members.items()
+        }
+        self.state = replace(self.state, members=members)
+
     def do(self, event: Event) -> None:
         transition = step(self.state, event, self.now)
         self.state, self.actions = transition.state, transition.actions

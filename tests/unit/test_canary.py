@@ -21,8 +21,7 @@ from tests.unit.swarm_scene import Scene
 def watched(losses: list[float], *, rounds: int = 100) -> Kept:
     """A swarm of two that measures every state, and has measured these, beginning with the first."""
     kept = Kept(scene=Scene(min_nodes=2, rounds=rounds, evaluate_every=1))
-    rules = replace(kept.scene.state.rules, watches_loss=True)
-    kept.scene.state = replace(kept.scene.state, rules=rules)
+    kept.scene.amend(watches_loss=True)
     kept.attach("a")
     kept.attach("b")
     for place, loss in enumerate(losses):
@@ -143,8 +142,7 @@ def test_it_goes_back_no_further_than_nodes_reach_and_else_pauses() -> None:
     ):
         kept = watched([5.0, 4.0, 3.5, 3.3, 3.2])
         kept.rounds(1)
-        members = {n: replace(m, reach_back=reach) for n, m in kept.scene.state.members.items()}
-        kept.scene.state = replace(kept.scene.state, members=members)
+        kept.scene.change(reach_back=reach)
         tell(kept, 9.0, 9.0)
         alarm = kept.scene.state.alarm
         assert alarm is not None and alarm.round == wanted
@@ -280,8 +278,8 @@ def test_rates_that_are_amended_may_raise_the_loss_above_the_best_but_not_by_a_j
 def of_three(*losses: float, invites: str = "xyz") -> Kept:
     """Four members, of whom three are asked; what those say."""
     kept = Kept(scene=Scene(min_nodes=4, rounds=100, evaluate_every=1))
-    rules = replace(kept.scene.state.rules, watches_loss=True)
-    kept.scene.state = replace(kept.scene.state, rules=rules, audit_secret=b"secret")
+    kept.scene.amend(watches_loss=True)
+    kept.scene.state = replace(kept.scene.state, audit_secret=b"secret")
     for name, invite in zip("abcd", invites + invites[-1], strict=True):
         kept.attach(name, invite=invite)
     for loss in (5.0, 4.0, 3.5, 3.3, 3.2):
@@ -342,10 +340,7 @@ def test_who_is_asked_is_drawn_by_a_secret_from_different_invites() -> None:
 
 def test_members_without_work_are_asked_only_where_nobody_else_is_left() -> None:
     kept = of_three(3.2, 3.2, 3.2)
-    members = {
-        n: replace(m, work=Work()) if n in "ab" else m for n, m in kept.scene.state.members.items()
-    }
-    kept.scene.state = replace(kept.scene.state, members=members)
+    kept.scene.change("a", "b", work=Work())
     for _ in range(10):
         ready = [kept.scene.member(name) for name in "abcd"]
         chosen = drawn_evaluators(kept.scene.state, ready)

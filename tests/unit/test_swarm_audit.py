@@ -1,13 +1,12 @@
 """Which slices are audited and by whom, and what the coordinator makes of what is found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from coordinator.store import Store
 from coordinator.streams import what_holds_for
-from coordinator.swarm.conviction import MOST_ROUNDS_OUT
 from coordinator.swarm.events import (
     GoBack,
     QuarantineAsked,
@@ -19,13 +18,13 @@ from coordinator.swarm.events import (
 )
 from coordinator.swarm.members import AuditRecord, MemberState, Work
 from coordinator.swarm.slices import SeenNorm, SeenNorms
-from coordinator.swarm.state import Audit, SwarmState, Verdict
+from coordinator.swarm.state import Audit, Verdict
 from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import Digest, LayoutSummary, NodeId, RoundSpan
-from tests.unit.swarm_scene import INITIAL, LAYOUT, RUN, Scene, asked_of, digest_of, of_kind
+from tests.unit.swarm_scene import LAYOUT, RUN, Scene, asked_of, digest_of, of_kind
 
 OTHER = digest_of("another result")
 RESULT = digest_of("result 1/0")
@@ -37,8 +36,8 @@ def scene_of(
 ) -> Scene:
     """A round in which all have trained; each is of an invite of its own."""
     scene = Scene(min_nodes=len(names), layout=layout)
-    rules = replace(scene.state.rules, audited_share=share)
-    scene.state = replace(scene.state, rules=rules, audit_secret=secret)
+    scene.amend(audited_share=share)
+    scene.state = replace(scene.state, audit_secret=secret)
     for name in names:
         scene.attach(name, invite=name)
     for name in names:
@@ -46,29 +45,27 @@ def scene_of(
     return scene
 
 
-def long_scene_of(*names: str) -> Scene:
-    """The same in a long run without audits or evaluations."""
-    scene = scene_of(*names, share=0.0)
-    rules = replace(scene.state.rules, total_rounds=1000, evaluate_every_rounds=1000)
-    scene.state = replace(scene.state, rules=rules)
-    return scene
-
-
 def reducer_of(scene: Scene) -> NodeId:
     return scene.round.slices[0].slice.reducer_id
+
+
+def commit_slice_0(scene: Scene, result: Digest, *, undecodable: Sequence[str] = ()) -> None:
+    """The round commits with slice 0 alone."""
+    number, reducer = scene.round.number, reducer_of(scene)
+    for progress in scene.round.slices[1:]:
+        scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
+    scene.reduce(reducer, 0, result, undecodable=undecodable)
+    assert not asked_of(scene.log, AuditAsked), "who reduces cannot know it before"
+    for name in scene.state.members:
+        if scene.state.committed_round < number:
+            scene.hold(name, 0, result)
+    assert scene.state.committed_round == number, scene.reason
 
 
 def commit_1(scene: Scene) -> tuple[NodeId, list[NodeId]]:
     """Round 1 commits with slice 0 alone; returns that one's reducer, and who audits."""
     reducer = reducer_of(scene)
-    for progress in scene.round.slices[1:]:
-        scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
-    scene.reduce(reducer, 0, RESULT)
-    assert not asked_of(scene.log, AuditAsked), "who reduces cannot know it before"
-    for name in scene.state.members:
-        if scene.state.committed_round == 0:
-            scene.hold(name, 0, RESULT)
-    assert scene.state.committed_round == 1, scene.reason
+    commit_slice_0(scene, RESULT)
     return reducer, asked_of(scene.log, AuditAsked)
 
 
@@ -83,8 +80,7 @@ def committed(scene: Scene) -> tuple[NodeId, NodeId]:
 def reach_back(scene: Scene, *rounds: int) -> None:
     """Nodes say that they can go back to the states after these rounds."""
     spans = tuple(RoundSpan(first=round, last=round) for round in rounds)
-    members = {n: replace(m, reach_back=spans) for n, m in scene.state.members.items()}
-    scene.state = replace(scene.state, members=members)
+    scene.change(reach_back=spans)
 
 
 def find(scene: Scene, name: str, found: bytes, why: str = "") -> None:
@@ -118,13 +114,7 @@ def test_a_round_commits_and_the_next_one_goes_on_while_its_slice_is_audited() -
 def test_nobody_foresees_the_draw_who_does_not_know_the_secret() -> None:
     def drawn(secret: bytes, result: Digest = RESULT) -> bool:
         scene = scene_of("a", "b", "c", share=0.5, secret=secret)
-        reducer = reducer_of(scene)
-        for progress in scene.round.slices[1:]:
-            scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
-        scene.reduce(reducer, 0, result)
-        for name in "abc":
-            if scene.state.committed_round == 0:
-                scene.hold(name, 0, result)
+        commit_slice_0(scene, result)
         return bool(scene.state.audits)
 
     by_secret = [drawn(bytes([n])) for n in range(40)]
@@ -228,9 +218,8 @@ def test_where_nobody_audits_no_finding_draws_one() -> None:
 def test_auditors_of_the_reducers_own_invite_are_asked_only_where_there_is_no_other() -> None:
     for secret in range(12):
         scene = scene_of("a", "b", "c", secret=bytes([secret]))
-        invites = {"a": "one", "b": "one", "c": "another"}
-        members = {n: replace(m, invite_id=invites[n]) for n, m in scene.state.members.items()}
-        scene.state = replace(scene.state, members=members)
+        scene.change("a", "b", invite_id="one")
+        scene.change("c", invite_id="another")
         reducer, (auditor,) = commit_1(scene)
         assert (auditor == "c") or reducer == "c"
 
@@ -265,8 +254,7 @@ def audited_round_2() -> Scene:
             scene.train(name)
         scene.commit("a", "b", "c", "d")
         scene.apply(digest_of(f"state {number}"), *"abcd")
-        rules = replace(scene.state.rules, audited_share=1.0)
-        scene.state = replace(scene.state, rules=rules)
+        scene.amend(audited_share=1.0)
     return scene
 
 
@@ -364,7 +352,7 @@ def test_different_findings_convict_nobody_and_as_nobody_can_make_it_again_it_is
 def test_who_contradicts_most_of_the_weight_twice_has_no_say_any_more_and_audits_nothing() -> None:
     scene = scene_of("a", "b", "c", "d")
     _, first = committed(scene)
-    scene.state = _with_work(scene, dict.fromkeys("abcd", 100))
+    scene.change(work=Work(by_stretch=((0, 100),)))
     find(scene, first, OTHER)
     for name in asked_of(scene.actions, AuditAsked):
         find(scene, name, RESULT)
@@ -379,14 +367,6 @@ def test_who_contradicts_most_of_the_weight_twice_has_no_say_any_more_and_audits
         find(scene, name, RESULT)
     member = scene.member(first)
     assert (member.audits.num_contradicted, member.work) == (2, Work())
-
-
-def _with_work(scene: Scene, tokens: dict[str, int]) -> SwarmState:
-    members = {
-        n: replace(m, work=Work(by_stretch=((0, tokens[n]),)))
-        for n, m in scene.state.members.items()
-    }
-    return replace(scene.state, members=members)
 
 
 def test_a_dispute_between_two_undoes_nothing_and_lets_neither_reduce_or_audit_for_a_while() -> (
@@ -458,9 +438,7 @@ def test_a_reducer_that_is_silent_for_a_while_may_come_back_and_answer() -> None
     scene = scene_of("a", "b", "c", "d")
     scene.wait(5)  # so that an audit may take longer than a lease
     reducer, auditor = committed(scene)
-    members = scene.state.members
-    lost = replace(members[reducer], state=MemberState.LOST)
-    scene.state = replace(scene.state, members={**members, reducer: lost})
+    scene.change(reducer, state=MemberState.LOST)
     scene.wait(0)
     assert audit_of(scene).verdict is None
     find(scene, auditor, RESULT)
@@ -504,16 +482,9 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
         progress = scene.round.slices[0]
         assert progress.reduced is not None
         told = replace(progress.reduced, error_before=before, error_after=after)
-        scene.state = replace(
-            scene.state,
-            open_round=replace(
-                scene.round,
-                slices=(
-                    replace(progress, digest=None, reduced=None, contributors=()),
-                    *scene.round.slices[1:],
-                ),
-            ),
-        )
+        anew = replace(progress, digest=None, reduced=None, contributors=())
+        current = replace(scene.round, slices=(anew, *scene.round.slices[1:]))
+        scene.state = replace(scene.state, open_round=current)
         scene.do(Reported(node_id=reducer, round=scene.round.number, report=told))
 
     def commit() -> str:
@@ -532,7 +503,6 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
                 scene.train(name)
         return reason
 
-    assert INITIAL
     made_up, first, second = (digest_of(text) for text in ("made up", "first", "second"))
     reported(b"", first)
     assert commit() == ""
@@ -545,8 +515,7 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
     # After history was taken back reducers keep what an earlier round has left, and nobody is at fault.
     faults = scene.member(reducer).audits.num_disputed
     scene.state = replace(scene.state, incarnation=scene.state.incarnation + 1)
-    members = {n: replace(m, audits=AuditRecord()) for n, m in scene.state.members.items()}
-    scene.state = replace(scene.state, members=members)
+    scene.change(audits=AuditRecord())
     assert faults == 1 and scene.round.slices[0].slice.reducer_id != reducer
     reducer = reducer_of(scene)
     reported(first, second)
@@ -554,65 +523,9 @@ def test_a_reducer_adds_only_the_error_that_its_last_committed_result_has_left()
     assert scene.member(reducer).audits == AuditRecord()
 
 
-def void_once(scene: Scene, *loners: str) -> None:
-    """A round in which nobody gets the results of these, and everybody those of the others."""
-    names = [str(a.node_id) for a in scene.round.assignments]
-    number = scene.round.number
-    for name in names:
-        scene.train(name)
-    for progress in scene.round.slices:
-        index, reducer = progress.slice.index, progress.slice.reducer_id
-        result = digest_of(f"result {number}/{index}")
-        scene.reduce(reducer, index, result)
-        for name in names:
-            if reducer not in loners and scene.state.committed_round < number:
-                scene.hold(name, index, result)
-    scene.wait_until(scene.round.commit_deadline)
-    assert scene.state.committed_round == number, scene.reason
-    scene.apply(digest_of(f"state {number}"), *scene.state.members)
-
-
-def reducers_of(scene: Scene) -> set[str]:
-    return {str(progress.slice.reducer_id) for progress in scene.round.slices}
-
-
-def test_a_reducer_whose_results_reach_too_few_reduces_more_and_more_rarely() -> None:
-    scene = long_scene_of("a", "b", "c", "d")
-    void = []
-    while scene.round.number <= 24:
-        if "d" in reducers_of(scene):
-            void.append(scene.round.number)
-        void_once(scene, "d")
-    assert void == [1, 3, 6, 11, 20]
-    assert scene.member("d").state is MemberState.READY, "it trains on"
-
-
-def test_where_as_many_results_get_lost_as_not_nobody_is_kept_from_reducing() -> None:
-    scene = long_scene_of("a", "b", "c", "d")
-    void_once(scene, "c", "d")
-    assert reducers_of(scene) == {"a", "b", "c", "d"}
-
-
-def test_a_result_that_is_lost_once_in_a_long_while_costs_one_round_each_time() -> None:
-    scene = long_scene_of("a", "b", "c", "d")
-    lost = AuditRecord(num_void=5, void_round=scene.round.number - 2 * MOST_ROUNDS_OUT - 1)
-    members = {**scene.state.members, NodeId("d"): replace(scene.member("d"), audits=lost)}
-    scene.state = replace(scene.state, members=members)
-    void_once(scene, "d")
-    assert "d" not in reducers_of(scene)
-    void_once(scene)
-    assert "d" in reducers_of(scene)
-
-
 def accusing(scene: Scene, accused: str) -> NodeId:
     """Round 1 commits with slice 0 alone, whose reducer says that one contribution does not decode."""
-    reducer = reducer_of(scene)
-    for progress in scene.round.slices[1:]:
-        scene.reduce(progress.slice.reducer_id, progress.slice.index, None)
-    scene.reduce(reducer, 0, RESULT, undecodable=[accused])
-    for name in scene.state.members:
-        if scene.state.committed_round == 0:
-            scene.hold(name, 0, RESULT)
+    commit_slice_0(scene, RESULT, undecodable=[accused])
     (first,) = asked_of(scene.log, AuditAsked)
     return first
 

@@ -39,7 +39,7 @@ def scene_of(names: str = NAMES, *, min_nodes: int = 2, helpers: str = "") -> Sc
     for name in helpers:
         scene.attach(name, is_helper=True)
     go_on(scene, {})
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, min_nodes=min_nodes))
+    scene.amend(min_nodes=min_nodes)
     return scene
 
 
@@ -139,8 +139,7 @@ def test_reducers_without_most_of_the_weight_have_nobody_sit_out(liars: str) -> 
 def test_a_few_slices_of_a_reducer_say_nothing() -> None:
     """It leaves the member out of one of its two slices."""
     scene = scene_of()
-    rules = replace(scene.state.rules, slice_elements=256)
-    scene.state = replace(scene.state, rules=rules)
+    scene.amend(slice_elements=256)
     go_on(scene, {})
     slices = [progress.slice for progress in scene.round.slices]
     assert len(slices) > len(NAMES)

@@ -22,8 +22,7 @@ def scene_in_round_2() -> Scene:
     scene.commit(*"abc")
     scene.apply(digest_of("state 1"), *"abc")
     reach = (RoundSpan(first=1, last=1),)
-    members = {n: replace(m, reach_back=reach) for n, m in scene.state.members.items()}
-    scene.state = replace(scene.state, members=members)
+    scene.change(reach_back=reach)
     for name in "abc":
         scene.train(name)
     assert scene.round.number == 2

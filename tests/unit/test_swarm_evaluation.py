@@ -153,8 +153,7 @@ def rounds_of_holders(scene: Scene, number: int, **times: float) -> list[GoBack]
 
 def watching_holders() -> Scene:
     scene = three_holders()
-    rules = replace(scene.state.rules, watches_loss=True)
-    scene.state = replace(scene.state, rules=rules)
+    scene.amend(watches_loss=True)
     assert not rounds_of_holders(scene, 6), "two are further above the mean than any jump is"
     return scene
 
@@ -228,7 +227,7 @@ def test_who_has_other_data_than_most_is_not_asked_for_a_loss(
     others: CorpusSummary, usual: CorpusSummary, watches_loss: bool
 ) -> None:
     scene = Scene(min_nodes=4, rounds=8, evaluate_every=1)
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, watches_loss=watches_loss))
+    scene.amend(watches_loss=watches_loss)
     scene.attach("node-b", corpus=others)
     nodes = ("node-a", "node-c", "node-d")
     scene.attach(*nodes, corpus=usual)
@@ -251,7 +250,7 @@ def test_a_node_that_tells_nothing_of_its_held_out_text_is_asked_as_before() -> 
 def alone_with(corpus: CorpusSummary, *losses: float) -> Scene:
     """A swarm of one whose text is another from the last loss on; it goes by the loss."""
     scene = Scene(min_nodes=1, rounds=20, evaluate_every=1)
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, watches_loss=True))
+    scene.amend(watches_loss=True)
     scene.attach("node-a", corpus=KNOWN_HELD_OUT)
     for number, loss in enumerate(losses[:-1]):
         scene.evaluate("node-a", round=number, loss=loss)
@@ -299,7 +298,7 @@ def evaluate_for(scene: Scene, rounds: int, *names: str) -> list[NodeId]:
 def test_losses_by_other_functions_are_not_mixed_in_one_curve(watches_loss: bool) -> None:
     names = ("a", "b", "c")
     scene = loops(a="of mine", b="of theirs", c="of theirs")
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, watches_loss=watches_loss))
+    scene.amend(watches_loss=watches_loss)
     evaluate_for(scene, 1, *names)
     by = scene.state.held_out_text
     asked = set(evaluate_for(scene, 8, *names))
@@ -325,8 +324,7 @@ def evaluations_of(scene: Scene, losses: Mapping[str, float], rounds: int) -> li
 
 def test_evaluators_who_find_other_losses_of_one_state_are_told_once_and_until_they_agree() -> None:
     scene = loops(a="same", b="same", c="same")
-    rules = replace(scene.state.rules, watches_loss=True, min_nodes=2)
-    scene.state = replace(scene.state, rules=rules)
+    scene.amend(watches_loss=True, min_nodes=2)
     scene.commit("a", "b", "c")
     scene.apply(digest_of(f"state {scene.state.committed_round}"), "a", "b", "c")
     noise = {"a": 2.0, "b": 2.05, "c": 2.09}

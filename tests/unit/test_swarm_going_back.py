@@ -57,9 +57,7 @@ def test_the_round_after_it_is_made_again_and_is_told_from_the_undone_one() -> N
 def test_whom_the_others_contradict_is_not_excused_by_going_back() -> None:
     """But of the undone rounds, which may all have spoken against it."""
     kept = swarm_of(5)
-    state = kept.scene.state
-    b = replace(kept.scene.member("b"), against=Against(rounds=9))
-    kept.scene.state = replace(state, members={**state.members, b.node_id: b})
+    kept.scene.change("b", against=Against(rounds=9))
     kept.save()
     kept.go_back(2)
     assert kept.scene.member("b").against == Against(rounds=6)
@@ -97,8 +95,7 @@ def test_samples_of_undone_rounds_are_leased_again_first() -> None:
 def test_what_cannot_be_gone_back_to_is_refused_with_what_can() -> None:
     kept = swarm_of(6)
     reach = (RoundSpan(first=2, last=2), RoundSpan(first=4, last=5))
-    members = {n: replace(m, reach_back=reach) for n, m in kept.scene.state.members.items()}
-    kept.scene.state = replace(kept.scene.state, members=members)
+    kept.scene.change(reach_back=reach)
     before = kept.scene.state
     for round, words in (
         (6, "round 6 is not behind the run: round 6 is the latest"),

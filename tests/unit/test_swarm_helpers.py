@@ -1,6 +1,5 @@
 """Helpers in the pure core: members that reduce for others, train nothing and decide nothing."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,8 +54,7 @@ def test_a_helper_that_all_reach_reduces_all_for_nodes_that_reach_nobody_else() 
 def test_a_helper_that_reduces_all_is_not_cut_for_a_warm_up_and_is_for_a_lie() -> None:
     on_stage = scene("h", rounds=100)
     spec = RunSpec(run=RunSection(rounds=100, min_nodes=3))
-    rules = replace(on_stage.state.rules, schedule=Schedule.of(spec))
-    on_stage.state = replace(on_stage.state, rules=rules)
+    on_stage.amend(schedule=Schedule.of(spec))
     cut = []
     for number in range(1, 13):  # the first tenth of 100 rounds is a warm-up
         steps = 1 if number == 1 else 5  # a fifth of the steps, at a fifth of the round's rates

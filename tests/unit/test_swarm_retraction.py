@@ -23,7 +23,7 @@ def committed_by_two_of_three() -> Scene:
     for digest in ("one", "two"):
         scene.commit(*names)
         scene.apply(digest_of(digest), *names)
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, min_nodes=1))
+    scene.amend(min_nodes=1)
     assert [str(a.node_id) for a in scene.round.assignments] == ["node-a", "node-b", "node-c"]
     for progress in scene.round.slices:
         index, reducer = progress.slice.index, str(progress.slice.reducer_id)
@@ -210,7 +210,7 @@ def test_what_most_participants_hold_is_agreed_on_when_nobody_holds_what_was() -
 def test_the_loss_of_a_lie_is_dropped_and_what_is_agreed_on_anew_is_evaluated() -> None:
     scene = Scene(min_nodes=3, evaluate_every=1)
     scene.attach("node-a", "node-b", "node-c")
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, min_nodes=2))
+    scene.amend(min_nodes=2)
     scene.evaluate("node-a", round=0)
     scene.commit("node-a", "node-b")
     scene.apply(digest_of("a lie"), "node-a")
@@ -250,8 +250,7 @@ def all_come_back_two_rounds_behind(*, reach: tuple[RoundSpan, ...]) -> Scene:
     for name in names:
         scene.leave(name)
     scene.attach(*names, at=3, digest=digest_of("after 3"))
-    members = {n: replace(m, reach_back=reach) for n, m in scene.state.members.items()}
-    scene.state = replace(scene.state, members=members)
+    scene.change(reach_back=reach)
     scene.wait(10 * scene.state.rules.commit_seconds)
     return scene
 

@@ -90,9 +90,7 @@ def test_a_speed_grows_slowly_and_what_nobody_believes_earns_nothing() -> None:
     assert (alike.speed, alike.credible_steps) == (1.5, 2)
     scene = Scene(min_nodes=2)
     scene.attach("honest", "liar")
-    for name in ("honest", "liar"):
-        member = replace(scene.member(name), inner_steps_per_second=1.0)
-        scene.state = replace(scene.state, members={**scene.state.members, member.node_id: member})
+    scene.change("honest", "liar", inner_steps_per_second=1.0)
     scene.train("honest", seconds=5.0)
     scene.train("liar", seconds=0.5)
     scene.commit("honest", "liar")

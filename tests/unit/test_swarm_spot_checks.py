@@ -33,8 +33,8 @@ Scores = Callable[[NodeId, NodeId], float]
 def scene_of(*names: str, share: float = 1.0, invites: dict[str, str] | None = None) -> Scene:
     """A round is open; each member is of an invite of its own unless told."""
     scene = Scene(min_nodes=len(names), rounds=1000, inner_steps=STEPS)
-    rules = replace(scene.state.rules, audited_share=share)
-    scene.state = replace(scene.state, rules=rules, audit_secret=b"secret")
+    scene.amend(audited_share=share)
+    scene.state = replace(scene.state, audit_secret=b"secret")
     for name in names:
         scene.attach(name, invite=(invites or {}).get(name, name))
     return scene
@@ -353,7 +353,7 @@ def test_of_work_that_came_in_part_less_is_expected() -> None:
 def test_nobody_is_checked_where_single_samples_say_nothing(why: str) -> None:
     scene = scene_of(*NAMES)
     changes: dict[str, Any] = {why: True}
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, **changes))
+    scene.amend(**changes)
     assert not [order for _ in range(3) for order in do_round(scene, *NAMES)]
 
 
@@ -414,8 +414,8 @@ def asked_steps(scene: Scene) -> dict[NodeId, int]:
 
 def test_who_checks_is_asked_to_train_less_by_the_time_that_its_checks_take() -> None:
     scene = Scene(min_nodes=5, rounds=1000, inner_steps=100)
-    rules = replace(scene.state.rules, audited_share=0.3, batch=8)
-    scene.state = replace(scene.state, rules=rules, audit_secret=b"secret")
+    scene.amend(audited_share=0.3, batch=8)
+    scene.state = replace(scene.state, audit_secret=b"secret")
     for name in NAMES:
         scene.attach(name, invite=name)
     assert set(asked_steps(scene).values()) == {100}
@@ -436,8 +436,8 @@ def test_who_checks_is_asked_to_train_less_by_the_time_that_its_checks_take() ->
 
 def test_a_lease_stays_as_large_as_what_a_check_of_it_wants() -> None:
     scene = Scene(min_nodes=5, rounds=1000, inner_steps=20)
-    rules = replace(scene.state.rules, audited_share=1.0)
-    scene.state = replace(scene.state, rules=rules, audit_secret=b"secret")
+    scene.amend(audited_share=1.0)
+    scene.state = replace(scene.state, audit_secret=b"secret")
     for name in NAMES:
         scene.attach(name, invite=name)
     do_round(scene, *NAMES)

@@ -1,7 +1,5 @@
 """Who misses deadlines is left out of what the next ones wait for."""
 
-from dataclasses import replace
-
 import pytest
 
 from coordinator.swarm.members import Standing
@@ -24,7 +22,7 @@ def swarm() -> Scene:
     """Four nodes; all of them have done their part in one round."""
     scene = Scene(min_nodes=4, rounds=200)
     scene.attach(*HONEST, IDLER)
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, min_nodes=2))
+    scene.amend(min_nodes=2)
     a_round(scene, *HONEST, IDLER)
     return scene
 
@@ -211,7 +209,7 @@ def first_round(*, idle: tuple[str, ...] = IDLE) -> Scene:
     scene = Scene(min_nodes=8)
     for name in NEWCOMERS:
         scene.attach(name, invite=name)
-    scene.state = replace(scene.state, rules=replace(scene.state.rules, min_nodes=2))
+    scene.amend(min_nodes=2)
     scene.wait(40)
     for name in NEWCOMERS:
         if name not in idle:

@@ -6,7 +6,9 @@ from functools import cache
 
 import pytest
 
+from coordinator.swarm.conviction import MOST_ROUNDS_OUT
 from coordinator.swarm.events import QuarantineAsked, RefusalSeen, Reported, Ruled
+from coordinator.swarm.members import AuditRecord, MemberState
 from coordinator.swarm.takeover import UNMADE_ROUNDS
 from protocol.trust.evidence import proven_by
 from protocol.trust.identity import Identity
@@ -305,13 +307,9 @@ def test_who_makes_no_result_again_soon_loses_its_slice_almost_at_once() -> None
     for lately, seconds in ((1, 1.2), (0, 5.4)):
         scene = keyed(7)
         late = scene.round.slices[0].slice.reducer_id
-        member = scene.member(late)
-        member = replace(member, audits=replace(member.audits, unmade_round=lately))
-        members = {**scene.state.members, NodeId(late): member}
+        scene.change(late, audits=replace(scene.member(late).audits, unmade_round=lately))
         current = replace(scene.round, number=1 + UNMADE_ROUNDS)
-        scene.state = replace(
-            scene.state, members=members, open_round=current, committed_round=UNMADE_ROUNDS
-        )
+        scene.state = replace(scene.state, open_round=current, committed_round=UNMADE_ROUNDS)
         scene.now += 12
         all_but_one_are_held(scene)
         scene.wait(seconds - 0.1)
@@ -394,10 +392,9 @@ def test_who_kept_a_result_lately_is_given_up_sooner_and_makes_no_others_slice()
     reducing = {progress.slice.reducer_id for progress in scene.round.slices}
     liars += [key(n) for n in range(7) if key(n).node_id not in reducing]
     for liar in liars:
-        member = scene.member(str(liar.node_id))
-        lately = replace(member.audits, num_void=1, void_round=0, back_at_round=2)
-        members = {**scene.state.members, liar.node_id: replace(member, audits=lately)}
-        scene.state = replace(scene.state, members=members)
+        audits = scene.member(liar.node_id).audits
+        lately = replace(audits, num_void=1, void_round=0, back_at_round=2)
+        scene.change(liar.node_id, audits=lately)
     scene.now += 12
     theirs = {liar.node_id for liar in liars}
     for index, progress in enumerate(scene.round.slices):
@@ -410,3 +407,63 @@ def test_who_kept_a_result_lately_is_given_up_sooner_and_makes_no_others_slice()
     assert [told.slice_index for told in taken_over] == [0]
     assert taken_over[0].reducer_id not in theirs, "though these have nothing to do"
     assert scene.member(str(kept.sender_id)).audits.num_void == 2
+
+
+# Results that reach too few, round after round
+
+
+def long_scene_of(*names: str) -> Scene:
+    """The first round of a long run; each is of an invite of its own."""
+    scene = Scene(min_nodes=len(names), rounds=1000)
+    for name in names:
+        scene.attach(name, invite=name)
+    return scene
+
+
+def void_once(scene: Scene, *loners: str) -> None:
+    """A round in which nobody gets the results of these, and everybody those of the others."""
+    names = [str(a.node_id) for a in scene.round.assignments]
+    number = scene.round.number
+    for name in names:
+        scene.train(name)
+    for progress in scene.round.slices:
+        index, reducer = progress.slice.index, progress.slice.reducer_id
+        result = digest_of(f"result {number}/{index}")
+        scene.reduce(reducer, index, result)
+        for name in names:
+            if reducer not in loners and scene.state.committed_round < number:
+                scene.hold(name, index, result)
+    scene.wait_until(scene.round.commit_deadline)
+    assert scene.state.committed_round == number, scene.reason
+    scene.apply(digest_of(f"state {number}"), *scene.state.members)
+
+
+def reducers_of(scene: Scene) -> set[str]:
+    return {str(progress.slice.reducer_id) for progress in scene.round.slices}
+
+
+def test_a_reducer_whose_results_reach_too_few_reduces_more_and_more_rarely() -> None:
+    scene = long_scene_of("a", "b", "c", "d")
+    void = []
+    while scene.round.number <= 24:
+        if "d" in reducers_of(scene):
+            void.append(scene.round.number)
+        void_once(scene, "d")
+    assert void == [1, 3, 6, 11, 20]
+    assert scene.member("d").state is MemberState.READY, "it trains on"
+
+
+def test_where_as_many_results_get_lost_as_not_nobody_is_kept_from_reducing() -> None:
+    scene = long_scene_of("a", "b", "c", "d")
+    void_once(scene, "c", "d")
+    assert reducers_of(scene) == {"a", "b", "c", "d"}
+
+
+def test_a_result_that_is_lost_once_in_a_long_while_costs_one_round_each_time() -> None:
+    scene = long_scene_of("a", "b", "c", "d")
+    lost = AuditRecord(num_void=5, void_round=scene.round.number - 2 * MOST_ROUNDS_OUT - 1)
+    scene.change("d", audits=lost)
+    void_once(scene, "d")
+    assert "d" not in reducers_of(scene)
+    void_once(scene)
+    assert "d" in reducers_of(scene)

@@ -45,7 +45,7 @@ def swarm_of(rounds: int, **invites: str) -> Kept:
     kept = Kept(scene=Scene(min_nodes=len(invites), rounds=100))
     for name, invite in invites.items():
         kept.attach(name, invite=invite)
-    kept.scene.state = replace(kept.scene.state, rules=replace(kept.scene.state.rules, min_nodes=2))
+    kept.scene.amend(min_nodes=2)
     kept.rounds(rounds)
     return kept
 
@@ -328,8 +328,7 @@ def test_two_in_a_row_that_nobody_follows_are_withdrawn_together() -> None:
 
 def test_a_run_that_went_back_by_itself_does_not_do_so_again_after_a_withdrawal() -> None:
     kept = swarm_of(8)
-    rules = replace(kept.scene.state.rules, watches_loss=True, evaluate_every_rounds=1)
-    kept.scene.state = replace(kept.scene.state, rules=rules)
+    kept.scene.amend(watches_loss=True, evaluate_every_rounds=1)
     kept.go_back(7, by=COORDINATOR)
     beat_for_a_while(kept, "abc")
     kept.withdraw()

@@ -17,8 +17,7 @@ NODES = ("node-a", "node-b")
 
 def scene_of(*, rounds: int = 5, every: int = 1, watches_loss: bool = False) -> Scene:
     scene = Scene(min_nodes=2, rounds=rounds, evaluate_every=every)
-    rules = replace(scene.state.rules, num_prompts=2, watches_loss=watches_loss)
-    scene.state = replace(scene.state, rules=rules)
+    scene.amend(num_prompts=2, watches_loss=watches_loss)
     return scene
 
 
