@@ -1,0 +1,138 @@
+"""What a training loop measures the global parameters by, and how it is left after that."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import atoll
+from atoll.session import digest_of_function
+from node.island.models.decoder_modules import Decoder
+from node.island.ranks.faults import LoopGoneError
+from tests.unit.loop_scene import (
+    Normed,
+    ends,
+    scene,
+    work,
+)
+
+
+async def test_a_loop_evaluates_the_global_parameters_by_its_own_function(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        seen = []
+
+        def evaluate() -> tuple[float, int]:
+            seen.append(next(model.parameters()).flatten()[0].item())
+            return 1.5, 99
+
+        def train(swarm: atoll.Swarm) -> float:
+            with torch.no_grad():
+                next(model.parameters()).fill_(7.0)
+            swarm.step(tokens=1)
+            return next(model.parameters()).flatten()[0].item()
+
+        thread = await one.joined(train, model=model, evaluate=evaluate)
+        able = one.island.ability
+        assert able.trains and able.evaluates and able.software.startswith("a loop with torch ")
+        assert able.evaluates_by == digest_of_function(evaluate) != ""
+        await one.train(work(steps=1))
+        evaluation = await one.island.evaluate()
+        assert evaluation is not None and (evaluation.loss, evaluation.tokens) == (1.5, 99)
+        await one.stops(thread)
+        assert (seen, one.ended) == ([0.5], [7.0]), "its own weights are back"
+
+
+async def test_running_statistics_are_computed_for_the_global_parameters_and_for_the_end(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Normed(one.spec)
+        mean, seen = model.norm.get_buffer("running_mean"), list[float]()
+
+        def see() -> None:
+            # What the model makes of a batch: here its first parameter.
+            value = next(model.module.parameters()).flatten()[0].item()
+            model.norm(torch.full((2, 1), value))
+
+        def evaluate() -> float:
+            seen.append(mean.item())
+            return 1.5
+
+        def train(swarm: atoll.Swarm) -> float:
+            with torch.no_grad():
+                next(model.module.parameters()).fill_(7.0)
+            see()
+            swarm.step(tokens=1)
+            seen.append(mean.item())
+            return mean.item()
+
+        thread = await one.joined(train, model=model, evaluate=evaluate, statistics=see)
+        await one.train(work(steps=1))
+        assert (await one.island.evaluate()) is not None
+        assert seen == [0.5], "of the global parameters, whatever the loop has seen"
+        one.vectors.parameters[:] = -1.0
+        await one.island.adopt(0)
+        await one.stops(thread)
+        assert one.ended == [-1.0], "of those that the model ends with"
+
+
+@pytest.mark.parametrize("found", [math.nan, None, (1.0, -3), (1.0, 2, 3), torch.ones(2)])
+async def test_an_evaluation_that_is_no_loss_ends_the_loop_with_what_it_was(
+    tmp_path: Path, found: Any
+) -> None:
+    async with scene(tmp_path) as one:
+        thread = await one.joined(lambda swarm: swarm.step(tokens=1), evaluate=lambda: found)
+        await one.train(work(steps=1))
+        with pytest.raises(LoopGoneError, match="and not a finite loss"):
+            await one.island.evaluate()
+        await ends(thread)
+        assert isinstance(one.ended[0], atoll.SwarmError)
+
+
+async def test_a_model_trains_on_in_its_own_modes_after_an_evaluation(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        frozen, *_ = list(model.children())
+        frozen.eval()
+        modes = [module.training for module in model.modules()]
+
+        def evaluate() -> float:
+            model.eval()  # and nobody calls train() again
+            return 1.0
+
+        def train(swarm: atoll.Swarm) -> list[bool]:
+            swarm.step(tokens=1)
+            return [module.training for module in model.modules()]
+
+        thread = await one.joined(train, model=model, evaluate=evaluate)
+        await one.train(work(steps=1))
+        await one.island.evaluate()
+        await one.stops(thread)
+        assert one.ended == [modes]
+
+
+def measure(scale: float) -> float:
+    return scale
+
+
+class Measure:
+    def __call__(self) -> float:
+        return 2.0
+
+
+def test_functions_that_evaluate_are_told_apart_by_what_they_say() -> None:
+    def measure_twice(scale: float) -> float:
+        return 2 * scale
+
+    made: dict[str, Any] = {}
+    exec("def measure(): return 1.0", made)
+    assert digest_of_function(None) == ""
+    assert digest_of_function(partial(measure, 1.0)) == digest_of_function(measure)
+    assert digest_of_function(Measure()) == digest_of_function(Measure.__call__)
+    functions = (measure, measure_twice, Measure(), made["measure"])
+    assert len({digest_of_function(function) for function in functions}) == 4
+    assert digest_of_function(made["measure"]) == "a function without source"
