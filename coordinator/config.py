@@ -24,7 +24,6 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
-from coordinator.authority_key import passphrase_of, read_authority_key
 from coordinator.database import DATABASE_NAME
 from coordinator.presets.cost import CODEC_COSTS
 from coordinator.presets.settling import Settled, settled_run_file, wants_settling
@@ -277,13 +276,6 @@ class Home:
                     f"{self.directory / name} is not of the same run as {by_name}",
                     next_step=_AFTER_LOSS,
                 )
-
-    @property
-    def authority(self) -> Authority:
-        """With its key, which nothing but a change of keys needs; raises where that lies elsewhere."""
-        path = self.directory / AUTHORITY_KEY_FILE
-        key_pem = read_authority_key(path, passphrase_of(path))
-        return Authority(certificate_pem=self.authority_pem, key_pem=key_pem)
 
     @property
     def authority_pem(self) -> bytes:

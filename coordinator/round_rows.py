@@ -206,18 +206,6 @@ Sign = Callable[[bytes], bytes]
 """Gives the coordinator's signature under what protocol.trust.signing.statement_of says of a commit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptCommit:
-    """What stays of a commit for the whole run."""
-
-    round: int
-    incarnation: int
-    base_digest: Digest
-    outer_digest: Digest | None  # None until nodes have agreed on it
-    statement_digest: Digest  # BLAKE3 of what is signed: protocol.trust.signing.commit_statement
-    signature: bytes  # empty where the store was opened without a signer
-
-
 # What of a closed round is in neither of its messages: who trained what, tokens, seconds, reason, bytes.
 _REST = TypeAdapter(
     tuple[Mapping[NodeId, Trained], int, float, str, WireTotals],
@@ -244,7 +232,7 @@ def save_closed(
         _REST.dump_json(rest),
     )
     put(connection, "closed_rounds", [(commit.round, *map(packed, parts))])
-    kept = (
+    kept = (  # for the whole run, for whoever wants to know what was signed; nothing here reads it
         *(commit.round, commit.incarnation, commit.base_digest),
         *(convert.optional_digest_to_wire(commit.outer_digest),),
         *(blake3(statement).digest(), message.signature),
@@ -304,22 +292,6 @@ def commits_after(
     rest = "WHERE round > ? ORDER BY round LIMIT ?"
     for _, message, *_ in rows_of(connection, "closed_rounds", rest, (round_number, limit)):
         yield round_pb2.Commit.FromString(unpacked(message))
-
-
-def kept_commit(connection: sqlite3.Connection, round_number: int) -> KeptCommit | None:
-    """What stays of a round's commit for the whole run; None when the round is not closed."""
-    row = row_of(connection, "commits", "WHERE round = ?", (round_number,))
-    if row is None:
-        return None
-    number, incarnation, base, outer, statement, signature = row
-    return KeptCommit(
-        round=number,
-        incarnation=incarnation,
-        base_digest=Digest(base),
-        outer_digest=convert.optional_digest_from_wire(outer, of="the outer state"),
-        statement_digest=Digest(statement),
-        signature=signature,
-    )
 
 
 def latest_figures(connection: sqlite3.Connection, limit: int) -> Iterator[pb.RoundSummary]:

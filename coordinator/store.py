@@ -29,7 +29,7 @@ from coordinator.database import (
     without_rows,
 )
 from coordinator.invite_rows import Invites
-from coordinator.round_rows import JSON, KeptCommit, Sign, load_round, save_round
+from coordinator.round_rows import JSON, Sign, load_round, save_round
 from coordinator.swarm.events import Undone
 from coordinator.swarm.ledger import Ledger, ledger_of
 from coordinator.swarm.members import PRESENT, Member
@@ -429,11 +429,6 @@ class Store:
             return round_rows.figures_at(connection, round_number), (
                 whole if whole is not None and whole.commit.round == round_number else None
             )
-
-    def kept_commit(self, round_number: int) -> KeptCommit | None:
-        """What stays of a round's commit for the whole run; None when the round is not closed."""
-        with self._database.reading() as connection:
-            return round_rows.kept_commit(connection, round_number)
 
     def rulings(self, after: int = 0, *, limit: int = 1 << 60) -> tuple[SignedRuling, ...]:
         """Rulings of greater numbers, in order, with their signatures; at most so many."""

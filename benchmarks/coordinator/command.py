@@ -49,7 +49,7 @@ FLAT = Description(tensors=(TensorShape(name="w", shape=(1 << 28,)),))
 
 def described(folder: Path, text: str) -> str:
     """Gives the run a model of one tensor."""
-    (folder / DESCRIPTION_FILE).write_bytes(FLAT.to_json())
+    (folder / DESCRIPTION_FILE).write_text(FLAT.model_dump_json(exclude_defaults=True))
     return text
 
 

@@ -344,10 +344,6 @@ class Description(Section):
     compares_samples: bool = False
     num_samples: int | None = Field(default=None, ge=0, exclude=True)
 
-    def to_json(self) -> bytes:
-        """A file that people may read."""
-        return (self.model_dump_json(indent=1, exclude_defaults=True) + "\n").encode()
-
 
 def first_problem(error: ValidationError, file: type[Section]) -> str:
     """One sentence for the first thing that is wrong in a file, with its place and its value."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from benchmarks.coordinator.nodes import header_of
 from coordinator.app import Coordinator
-from coordinator.config import CoordinatorConfig, Home, create_home
+from coordinator.config import AUTHORITY_KEY_FILE, CoordinatorConfig, Home, create_home
 from coordinator.relay.line import Carriage
 from protocol.run.models import Description, TensorShape, layout_of
 from protocol.run.run_files import DESCRIPTION_FILE, run_from_json
@@ -16,6 +16,7 @@ from protocol.trust.credentials import Credentials
 from protocol.trust.enrolment import enrol
 from protocol.trust.identity import Identity
 from protocol.trust.invite import Invite
+from protocol.trust.pki import Authority
 from protocol.v1 import operator_pb2, round_pb2, session_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.v1.session_pb2_grpc import SessionServiceStub
@@ -36,7 +37,7 @@ FLAT = Description(tensors=(TensorShape(name="w", shape=(NUM_ELEMENTS,)),))
 
 def described(folder: Path, text: str = RUN) -> str:
     """Gives the run a model of one tensor."""
-    (folder / DESCRIPTION_FILE).write_bytes(FLAT.to_json())
+    (folder / DESCRIPTION_FILE).write_text(FLAT.model_dump_json(exclude_defaults=True))
     return text
 
 
@@ -44,6 +45,11 @@ def new_home(folder: Path, *, host: str = "127.0.0.1") -> Home:
     """One with ports of its own, for it may come back to them."""
     config = LOCAL.with_changes(host=host, control_port=free_port(), enrolment_port=free_port())
     return create_home(folder, config=config, text=described)
+
+
+def authority_of(home: Home) -> Authority:
+    key_pem = (home.directory / AUTHORITY_KEY_FILE).read_bytes()
+    return Authority(certificate_pem=home.authority_pem, key_pem=key_pem)
 
 
 @asynccontextmanager

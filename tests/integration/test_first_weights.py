@@ -23,7 +23,7 @@ def give_weights(home: Path) -> None:
     weights = np.random.default_rng(5).normal(0, 0.02, spec.num_parameters).astype(np.float32)
     write_first(home / FIRST_WEIGHTS, layout_of(spec), weights)
     description = Description(first_digest=digest_of_first(weights).hex())
-    (home / DESCRIPTION_FILE).write_bytes(description.to_json())
+    (home / DESCRIPTION_FILE).write_text(description.model_dump_json(exclude_defaults=True))
 
 
 @pytest.fixture

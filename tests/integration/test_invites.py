@@ -35,6 +35,7 @@ from protocol.wire.channel import open_channel
 from tests.integration.coordinator_scene import (
     LOCAL,
     FakeNode,
+    authority_of,
     described,
     invite_from,
     joined,
@@ -164,7 +165,7 @@ async def test_a_certificate_that_the_database_does_not_know_is_not_enough(tmp_p
         invite, _ = await invite_from(home)
         identity = Identity.generate()
         request_der, key_pem = make_request()
-        issued = home.authority.issue_node(request_der, identity.node_id)
+        issued = authority_of(home).issue_node(request_der, identity.node_id)
         credentials = replace(
             Credentials.load(home.directory), certificate_pem=issued, key_pem=key_pem
         )

@@ -33,7 +33,7 @@ from protocol.v1 import operator_pb2
 from protocol.v1.operator_pb2_grpc import OperatorServiceStub
 from protocol.wire.channel import channel_options, open_channel
 from protocol.wire.status_codes import translated
-from tests.integration.coordinator_scene import invite_from, joined, new_home, serving
+from tests.integration.coordinator_scene import authority_of, invite_from, joined, new_home, serving
 
 ANYBODY = {"owner", "viewer", "node", "helper", "nobody"}
 NODE, MEMBERS, OWNER = {"node", "helper"}, {"owner", "viewer", "node", "helper"}, {"owner"}
@@ -174,7 +174,7 @@ async def every_certificate(tmp_path: Path) -> AsyncIterator[Scene]:
             "expired": shown(issued(Validity.of_member(1e9))),
             "of the future": shown(issued(Validity.of_member(4e9))),
             "other authority": shown(issued(by=impostor)),
-            "of a replaced coordinator": shown(issued(by=home.authority.issue_coordinator(7))),
+            "of a replaced coordinator": shown(issued(by=authority_of(home).issue_coordinator(7))),
             "other run": replace(
                 owner,
                 certificate_pem=stranger.credentials.leaf_pem + home.tail_pem,
@@ -239,9 +239,9 @@ async def test_without_a_certificate_there_is_the_joining_port_and_nothing_behin
 ) -> None:
     async with every_certificate(tmp_path) as scene, AsyncExitStack() as opened:
         owner, home = scene.roles["owner"], scene.home
-        server = (
-            home.authority.issue_server()
-        )  # what the coordinator itself shows, and no member has
+        server = authority_of(
+            home
+        ).issue_server()  # what the coordinator itself shows, and no member has
         joining, control, as_server = [
             await opened.enter_async_context(
                 grpc.aio.secure_channel(

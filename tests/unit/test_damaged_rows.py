@@ -44,7 +44,6 @@ def all_of(folder: Path) -> object:
             *(store.load(RULES, RUN), store.saved_now, store.invites.records()),
             *(store.invites.member(A) is not None, store.invites.member(B) is not None),
             *(store.latest_rounds(9), store.latest_figures(9), store.commits_after(0)),
-            [store.kept_commit(number) for number in (1, 2, 3)],
         )
     finally:
         store.close()
