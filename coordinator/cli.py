@@ -238,7 +238,7 @@ def backup(
       atoll coordinator backup my-run /mnt/backups/my-run
       atoll coordinator backup my-run s3://backups/my-run-monday
       atoll coordinator backup my-run s3://backups/my-run --every 10m --keep 24
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from coordinator.backups import BackupRecords, Made, Waits, copies_at, once, without_password
 
     records = BackupRecords(directory)
@@ -315,7 +315,7 @@ def restore_backup(source: str, directory: Path) -> None:
     Examples:
       atoll coordinator restore s3://backups/my-run-monday my-run
       atoll coordinator restore /mnt/backups my-run
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from coordinator.backups import restore
 
     restored = restore(source, directory)
@@ -361,7 +361,7 @@ def rotate(
     Examples:
       atoll coordinator rotate my-run
       atoll coordinator rotate my-run --authority --authority-key /media/stick/ca.key
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from coordinator.rotation import Rotation
 
     number = Rotation(

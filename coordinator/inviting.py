@@ -85,7 +85,7 @@ def create(
       atoll invite create --label "lab B" --needs-approval
       atoll invite create --own --uses 8
       atoll invite create --uses 20 --max-nodes 4
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from protocol.v1.operator_pb2 import CreateInviteRequest
 
     if not expires > 0:

@@ -208,7 +208,7 @@ def init(
 
     JSON holds the situation, every choice with its reason, and the prediction, in seconds, bytes,
     and bits per second.
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from coordinator.config import CoordinatorConfig, advertised_host, create_home, require_free
     from coordinator.presets.composing import new_run, run_of_file
     from coordinator.presets.wanted import Wanted

@@ -77,7 +77,7 @@ def expel(node: str | None, invite_id: str | None, directory: Path | None, reaso
     Examples:
       atoll nodes expel node-7 --reason "sends what it did not train"
       atoll nodes expel --invite 1f0c9a2b
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from protocol.v1 import operator_pb2 as pb
 
     if (node is None) == (invite_id is None):
@@ -278,7 +278,7 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
     \b
     Example:
       atoll run amend outer.learning_rate=0.5 deadlines.train=900
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     import json
 
     from protocol.run.amendments import changes_of
@@ -319,7 +319,7 @@ def advise(rtt: str, is_json: bool, directory: Path | None) -> None:
     JSON is what is, what is advised, and what to amend:
       {"now": {"steps": 24, "uplink": "int4", …, "above": 0.041}, "better": {…}, "round_seconds": 31.2,
        "amend": ["inner.steps=8", "run.rounds=940"]}
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from coordinator.cli import folder_of
     from coordinator.config import RUN_FILE
     from coordinator.presets import advising
@@ -379,7 +379,7 @@ def audit(is_json: bool, directory: Path | None) -> None:
     JSON is a list of rulings with their digests:
       [{"number": 3, "kind": "expelled", "by": "the run owner", "unix_seconds": 1764000000.0,
         "node_name": "node-7", "reason": "…", "before": "5d41…", "digest": "8f3a…", …}]
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from dataclasses import asdict
 
     from protocol.trust.rulings import in_words
@@ -452,7 +452,7 @@ def skip(ranges: tuple[str, ...], round_number: int | None, directory: Path | No
     Examples:
       atoll data skip 36000-36800
       atoll data skip --round 120
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from protocol.v1.operator_pb2 import SampleRange, SkipSamplesRequest
 
     asked = [SampleRange(first=first, end=end) for first, end in map(_range, ranges)]

@@ -460,7 +460,7 @@ def snapshots(folder: Path | None, is_json: bool) -> None:
     JSON is a list, the newest first; null is what nobody knows:
       [{"round": 40, "num_bytes": 9437312, "digest": "8f3a…", "damage": "", "loss": 2.1,
         "held_out": 2.2, "tokens": 184320}, …]
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from node.kept import list_snapshots
 
     list_snapshots(find_home(folder), is_json=is_json)
@@ -496,7 +496,7 @@ def fork(round: int, to: Path, folder: Path | None, keep_progress: bool) -> None
     Example:
       atoll node fork 120 --to ./fork
       atoll init my-second-run --run ./fork/run.toml
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from node.kept import kept_model
     from protocol.terminal.logging import start_logging
 
@@ -606,7 +606,7 @@ def doctor(context: click.Context, folder: Path | None, is_json: bool) -> None:
     \b
     JSON is a list of findings; a verdict is fine, note, advice or wrong:
       [{"about": "kernel", "verdict": "advice", "what": "…", "next_step": "…", "exit_code": 0}, …]
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from node.doctor.command import run_doctor
     from protocol.terminal.logging import start_logging
 

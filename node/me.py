@@ -50,7 +50,7 @@ def me(is_json: bool, directory: Path | None) -> None:
       {"source": "coordinator", "node_name": "basement", "run_name": "my-run", "counted": "tokens",
        "tokens": 614400, "run_tokens": 1843200, "share": 0.333, "rounds": 40, "run_rounds": 41,
        "sent_bytes": 81300000, …}
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from protocol.trust.credentials import Credentials, find_home
 
     home = find_home(directory)

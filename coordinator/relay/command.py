@@ -91,7 +91,7 @@ def start(
       atoll relay start my-relay --advertise relay.example.org --max-rate 20mbit
       atoll coordinator start my-run --through LINE
       atoll relay start my-relay --advertise relay.example.org --helper my-helper
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from coordinator.config import advertised_host
     from coordinator.relay.doors import Limits
     from coordinator.relay.server import Settings, run_relay

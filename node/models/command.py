@@ -186,7 +186,7 @@ def evaluate(
     Examples:
       atoll evaluate --tasks arc_easy,hellaswag
       atoll evaluate --tasks mine --round 120 -- --include_path ./tasks --limit 100
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     require_installed(to="evaluate a model")
     _refuse_to_measure_functions(find_home(folder))
     missing = [name for name in ("lm_eval", "transformers") if find_spec(name) is None]

@@ -149,7 +149,7 @@ def completion(shell: str) -> None:
       atoll completion bash >> ~/.bashrc
       atoll completion zsh >> ~/.zshrc
       atoll completion fish > ~/.config/fish/completions/atoll.fish
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from click.shell_completion import get_completion_class
 
     kind = get_completion_class(shell)

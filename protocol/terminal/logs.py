@@ -209,7 +209,7 @@ def logs(
     Examples:
       atoll logs --since 10m --level warning
       atoll logs -f my-run
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     if None not in (folder, directory):
         raise UsageError(
             f"{folder} and --dir {directory} both name a folder", next_step="leave one of them out"

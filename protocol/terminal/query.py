@@ -267,7 +267,7 @@ def status(is_watching: bool, is_json: bool, directory: Path | None) -> None:
       {"run": {"run_name": "my-run", "phase": "training", "committed_round": 6,
                "total_rounds": 100, "outer_digest": "8f3a…", "digests_agree": true, …},
        "nodes": [{"node_name": "node-1", "state": "ready", "heartbeat": {…}, …}]}
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     with StatusLink(directory) as link:
         if is_watching:
             _watch(link, is_json=is_json)
@@ -351,7 +351,7 @@ def nodes(context: click.Context, is_watching: bool, is_json: bool, directory: P
 
     \b
       [{"node_id": "5d41…", "node_name": "node-1", "state": "ready", "device": "cpu", …}]
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     if context.invoked_subcommand is not None:
         return
     if is_watching and not is_json:
@@ -430,7 +430,7 @@ def show_node(name: str, is_json: bool, directory: Path | None) -> None:
     \b
     Example:
       atoll nodes show basement-4090
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from protocol.terminal.node_words import by_name, name_of, node_details
 
     with StatusLink(directory) as link:
@@ -508,7 +508,7 @@ def data(context: click.Context, is_json: bool, directory: Path | None) -> None:
     \b
       {"epoch_samples": 91400, "committed_samples": 36000, "leased_samples": 720,
        "free_again_samples": 80, "free_again_pieces": 1, "frontier": 36800, "skipped_samples": 0}
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     if context.invoked_subcommand is not None:
         return
     with StatusLink(directory) as link:

@@ -91,7 +91,7 @@ def rounds(
     \b
       [{"round": 7, "num_participants": 3, "num_committed_slices": 3, "tokens": 184320,
         "seconds": 8.4, "loss": 2.1, "outer_digest": "8f3a…", "reason": "…", …}]
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     if context.invoked_subcommand is not None:
         return
     if is_csv and (is_json or is_watching):
@@ -244,7 +244,7 @@ def show_round(number: int | None, is_json: bool, directory: Path | None) -> Non
     \b
       {"summary": {"round": 41, …}, "is_open": false, "seconds": 12.4, "committed_seconds": 10.1,
        "waited_for": "…", "nodes": [{"node_name": "node-1", "trained_seconds": 7.9, …}], …}
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     from protocol.terminal.node_words import counted_in_words
 
     with StatusLink(directory) as link:

@@ -261,7 +261,7 @@ def track(
       atoll track --to tensorboard --out curves
       atoll track --to wandb --once
       atoll track --to opentelemetry --endpoint http://localhost:4318
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     folder = out or Path(tool)
     if tool != "tensorboard":
         required(tool, folder)

@@ -101,7 +101,7 @@ def prepare(
     \b
     Example:
       atoll data prepare corpus/*.parquet --tokenizer ./tokenizer.json --out ./tokens
-    """  # noqa: D301 - click reads the character \b, not its two letters
+    """
     require_installed(READING, to="prepare data")
     from node.island.data.preparing import Wanted
     from node.island.data.preparing import prepare as prepare_tokens
