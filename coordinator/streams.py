@@ -8,29 +8,24 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from coordinator.swarm.audit import lacking, order_of, pending_audits
-from coordinator.swarm.committed import may_bring_commits
-from coordinator.swarm.explain import explain
+from coordinator.swarm.committed import commits_wanted, may_bring_commits, refetch_of
 from coordinator.swarm.members import Member, MemberState
-from coordinator.swarm.rounds import holders_of, plan_of
+from coordinator.swarm.rounds import offer_of, plan_of
 from coordinator.swarm.spot_checks import orders_for
-from coordinator.swarm.start import time_of_round
-from coordinator.swarm.state import Round, RoundPhase, SwarmState, Writing, last_sure_round
+from coordinator.swarm.start import finished_of, time_of_round
+from coordinator.swarm.state import Round, SwarmState, Writing
 from coordinator.swarm.takeover import takeover_of
 from coordinator.swarm.turn import is_present
 from protocol.errors import AtollError
 from protocol.v1.session_pb2 import HeartbeatRequest
 from protocol.wire.channel import DEADLINE_SECONDS, RETRY_CAP_SECONDS
 from protocol.wire.messages import (
-    CommitsWanted,
     EvaluationAsked,
     Message,
     ParticipantsDeparted,
     ParticipantsIdle,
-    RefetchAsked,
-    ResultOffered,
     RoundCommitted,
     RoundOpened,
-    RunFinished,
     TrainingEnded,
 )
 from protocol.wire.rounds import NodeId
@@ -124,12 +119,7 @@ def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Messag
     """What a session has to know that subscribes now, after whatever it missed; all but the roster."""
     held: list[Message] = []
     if state.is_finished and state.outer_digest is not None:
-        finished = RunFinished(
-            round=state.committed_round,
-            outer_digest=state.outer_digest,
-            reason=explain(state, now),
-        )
-        held.append(finished)
+        held.append(finished_of(state))
     elif (open_round := state.open_round) is not None:
         participants = tuple(assignment.node_id for assignment in open_round.assignments)
         if open_round.commit is not None:
@@ -148,9 +138,10 @@ def what_holds_for(state: SwarmState, member: Member, now: float) -> list[Messag
     )
     held.extend(orders_for(state, member.node_id))
     if may_bring_commits(state, member) and member.state is not MemberState.DIVERGED:
-        held.append(CommitsWanted(after_round=last_sure_round(state)))
-    if (refetch := _refetch_due(state, member)) is not None:
-        held.append(refetch)
+        held.append(commits_wanted(state))
+    if member.state is MemberState.DIVERGED:  # its state cannot become the swarm's by commits
+        reason = f"the state it holds at round {member.outer_round} is not the swarm's"
+        held.extend(filter(None, (refetch_of(state, reason),)))
     return held
 
 
@@ -168,32 +159,5 @@ def _news_of(state: SwarmState, current: Round, now: float) -> list[Message]:
         if progress.attempt:
             news.append(takeover_of(current.number, progress, now))
         if progress.is_offered and progress.digest is not None:
-            offered = ResultOffered(
-                round=current.number,
-                slice_index=progress.slice.index,
-                digest=progress.digest,
-                holder_ids=holders_of(state, current, progress),
-            )
-            news.append(offered)
+            news.append(offer_of(state, current, progress))
     return news
-
-
-def _refetch_due(state: SwarmState, member: Member) -> RefetchAsked | None:
-    """What a member must fetch whose state cannot become the swarm's by replaying commits."""
-    if member.state is not MemberState.DIVERGED:
-        return None
-    reason = f"the state it holds at round {member.outer_round} is not the swarm's"
-    if state.outer_digest is not None:
-        return RefetchAsked(
-            round=state.committed_round,
-            outer_digest=state.outer_digest,
-            reason=reason,
-        )
-    if state.open_round is not None and state.open_round.phase is RoundPhase.APPLYING:
-        # The nodes have yet to agree on the newest state; the one it builds on is certain.
-        return RefetchAsked(
-            round=state.open_round.number - 1,
-            outer_digest=state.open_round.base_digest,
-            reason=reason,
-        )
-    return None

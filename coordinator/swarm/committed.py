@@ -191,8 +191,12 @@ def may_bring_commits(state: SwarmState, member: Member) -> bool:
 
 def _ask_commits(turn: Turn, node_id: NodeId) -> None:
     turn.put_member(replace(turn.state.members[node_id], has_told_history=False))
-    wanted = CommitsWanted(after_round=last_sure_round(turn.state))
-    turn.act(Tell(message=wanted, to=(node_id,)))
+    turn.act(Tell(message=commits_wanted(turn.state), to=(node_id,)))
+
+
+def commits_wanted(state: SwarmState) -> CommitsWanted:
+    """What asks nodes for all commits that this coordinator may lack."""
+    return CommitsWanted(after_round=last_sure_round(state))
 
 
 def awaits_first_weights(state: SwarmState, member: Member) -> bool:
@@ -224,17 +228,20 @@ def _has_applied_what_is_left(state: SwarmState, member: Member) -> bool:
 
 
 def _ask_refetch(turn: Turn, member: Member, what: str) -> None:
-    """Sends the node to the newest state whose digest is known, if there is one."""
-    state = turn.state
+    reason = f"the outer state of {member.node_name} was refused: {what}"
+    if (refetch := refetch_of(turn.state, reason)) is not None:
+        turn.act(Tell(message=refetch, to=(member.node_id,)))
+
+
+def refetch_of(state: SwarmState, reason: str) -> RefetchAsked | None:
+    """What sends a node to the newest state whose digest is known, if there is one."""
     if state.outer_digest is not None:
         target, digest = state.committed_round, state.outer_digest
-    elif state.open_round is not None:
+    elif state.open_round is not None:  # nodes have yet to agree on the newest; this one is certain
         target, digest = state.open_round.number - 1, state.open_round.base_digest
     else:
-        return
-    reason = f"the outer state of {member.node_name} was refused: {what}"
-    refetch = RefetchAsked(round=target, outer_digest=digest, reason=reason)
-    turn.act(Tell(message=refetch, to=(member.node_id,)))
+        return None
+    return RefetchAsked(round=target, outer_digest=digest, reason=reason)
 
 
 SCREENED_ROUNDS = 20

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.swarm.checking import unchecked
-from coordinator.swarm.committed import agree_on, book, judge, unbook
+from coordinator.swarm.committed import agree_on, book, commits_wanted, judge, unbook
 from coordinator.swarm.evaluation import without_evaluations_since
 from coordinator.swarm.events import Tell, WithdrawalAsked
 from coordinator.swarm.members import Member, MemberState
 from coordinator.swarm.reach_back import are_believed, possible_in_words
-from coordinator.swarm.state import ClosedRound, Round, SwarmState, Unfollowed, last_sure_round
+from coordinator.swarm.state import ClosedRound, Round, SwarmState, Unfollowed
 from coordinator.swarm.turn import (
     Turn,
     is_present,
@@ -36,7 +36,7 @@ from coordinator.swarm.turn import (
 from coordinator.swarm.weighing import heaviest, is_enough, say_of
 from protocol.errors import UsageError
 from protocol.trust.rulings import Ruling, undoes
-from protocol.wire.messages import CommitsWanted, RoundCommitted
+from protocol.wire.messages import RoundCommitted
 from protocol.wire.rounds import WHOLE, Digest, NodeId, SliceOutcome
 
 
@@ -359,8 +359,7 @@ def withdrawn(turn: Turn) -> None:
     turn.state = replace(turn.state, unfollowed=None)
     for member in present_members(turn.state):
         judge(turn, member.node_id, is_news=True)
-    after = last_sure_round(turn.state)
-    turn.act(Tell(message=CommitsWanted(after_round=after)))  # also those that say to hold less
+    turn.act(Tell(message=commits_wanted(turn.state)))  # also those that say to hold less
 
 
 def unfollowed_in_words(state: SwarmState, now: float) -> str:

@@ -222,11 +222,18 @@ def offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> Non
     deceived = tuple(sorted(n for n, told in others.items() if told not in (None, digest)))
     if digest is None or not deceived:
         return
-    holders = holders_of(turn.state, current, current.slices[index])
-    offered = ResultOffered(
-        round=current.number, slice_index=index, digest=digest, holder_ids=holders
+    turn.act(Tell(message=offer_of(turn.state, current, current.slices[index]), to=deceived))
+
+
+def offer_of(state: SwarmState, current: Round, progress: SliceProgress) -> ResultOffered:
+    """What says from whom the result that the slice's reducer has reported can be fetched."""
+    assert progress.digest is not None
+    return ResultOffered(
+        round=current.number,
+        slice_index=progress.slice.index,
+        digest=progress.digest,
+        holder_ids=holders_of(state, current, progress),
     )
-    turn.act(Tell(message=offered, to=deceived))
 
 
 def _with_held(

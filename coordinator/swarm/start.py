@@ -537,11 +537,12 @@ def _finish(turn: Turn) -> None:
         evaluating=None,
         end_waits_until=None,
     )
-    assert state.outer_digest is not None
     turn.state = state
-    finished = RunFinished(
-        round=state.committed_round,
-        outer_digest=state.outer_digest,
-        reason=finished_reason(state),
-    )
-    turn.act(Tell(message=finished))
+    turn.act(Tell(message=finished_of(state)))
+
+
+def finished_of(state: SwarmState) -> RunFinished:
+    """What tells nodes of the run's end."""
+    assert state.outer_digest is not None
+    reason, number = finished_reason(state), state.committed_round
+    return RunFinished(round=number, outer_digest=state.outer_digest, reason=reason)

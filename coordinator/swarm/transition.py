@@ -184,18 +184,8 @@ def next_deadline(state: SwarmState) -> float | None:
         deadlines.append(round_.apply_deadline if is_applying else round_.commit_deadline)
         if is_applying and round_.returns_until is not None:
             deadlines.append(round_.returns_until)
-    if (overdue_at := next_overdue(state)) is not None:
-        deadlines.append(overdue_at)
-    if (excused_at := excuses_at(state)) is not None:
-        deadlines.append(excused_at)
-    if (audited_by := next_audit_end(state)) is not None:
-        deadlines.append(audited_by)
-    if (taken_back_at := takes_back_at(state)) is not None:
-        deadlines.append(taken_back_at)
-    if (withdrawn_at := withdraws_at(state)) is not None:
-        deadlines.append(withdrawn_at)
-    if (end := ends_at(state)) is not None:
-        deadlines.append(end)
+    others = (next_overdue, excuses_at, next_audit_end, takes_back_at, withdraws_at, ends_at)
+    deadlines += [at for of in others if (at := of(state)) is not None]
     return min(deadlines, default=None)
 
 
