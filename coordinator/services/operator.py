@@ -133,12 +133,7 @@ class OperatorDesk:
             )
         )
         await self._rulings.make(
-            self._rulings.event(
-                RulingKind.INVITED,
-                invite_id=invite.invite_id,
-                reason=label,
-                changes=changes,
-            )
+            RulingKind.INVITED, invite_id=invite.invite_id, reason=label, changes=changes
         )
         return pb.CreateInviteResponse(invite=invite.encode(), invite_id=invite.invite_id)
 
@@ -173,7 +168,7 @@ class OperatorDesk:
 
     async def _revoke(self, invite_id: str) -> None:
         await self._driver.write(lambda: self._store.invites.revoke(invite_id))
-        await self._rulings.make(self._rulings.event(RulingKind.REVOKED, invite_id=invite_id))
+        await self._rulings.make(RulingKind.REVOKED, invite_id=invite_id)
 
     async def own_invite(self, request: pb.OwnInviteRequest) -> pb.OwnInviteResponse:
         """Lifts the cap of who joins with it; raises NoInputError, and UsageError where it is lifted."""
@@ -184,9 +179,7 @@ class OperatorDesk:
                 next_step="'atoll invite list' shows them",
             )
         await self._rulings.make(
-            self._rulings.event(
-                RulingKind.INVITED, invite_id=invite.invite_id, reason=invite.label, changes=OWN
-            )
+            RulingKind.INVITED, invite_id=invite.invite_id, reason=invite.label, changes=OWN
         )
         return pb.OwnInviteResponse()
 
@@ -205,12 +198,10 @@ class OperatorDesk:
                 next_step="'atoll invite list' shows them",
             )
         await self._rulings.make(
-            self._rulings.event(
-                RulingKind.INVITED,
-                invite_id=invite.invite_id,
-                reason=invite.label,
-                changes=((MAX_NODES, most),),
-            )
+            RulingKind.INVITED,
+            invite_id=invite.invite_id,
+            reason=invite.label,
+            changes=((MAX_NODES, most),),
         )
         here = members_by(self._driver.state, invite.invite_id)
         return pb.LimitInviteResponse(num_present=len(here))
@@ -240,12 +231,10 @@ class OperatorDesk:
                 next_step="'atoll nodes' shows how each node stands",
             )
         await self._rulings.make(
-            self._rulings.event(
-                kind,
-                node_id=node_id,
-                node_name=node_name,
-                reason=checks.words(request.reason, of="the reason"),
-            )
+            kind,
+            node_id=node_id,
+            node_name=node_name,
+            reason=checks.words(request.reason, of="the reason"),
         )
         still_open = self._open_invites_of(node_id) if kind is RulingKind.EXPELLED else []
         return pb.RuleNodeResponse(node_id=node_id, node_name=node_name, open_invites=still_open)
@@ -267,10 +256,9 @@ class OperatorDesk:
             if standing is not None and standing.kind is RulingKind.EXPELLED:
                 continue
             _, node_name = self._rulings.find(node_id)
-            event = self._rulings.event(
+            await self._rulings.make(
                 RulingKind.EXPELLED, node_id=node_id, node_name=node_name, reason=reason
             )
-            await self._rulings.make(event)
             names.append(node_name)
         return pb.RuleNodeResponse(expelled_names=names)
 
@@ -294,7 +282,7 @@ class OperatorDesk:
         if kind is None:
             raise BadDataError("it is not said what becomes of the run")
         reason = checks.words(request.reason, of="the reason")
-        ruling = await self._rulings.make(self._rulings.event(kind, reason=reason))
+        ruling = await self._rulings.make(kind, reason=reason)
         return pb.SteerRunResponse(ruling=self._wire(ruling))
 
     async def _move(self, request: pb.SteerRunRequest) -> pb.SteerRunResponse:
@@ -314,11 +302,9 @@ class OperatorDesk:
                 next_step="stop it, and start it there",
             )
         ruling = await self._rulings.make(
-            self._rulings.event(
-                RulingKind.MOVED,
-                changes=to.changes,
-                reason=checks.words(request.reason, of="the reason"),
-            )
+            RulingKind.MOVED,
+            changes=to.changes,
+            reason=checks.words(request.reason, of="the reason"),
         )
         return pb.SteerRunResponse(ruling=self._wire(ruling))
 

@@ -148,10 +148,10 @@ class Rulings:
         """With the authority's signature; the same bytes each time."""
         return SignedRuling(ruling=ruling, signature=self._signer.signature_of(ruling.statement))
 
-    async def make(self, event: Ruled) -> Ruling:
+    async def make(self, kind: RulingKind, *, by: str = RUN_OWNER, **fields: object) -> Ruling:
         """Makes a ruling; durable when this returns. Raises UsageError for one that changes nothing."""
         async with self._turn:
-            return await self._make(event)
+            return await self._make(kind, by=by, **fields)
 
     async def amend(self, changes: Changes, *, more_rounds: int, reason: str) -> Ruling:
         """Amends the run's rules from the next round on; see protocol.run.amendments for what it raises."""
@@ -179,13 +179,9 @@ class Rulings:
                 )
             if rules.total_rounds > state.rules.total_rounds:
                 refuse_at_rest(becomes, progress=self._progress(becomes))
+            versioned = tuple(sorted(with_versions(changes)))
             return await self._make(
-                self.event(
-                    RulingKind.AMENDED,
-                    changes=tuple(sorted(with_versions(changes))),
-                    rules=rules,
-                    reason=reason,
-                )
+                RulingKind.AMENDED, changes=versioned, rules=rules, reason=reason
             )
 
     def _progress(self, spec: RunSpec) -> float:
@@ -211,18 +207,17 @@ class Rulings:
         node_id, node_name = self.find(believed) if believed else (NOBODY, "")
         async with self._turn:
             for _ in range(MOST_TRIES):
-                event = self.event(
-                    RulingKind.ROLLED_BACK,
-                    by=by,
-                    reason=reason,
-                    evidence=evidence,
-                    node_id=node_id,
-                    node_name=node_name,
-                    from_round=round + 1,
-                    undone=await self._undone_after(round),
-                )
                 with suppress(HistoryMovedError):
-                    return await self._make(event)
+                    return await self._make(
+                        RulingKind.ROLLED_BACK,
+                        by=by,
+                        reason=reason,
+                        evidence=evidence,
+                        node_id=node_id,
+                        node_name=node_name,
+                        from_round=round + 1,
+                        undone=await self._undone_after(round),
+                    )
             raise UsageError(
                 "rounds are closed faster than the run can go back",
                 next_step="'atoll run pause' first, and then again",
@@ -243,17 +238,16 @@ class Rulings:
     async def _withdraw(self, asked: WithdrawalAsked) -> None:
         """The core asks again where this fails."""
         gone = asked.withdrawn
-        event = self.event(
-            RulingKind.WITHDRAWN,
-            by=COORDINATOR,
-            reason=asked.reason,
-            from_round=gone.from_round,
-            last_round=gone.last_round,
-            incarnation=gone.incarnation,
-            outer_digest=gone.outer_digest,
-        )
         try:
-            await self.make(event)
+            await self.make(
+                RulingKind.WITHDRAWN,
+                by=COORDINATOR,
+                reason=asked.reason,
+                from_round=gone.from_round,
+                last_round=gone.last_round,
+                incarnation=gone.incarnation,
+                outer_digest=gone.outer_digest,
+            )
         except AtollError as error:  # enough nodes follow now, or the disk is full
             _log.warning("a going back is not withdrawn", why=error.what)
 
@@ -274,7 +268,7 @@ class Rulings:
                     return
                 except UsageError as error:
                     reason = f"{reason}, and {error.what}"
-            await self.make(self.event(RulingKind.PAUSED, by=COORDINATOR, reason=reason))
+            await self.make(RulingKind.PAUSED, by=COORDINATOR, reason=reason)
         except AtollError as error:  # it is over, or was paused meanwhile, or the disk is full
             _log.error("the run does not go back by itself", why=error.what, reason=alarm.reason)
 
@@ -293,17 +287,15 @@ class Rulings:
             return
         changes = ((CERTIFICATES, bundle.decode()), (NUMBER, number))
         async with self._turn:
-            await self._make(self.event(RulingKind.KEYED, changes=changes))
+            await self._make(RulingKind.KEYED, changes=changes)
 
     def has_signed(self, commit: Commit) -> bool:
         """Whether this run's coordinator has made a commit."""
         return self._verifier.has_signed(commit, self.all)
 
-    def event(self, kind: RulingKind, *, by: str = RUN_OWNER, **fields: object) -> Ruled:
-        """What is to be ruled now."""
-        return Ruled(kind=kind, by=by, unix_seconds=round(self._wall_clock(), 3), **fields)  # type: ignore[arg-type] # the caller's keywords, passed on
-
-    async def _make(self, event: Ruled) -> Ruling:
+    async def _make(self, kind: RulingKind, *, by: str = RUN_OWNER, **fields: object) -> Ruling:
+        at = round(self._wall_clock(), 3)
+        event = Ruled(kind=kind, by=by, unix_seconds=at, **fields)  # type: ignore[arg-type] # the caller's keywords, passed on
         return (await self._driver.apply(event)).state.rulings[-1]
 
     async def learn(self, brought: Sequence[SignedRuling], *, session: Session) -> int:
@@ -406,14 +398,13 @@ class Rulings:
                 is_joining = known.kind is RulingKind.JOINED
                 if is_joining and (known.node_id, known.invite_id) == (node_id, invite_id):
                     return
-            event = self.event(
+            await self._make(
                 RulingKind.JOINED,
                 by=COORDINATOR,
                 node_id=NodeId(node_id),
                 node_name=node_name,
                 invite_id=invite_id,
             )
-            await self._make(event)
 
     async def expel_for(self, equivocation: Equivocation, evidence: Evidence) -> bool:
         """Expels the member that a proof is of; once for each, or a readmitted one would go again."""
@@ -425,30 +416,28 @@ class Rulings:
             if standing is not None and standing.kind is RulingKind.EXPELLED:
                 return False
             await self._make(
-                self.event(
-                    RulingKind.EXPELLED,
-                    by=COORDINATOR,
-                    node_id=node_id,
-                    node_name=self._name_of(node_id),
-                    reason=reason,
-                    evidence=evidence,
-                )
+                RulingKind.EXPELLED,
+                by=COORDINATOR,
+                node_id=node_id,
+                node_name=self._name_of(node_id),
+                reason=reason,
+                evidence=evidence,
             )
             return True
 
     async def _quarantine(self, asked: QuarantineAsked) -> None:
-        event = self.event(
-            RulingKind.QUARANTINED,
-            by=COORDINATOR,
-            node_id=asked.conviction.node_id,
-            node_name=asked.conviction.node_name,
-            reason=asked.conviction.reason,
-            evidence=asked.conviction.evidence,
-        )
+        found = asked.conviction
         try:
-            await self.make(event)
+            await self.make(
+                RulingKind.QUARANTINED,
+                by=COORDINATOR,
+                node_id=found.node_id,
+                node_name=found.node_name,
+                reason=found.reason,
+                evidence=found.evidence,
+            )
         except AtollError as error:  # it is barred already, or the coordinator ends
-            _log.warning("no ruling was made", node=asked.conviction.node_id, why=error.what)
+            _log.warning("no ruling was made", node=found.node_id, why=error.what)
 
     def _name_of(self, node_id: NodeId) -> str:
         member = self._driver.state.members.get(node_id)

@@ -172,7 +172,7 @@ def test_where_no_disk_has_the_state_after_all_the_run_goes_on_from_what_it_had(
             await asyncio.sleep(1)
             told.append(explain(coordinator.driver.state, 0))
         rulings = coordinator.rulings
-        await rulings.make(rulings.event(RulingKind.RESUMED))
+        await rulings.make(RulingKind.RESUMED)
 
     run = simulate(
         tiny(run={"rounds": ROUNDS, "min_nodes": len(lives)}, deadlines=DEADLINES),

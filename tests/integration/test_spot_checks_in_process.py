@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks.lies import keeps_from_one
-from coordinator.swarm.events import Ruled
 from coordinator.swarm.members import MemberState
 from lab.simulation.coordinator import Outage
 from lab.simulation.memory_transport import MemoryNetwork
@@ -196,13 +195,7 @@ def test_who_is_readmitted_and_trains_stays_and_a_restart_of_the_coordinator_los
         await asyncio.sleep(40)
         is_reformed = True
         await coordinator.rulings.make(
-            Ruled(
-                kind=RulingKind.READMITTED,
-                by="the test",
-                unix_seconds=0.0,
-                node_id=LIAR,
-                node_name="node-5",
-            )
+            RulingKind.READMITTED, by="the test", node_id=LIAR, node_name="node-5"
         )
 
     liar = replace(HONEST, seconds_per_inner_step=1.01, on_published=copy_or_train)
