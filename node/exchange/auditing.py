@@ -29,7 +29,7 @@ from node.exchange.peers import (
     WantInput,
     WantResult,
 )
-from node.exchange.reduction import AS_KEPT, Reduction, SliceResult
+from node.exchange.reduction import AS_KEPT, Reduction
 from node.exchange.round.state import RoundState, Rules, misfit
 from node.heavy import Heavy
 from node.outer_state import Vector
@@ -256,7 +256,8 @@ class Auditor:
             return finding(found=b"", why="its inputs did not come in time")
         except NotGivenError as error:
             return finding(found=b"", why=str(error)[:MOST_CHARACTERS])
-        is_same = found == _finding_of(asked.reduced)
+        told = PayloadHeader.decode(asked.reduced.header)
+        is_same = found == _finding_of(told, asked.reduced)
         why = "" if is_same else "another result comes out of the same inputs"
         if why:
             log.warning(why, round=asked.round, slice=part.index, reducer=asked.reducer_id)
@@ -305,7 +306,9 @@ class Auditor:
             result = await self.heavy(make)
         except CodecError as error:
             raise NotGivenError(f"nothing can be made of its inputs: {error}") from error
-        return _finding_of_result(result)
+        if result is None:
+            return Digest(blake3(b"nothing").digest())
+        return _finding_of(result.payload.header, result.made_of)
 
     def _check(self, header: PayloadHeader) -> None:
         """Raises NotGivenError unless it is a contribution of this very slice, signed by its maker."""
@@ -362,29 +365,11 @@ async def _all(fetching: Iterable[Coroutine[Any, Any, Payload]]) -> list[Payload
             task.cancel()
 
 
-def _finding_of_result(result: SliceResult | None) -> Digest:
-    if result is None:
-        return Digest(blake3(b"nothing").digest())
-    header, inputs = result.payload.header, result.inputs
-    return _digest_of(header, result, inputs.error_after, inputs.undecodable)
-
-
-def _finding_of(told: Reduced) -> Digest:
-    """The same of what the reducer says."""
-    header = PayloadHeader.decode(told.header)
-    return _digest_of(header, told, told.error_after, told.undecodable)
-
-
-def _digest_of(
-    header: PayloadHeader,
-    made: SliceResult | Reduced,
-    error_after: bytes,
-    undecodable: tuple[NodeId, ...],
-) -> Digest:
+def _finding_of(header: PayloadHeader, made: Reduced) -> Digest:
     """Of all that a result is: body, norm, whose work it counts and how much of it, what it leaves."""
     contributors = sorted((c.node_id, c.samples, c.tokens) for c in made.contributors)
     norm = header.norm if math.isfinite(header.norm) else 0.0
-    told = repr((contributors, made.factors, error_after.hex(), *undecodable)).encode()
+    told = repr((contributors, made.factors, made.error_after.hex(), *made.undecodable)).encode()
     return Digest(blake3(header.body_digest + struct.pack("<d", norm) + told).digest())
 
 

@@ -305,13 +305,17 @@ class RoundMachine(RuleBasedStateMachine):
             result = SliceResult(
                 payload=payload,
                 encoded=RULES.downlink.opened(payload.body, BLOCK),
-                contributors=tuple(
-                    Contributor(node_id=n, samples=TOKENS, tokens=TOKENS)
-                    for n in sorted(contributions)
-                ),
-                contributions=tuple(
-                    ContributionDigest(contributions[n].header.body_digest[:16])
-                    for n in sorted(contributions)
+                made_of=Reduced(
+                    slice_index=index,
+                    digest=None,
+                    contributors=tuple(
+                        Contributor(node_id=n, samples=TOKENS, tokens=TOKENS)
+                        for n in sorted(contributions)
+                    ),
+                    contributions=tuple(
+                        ContributionDigest(contributions[n].header.body_digest[:16])
+                        for n in sorted(contributions)
+                    ),
                 ),
                 weighed_tokens=TOKENS,
                 error=None,
@@ -487,8 +491,7 @@ def reduced_to(payload: Payload) -> SliceResult:
     return SliceResult(
         payload=payload,
         encoded=RULES.downlink.opened(payload.body, BLOCK),
-        contributors=(),
-        contributions=(),
+        made_of=Reduced(slice_index=0, digest=None, contributors=(), contributions=()),
         weighed_tokens=TOKENS,
         error=None,
     )
