@@ -23,7 +23,7 @@ from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.outer_optimizer import OuterRules, RateScale, Sgd
 from node.exchange.owing import Owing
-from node.exchange.peers import Limits, Patience, Waits
+from node.exchange.peers import Limits, Patience, Waits, stretched
 from node.exchange.reduction import Sender
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
@@ -82,7 +82,7 @@ class BenchmarkNode:
             identity=identity,
             counts=self._counts,
             reachability=Reachability(listen_multiaddrs=(f"/ip4/{order['host']}/tcp/0",)),
-            limits=Limits(max_streams_per_body=order["stripes"]).stretched(order["slow_motion"]),
+            limits=stretched(Limits(max_streams_per_body=order["stripes"]), order["slow_motion"]),
         )
         self.exchange = Exchange(
             Rules(
@@ -91,7 +91,7 @@ class BenchmarkNode:
                 context=self._tokens,  # one sample is assigned
                 uplink=self.outer.uplink,
                 downlink=self.outer.downlink,
-                waits=Waits().stretched(order["slow_motion"]),
+                waits=stretched(Waits(), order["slow_motion"]),
             ),
             StateHere(outer=self.outer, history=History(None), disk=None, heavy=in_thread),
             transport=self.transport,

@@ -410,13 +410,9 @@ class Limits:
     tcp_quiet_seconds: float = 0.5
     """After so long without anything to send nobody looks any more."""
 
-    def stretched(self, factor: float) -> "Limits":
-        """For links on which everything takes so many times as long."""
-        return stretched(self, factor)
-
 
 def stretched(waits: Value, factor: float) -> Value:
-    """With all that is in seconds so many times as long."""
+    """For links on which everything takes so many times as long: with all seconds so many times as long."""
     names = [field.name for field in fields(waits) if field.name.endswith("_seconds")]
     return replace(waits, **{name: factor * getattr(waits, name) for name in names})
 
@@ -463,10 +459,6 @@ class Waits:
     def for_fetch_of(self, num_bytes: int) -> float:
         """How long the fetch of a piece of so many bytes may take."""
         return self.fetch_seconds + num_bytes / SLOWEST_BYTES_PER_SECOND
-
-    def stretched(self, factor: float) -> "Waits":
-        """For links on which everything takes so many times as long."""
-        return stretched(self, factor)
 
 
 LONGEST_PAUSE_SECONDS = 60.0

@@ -14,7 +14,7 @@ from benchmarks.exchange.command import chosen_cases, parser
 from benchmarks.exchange.report import COLUMNS, as_markdown, cells_of, drawn, newest
 from coordinator.config import rules_of
 from lab.processes.family import processor_time, ticks_of_machine, ticks_of_tree
-from node.exchange.peers import Limits, Waits
+from node.exchange.peers import Limits, Waits, stretched
 from protocol.errors import UsageError
 from protocol.run.run_spec import CodecName
 from tests.tiny_runs import tiny
@@ -94,7 +94,7 @@ def test_slow_motion_has_as_many_bytes_under_way_and_stretches_all_waiting() -> 
 
 @pytest.mark.parametrize("usual", [Limits(), Waits()])
 def test_in_slow_motion_everything_waits_longer_and_takes_no_more(usual: Limits | Waits) -> None:
-    slow = usual.stretched(10)
+    slow = stretched(usual, 10)
     for field in fields(usual):
         factor = 10 if field.name.endswith("_seconds") else 1
         assert getattr(slow, field.name) == factor * getattr(usual, field.name)

@@ -9,7 +9,8 @@ import contextlib
 import io
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -328,38 +329,20 @@ async def expect(
     raise FrameError(f"status {response.status} came where {status} was due")
 
 
+WANTS: dict[type[Want], str] = {
+    WantResult: "want_result",
+    WantManifest: "want_manifest",
+    WantChunk: "want_chunk",
+    WantTokens: "want_tokens",
+    WantInput: "want_input",
+}
+"""What a request calls them; their fields have the same names there."""
+
+
 def encode_want(want: Want) -> wire.TransferRequest:
     """What a peer is asked for, as a request."""
-    match want:
-        case WantResult():
-            return wire.TransferRequest(
-                want_result=wire.WantResult(
-                    round=want.round, slice_index=want.slice_index, digest=want.digest
-                )
-            )
-        case WantManifest():
-            return wire.TransferRequest(
-                want_manifest=wire.WantManifest(
-                    oldest_round=want.oldest_round, newest_round=want.newest_round
-                )
-            )
-        case WantChunk():
-            return wire.TransferRequest(
-                want_chunk=wire.WantChunk(round=want.round, index=want.index, digest=want.digest)
-            )
-        case WantTokens():
-            return wire.TransferRequest(
-                want_tokens=wire.WantTokens(kind=want.kind, digest=want.digest)
-            )
-        case WantInput():
-            return wire.TransferRequest(
-                want_input=wire.WantInput(
-                    round=want.round,
-                    slice_index=want.slice_index,
-                    contributor_id=want.contributor_id or "",
-                    digest=want.digest,
-                )
-            )
+    fields: Any = {WANTS[type(want)]: asdict(want)}
+    return wire.TransferRequest(**fields)
 
 
 def decode_want(request: wire.TransferRequest) -> Want:
