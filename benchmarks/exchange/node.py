@@ -10,8 +10,9 @@ import json
 import logging
 import sys
 import time
+from dataclasses import fields, replace
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
@@ -23,7 +24,7 @@ from node.exchange.exchange import Exchange
 from node.exchange.outer import Outer
 from node.exchange.outer_optimizer import OuterRules, RateScale, Sgd
 from node.exchange.owing import Owing
-from node.exchange.peers import Limits, Patience, Waits, stretched
+from node.exchange.peers import Limits, Patience, Waits
 from node.exchange.reduction import Sender
 from node.exchange.round.state import Rules
 from node.exchange.state.catch_up import CoordinatorCalls
@@ -42,6 +43,14 @@ from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import Commit, Digest, Plan, RosterEntry
 
 RUN = Digest(bytes(32))
+
+Value = TypeVar("Value", bound=Limits | Waits)
+
+
+def stretched(waits: Value, factor: float) -> Value:
+    """For links on which everything takes so many times as long."""
+    names = [field.name for field in fields(waits) if field.name.endswith("_seconds")]
+    return replace(waits, **{name: factor * getattr(waits, name) for name in names})
 
 
 def say(**message: Any) -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks.exchange.case import Case, codecs_named, count_of
 from benchmarks.exchange.command import chosen_cases, parser
+from benchmarks.exchange.node import stretched
 from benchmarks.exchange.report import COLUMNS, as_markdown, cells_of, drawn, newest
 from coordinator.config import rules_of
 from lab.processes.family import processor_time, ticks_of_machine, ticks_of_tree
-from node.exchange.peers import Limits, Waits, stretched
+from node.exchange.peers import Limits, Waits
 from protocol.errors import UsageError
 from protocol.run.run_spec import CodecName
 from tests.tiny_runs import tiny

@@ -24,7 +24,7 @@ from node.exchange.peers import (
 from node.exchange.transport.carrying import Carrying
 from node.exchange.transport.connections import Connections
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
-from node.exchange.transport.punching import Observer, Punching, punching_daemon
+from node.exchange.transport.punching import Punching, punching_daemon
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.sender import first_streams
@@ -292,7 +292,7 @@ class Libp2pTransport:
         is_needed = bool(self._unreachable() or self._punching.connected)
         did, self._shows_outside = self._shows_outside, is_needed and bool(observers)
         if self._shows_outside:
-            await self._punching.show([Observer(*observer) for observer in observers])
+            await self._punching.show(observers)
         return self._shows_outside and not did
 
     def heed_outside(self, seen: Sequence[str]) -> None:

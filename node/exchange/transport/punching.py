@@ -17,7 +17,6 @@ import errno
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import structlog
 
@@ -35,11 +34,8 @@ _FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 """A machine that does not lend us p2pd's socket."""
 
 
-class Observer(NamedTuple):
-    """A port of the coordinator that sees where datagrams come from."""
-
-    host: str
-    port: int
+Place = tuple[str, int]
+"""A host and a port of UDP."""
 
 
 class Punching:
@@ -71,9 +67,7 @@ class Punching:
         self._members: Mapping[str, tuple[str, ...]] = {}  # what they tell of where they are
         self._dials: dict[str, asyncio.Task[None]] = {}  # by peer id
         self._ends: dict[str, asyncio.Task[None]] = {}
-        self._since: dict[
-            str, float
-        ] = {}  # when those that are connected came to be, by the loop's clock
+        self._since: dict[str, float] = {}  # when connections came to be, by the loop's clock
         self._watch: asyncio.Task[None] | None = None
         self._outside: tuple[str, ...] = ()  # where our router put us last
 
@@ -90,8 +84,8 @@ class Punching:
         for peer_id in self._dials.keys() - self._members:
             self._dials[peer_id].cancel()
 
-    async def show(self, observers: Sequence[Observer]) -> None:
-        """Has the coordinator see where our router puts us, and finds out where IPv6 does.
+    async def show(self, observers: Sequence[Place]) -> None:
+        """Has the coordinator's `observers` see where our router puts us, and finds out where IPv6 does.
 
         Raises nothing: what keeps us is said once.
         """
@@ -100,7 +94,7 @@ class Punching:
             return
         try:
             daemon = await self._running()
-            places = [await _resolved(observer) for observer in observers]
+            places = [await _resolved(*observer) for observer in observers]
             sockets = list(udp_sockets_of(daemon.pid))
             if not sockets:
                 raise OSError("p2pd listens on no port of UDP")
@@ -263,14 +257,11 @@ async def _end(daemon: P2pd, peer_id: str) -> None:
         await daemon.disconnect(peer_id)
 
 
-async def _resolved(observer: Observer) -> tuple[str, int] | None:
+async def _resolved(host: str, port: int) -> Place | None:
     """Its address of IPv4; None where it has none now."""
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(
-            observer.host, observer.port, family=socket.AF_INET, type=socket.SOCK_DGRAM
-        )
+        found = await loop.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_DGRAM)
     except OSError:
         return None
-    host, port = found[0][4][:2]
-    return str(host), int(port)
+    return str(found[0][4][0]), int(found[0][4][1])
