@@ -381,9 +381,8 @@ class KeptRulings:
         self._in_force = lru_cache(maxsize=8)(
             lambda round: in_force(spec, self.rulings, round=round)
         )
-        self._caches: list[Callable[[], None]] = [
-            self._in_force.cache_clear
-        ]  # of what rulings change
+        # Of what rulings change.
+        self._caches: list[Callable[[], None]] = [self._in_force.cache_clear]
         self._file = None if path is None else AppendedFile(path)
         if self._file is not None:
             self._read(self._file)

@@ -491,9 +491,7 @@ class SpotChecks:
                 place = _place_of(outcome, asked.contributor_id)
                 samples = max(samples, outcome.contributors[place].samples)
                 await self._add(half, commit, outcome, place, asked)
-            except (
-                NotGivenError
-            ) as error:  # a reducer may hide what it, or its accomplice, has sent
+            except NotGivenError as error:  # a reducer may hide what it has sent, or an accomplice
                 lacking, why = lacking + outcome.num_elements, str(error)
         if 2 * lacking > sum(outcome.num_elements for outcome in there):
             raise NotGivenError(why)

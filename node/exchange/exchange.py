@@ -122,9 +122,7 @@ class Exchange:
 
     def _peers(self) -> tuple[NodeId, ...]:
         """Whom to ask, those first that can be reached."""
-        unreachable = frozenset(
-            self._transport.seen().unreachable
-        )  # what is carried comes last too
+        unreachable = frozenset(self._transport.seen().unreachable)  # or carried: last too
         return tuple(sorted(self._members, key=lambda peer: peer in unreachable))
 
     async def open_round(self, plan: Plan) -> None:

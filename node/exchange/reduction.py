@@ -73,9 +73,7 @@ class SliceResult:
     encoded: Opened = field(repr=False)  # the payload's body
     made_of: Reduced  # without the result; left out contributors have a factor of 0 in it
     weighed_tokens: int  # what a token's work was divided by: all tokens, those of late work too
-    error: Vector | None = field(
-        repr=False
-    )  # [slice]: what the encoding rounded away, if asked for
+    error: Vector | None = field(repr=False)  # [slice] that was rounded away, if asked for
 
     @property
     def report(self) -> Reduced:
@@ -119,12 +117,8 @@ class Merging:
     is_screened: bool = True
     is_audited: bool = False
     most_weight: float | None = None  # the part of a mean that may be of one data holder
-    missed: Mapping[NodeId, int] = field(
-        default_factory=dict
-    )  # rounds in a row, by `missed_in_a_row`
-    centre: Vector | None = (
-        None  # [slice]: what contributions were on average, by the outer momentum
-    )
+    missed: Mapping[NodeId, int] = field(default_factory=dict)  # see `missed_in_a_row`
+    centre: Vector | None = None  # [slice]: the average contribution, by the outer momentum
     norm_of_parameters: Callable[[], float] | None = None
     """Of the slice: what no training exceeds by as much; None: nothing is too large."""
 

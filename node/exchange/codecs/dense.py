@@ -93,9 +93,7 @@ def to_bf16(value: np.float32) -> np.uint16:
     bits = bits_of(value)
     # Half of the last place less one: ties go to even.
     rounded = np.uint32(np.uint32(bits + (bits >> 16 & 1) + 0x7FFF) >> 16)
-    is_too_large = (
-        rounded & 0x7FFF == 0x7F80
-    )  # infinity's pattern is one above the largest number's
+    is_too_large = rounded & 0x7FFF == 0x7F80  # infinity: one above the largest number's pattern
     return np.uint16(rounded - np.uint32(is_too_large))
 
 

@@ -45,9 +45,7 @@ class Batch:
     """Samples as a model takes them."""
 
     tokens: Tokens  # [B, T + 1]; all but the last are the input
-    counted: npt.NDArray[np.bool_] | None = (
-        None  # [B, T]: what is to be predicted; None: everything
-    )
+    counted: npt.NDArray[np.bool_] | None = None  # [B, T]: to be predicted; None: everything
     documents: npt.NDArray[np.int32] | None = None  # [B, T + 1], counted from 0 in each row
 
 

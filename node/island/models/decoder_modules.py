@@ -31,9 +31,8 @@ def rotary_tables(spec: DecoderModel) -> tuple[Tensor, Tensor]:
     frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, head_size, 2).float() / head_size)
     if spec.rope_scaling is not None:
         frequencies = stretched(frequencies, spec.rope_scaling)
-    angles = torch.outer(
-        torch.arange(spec.context).float(), frequencies
-    )  # [context, head size / 2]
+    positions = torch.arange(spec.context).float()
+    angles = torch.outer(positions, frequencies)  # [context, head size / 2]
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 

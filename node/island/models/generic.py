@@ -66,9 +66,8 @@ class GenericArchitecture(ABC):
         """See Architecture."""
         assert self.spec.description is not None
         shared = shared_names(part)
-        cut_by_plan(
-            part, devices, self.spec.description.tensor_plan
-        )  # a stage has less than it names
+        # A stage has less than the plan names.
+        cut_by_plan(part, devices, self.spec.description.tensor_plan)
         tie(part, shared)
 
     def cut_by_context(self, part: nn.Module, mesh: Mesh) -> None:

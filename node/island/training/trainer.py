@@ -299,9 +299,7 @@ class Trainer:
         self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
         rests = Rests(self._load, clock=self._clock, rest=rest)
-        warm_at = (
-            started  # libraries wake up and layers compile in the first step: nobody rests for that
-        )
+        warm_at = started  # nobody rests for the first step, in which libraries wake up
         look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
             self._set_learning_rates(work, position_of(self._spec, work, step), scale)
