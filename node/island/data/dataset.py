@@ -103,6 +103,11 @@ class SampleOrder:
         self._num_windows = 1 if num_together == 1 else -(-num_samples // (WINDOW * num_together))
         self._group = -(-num_samples // (WINDOW * self._num_windows))
 
+    @classmethod
+    def of(cls, seed: int, dataset: Dataset) -> "SampleOrder":
+        """The order in which a run with this seed trains on a dataset."""
+        return cls(seed=seed, num_samples=dataset.num_samples, num_together=dataset.num_together)
+
     def indices(self, first: int, count: int) -> Indices:
         """Samples at the places first, …, first + count − 1: [count], each below num_samples."""
         parts: list[Indices] = [np.empty(0, np.int64)]

@@ -402,7 +402,7 @@ class BufferWatch:
         now = dict(self._buffers())
         for place, (kind, was, version, value) in self._before.items():
             buffer = now.get(place)
-            if buffer is not was or buffer._version != version or not _holds(buffer, value):
+            if buffer is not was or buffer._version != version or not holds(buffer, value):
                 raise changed_buffer(place[1], kind)
 
     def _buffers(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
@@ -413,7 +413,8 @@ class BufferWatch:
                     yield (number, name), buffer
 
 
-def _holds(buffer: Tensor, was: Tensor) -> bool:
+def holds(buffer: Tensor, was: Tensor) -> bool:
+    """Whether a buffer of the same shape has these values; what is no number is one."""
     return torch.equal(buffer, was) or (
         buffer.is_floating_point() and torch.allclose(buffer, was, rtol=0, atol=0, equal_nan=True)
     )

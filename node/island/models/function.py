@@ -29,6 +29,7 @@ from node.island.models.architecture import (
     check_tensors,
     digest_of_values,
     few_values_of,
+    holds,
     without_memory,
 )
 from node.island.models.code import (
@@ -295,7 +296,7 @@ def _statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dic
     torch.manual_seed(spec.run.seed)
     found, data = brought(spec), FunctionData(spec)
     fill(found.module, spec, parameters)
-    order = SampleOrder(seed=spec.run.seed, num_samples=data.num_samples)
+    order = SampleOrder.of(spec.run.seed, data)
     with averaging([found.module]):
         for numbers in batches_for(spec, order, data.num_samples):
             found.loss(found.module, data.batch("training", numbers))
@@ -485,9 +486,7 @@ def _refuse_drawn_buffers(spec: RunSpec, module: nn.Module) -> None:
 def _is_constant(buffer: Tensor, again: Tensor | None) -> bool:
     if again is None or buffer.is_meta or again.is_meta or buffer.shape != again.shape:
         return False
-    return torch.equal(buffer, again) or (
-        buffer.is_floating_point() and torch.allclose(buffer, again, rtol=0, atol=0, equal_nan=True)
-    )
+    return holds(buffer, again)
 
 
 def _stages_of(spec: RunSpec, batch: Tree) -> tuple[StageUnit, ...]:

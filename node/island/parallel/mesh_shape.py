@@ -455,6 +455,14 @@ def check_local(spec: RunSpec, local: LocalTraining) -> None:
             )
 
 
+def check_mesh(shape: MeshShape, spec: RunSpec, local: LocalTraining) -> None:
+    """Raises ConfigError for whatever of the run or of the settings does not go with the mesh."""
+    check_shape(shape, spec)
+    check_batch(shape, spec)
+    check_combination(shape, local)
+    check_local(spec, local)
+
+
 def may_be_traced(shape: MeshShape, local: LocalTraining) -> bool:
     """Whether inner steps may be traced for the share of communication in them.
 
