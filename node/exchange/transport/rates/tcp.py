@@ -421,13 +421,6 @@ def count_of(connection: socket.socket) -> TcpCount | None:
     )
 
 
-def pacing_rate_of(connection: socket.socket) -> int:
-    """In bytes per second; the highest number of 64 bits for a connection that has none."""
-    size = struct.calcsize("=Q")
-    raw = connection.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, size)
-    return int.from_bytes(raw, sys.byteorder)
-
-
 class _GoneError(Exception):
     """The process has ended, or has closed the socket since."""
 
