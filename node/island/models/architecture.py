@@ -51,23 +51,22 @@ class Roles:
 
 
 class Architecture(Protocol):
-    """One run's model. All ranks make the same calls in the same order."""
+    """One run's model. All ranks make the same calls in the same order.
 
-    @property
-    def draws(self) -> bool:
-        """Whether training draws random numbers, as dropout does."""
+    What is written out here is so where an architecture says nothing else.
+    """
 
-    @property
-    def has_metric(self) -> bool:
-        """Whether evaluation has a metric beside the loss."""
+    draws: bool
+    """Whether training draws random numbers, as dropout does."""
 
-    @property
-    def divides_by_all(self) -> bool:
-        """Whether its mean is over all targets, counted or not, for the trainer to set right."""
+    has_metric: bool
+    """Whether evaluation has a metric beside the loss."""
 
-    @property
-    def may_leave_parameters_out(self) -> bool:
-        """Whether a batch may leave parameters without a gradient."""
+    divides_by_all: bool
+    """Whether its mean is over all targets, counted or not, for the trainer to set right."""
+
+    may_leave_parameters_out: bool
+    """Whether a batch may leave parameters without a gradient."""
 
     def part(self, mesh: Mesh, stage: int) -> nn.Module:
         """A stage of the model, or all of it, whose parameters hold nothing yet; buffers may be real."""
@@ -77,6 +76,7 @@ class Architecture(Protocol):
 
     def cut_by_context(self, part: nn.Module, mesh: Mesh) -> None:
         """Has attention ask the other ranks of a context group for their keys and values."""
+        raise AssertionError("check_shape has refused it")
 
     def gathered_together(
         self, part: nn.Module, dtype: torch.dtype
@@ -85,6 +85,7 @@ class Architecture(Protocol):
 
     def fill_buffers(self, part: nn.Module, mesh: Mesh, device: torch.device) -> None:
         """Computes the buffers that the part was built without."""
+        return
 
     def layers(self, part: nn.Module) -> Sequence[nn.Module]:
         """What is recomputed and compiled one by one."""
@@ -116,6 +117,7 @@ class Architecture(Protocol):
 
     def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
         """A mean over the inputs that people asked for beside the loss."""
+        return None
 
     def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
         """Values of what is not trained, whole and on the CPU; raises AtollError.
@@ -123,6 +125,7 @@ class Architecture(Protocol):
         `names` are of parameters, and of buffers that checkpoints have. The latter may be left out where
         each node makes them alike.
         """
+        raise AssertionError("all of it is trained")
 
     def roles(self, part: nn.Module) -> Roles:
         """What the inner optimizers do with its parameters."""

@@ -46,9 +46,8 @@ SCHEDULES: dict[ScheduleName, Any] = {
 class Ends(Protocol):
     """What a model does with samples where a pipeline begins, and where it ends."""
 
-    @property
-    def may_count(self) -> bool:
-        """Whether its loss may be a Counted one."""
+    may_count: bool
+    """Whether its loss may be a Counted one."""
 
     def enter(self, inputs: tuple[Tree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the first stage is called with."""
@@ -58,6 +57,7 @@ class Ends(Protocol):
 
     def leave_metric(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | None:
         """See Architecture.metric."""
+        return None
 
 
 class Pipeline:
