@@ -26,7 +26,6 @@ nothing can be written, each process compiles for itself.
 
 import fcntl
 import os
-import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -44,30 +43,21 @@ import numpy.typing as npt
 import platformdirs
 
 from node.outer_state import Vector
+from protocol.files.leftovers import Held, remove_left
 
 UNUSED_SECONDS = 7 * 86400.0
 
 PREFIX = "kernels-"
 
 
-def hold(folder: Path) -> int | None:
-    """Makes the folder, notes that it is used, and locks it; the descriptor is the lock.
-
-    None where there can be no folder or no lock: who removes would not get the lock either.
-    """
+def hold(folder: Path) -> Held | None:
+    """Makes the folder, notes that it is used, and holds it; None where there can be no folder."""
     with suppress(OSError):
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             os.utime(folder)
-            held = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(held, fcntl.LOCK_SH)  # waits for who is just removing it
-                if _is_still_there(folder, held):
-                    return held
-            except OSError:
-                os.close(held)
-                raise
-            os.close(held)
+            with suppress(FileNotFoundError):
+                return Held(folder)
     return None
 
 
@@ -89,13 +79,6 @@ def locked(folder: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _is_still_there(folder: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), folder.stat())
-    except FileNotFoundError:
-        return False
-
-
 def remove_unused(own: Path) -> None:
     """Removes the folders beside `own` that nobody holds, or has begun to use for a week.
 
@@ -104,16 +87,7 @@ def remove_unused(own: Path) -> None:
     for folder in own.parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # who starts beside us removes it too
             if own.stat().st_mtime - folder.stat().st_mtime > UNUSED_SECONDS:
-                _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(lock)
+                remove_left([folder])
 
 
 Function = TypeVar("Function", bound=Callable[..., object])
