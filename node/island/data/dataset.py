@@ -63,6 +63,7 @@ class Dataset(Protocol):
     @property
     def num_together(self) -> int:
         """Neighbouring samples that are as near as one: orders take them together; 1 if all are near."""
+        return 1
 
     def summary(self) -> CorpusSummary:
         """What the coordinator is told."""
@@ -71,7 +72,8 @@ class Dataset(Protocol):
         """Samples of a split by number: tokens, or what a function gives. Raises BadDataError."""
 
     def expect(self, split: Split, indices: Indices) -> None:
-        """Says which samples come next, so that what is far can be on its way."""
+        """Says which samples come next, so that what is far can be on its way; nothing if all are near."""
+        return
 
     def num_counted(self, split: Split, indices: Indices) -> int:
         """Tokens of these samples that are to be predicted; 0 where masks leave none."""
@@ -218,8 +220,8 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Corpus:
-    """Both splits in memory; implements Dataset."""
+class Corpus(Dataset):
+    """Both splits in memory."""
 
     training: Text
     held_out: Text
@@ -236,14 +238,6 @@ class Corpus:
     def num_held_out_samples(self) -> int:
         """Samples of the held-out split."""
         return _num_windows(len(self.held_out), self.context)
-
-    @property
-    def num_together(self) -> int:
-        """See Dataset."""
-        return 1
-
-    def expect(self, split: Split, indices: Indices) -> None:
-        """See Dataset. All is in memory."""
 
     def summary(self) -> CorpusSummary:
         """What the coordinator is told."""
