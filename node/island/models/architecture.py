@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from node.island.models.running_statistics import statistics_of
 from node.island.parallel.mesh import Mesh
 from node.island.ranks.accelerator import LossScale
+from node.outer_state import Vector
 from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
-from protocol.run.models import TensorShape
+from protocol.run.models import Layout, TensorShape
 from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -208,6 +209,16 @@ def tie(part: nn.Module, shared: Iterable[list[str]]) -> None:
         for name in others:
             owner, _, own = name.rpartition(".")
             setattr(part.get_submodule(owner), own, parameter)
+
+
+def copy_parameters(module: nn.Module, layout: Layout, parameters: Vector) -> None:
+    """Gives a module on the CPU the weights of a canonical vector."""
+    named = dict(module.named_parameters())
+    for place in layout.places:
+        part = parameters[place.offset : place.offset + place.num_elements]
+        # By numpy: torch warns of vectors that cannot be written, such as those of snapshots.
+        own = named[place.name].detach().numpy()
+        own[...] = part.reshape(own.shape)
 
 
 def container_of_layers(module: nn.Module) -> tuple[str, list[str]]:

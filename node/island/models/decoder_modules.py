@@ -17,8 +17,7 @@ import torch.nn.functional as F  # noqa: N812 — its usual name
 from torch import Tensor, nn
 
 from node.island.models.architecture import Counted
-from node.outer_state import Vector
-from protocol.run.models import DecoderModel, Layout, RopeScaling
+from protocol.run.models import DecoderModel, RopeScaling
 
 
 def rotary_tables(spec: DecoderModel) -> tuple[Tensor, Tensor]:
@@ -325,15 +324,6 @@ class Objective(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Mean nats per token over tokens and targets, each [B, T]; `documents` as in Decoder."""
         return mean_nats(self.decoder(tokens, documents), targets)
-
-
-def copy_parameters(decoder: Decoder, layout: Layout, parameters: Vector) -> None:
-    """Gives the decoder the weights of a canonical vector."""
-    named = dict(decoder.named_parameters())
-    for place in layout.places:
-        part = parameters[place.offset : place.offset + place.num_elements]
-        # By numpy: torch warns of vectors that cannot be written, such as those of snapshots.
-        named[place.name].detach().numpy()[...] = part.reshape(place.shape)
 
 
 class TokenInputs:

@@ -27,6 +27,7 @@ from node.island.models.architecture import (
     Tree,
     check_frozen,
     check_tensors,
+    copy_parameters,
     digest_of_values,
     few_values_of,
     holds,
@@ -46,7 +47,7 @@ from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, ConfigError, UsageError
-from protocol.run.models import Description, FunctionModel, StageUnit, TensorStyle
+from protocol.run.models import Description, FunctionModel, StageUnit, TensorStyle, layout_of
 from protocol.run.run_spec import RunSpec
 
 Loss = Callable[[nn.Module, Tree], Any]
@@ -283,8 +284,6 @@ def _statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dic
 
     Raises AtollError where the code or the data are not here.
     """
-    from node.island.models.describing import fill
-
     if spec.data.source != "function":
         raise UsageError(
             "running statistics are computed here of samples that a function of the run gives, and those of "
@@ -295,7 +294,7 @@ def _statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dic
     find_code(code)
     torch.manual_seed(spec.run.seed)
     found, data = brought(spec), FunctionData(spec)
-    fill(found.module, spec, parameters)
+    copy_parameters(found.module, layout_of(spec), parameters)
     order = SampleOrder.of(spec.run.seed, data)
     with averaging([found.module]):
         for numbers in batches_for(spec, order, data.num_samples):

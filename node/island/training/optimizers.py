@@ -29,10 +29,7 @@ from protocol.run.run_spec import InnerSection
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _EPSILON = 1e-7
-_MOST_ELEMENTS_AT_ONCE = (
-    1 << 22
-)  # small matrices go through the iteration together, large ones alone
-
+_MOST_ELEMENTS_AT_ONCE = 1 << 22  # small matrices are iterated together, large ones alone
 
 Corners = list[int]
 """A box of a matrix: first row and column, rows, columns."""
