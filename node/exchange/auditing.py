@@ -18,7 +18,6 @@ import numpy as np
 import structlog
 from blake3 import blake3
 
-from node.disk.history import History
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
 from node.exchange.outer import Base, Outer
@@ -31,6 +30,7 @@ from node.exchange.peers import (
 )
 from node.exchange.reduction import AS_KEPT, Reduction
 from node.exchange.round.state import RoundState, Rules, misfit
+from node.exchange.state.sources import StateHere
 from node.heavy import Heavy
 from node.outer_state import Vector
 from protocol.wire.messages import AuditAsked, Audited, Reduced, Report, SpotCheckAsked, SpotChecked
@@ -100,16 +100,15 @@ class Audits:
     def __init__(
         self,
         rules: Rules,
+        here: StateHere,
         *,
-        outer: Outer,
         donors: Donors,
-        heavy: Heavy,
         report: Callable[[int, Report], None],
     ) -> None:
         self._rules = rules
-        self._outer = outer
+        self._outer = here.outer
+        self._heavy = here.heavy
         self._donors = donors
-        self._heavy = heavy
         self._report = report
         self._kept: dict[int, Inputs] = {}  # by round
         self._early: list[AuditAsked] = []  # of rounds whose commits are not applied here yet
@@ -146,22 +145,20 @@ class Audits:
 
     async def _audit(self, asked: AuditAsked, inputs: Inputs) -> None:
         try:
-            finding = await self._auditor(asked, inputs).audited()
+            part = next(p for p in inputs.plan.slices if p.index == asked.reduced.slice_index)
+            auditor = Auditor(
+                asked=asked,
+                slice=replace(part, reducer_id=asked.reducer_id),
+                inputs=inputs,
+                rules=self._rules,
+                outer=self._outer,
+                donors=self._donors,
+                heavy=self._heavy,
+            )
+            finding = await auditor.audited()
             self._report(asked.round, self._outer.signed_finding(finding, asked.round))
         except Exception:  # nobody waits for this task
             log.exception("audit failed", round=asked.round, slice=asked.reduced.slice_index)
-
-    def _auditor(self, asked: AuditAsked, inputs: Inputs) -> "Auditor":
-        part = next(p for p in inputs.plan.slices if p.index == asked.reduced.slice_index)
-        return Auditor(
-            asked=asked,
-            slice=replace(part, reducer_id=asked.reducer_id),
-            inputs=inputs,
-            rules=self._rules,
-            outer=self._outer,
-            donors=self._donors,
-            heavy=self._heavy,
-        )
 
     def supply(self, want: WantInput, state: RoundState | None) -> Payload | None:
         """What this node, as a slice's reducer, has made its result of; None when it is not here. Heavy.
@@ -429,21 +426,19 @@ class SpotChecks:
 
     def __init__(
         self,
+        here: StateHere,
         *,
-        outer: Outer,
         audits: Audits,
-        history: History,
         donors: Donors,
-        heavy: Heavy,
         result: Callable[[WantResult], Awaitable[Payload | None]],
     ) -> None:
         self.on_ready: Callable[[SpotCheckReady], None] = lambda ready: None
         """Hears of checks that ranks may measure; the daemon sets it."""
-        self._outer = outer
+        self._outer = here.outer
+        self._history = here.history
+        self._heavy = here.heavy
         self._audits = audits
-        self._history = history
         self._donors = donors
-        self._heavy = heavy
         self._result = result
         self._moved = asyncio.Event()
         self._tasks: dict[tuple[int, NodeId], asyncio.Task[None]] = {}
