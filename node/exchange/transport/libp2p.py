@@ -22,9 +22,8 @@ from node.exchange.peers import (
     do_nothing,
 )
 from node.exchange.transport.carrying import Carrying
-from node.exchange.transport.connections import Connections
+from node.exchange.transport.connections import Connections, Punching, punching_daemon
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
-from node.exchange.transport.punching import Punching, punching_daemon
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.sender import first_streams
