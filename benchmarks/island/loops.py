@@ -20,7 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from node.island.data.dataset import SampleOrder, read_corpus
-from node.island.models.decoder_modules import Decoder, Objective, copy_parameters
+from node.island.models.architecture import copy_parameters
+from node.island.models.decoder_modules import Decoder, Objective
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh_shape import LocalTraining
 from node.island.training.optimizers import inner_optimizers

@@ -36,7 +36,8 @@ from lab.simulation.inline_island import unseen
 from lab.simulation.plain_calls import LocalNode, exchange, plan_of, spec_of, work_of
 from node.exchange.codecs.registry import codec_named
 from node.island.data.dataset import Corpus, SampleOrder, read_corpus
-from node.island.models.decoder_modules import Decoder, copy_parameters
+from node.island.models.architecture import copy_parameters
+from node.island.models.decoder_modules import Decoder
 from node.outer_state import Vector
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec

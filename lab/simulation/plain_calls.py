@@ -259,9 +259,9 @@ def exchange(
                 start=part.start,
                 num_elements=part.num_elements,
                 digest=result.payload.digest,
-                contributors=result.contributors,
-                contributions=result.contributions,
-                factors=result.factors,
+                contributors=result.made_of.contributors,
+                contributions=result.made_of.contributions,
+                factors=result.made_of.factors,
                 norm=result.payload.header.norm,
             )
         )

@@ -274,21 +274,19 @@ class History:
             max_bytes -= len(encoded)
             if commits and max_bytes < 0:
                 break
-            commits.append(convert.commit_from_wire(round_pb2.Commit.FromString(encoded)))
+            commits.append(_commit_of(encoded))
         return tuple(commits)
 
     def at(self, round: int) -> Commit | None:
         """The commit of a round; None where it is not kept."""
         encoded = self._commits.get(round)
-        if encoded is None:
-            return None
-        return convert.commit_from_wire(round_pb2.Commit.FromString(encoded))
+        return None if encoded is None else _commit_of(encoded)
 
     @property
     def commits(self) -> Iterator[Commit]:
         """All that are kept, oldest first."""
         for number in self._rounds:
-            yield convert.commit_from_wire(round_pb2.Commit.FromString(self._commits[number]))
+            yield _commit_of(self._commits[number])
 
     def incarnation_at(self, round: int) -> int:
         """Of the commit that led to the state at this round; 0 when it is not known."""
@@ -351,13 +349,17 @@ class History:
         data = file.read()
         for encoded, end in _frames(data):
             try:
-                commit = convert.commit_from_wire(round_pb2.Commit.FromString(encoded))
+                commit = _commit_of(encoded)
             except (DecodeError, AtollError):
                 break
             self._put(commit.round, commit.incarnation, encoded)
             file.num_bytes = end
         if file.num_bytes < len(data):
             log.warning("history damaged", path=str(file.path), kept_rounds=len(self._rounds))
+
+
+def _commit_of(encoded: bytes) -> Commit:
+    return convert.commit_from_wire(round_pb2.Commit.FromString(encoded))
 
 
 # Rulings
@@ -381,9 +383,8 @@ class KeptRulings:
         self._in_force = lru_cache(maxsize=8)(
             lambda round: in_force(spec, self.rulings, round=round)
         )
-        self._caches: list[Callable[[], None]] = [
-            self._in_force.cache_clear
-        ]  # of what rulings change
+        # Of what rulings change.
+        self._caches: list[Callable[[], None]] = [self._in_force.cache_clear]
         self._file = None if path is None else AppendedFile(path)
         if self._file is not None:
             self._read(self._file)

@@ -18,7 +18,6 @@ import numpy as np
 import structlog
 from blake3 import blake3
 
-from node.disk.history import History
 from node.exchange.codecs.codec import CodecError
 from node.exchange.fetching import Donors
 from node.exchange.outer import Base, Outer
@@ -29,8 +28,9 @@ from node.exchange.peers import (
     WantInput,
     WantResult,
 )
-from node.exchange.reduction import AS_KEPT, Reduction, SliceResult
+from node.exchange.reduction import AS_KEPT, Reduction
 from node.exchange.round.state import RoundState, Rules, misfit
+from node.exchange.state.sources import StateHere
 from node.heavy import Heavy
 from node.outer_state import Vector
 from protocol.wire.messages import AuditAsked, Audited, Reduced, Report, SpotCheckAsked, SpotChecked
@@ -100,16 +100,15 @@ class Audits:
     def __init__(
         self,
         rules: Rules,
+        here: StateHere,
         *,
-        outer: Outer,
         donors: Donors,
-        heavy: Heavy,
         report: Callable[[int, Report], None],
     ) -> None:
         self._rules = rules
-        self._outer = outer
+        self._outer = here.outer
+        self._heavy = here.heavy
         self._donors = donors
-        self._heavy = heavy
         self._report = report
         self._kept: dict[int, Inputs] = {}  # by round
         self._early: list[AuditAsked] = []  # of rounds whose commits are not applied here yet
@@ -146,22 +145,20 @@ class Audits:
 
     async def _audit(self, asked: AuditAsked, inputs: Inputs) -> None:
         try:
-            finding = await self._auditor(asked, inputs).audited()
+            part = next(p for p in inputs.plan.slices if p.index == asked.reduced.slice_index)
+            auditor = Auditor(
+                asked=asked,
+                slice=replace(part, reducer_id=asked.reducer_id),
+                inputs=inputs,
+                rules=self._rules,
+                outer=self._outer,
+                donors=self._donors,
+                heavy=self._heavy,
+            )
+            finding = await auditor.audited()
             self._report(asked.round, self._outer.signed_finding(finding, asked.round))
         except Exception:  # nobody waits for this task
             log.exception("audit failed", round=asked.round, slice=asked.reduced.slice_index)
-
-    def _auditor(self, asked: AuditAsked, inputs: Inputs) -> "Auditor":
-        part = next(p for p in inputs.plan.slices if p.index == asked.reduced.slice_index)
-        return Auditor(
-            asked=asked,
-            slice=replace(part, reducer_id=asked.reducer_id),
-            inputs=inputs,
-            rules=self._rules,
-            outer=self._outer,
-            donors=self._donors,
-            heavy=self._heavy,
-        )
 
     def supply(self, want: WantInput, state: RoundState | None) -> Payload | None:
         """What this node, as a slice's reducer, has made its result of; None when it is not here. Heavy.
@@ -256,7 +253,8 @@ class Auditor:
             return finding(found=b"", why="its inputs did not come in time")
         except NotGivenError as error:
             return finding(found=b"", why=str(error)[:MOST_CHARACTERS])
-        is_same = found == _finding_of(asked.reduced)
+        told = PayloadHeader.decode(asked.reduced.header)
+        is_same = found == _finding_of(told, asked.reduced)
         why = "" if is_same else "another result comes out of the same inputs"
         if why:
             log.warning(why, round=asked.round, slice=part.index, reducer=asked.reducer_id)
@@ -305,7 +303,9 @@ class Auditor:
             result = await self.heavy(make)
         except CodecError as error:
             raise NotGivenError(f"nothing can be made of its inputs: {error}") from error
-        return _finding_of_result(result)
+        if result is None:
+            return Digest(blake3(b"nothing").digest())
+        return _finding_of(result.payload.header, result.made_of)
 
     def _check(self, header: PayloadHeader) -> None:
         """Raises NotGivenError unless it is a contribution of this very slice, signed by its maker."""
@@ -362,29 +362,11 @@ async def _all(fetching: Iterable[Coroutine[Any, Any, Payload]]) -> list[Payload
             task.cancel()
 
 
-def _finding_of_result(result: SliceResult | None) -> Digest:
-    if result is None:
-        return Digest(blake3(b"nothing").digest())
-    header, inputs = result.payload.header, result.inputs
-    return _digest_of(header, result, inputs.error_after, inputs.undecodable)
-
-
-def _finding_of(told: Reduced) -> Digest:
-    """The same of what the reducer says."""
-    header = PayloadHeader.decode(told.header)
-    return _digest_of(header, told, told.error_after, told.undecodable)
-
-
-def _digest_of(
-    header: PayloadHeader,
-    made: SliceResult | Reduced,
-    error_after: bytes,
-    undecodable: tuple[NodeId, ...],
-) -> Digest:
+def _finding_of(header: PayloadHeader, made: Reduced) -> Digest:
     """Of all that a result is: body, norm, whose work it counts and how much of it, what it leaves."""
     contributors = sorted((c.node_id, c.samples, c.tokens) for c in made.contributors)
     norm = header.norm if math.isfinite(header.norm) else 0.0
-    told = repr((contributors, made.factors, error_after.hex(), *undecodable)).encode()
+    told = repr((contributors, made.factors, made.error_after.hex(), *made.undecodable)).encode()
     return Digest(blake3(header.body_digest + struct.pack("<d", norm) + told).digest())
 
 
@@ -444,21 +426,19 @@ class SpotChecks:
 
     def __init__(
         self,
+        here: StateHere,
         *,
-        outer: Outer,
         audits: Audits,
-        history: History,
         donors: Donors,
-        heavy: Heavy,
         result: Callable[[WantResult], Awaitable[Payload | None]],
     ) -> None:
         self.on_ready: Callable[[SpotCheckReady], None] = lambda ready: None
         """Hears of checks that ranks may measure; the daemon sets it."""
-        self._outer = outer
+        self._outer = here.outer
+        self._history = here.history
+        self._heavy = here.heavy
         self._audits = audits
-        self._history = history
         self._donors = donors
-        self._heavy = heavy
         self._result = result
         self._moved = asyncio.Event()
         self._tasks: dict[tuple[int, NodeId], asyncio.Task[None]] = {}
@@ -506,9 +486,7 @@ class SpotChecks:
                 place = _place_of(outcome, asked.contributor_id)
                 samples = max(samples, outcome.contributors[place].samples)
                 await self._add(half, commit, outcome, place, asked)
-            except (
-                NotGivenError
-            ) as error:  # a reducer may hide what it, or its accomplice, has sent
+            except NotGivenError as error:  # a reducer may hide what it has sent, or an accomplice
                 lacking, why = lacking + outcome.num_elements, str(error)
         if 2 * lacking > sum(outcome.num_elements for outcome in there):
             raise NotGivenError(why)

@@ -93,20 +93,9 @@ class Exchange:
             forgery=forgery,
             process_of=lambda node_id: self._processes.get(node_id, 0),
         )
-        self._audits = Audits(
-            rules,
-            outer=here.outer,
-            donors=self._donors,
-            heavy=here.heavy,
-            report=coordinator.report,
-        )
+        self._audits = Audits(rules, here, donors=self._donors, report=coordinator.report)
         self.spot_checks = SpotChecks(
-            outer=here.outer,
-            audits=self._audits,
-            history=here.history,
-            donors=self._donors,
-            heavy=here.heavy,
-            result=self._result,
+            here, audits=self._audits, donors=self._donors, result=self._result
         )
         self._catch_up = CatchUp(
             here, run_digest=rules.run_digest, coordinator=coordinator, donors=self._donors
@@ -122,9 +111,7 @@ class Exchange:
 
     def _peers(self) -> tuple[NodeId, ...]:
         """Whom to ask, those first that can be reached."""
-        unreachable = frozenset(
-            self._transport.seen().unreachable
-        )  # what is carried comes last too
+        unreachable = frozenset(self._transport.seen().unreachable)  # or carried: last too
         return tuple(sorted(self._members, key=lambda peer: peer in unreachable))
 
     async def open_round(self, plan: Plan) -> None:

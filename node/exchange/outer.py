@@ -96,9 +96,7 @@ class Outer:
         self._sender = owing.sender
         self.node_id = owing.sender.node_id
         self._opened: dict[tuple[str, Digest, int], Opened] = {}  # results since the last commit
-        self._missed: dict[
-            NodeId, int
-        ] = {}  # rounds in a row that did not take a participant's work
+        self._missed: dict[NodeId, int] = {}  # rounds in a row that took nothing of a participant
         self._lacking: dict[NodeId, Missed] = {}
         self._digest = OuterDigest(
             parameters, self._momentum, each_run=partial(rules.downlink.tiles.each_run, unit=1)

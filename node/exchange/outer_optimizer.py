@@ -6,8 +6,9 @@ use a fused form (torch.add with alpha, addcmul, lerp): whether it rounds once o
 the machine. Kernels run each operation by itself, on the calling thread (codecs/codec.py).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,16 +23,19 @@ from protocol.wire.rounds import Contributor
 UNSCALED = np.float32(1)
 
 
-class OuterOptimizer(Protocol):
+class OuterOptimizer(ABC):
     """Applies a mean pseudo-gradient to a span of the outer state, element by element.
 
     Element by element means: applying it to two halves is the same as to the whole.
     """
 
-    @property
-    def moves_momentum(self) -> bool:
-        """Whether it changes the momentum at all."""
+    moves_momentum: ClassVar[bool]
+    """Whether it changes the momentum at all."""
 
+    def __init__(self, *, learning_rate: float) -> None:
+        self._learning_rate = np.float32(learning_rate)
+
+    @abstractmethod
     def usual_mean(self, momentum: Vector) -> Vector | None:
         """What means [n] were lately, on average, by this momentum [n]; None where it keeps none."""
 
@@ -48,6 +52,13 @@ class OuterOptimizer(Protocol):
         Raises ValueError when the lengths differ, and SystemRefusedError when this thread rounds
         unlike IEEE 754 demands; both before anything has changed.
         """
+        _check(parameters, momentum, mean)
+        self._move(parameters, momentum, read_only(mean), self._learning_rate * rate_scale)
+
+    @abstractmethod
+    def _move(
+        self, parameters: Vector, momentum: Vector, mean: Vector, learning_rate: np.float32
+    ) -> None: ...
 
 
 @kernel
@@ -70,7 +81,7 @@ def _move_by_sgd(parameters: Vector, mean: Vector, learning_rate: np.float32) ->
         parameters[i] -= learning_rate * mean[i]
 
 
-class Nesterov:
+class Nesterov(OuterOptimizer):
     """SGD with Nesterov momentum on the averaged pseudo-gradient.
 
     DiLoCo (Douillard et al. 2023, Algorithm 1), in the form of torch.optim.SGD(nesterov=True,
@@ -85,49 +96,32 @@ class Nesterov:
     moves_momentum = True
 
     def __init__(self, *, learning_rate: float, momentum: float) -> None:
-        self._learning_rate = np.float32(learning_rate)
+        super().__init__(learning_rate=learning_rate)
         self._momentum = np.float32(momentum)
 
     def usual_mean(self, momentum: Vector) -> Vector | None:
         """The momentum is a sum in which a mean of k rounds ago counts mu ** k: times 1 - mu an average."""
         return momentum * (np.float32(1) - self._momentum)
 
-    def apply(
-        self,
-        parameters: Vector,
-        momentum: Vector,
-        mean: Vector,
-        rate_scale: np.float32 = UNSCALED,
+    def _move(
+        self, parameters: Vector, momentum: Vector, mean: Vector, learning_rate: np.float32
     ) -> None:
-        """See OuterOptimizer."""
-        _check(parameters, momentum, mean)
-        learning_rate = self._learning_rate * rate_scale
-        _move_by_nesterov(parameters, momentum, read_only(mean), learning_rate, self._momentum)
+        _move_by_nesterov(parameters, momentum, mean, learning_rate, self._momentum)
 
 
-class Sgd:
+class Sgd(OuterOptimizer):
     """Plain SGD, p = p - lr * g, which leaves momentum alone. Sparse codecs want it."""
 
     moves_momentum = False
-
-    def __init__(self, *, learning_rate: float) -> None:
-        self._learning_rate = np.float32(learning_rate)
 
     def usual_mean(self, momentum: Vector) -> Vector | None:
         """It keeps no momentum."""
         return None
 
-    def apply(
-        self,
-        parameters: Vector,
-        momentum: Vector,
-        mean: Vector,
-        rate_scale: np.float32 = UNSCALED,
+    def _move(
+        self, parameters: Vector, momentum: Vector, mean: Vector, learning_rate: np.float32
     ) -> None:
-        """See OuterOptimizer."""
-        _check(parameters, momentum, mean)
-        learning_rate = self._learning_rate * rate_scale
-        _move_by_sgd(parameters, read_only(mean), learning_rate)
+        _move_by_sgd(parameters, mean, learning_rate)
 
 
 def outer_optimizer_of(outer: OuterSection) -> OuterOptimizer:

@@ -305,7 +305,7 @@ class Owing:
         """Remembers what a result of ours leaves for this node to owe if it is committed."""
         header = result.payload.header
         if result.error is not None and header.round > self._settled_round:
-            tokens = {c.node_id: c.tokens for c in result.contributors}
+            tokens = {c.node_id: c.tokens for c in result.made_of.contributors}
             # Who only reduces will weigh as much as the others next time.
             own_tokens = tokens.get(self.sender.node_id) or sum(tokens.values()) / len(tokens)
             self.reducer_error.stage(

@@ -12,8 +12,8 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import blake3
 import structlog
@@ -33,8 +33,6 @@ from protocol.wire.rounds import Digest, NodeId, RosterEntry, Way
 from protocol.wire.vitals import LinkState
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from protocol.v1 import transfer_pb2
 
 
@@ -299,8 +297,6 @@ def turn_of(want: Want, pieces: asyncio.Semaphore) -> AbstractAsyncContextManage
     return pieces if is_piece else nullcontext()
 
 
-Value = TypeVar("Value", bound="DataclassInstance")
-
 WINDOW_BYTES = 256 * 1024
 """What one fresh stream lets be under way, before libp2p widens its window (go-yamux)."""
 
@@ -410,16 +406,6 @@ class Limits:
     tcp_quiet_seconds: float = 0.5
     """After so long without anything to send nobody looks any more."""
 
-    def stretched(self, factor: float) -> "Limits":
-        """For links on which everything takes so many times as long."""
-        return stretched(self, factor)
-
-
-def stretched(waits: Value, factor: float) -> Value:
-    """With all that is in seconds so many times as long."""
-    names = [field.name for field in fields(waits) if field.name.endswith("_seconds")]
-    return replace(waits, **{name: factor * getattr(waits, name) for name in names})
-
 
 SLOWEST_BYTES_PER_SECOND = 16_000
 """A fetch that is slower is given up, and another donor is asked."""
@@ -463,10 +449,6 @@ class Waits:
     def for_fetch_of(self, num_bytes: int) -> float:
         """How long the fetch of a piece of so many bytes may take."""
         return self.fetch_seconds + num_bytes / SLOWEST_BYTES_PER_SECOND
-
-    def stretched(self, factor: float) -> "Waits":
-        """For links on which everything takes so many times as long."""
-        return stretched(self, factor)
 
 
 LONGEST_PAUSE_SECONDS = 60.0

@@ -71,25 +71,17 @@ class SliceResult:
 
     payload: Payload
     encoded: Opened = field(repr=False)  # the payload's body
-    contributors: tuple[Contributor, ...]  # those left out too, with a factor of 0
-    contributions: tuple[ContributionDigest, ...]  # of each of them, the bytes that came
-    factors: tuple[int, ...] = ()  # how much of each is in the mean; empty: all of all
+    made_of: Reduced  # without the result; left out contributors have a factor of 0 in it
     weighed_tokens: int  # what a token's work was divided by: all tokens, those of late work too
-    error: Vector | None = field(
-        repr=False
-    )  # [slice]: what the encoding rounded away, if asked for
-    inputs: "Inputs" = field(default_factory=lambda: Inputs())
+    error: Vector | None = field(repr=False)  # [slice] that was rounded away, if asked for
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """What an auditor needs beside contributions: see protocol.wire.messages.Reduced. None without audits."""
-
-    late: tuple[NodeId, ...] = ()
-    missed: tuple[tuple[NodeId, int], ...] = ()
-    error_before: bytes = b""
-    error_after: bytes = b""
-    undecodable: tuple[NodeId, ...] = ()
+    @property
+    def report(self) -> Reduced:
+        """What the coordinator is told of it."""
+        header = self.payload.header
+        return replace(
+            self.made_of, digest=self.payload.digest, norm=header.norm, header=header.encode()
+        )
 
 
 def digest_of_error(error: Vector | None) -> bytes:
@@ -125,12 +117,8 @@ class Merging:
     is_screened: bool = True
     is_audited: bool = False
     most_weight: float | None = None  # the part of a mean that may be of one data holder
-    missed: Mapping[NodeId, int] = field(
-        default_factory=dict
-    )  # rounds in a row, by `missed_in_a_row`
-    centre: Vector | None = (
-        None  # [slice]: what contributions were on average, by the outer momentum
-    )
+    missed: Mapping[NodeId, int] = field(default_factory=dict)  # see `missed_in_a_row`
+    centre: Vector | None = None  # [slice]: the average contribution, by the outer momentum
     norm_of_parameters: Callable[[], float] | None = None
     """Of the slice: what no training exceeds by as much; None: nothing is too large."""
 
@@ -148,16 +136,6 @@ class _Merged:
     values: Vector
     verdicts: Mapping[NodeId, Verdict]
     weighed: int  # by what weights were divided
-
-    @property
-    def factors(self) -> tuple[int, ...]:
-        """How much of each is in the mean, in the order of the verdicts."""
-        return tuple(verdict.factor for verdict in self.verdicts.values())
-
-    @property
-    def undecodable(self) -> tuple[NodeId, ...]:
-        """Whose bodies no decoder takes."""
-        return tuple(n for n, verdict in self.verdicts.items() if verdict.is_undecodable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -199,7 +177,6 @@ class Reduction:
         if merged is None:
             return None
         values = merged.values
-        before = digest_of_error(carried) if by.is_audited else b""
         if carried is not None:
             owed = carried
 
@@ -220,23 +197,28 @@ class Reduction:
 
         encoded.each_tile(leave_rounded_away)
         error = values if wants_error else None
-        inputs, factors = self._inputs(by, before, error, merged.undecodable), merged.factors
+        factors = tuple(verdict.factor for verdict in merged.verdicts.values())
         named = {
             node_id: contribution_digest(self.contributions[node_id].header.body_digest)
             for node_id in merged.verdicts
         }
-        reduced = Reduced(
+        made_of = Reduced(
             slice_index=self.slice.index,
             digest=None,
             contributors=tuple(map(self._contributor, merged.verdicts)),
             contributions=tuple(named.values()),
             factors=() if set(factors) == {WHOLE} else factors,
-            late=inputs.late,
-            missed=inputs.missed,
-            error_before=inputs.error_before,
-            error_after=inputs.error_after,
-            undecodable=inputs.undecodable,
         )
+        if by.is_audited:
+            here = {*self.contributions, *self.late}
+            made_of = replace(
+                made_of,
+                late=tuple(sorted(self.late)),
+                missed=tuple(sorted((n, r) for n, r in by.missed.items() if r > 0 and n in here)),
+                error_before=digest_of_error(carried),
+                error_after=digest_of_error(error),
+                undecodable=tuple(n for n, v in merged.verdicts.items() if v.is_undecodable),
+            )
         payload = Payload.seal(
             kind=RESULT,
             run_digest=sender.run_digest,
@@ -252,35 +234,14 @@ class Reduction:
             base_digest=self.plan.base_digest,
             attempt=self.attempt,
             plan_opened_at=self.plan.opened_at,
-            report_digest=reduced.statement_digest if by.is_audited else b"",
+            report_digest=made_of.statement_digest if by.is_audited else b"",
         )
         return SliceResult(
             payload=sender.signed_result(payload, named),
             encoded=encoded,
-            contributors=reduced.contributors,
-            contributions=reduced.contributions,
-            factors=reduced.factors,
+            made_of=made_of,
             weighed_tokens=merged.weighed,
             error=error,
-            inputs=inputs,
-        )
-
-    def _inputs(
-        self,
-        by: Merging,
-        error_before: bytes,
-        error: Vector | None,
-        undecodable: tuple[NodeId, ...],
-    ) -> Inputs:
-        if not by.is_audited:
-            return Inputs()
-        named = {*self.contributions, *self.late}
-        return Inputs(
-            late=tuple(sorted(self.late)),
-            missed=tuple(sorted((n, r) for n, r in by.missed.items() if r > 0 and n in named)),
-            error_before=error_before,
-            error_after=digest_of_error(error),
-            undecodable=undecodable,
         )
 
     def _contributor(self, sender: NodeId) -> Contributor:

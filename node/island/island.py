@@ -33,9 +33,7 @@ class InnerWork:
     progress_end: float = 0.0
     rate_factor: float = 1.0  # what amendments multiply the run file's learning rate by
     muon_rate_factor: float = 1.0
-    final_fraction: float | None = (
-        None  # of the peak, where the schedule ends; None: the run file's
-    )
+    final_fraction: float | None = None  # of the peak, at the end; None: the run file's
     num_rounds: int | None = None  # of the run, as amended; None: the run file's
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from node.exchange.peers import LEAST_PART_BYTES, Limits, TransferRefusedError
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.sending import Sending
-from node.exchange.transport.serving import Server, verify_inline
+from node.exchange.transport.serving import Server
 from node.exchange.transport.streams import (
     BROKEN,
     FrameError,
@@ -60,7 +60,7 @@ class Wire:
         self.counts = WireCounts()
         self.num_streams = 0
         self.limits = replace(limits, max_streams_per_body=num_streams)
-        self.server = server or Server(self.desk, limits=self.limits, verify=verify_inline)
+        self.server = server or Server(self.desk, limits=self.limits)
         self.sender = sender
         self.num_refused = 0  # streams, for want of a place
         self.traffic = Traffic(self.counts, limits=self.limits)

@@ -7,13 +7,22 @@ import os
 import pytest
 
 from lab.simulation.virtual_time import run_in_virtual_time
-from node.exchange.peers import Limits
+from node.exchange.peers import (
+    Limits,
+    TransferRefusedError,
+    Want,
+    WantChunk,
+    WantInput,
+    WantManifest,
+    WantResult,
+    WantTokens,
+)
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import EarlyParts, Receiver
 from node.exchange.transport.serving import complete, take_parts
-from node.exchange.transport.streams import FrameError, TransferStream
+from node.exchange.transport.streams import FrameError, TransferStream, decode_want, encode_want
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import CONTRIBUTION, WireCounts
+from protocol.wire.payload import CONTRIBUTION, PIECE, WireCounts
 from protocol.wire.rounds import Digest, NodeId
 from tests.integration.sending_scene import BODY, PART, SENDER, Wire, offered, part_of
 from tests.integration.transport_peers import make_payload
@@ -45,6 +54,31 @@ def fed_stream() -> tuple[TransferStream, asyncio.StreamReader, _Answers]:
         traffic=Traffic(WireCounts(), limits=Limits()),
     )
     return stream, reader, answers
+
+
+DIGEST = Digest(bytes(range(32)))
+
+
+@pytest.mark.parametrize(
+    "want",
+    [
+        WantResult(round=3, slice_index=0, digest=DIGEST),
+        WantManifest(oldest_round=0),
+        WantManifest(oldest_round=0, newest_round=0),
+        WantChunk(round=0, index=9, digest=DIGEST),
+        WantTokens(kind=PIECE, digest=DIGEST),
+        WantInput(round=1, slice_index=2, contributor_id=None, digest=b"error"),
+        WantInput(round=1, slice_index=2, contributor_id=SENDER, digest=b"contribution"),
+    ],
+)
+def test_what_is_asked_for_comes_back_from_its_request(want: Want) -> None:
+    request = wire.TransferRequest.FromString(encode_want(want).SerializeToString())
+    assert decode_want(request) == want
+
+
+def test_a_kind_that_is_nothing_of_the_tokens_is_refused() -> None:
+    with pytest.raises(TransferRefusedError, match="nothing of the tokens"):
+        decode_want(encode_want(WantTokens(kind=CONTRIBUTION, digest=DIGEST)))
 
 
 def framed(part: wire.Part) -> bytes:

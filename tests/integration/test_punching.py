@@ -18,7 +18,7 @@ from lab.network.lab import NetworkLab
 from lab.network.links import Link
 from lab.network.router import NatKind
 from node.exchange.peers import Limits, PeerUnreachableError
-from node.exchange.transport import punching
+from node.exchange.transport import connections
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.machine.addresses import Reachability
 from protocol.trust.identity import Identity
@@ -321,7 +321,7 @@ async def test_a_machine_that_lends_no_socket_says_once_why_no_hole_is_punched(
     async with at_home("port restricted", "port restricted") as home:
         transport = home.one.transport
         await until(lambda: transport.seen().unreachable)
-        monkeypatch.setattr(punching, "send_from", refuse)
+        monkeypatch.setattr(connections, "send_from", refuse)
         with capture_logs() as logs:
             for _ in range(3):
                 await transport.show_outside(home.observers)

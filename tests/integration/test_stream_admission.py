@@ -10,7 +10,7 @@ import pytest
 from node.exchange.peers import Limits, TransferRefusedError
 from node.exchange.transport.libp2p import within_open_files
 from node.exchange.transport.receiver import StreamAdmission
-from node.exchange.transport.serving import Server, verify_inline
+from node.exchange.transport.serving import Server
 from protocol.wire.rounds import NodeId
 from tests.integration.sending_scene import PART, Wire
 from tests.integration.transport_peers import Desk, make_payload
@@ -24,7 +24,7 @@ async def test_two_hundred_contributors_get_in_by_turns_and_none_asks_again(
     num_parts: float,
 ) -> None:
     desk = Desk()
-    server = Server(desk, limits=FEW, verify=verify_inline)
+    server = Server(desk, limits=FEW)
     links = [
         Wire(limits=FEW, num_streams=2, sender=NodeId(f"node-{number:03}"), server=server)
         for number in range(NUM_CONTRIBUTORS)

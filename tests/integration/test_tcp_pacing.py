@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +25,6 @@ from node.exchange.transport.rates.tcp import (
     TcpCount,
     TcpPacing,
     copy_of,
-    pacing_rate_of,
     pause_after,
     sockets_of,
 )
@@ -33,6 +33,13 @@ from tests.integration.transport_peers import introduce, make_payload, start_tra
 SECONDS = 20.0
 LOOK_SECONDS = Limits().tcp_look_seconds
 NOBODY = 65534
+SO_MAX_PACING_RATE = 47
+
+
+def pacing_rate_of(connection: socket.socket) -> int:
+    """In bytes per second; the highest number of 64 bits for a connection that has none."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8)
+    return int.from_bytes(raw, sys.byteorder)
 
 
 def pacing_rates(pid: int) -> dict[tuple[str, bool], int]:

@@ -275,13 +275,17 @@ class RoundMachine(RuleBasedStateMachine):
         if contributions and not is_empty:
             result = replace(
                 reduced_to(made_by(A, index, 0)),
-                contributors=tuple(
-                    Contributor(node_id=n, samples=TOKENS, tokens=TOKENS)
-                    for n in sorted(contributions)
-                ),
-                contributions=tuple(
-                    ContributionDigest(contributions[n].header.body_digest[:16])
-                    for n in sorted(contributions)
+                made_of=Reduced(
+                    slice_index=index,
+                    digest=None,
+                    contributors=tuple(
+                        Contributor(node_id=n, samples=TOKENS, tokens=TOKENS)
+                        for n in sorted(contributions)
+                    ),
+                    contributions=tuple(
+                        ContributionDigest(contributions[n].header.body_digest[:16])
+                        for n in sorted(contributions)
+                    ),
                 ),
             )
         told, known = len(self.edge.told), self.state.slices.get(index)

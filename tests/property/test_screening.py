@@ -124,9 +124,9 @@ def test_what_is_no_training_is_left_out_and_named(lie: str) -> None:
     told = honest(8, 1)
     told[3] = lie_of(lie, told[3], np.random.default_rng(0))
     result = reduced(told)
-    factors = result.factors
+    factors = result.made_of.factors
     assert factors[3] < WHOLE and all(f == WHOLE for place, f in enumerate(factors) if place != 3)
-    assert len(result.contributors) == len(result.contributions) == 8
+    assert len(result.made_of.contributors) == len(result.made_of.contributions) == 8
     if lie != "noise":
         assert factors[3] == 0
         rest = [each for place, each in enumerate(told) if place != 3]
@@ -140,7 +140,7 @@ def test_screening_costs_honest_contributions_no_bit(merge: Merge, num: int, see
     values = honest(num, seed)
     result = reduced(values, merge)
     plain = weighted_sum(values, shares([TOKENS] * num))
-    assert result.factors == ()
+    assert result.made_of.factors == ()
     assert decoded(result).tobytes() == plain.tobytes()
 
 
@@ -191,7 +191,7 @@ def test_who_pulls_against_the_momentum_is_not_trusted(seed: int) -> None:
     told[2] = -told[2]
     assume(float(told[2] @ centre) < 0)
     result = reduced(told, "trust", centre=centre)
-    assert result.factors[2] == 0
+    assert result.made_of.factors[2] == 0
     assert float(decoded(result) @ centre) > 0
 
 
@@ -218,7 +218,9 @@ def test_who_pulls_against_what_the_others_share_counts_for_nothing_and_nobody_e
         noise *= (1 - part) ** 0.5 / np.linalg.norm(noise)
         told[place] = (length * usual * (noise - hidden)).astype(np.float32)
     result = reduced(told, "agreeing", own=num_liars)
-    by_node = dict(zip([c.node_id for c in result.contributors], result.factors, strict=True))
+    by_node = dict(
+        zip([c.node_id for c in result.made_of.contributors], result.made_of.factors, strict=True)
+    )
     liars = {f"node-{place}" for place in range(num_liars)}
     assert {node_id for node_id, factor in by_node.items() if factor == 0} == liars
     rest = [each for place, each in enumerate(told) if place >= num_liars]
@@ -238,8 +240,8 @@ def test_many_keys_with_little_work_have_no_honest_contribution_left_out(
     votes = [WHOLE * 2 // 9] * 3
     votes += [(WHOLE - sum(votes)) // num_keys] * num_keys
     result = reduced([*told, *[lie] * num_keys], "agreeing", votes=votes)
-    factors = result.factors or (WHOLE,) * len(votes)
-    by_node = dict(zip([c.node_id for c in result.contributors], factors, strict=True))
+    factors = result.made_of.factors or (WHOLE,) * len(votes)
+    by_node = dict(zip([c.node_id for c in result.made_of.contributors], factors, strict=True))
     assert [by_node[NodeId(f"node-{place}")] for place in range(3)] == [WHOLE] * 3
     if times < 0:
         assert sum(by_node.values()) == 3 * WHOLE
@@ -247,12 +249,12 @@ def test_many_keys_with_little_work_have_no_honest_contribution_left_out(
 
 def test_where_all_contradict_each_other_all_count_for_nobody_says_who_is_right() -> None:
     one, other = honest(2, 3)
-    assert reduced([one, -one], "agreeing").factors == ()
+    assert reduced([one, -one], "agreeing").made_of.factors == ()
     across = other - one * np.float32((other @ one) / (one @ one))
     across *= np.float32(norm_of(one) / norm_of(across))
     turns = np.radians([0, 120, 240])
     apart = [(np.cos(t) * one + np.sin(t) * across).astype(np.float32) for t in turns]
-    assert reduced(apart, "agreeing", own=1).factors == ()
+    assert reduced(apart, "agreeing", own=1).made_of.factors == ()
 
 
 def test_centred_clipping_stays_within_the_median_distance_of_the_momentum() -> None:
@@ -268,7 +270,7 @@ def test_centred_clipping_stays_within_the_median_distance_of_the_momentum() -> 
 def test_of_two_the_reducer_measures_by_its_own() -> None:
     told = honest(2, 3)
     told[1] = 100 * told[1]
-    assert reduced(told, own=0).factors == (WHOLE, 0)
+    assert reduced(told, own=0).made_of.factors == (WHOLE, 0)
     helper = screened([1.0, 100.0], [1.0, 1.0], own=None)
     assert [verdict.factor for verdict in helper] == [WHOLE, WHOLE], "it has nothing to measure by"
 
@@ -290,14 +292,16 @@ def test_what_no_training_comes_to_is_left_out_whoever_is_alone_with_it() -> Non
     told[1] = np.full(BLOCK, 1e30, dtype=np.float32)
     parameters = np.full(BLOCK, 0.02, dtype=np.float32)
     result = reduced(told, own=1, norm_of_parameters=partial(norm_of, parameters))
-    assert result.factors == (WHOLE, 0)
+    assert result.made_of.factors == (WHOLE, 0)
     large = np.full(BLOCK, 10.0, dtype=np.float32)
     told[1] = np.full(BLOCK, 5 * LARGEST_RMS, dtype=np.float32)
-    assert reduced(told, own=1, norm_of_parameters=partial(norm_of, parameters)).factors == (
+    assert reduced(
+        told, own=1, norm_of_parameters=partial(norm_of, parameters)
+    ).made_of.factors == (
         WHOLE,
         0,
     )
-    assert reduced(told, own=1, norm_of_parameters=partial(norm_of, large)).factors == (), (
+    assert reduced(told, own=1, norm_of_parameters=partial(norm_of, large)).made_of.factors == (), (
         "it follows the parameters"
     )
 

@@ -158,8 +158,8 @@ class World:
                     start=part.start,
                     num_elements=part.num_elements,
                     digest=result.payload.digest,
-                    contributors=result.contributors,
-                    contributions=result.contributions,
+                    contributors=result.made_of.contributors,
+                    contributions=result.made_of.contributions,
                 )
                 self.note_mean(part.start, part.num_elements, reduction, reducers[-1], drawn)
             outcomes.append(outcome)

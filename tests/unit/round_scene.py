@@ -20,7 +20,7 @@ from node.exchange.round.state import (
     opened,
 )
 from node.exchange.round.transition import collects_until, step
-from protocol.wire.messages import SliceTakenOver
+from protocol.wire.messages import Reduced, SliceTakenOver
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import BLOCK, NodeId, Plan
 from tests.unit.exchange_scene import (
@@ -70,8 +70,7 @@ def reduced_to(payload: Payload) -> SliceResult:
     return SliceResult(
         payload=payload,
         encoded=RULES.downlink.opened(payload.body, BLOCK),
-        contributors=(),
-        contributions=(),
+        made_of=Reduced(slice_index=0, digest=None, contributors=(), contributions=()),
         weighed_tokens=TOKENS,
         error=None,
     )

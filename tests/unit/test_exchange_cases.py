@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.exchange.case import Case, codecs_named, count_of
 from benchmarks.exchange.command import chosen_cases, parser
+from benchmarks.exchange.node import stretched
 from benchmarks.exchange.report import COLUMNS, as_markdown, cells_of, drawn, newest
 from coordinator.config import rules_of
 from lab.processes.family import processor_time, ticks_of_machine, ticks_of_tree
@@ -94,7 +95,7 @@ def test_slow_motion_has_as_many_bytes_under_way_and_stretches_all_waiting() -> 
 
 @pytest.mark.parametrize("usual", [Limits(), Waits()])
 def test_in_slow_motion_everything_waits_longer_and_takes_no_more(usual: Limits | Waits) -> None:
-    slow = usual.stretched(10)
+    slow = stretched(usual, 10)
     for field in fields(usual):
         factor = 10 if field.name.endswith("_seconds") else 1
         assert getattr(slow, field.name) == factor * getattr(usual, field.name)

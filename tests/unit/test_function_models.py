@@ -11,11 +11,11 @@ from torch import nn
 from node.island.data.functions import FunctionData, traits_of
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.models.architecture import SUMS, BufferWatch, tensors_of
+from node.island.models.architecture import SUMS, BufferWatch, copy_parameters, tensors_of
 from node.island.models.code import (
     digest_of,
 )
-from node.island.models.describing import describe, fill, first_vector
+from node.island.models.describing import describe, first_vector
 from node.island.models.function import FunctionArchitecture, random_module
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import (
@@ -233,7 +233,7 @@ def test_evaluators_of_a_model_with_batch_norm_agree_whatever_they_have_trained(
     assert trained.losses_at(parameters, places) == fresh.losses_at(parameters, places)
     # And it is that of a model with the whole data's mean and variance.
     module, _ = run_functions.net_with_batch_norm()
-    fill(module, spec, parameters)
+    copy_parameters(module, layout_of(spec), parameters)
     training, held_out = (
         torch.stack([each[i] for i in range(64)]) for each in run_functions.draws()
     )

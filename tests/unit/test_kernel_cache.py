@@ -44,7 +44,7 @@ def test_what_is_held_stays_however_old_until_its_holder_has_ended(tmp_path: Pat
     os.utime(old, (LONG_AGO, LONG_AGO))  # it has run for long
     remove_unused(own)
     assert (old / "codecs" / "int4.nbi").exists()
-    os.close(held)
+    held.release()
     remove_unused(own)
     assert not old.exists()
 
@@ -52,10 +52,9 @@ def test_what_is_held_stays_however_old_until_its_holder_has_ended(tmp_path: Pat
 def test_many_may_hold_a_folder_and_doing_so_counts_as_use(tmp_path: Path) -> None:
     own, old = folder_of(tmp_path, "own", used_at=NOW), folder_of(tmp_path, "old")
     held = [hold(old), hold(old)]
-    assert None not in held
-    for descriptor in held:
-        assert descriptor is not None
-        os.close(descriptor)
+    for each in held:
+        assert each is not None
+        each.release()
     remove_unused(own)
     assert old.exists()
 
@@ -92,8 +91,8 @@ def test_a_folder_that_is_removed_while_it_is_taken_is_made_again(
     monkeypatch.setattr(fcntl, "flock", remove_first)
     held = hold(folder)
     assert held is not None and len(seen) == 2
-    assert os.path.samestat(os.fstat(held), folder.stat())
-    os.close(held)
+    assert os.path.samestat(os.fstat(seen[1]), folder.stat())
+    held.release()
 
 
 def test_one_compiles_at_a_time_and_the_next_is_told_that_it_waits(tmp_path: Path) -> None:

@@ -1,35 +1,40 @@
 """Paths on which only small packets get through are told from peers that are gone, and from bad links."""
 
-from node.exchange.transport.rates.uplink import (
+from node.exchange.transport.rates.tcp import (
     MOST_SMALL_BYTES,
     REMEMBERED_SECONDS,
     TIMES_IN_A_ROW,
     WITHIN_SECONDS,
     NarrowPaths,
-    Progress,
+    TcpCount,
 )
 
 HOST, OTHER = "203.0.113.5", "203.0.113.6"
 
 
-def seen(
-    host: str = HOST, *, acked: int = 2000, under_way: int = 14480, resent: int = 3
-) -> Progress:
-    return Progress(
-        host=host,
-        acked_bytes=acked,
+def seen(*, acked: int = 2000, under_way: int = 14480, resent: int = 3) -> TcpCount:
+    return TcpCount(
+        num_sent=0,
+        num_resent=0,
         under_way_bytes=under_way,
+        waiting_bytes=0,
+        window_bytes=under_way,
+        round_trip_seconds=0.1,
+        acked_bytes=acked,
         packet_bytes=1448,
         resent_in_a_row=resent,
     )
 
 
-def ends(paths: NarrowPaths, *stages: Progress, times: int = 1, now: float = 0.0) -> None:
+def ends(
+    paths: NarrowPaths, *stages: TcpCount, times: int = 1, now: float = 0.0, host: str = HOST
+) -> None:
     """Connections that come as far as the last stage, and are gone."""
     for number in range(times):
+        name = f"{host} {now} {number}"
         for stage in stages:
-            paths.look({f"{stage.host} {now} {number}": stage}, now)
-        paths.look({}, now)
+            paths.look({name: stage}, {name: host}, now)
+        paths.look({}, {}, now)
 
 
 def test_connections_that_shake_hands_and_end_at_their_first_full_packet_again_and_again() -> None:
@@ -79,7 +84,7 @@ def test_a_few_small_bytes_that_stand_still_say_nothing_of_large_packets() -> No
 def test_hosts_are_told_apart() -> None:
     paths = NarrowPaths()
     ends(paths, seen(), times=TIMES_IN_A_ROW - 1)
-    ends(paths, seen(OTHER), times=TIMES_IN_A_ROW)
+    ends(paths, seen(), times=TIMES_IN_A_ROW, host=OTHER)
     assert paths.hosts(0.0) == {OTHER}
 
 

@@ -238,8 +238,8 @@ def test_a_mean_is_as_if_what_does_not_decode_had_not_come() -> None:
             downlink=codec_named("fp32"), sender=Sender(run_digest=RUN, node_id=A)
         )
         assert reduced is not None
-        factors = reduced.factors or (WHOLE,) * len(reduced.contributors)
-        named = zip(reduced.contributors, factors, strict=True)
+        factors = reduced.made_of.factors or (WHOLE,) * len(reduced.made_of.contributors)
+        named = zip(reduced.made_of.contributors, factors, strict=True)
         taken = tuple(contributor for contributor, factor in named if factor)
         return reduced.payload.body, taken, reduced.weighed_tokens
 

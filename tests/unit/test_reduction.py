@@ -17,7 +17,6 @@ from node.exchange.reduction import (
     Sender,
 )
 from node.exchange.screening import COUNTED_ROUNDS, bounded_weights, missed_in_a_row
-from protocol.wire.messages import Reduced
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import BLOCK, WHOLE, Commit, Contributor, Digest, NodeId, SliceOutcome
 from tests.unit.exchange_scene import (
@@ -57,7 +56,7 @@ def mean_of(reduction: Reduction) -> tuple[Payload, tuple[Contributor, ...]]:
     reduced = reduction.result(downlink=FP32, sender=BY_A)
     assert reduced is not None
     assert reduced.error is None  # nobody asked
-    return reduced.payload, reduced.contributors
+    return reduced.payload, reduced.made_of.contributors
 
 
 def test_the_order_of_arrival_changes_no_bit_and_tokens_are_the_weights() -> None:
@@ -76,8 +75,8 @@ def test_a_contribution_that_does_not_decode_is_left_out_and_named_with_a_factor
     reduced = reduction.result(downlink=FP32, sender=BY_A)
     assert reduced is not None
     assert FP32.decode(reduced.payload.body, BLOCK)[0] == 2
-    assert [c.node_id for c in reduced.contributors] == [B, C]
-    assert reduced.factors == (0, WHOLE)
+    assert [c.node_id for c in reduced.made_of.contributors] == [B, C]
+    assert reduced.made_of.factors == (0, WHOLE)
 
 
 @pytest.mark.parametrize("carried", [None, 0.25])
@@ -134,7 +133,10 @@ def test_late_work_weighs_as_if_as_much_of_it_counted_as_of_what_is_here() -> No
     assert reduced is not None
     assert reduced.weighed_tokens == 1 + 3 + 2
     assert FP32.decode(reduced.payload.body, BLOCK)[0] == pytest.approx((6 * 1 + 10 * 3) / 6)
-    assert [(c.samples, c.tokens) for c in reduced.contributors] == [(TOKENS, 1), (TOKENS, 3)]
+    assert [(c.samples, c.tokens) for c in reduced.made_of.contributors] == [
+        (TOKENS, 1),
+        (TOKENS, 3),
+    ]
 
 
 def test_a_reducer_divides_its_own_error_by_the_share_that_it_has_beside_late_work() -> None:
@@ -162,9 +164,9 @@ def test_a_result_says_of_each_contributor_which_bytes_are_in_it() -> None:
     sent = [broken, contribution(C, 2), contribution(B, 1)]
     reduced = reduction_of(*sent).result(downlink=FP32, sender=BY_A)
     assert reduced is not None
-    assert [c.node_id for c in reduced.contributors] == [A, B, C]
+    assert [c.node_id for c in reduced.made_of.contributors] == [A, B, C]
     digests = [blake3.blake3(payload.body).digest()[:16] for payload in (broken, sent[2], sent[1])]
-    assert list(reduced.contributions) == digests
+    assert list(reduced.made_of.contributions) == digests
 
 
 def missed_after(*rounds: tuple[str, str], own_slices: tuple[int, ...] = ()) -> dict[NodeId, int]:
@@ -252,17 +254,10 @@ def test_where_reducers_are_audited_the_signed_header_names_the_whole_report() -
     by = Merging(is_audited=True, missed={A: 3})
     made = reduction.result(downlink=codec_named("int4"), sender=BY_A, by=by, wants_error=True)
     assert made is not None
-    told = Reduced(
-        slice_index=reduction.slice.index,
-        digest=made.payload.digest,
-        header=made.payload.header.encode(),
-        norm=made.payload.header.norm,
-        contributors=made.contributors[::-1],
-        contributions=made.contributions[::-1],
-        late=made.inputs.late,
-        missed=made.inputs.missed,
-        error_before=made.inputs.error_before,
-        error_after=made.inputs.error_after,
+    told = replace(
+        made.report,
+        contributors=made.report.contributors[::-1],
+        contributions=made.report.contributions[::-1],
     )
     assert made.payload.header.report_digest == told.statement_digest, "in any order"
     other = Digest(b"o" * 32)

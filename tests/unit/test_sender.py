@@ -21,7 +21,6 @@ from node.exchange.transport.sender import (
     OutgoingBody,
     PartStream,
     PeerSender,
-    PeerState,
     SentPart,
 )
 
@@ -33,7 +32,7 @@ class Scene:
     """Does what the sender asks for, at once; answers when it is told to."""
 
     def __init__(self, *, num_streams: int = 1, evenness: Evenness | None = None) -> None:
-        self.sender = PeerSender(LIMITS, Uplink(LIMITS), evenness)
+        self.sender = PeerSender(LIMITS, Uplink(LIMITS), evenness or Evenness(0))
         self.now = 0.0
         self.begun: list[OutgoingBody] = []
         self.closed: list[PartStream] = []
@@ -83,29 +82,29 @@ class Scene:
         self.do(self.sender.ended(body, most_at_rest=most_at_rest, now=self.now))
 
 
-def test_a_peer_goes_through_its_states_in_order() -> None:
+def test_a_sender_waits_once_all_that_may_go_is_out_and_not_answered() -> None:
     scene = Scene()
-    assert scene.sender.state() == PeerState.AT_REST
+    assert not scene.sender.is_waiting
     body = OutgoingBody(3 * PART)
     (begin,) = scene.sender.add(body, now=0.0)
     assert begin == Begin(body)
-    assert scene.sender.state() == PeerState.PROBING
+    assert not scene.sender.is_waiting
     (opening,) = scene.sender.offered(body, num_streams=1, now=0.0)
     assert isinstance(opening, Open)
     (carry,) = scene.sender.opened(opening.stream, now=0.0)
     assert isinstance(carry, Carry) and carry.part.index == 0
-    assert scene.sender.state() == PeerState.PROBING  # it is being written
+    assert not scene.sender.is_waiting  # it is being written
     scene.do(scene.sender.wrote(opening.stream, carry.part, now=0.0))
-    assert scene.sender.state() == PeerState.WAITING  # two fit into a fresh stream's window
+    assert scene.sender.is_waiting  # two fit into a fresh stream's window
     assert len(opening.stream.under_way) == PARTS_IN_WINDOW
     _, (carry,) = scene.sender.received(opening.stream, now=1.0, is_kept=False)
     assert isinstance(carry, Carry)
-    assert scene.sender.state() == PeerState.STREAMING
+    assert not scene.sender.is_waiting
     scene.do(scene.sender.wrote(opening.stream, carry.part, now=1.0))
     scene.break_stream(opening.stream)
-    assert scene.sender.state() == PeerState.BREAKING
+    assert not scene.sender.is_waiting
     scene.end(body)
-    assert scene.sender.state() == PeerState.AT_REST
+    assert not scene.sender.is_waiting
 
 
 def test_a_body_begins_when_all_of_the_one_before_is_on_its_way() -> None:
@@ -169,14 +168,14 @@ def test_who_waits_in_line_opens_no_streams_for_parts_until_its_offer_is_answere
     for _ in range(3):
         stream = scene.sender.streams[0]
         scene.do(scene.sender.closed(stream, now=0.0, error=refusal))
-    assert scene.sender.state() == PeerState.IN_LINE and not scene.sender.streams
+    assert scene.sender.is_waiting and not scene.sender.streams
     scene.do(scene.sender.looked(now=60.0))
     assert not scene.sender.streams and not scene.failed
     scene.sender.went_round_in(60.0)  # in line, and not on its way
     assert scene.sender.round_trip_seconds == LIMITS.first_round_trip_seconds
     scene.accept(body)
     assert len(scene.sender.streams) == 3
-    assert scene.sender.state() == PeerState.WAITING
+    assert scene.sender.is_waiting
 
 
 def test_a_stream_that_is_closed_carries_nothing_of_what_comes_next() -> None:
@@ -276,7 +275,7 @@ def test_an_answer_that_waited_for_others_says_nothing_of_the_way() -> None:
     uplink = Uplink(limits)
     uplink.answered = lambda *_, **told: learnt.append(told)  # type: ignore[method-assign]
     scene = Scene()
-    scene.sender = PeerSender(limits, uplink)
+    scene.sender = PeerSender(limits, uplink, Evenness(0))
     scene.accept(scene.push(4))
     stream = scene.sender.streams[0]
     _, actions = scene.sender.received(stream, now=1.0, is_kept=False, is_held=True)
@@ -288,7 +287,7 @@ def test_an_answer_that_waited_for_others_says_nothing_of_the_way() -> None:
 
 @pytest.mark.parametrize("round_trip_seconds", [0.05, 0.3])
 def test_the_shortest_round_trip_lately_counts(round_trip_seconds: float) -> None:
-    sender = PeerSender(LIMITS, Uplink(LIMITS))
+    sender = PeerSender(LIMITS, Uplink(LIMITS), Evenness(0))
     assert sender.round_trip_seconds == LIMITS.first_round_trip_seconds
     sender.went_round_in(round_trip_seconds)
     sender.went_round_in(100.0)

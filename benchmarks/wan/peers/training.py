@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from benchmarks.wan.peers.order import Order, Teller
 from benchmarks.wan.peers.pace import Pace
 from node.island.data.dataset import SampleOrder, read_corpus
-from node.island.models.decoder_modules import Decoder, Objective, copy_parameters
+from node.island.models.architecture import copy_parameters
+from node.island.models.decoder_modules import Decoder, Objective
 from node.island.models.first_weights import initial_parameters
 from node.island.training.optimizers import inner_optimizers
 from node.outer_state import Vector

@@ -24,7 +24,6 @@ little-endian, the lowest bin's mean first, then two bits for each value as dens
 Means rise, are 0 or at least 2**-118 in magnitude, and never -0.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,10 @@ import numpy.typing as npt
 
 from node.exchange.codecs.codec import (
     ALL_RIGHT,
-    ONE_THREAD,
     Bytes,
     CodecError,
-    DecodesByTile,
     FixedSize,
     Reader,
-    Tiles,
     bits_of,
     check_values,
     float_of,
@@ -197,13 +193,11 @@ def _decode_signs(packed: Bytes, scales: Vector, values: Vector) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Sign(DecodesByTile, FixedSize):
+class Sign(FixedSize):
     """A bit for each value and four bytes for each chunk: 1.008 bits per value."""
 
     name = "sign/1"
     bits, block, head_bytes = 1, CHUNK, 4
-    tiles: Tiles = ONE_THREAD
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
@@ -346,13 +340,11 @@ def _decode_bins(packed: Bytes, tables: Vector, values: Vector) -> None:
             chunk[i] = upper if codes[i] & 2 else lower
 
 
-@dataclass(frozen=True)
-class Int2(DecodesByTile, FixedSize):
+class Int2(FixedSize):
     """Two bits for each value and sixteen bytes for each chunk: 2.031 bits per value."""
 
     name = "int2/1"
     bits, block, head_bytes = 2, CHUNK, 16
-    tiles: Tiles = ONE_THREAD
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""

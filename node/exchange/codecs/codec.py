@@ -26,7 +26,6 @@ nothing can be written, each process compiles for itself.
 
 import fcntl
 import os
-import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import blake3
 import numba
@@ -44,30 +43,21 @@ import numpy.typing as npt
 import platformdirs
 
 from node.outer_state import Vector
+from protocol.files.leftovers import Held, remove_left
 
 UNUSED_SECONDS = 7 * 86400.0
 
 PREFIX = "kernels-"
 
 
-def hold(folder: Path) -> int | None:
-    """Makes the folder, notes that it is used, and locks it; the descriptor is the lock.
-
-    None where there can be no folder or no lock: who removes would not get the lock either.
-    """
+def hold(folder: Path) -> Held | None:
+    """Makes the folder, notes that it is used, and holds it; None where there can be no folder."""
     with suppress(OSError):
         while True:
             folder.mkdir(parents=True, exist_ok=True)
             os.utime(folder)
-            held = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(held, fcntl.LOCK_SH)  # waits for who is just removing it
-                if _is_still_there(folder, held):
-                    return held
-            except OSError:
-                os.close(held)
-                raise
-            os.close(held)
+            with suppress(FileNotFoundError):
+                return Held(folder)
     return None
 
 
@@ -89,13 +79,6 @@ def locked(folder: Path, *, on_wait: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _is_still_there(folder: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), folder.stat())
-    except FileNotFoundError:
-        return False
-
-
 def remove_unused(own: Path) -> None:
     """Removes the folders beside `own` that nobody holds, or has begun to use for a week.
 
@@ -104,16 +87,7 @@ def remove_unused(own: Path) -> None:
     for folder in own.parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # who starts beside us removes it too
             if own.stat().st_mtime - folder.stat().st_mtime > UNUSED_SECONDS:
-                _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(lock)
+                remove_left([folder])
 
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -316,31 +290,39 @@ class Opened:
         self.tiles.each_tile(self.size, work, unit=self.unit)
 
 
-class Codec(Protocol):
-    """Encodes one slice. Stateless; safe to use from several threads."""
+@dataclass(frozen=True)
+class Codec(ABC):
+    """Encodes one slice, to be read from any multiple of `unit` on. Safe to use from several threads."""
 
-    @property
-    def tiles(self) -> Tiles:
-        """How it goes through a slice."""
+    tiles: Tiles = ONE_THREAD
+    """How it goes through a slice."""
 
-    @property
-    def unit(self) -> int:
-        """The elements of a tile that can be read by itself."""
+    name: ClassVar[str]
+    """Name and version as on the wire, for example "int4/1"."""
 
-    @property
-    def name(self) -> str:
-        """Name and version as on the wire, for example "int4/1"."""
+    unit: ClassVar[int] = TILE_ELEMENTS
+    """The elements of a tile that can be read by itself."""
 
+    @abstractmethod
     def most_bytes(self, num_elements: int) -> int:
         """No body for that many elements is larger: what may be allocated for one."""
 
+    @abstractmethod
     def admits(self, body_bytes: int, num_elements: int) -> bool:
         """Whether a body for that many elements may have this size; decoding decides on the rest."""
 
+    @abstractmethod
     def encode(self, values: Vector) -> bytes:
-        """Body for finite fp32 values [n]. Raises CodecError when a value is not finite.
+        """Body for finite fp32 values [n]. Raises CodecError with the index of one that is not finite.
 
         Equal values give equal bytes on one machine, which is all that is asked of an encoder.
+        """
+
+    @abstractmethod
+    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
+        """Reads parts of what `decode` returns. Raises CodecError when the body's head is wrong.
+
+        It allocates nothing by `num_elements` before it has checked the body's size.
         """
 
     def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
@@ -348,33 +330,6 @@ class Codec(Protocol):
 
         Raises CodecError unless the body is as it must be and all values are finite.
         """
-
-    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
-        """Reads parts of what `decode` returns. Raises CodecError when the body's head is wrong."""
-
-    def opened(self, body: bytes, num_elements: int) -> Opened:
-        """What `decode` returns, tile by tile. Raises CodecError where `decode` does, now and not later."""
-
-    def encoded(self, values: Vector) -> Opened:
-        """What `encode` returns, to be read as its receivers will: the encoder need not decode for it."""
-
-
-class DecodesByTile(ABC):
-    """A codec whose bodies can be read from any multiple of `unit`: it says how, and here is the rest."""
-
-    tiles: Tiles
-    unit: ClassVar[int] = TILE_ELEMENTS
-
-    @abstractmethod
-    def encode(self, values: Vector) -> bytes:
-        """See Codec."""
-
-    @abstractmethod
-    def reader(self, body: bytes | memoryview, num_elements: int) -> Reader:
-        """See Codec. It allocates nothing by `num_elements` before it has checked the body's size."""
-
-    def decode(self, body: bytes | memoryview, num_elements: int) -> Vector:
-        """See Codec."""
         read = self.reader(body, num_elements)
         values = np.empty(num_elements, dtype=np.float32)
         self.tiles.each_run(
@@ -385,13 +340,13 @@ class DecodesByTile(ABC):
         return values
 
     def opened(self, body: bytes, num_elements: int) -> Opened:
-        """See Codec."""
+        """What `decode` returns, tile by tile. Raises CodecError where `decode` does, now and not later."""
         found = self._readable(body, num_elements, self.reader(body, num_elements))
         found.each_tile(lambda start, values: None)
         return found
 
     def encoded(self, values: Vector) -> Opened:
-        """See Codec."""
+        """What `encode` returns, to be read as its receivers will: the encoder need not decode for it."""
         body = self.encode(values)
         return self._readable(body, values.size, self.reader(body, values.size))
 
@@ -399,10 +354,9 @@ class DecodesByTile(ABC):
         return Opened(body=body, size=num_elements, tiles=self.tiles, unit=self.unit, read=read)
 
 
-class FixedSize:
+class FixedSize(Codec):
     """A codec whose bodies have one size for each number of elements: heads of blocks, then values' bits."""
 
-    name: ClassVar[str]
     bits: ClassVar[int]  # of a value; the last byte is padded
     block: ClassVar[int] = 1  # values that share a head; the last block may be short
     head_bytes: ClassVar[int] = 0  # of a block
@@ -448,7 +402,7 @@ def check_num_elements(num_elements: int) -> None:
         raise CodecError(f"a slice has at least one element, not {num_elements}")
 
 
-def check_body(body: bytes | memoryview, *, codec: Codec | FixedSize, num_elements: int) -> Bytes:
+def check_body(body: bytes | memoryview, *, codec: Codec, num_elements: int) -> Bytes:
     """The body's bytes; raises CodecError when it has no size of this codec.
 
     Call it before allocating anything by `num_elements`.

@@ -33,7 +33,6 @@ Two bits hold codes from 0 to 3, four in a byte, the first in the lowest bits; p
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -41,14 +40,11 @@ import numpy.typing as npt
 
 from node.exchange.codecs.codec import (
     ALL_RIGHT,
-    ONE_THREAD,
     TO_WHOLE,
     Bytes,
     CodecError,
-    DecodesByTile,
     FixedSize,
     Reader,
-    Tiles,
     bits_of,
     check_body,
     check_values,
@@ -61,13 +57,11 @@ from node.outer_state import Vector
 from protocol.wire.rounds import BLOCK
 
 
-@dataclass(frozen=True)
-class Fp32(DecodesByTile, FixedSize):
+class Fp32(FixedSize):
     """Body: the values, little-endian, four bytes each. Exact, also for the sign of zero."""
 
     name = "fp32/1"
     bits = 32
-    tiles: Tiles = ONE_THREAD
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError for others."""
@@ -99,9 +93,7 @@ def to_bf16(value: np.float32) -> np.uint16:
     bits = bits_of(value)
     # Half of the last place less one: ties go to even.
     rounded = np.uint32(np.uint32(bits + (bits >> 16 & 1) + 0x7FFF) >> 16)
-    is_too_large = (
-        rounded & 0x7FFF == 0x7F80
-    )  # infinity's pattern is one above the largest number's
+    is_too_large = rounded & 0x7FFF == 0x7F80  # infinity: one above the largest number's pattern
     return np.uint16(rounded - np.uint32(is_too_large))
 
 
@@ -138,13 +130,11 @@ def _decode_bf16(halves: Halves, values: Vector) -> bool:
     return bool(num_wrong == 0)
 
 
-@dataclass(frozen=True)
-class Bf16(DecodesByTile, FixedSize):
+class Bf16(FixedSize):
     """Two bytes for each value: 16 bits."""
 
     name = "bf16/1"
     bits = 16
-    tiles: Tiles = ONE_THREAD
 
     def encode(self, values: Vector) -> bytes:
         """Body for finite values [n]; raises CodecError with the index of one that is not."""
@@ -303,11 +293,9 @@ def has_codes(scale: np.float32, packed: Bytes, zero: int) -> bool:
     return num_others > 0
 
 
-@dataclass(frozen=True)
-class Blockwise(DecodesByTile, FixedSize):
+class Blockwise(FixedSize):
     """Scales, threads and checks; the subclasses say what codes are and how they lie in bytes."""
 
-    tiles: Tiles = ONE_THREAD
     block = BLOCK
     head_bytes = 4
 
@@ -437,7 +425,6 @@ def _decode_int8(packed: Bytes, scales: Vector, blocks: Blocks) -> int:
     return ALL_RIGHT
 
 
-@dataclass(frozen=True)
 class Int8(Blockwise):
     """One byte for each value and four for each block: 8.125 bits per value."""
 
@@ -472,7 +459,6 @@ def _decode_int4(packed: Bytes, scales: Vector, blocks: Blocks) -> int:
     return ALL_RIGHT
 
 
-@dataclass(frozen=True)
 class Int4(Blockwise):
     """Half a byte for each value and four bytes for each block: 4.125 bits per value."""
 

@@ -28,7 +28,6 @@ for ec2 and ec1, where 0 is the mark.
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -43,14 +42,12 @@ from node.exchange.codecs.chunkwise import (
 )
 from node.exchange.codecs.codec import (
     ALL_RIGHT,
-    ONE_THREAD,
     TILE_ELEMENTS,
     Bytes,
+    Codec,
     CodecError,
-    DecodesByTile,
     Opened,
     Reader,
-    Tiles,
     check_body,
     check_num_elements,
     check_values,
@@ -275,11 +272,8 @@ _Plain = tuple[Bytes, bytes]
 """Of a tile: its codes as they are before they are deflated, and its outliers."""
 
 
-@dataclass(frozen=True)
-class EntropyCoded(DecodesByTile):
+class EntropyCoded(Codec):
     """Steps, tiles and streams; the subclasses say how codes lie in bytes before they are deflated."""
-
-    tiles: Tiles = ONE_THREAD
 
     name: ClassVar[str]
     top: ClassVar[np.float32]
@@ -433,7 +427,6 @@ class EntropyCoded(DecodesByTile):
         return part_of, steps
 
 
-@dataclass(frozen=True)
 class Ec3(EntropyCoded):
     """About 3.1 bits per value, with half the error of 2 bits and as much as int4's."""
 
@@ -479,7 +472,6 @@ class _EntropyCodedNibbles(EntropyCoded):
         return codes[:num_codes]
 
 
-@dataclass(frozen=True)
 class Ec2(_EntropyCodedNibbles):
     """About 2.1 bits per value."""
 
@@ -489,7 +481,6 @@ class Ec2(_EntropyCodedNibbles):
     shift = np.float32(5 / 64)
 
 
-@dataclass(frozen=True)
 class Ec1(_EntropyCodedNibbles):
     """About one bit per value; it needs error feedback."""
 

@@ -19,34 +19,31 @@ from protocol.errors import ConfigError
 from protocol.run.run_spec import RunSpec
 from protocol.wire.vitals import ExchangeSpeed
 
+KINDS: tuple[type[Codec], ...] = (
+    Fp32,
+    Bf16,
+    Int8,
+    Int4,
+    Int2,
+    Sign,
+    TopK64,
+    TopK256,
+    Ec3,
+    Ec2,
+    Ec1,
+)
+"""Of one name, the newest version last."""
 
-def all_codecs(tiles: Tiles) -> tuple[Codec, ...]:
-    """Every codec there is; of one name, the newest version last."""
-    return (
-        Fp32(tiles),
-        Bf16(tiles),
-        Int8(tiles),
-        Int4(tiles),
-        Int2(tiles),
-        Sign(tiles),
-        TopK64(tiles),
-        TopK256(tiles),
-        Ec3(tiles),
-        Ec2(tiles),
-        Ec1(tiles),
-    )
-
-
-CODECS = all_codecs(ONE_THREAD)
+CODECS = tuple(kind() for kind in KINDS)
+"""Every codec there is."""
 
 
 def codec_named(name: str, tiles: Tiles = ONE_THREAD) -> Codec:
     """The codec called "int4/1", or the newest version of "int4". Raises ConfigError for others."""
-    codecs = all_codecs(tiles)
-    for codec in reversed(codecs):
-        if name in (codec.name, codec.name.partition("/")[0]):
-            return codec
-    known = ", ".join(codec.name for codec in codecs)
+    for kind in reversed(KINDS):
+        if name in (kind.name, kind.name.partition("/")[0]):
+            return kind(tiles)
+    known = ", ".join(codec.name for codec in CODECS)
     raise ConfigError(f"there is no codec {name!r}", next_step=f"choose one of {known}")
 
 

@@ -26,7 +26,6 @@ bytes of its places, 32 bits little-endian; then the places. Small is not above 
 numbers.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -35,12 +34,10 @@ import numpy.typing as npt
 from node.exchange.codecs.chunkwise import CHUNK, SMALLEST, Floats, num_chunks, sum_of
 from node.exchange.codecs.codec import (
     ALL_RIGHT,
-    ONE_THREAD,
     Bytes,
+    Codec,
     CodecError,
-    DecodesByTile,
     Reader,
-    Tiles,
     check_body,
     check_num_elements,
     check_values,
@@ -279,11 +276,8 @@ def _place(
         values[places[i]] = -size if codes[i] & 1 else size
 
 
-@dataclass(frozen=True)
-class TopK(DecodesByTile):
+class TopK(Codec):
     """The k largest of each chunk; the subclasses say how many."""
-
-    tiles: Tiles = ONE_THREAD
 
     name: ClassVar[str]
     unit = SECTION
@@ -373,7 +367,6 @@ class TopK(DecodesByTile):
         return read
 
 
-@dataclass(frozen=True)
 class TopK64(TopK):
     """One in 64: 0.15 bits per value in large slices, 0.2 at most."""
 
@@ -381,7 +374,6 @@ class TopK64(TopK):
     k = 64
 
 
-@dataclass(frozen=True)
 class TopK256(TopK):
     """One in 16: 0.45 bits per value in large slices, 0.68 at most."""
 

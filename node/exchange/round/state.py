@@ -82,9 +82,7 @@ class Missed:
     """In which rounds committed results lacked a participant's work."""
 
     newest_round: int  # in which a slice of anybody's lacked it
-    after_brief: tuple[
-        int, ...
-    ] = ()  # in which slices of this node's did, though it waited briefly
+    after_brief: tuple[int, ...] = ()  # in which this node's slices did: it waited briefly
     num_in_time: int = 0  # rounds since the latest of these in which they had it
 
     def awaited_in(self, round: int) -> Awaited:

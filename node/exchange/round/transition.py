@@ -400,23 +400,11 @@ def _hand_out(turn: _Turn, event: MeanTaken) -> None:
         return
     turn.put(event.index, phase=Phase.REDUCED)
     made = event.result
-    reduced = Reduced(
-        slice_index=event.index,
-        digest=None if made is None else made.payload.digest,
-        contributors=() if made is None else made.contributors,
-        contributions=() if made is None else made.contributions,
-        factors=() if made is None else made.factors,
-        norm=0.0 if made is None else made.payload.header.norm,
-        header=b"" if made is None else made.payload.header.encode(),
-        late=() if made is None else made.inputs.late,
-        missed=() if made is None else made.inputs.missed,
-        error_before=b"" if made is None else made.inputs.error_before,
-        error_after=b"" if made is None else made.inputs.error_after,
-        undecodable=() if made is None else made.inputs.undecodable,
-    )
-    turn.actions.append(Tell(report=reduced))
     if made is None:
+        nothing = Reduced(slice_index=event.index, digest=None, contributors=(), contributions=())
+        turn.actions.append(Tell(report=nothing))
         return
+    turn.actions.append(Tell(report=made.report))
     _hold(turn, made.payload, made=made)
     until = turn.state.commit_deadline + turn.state.patience_seconds  # then nobody waits for a push
     turn.actions += [

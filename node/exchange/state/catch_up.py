@@ -260,9 +260,7 @@ class CatchUp:
             is_base = self._outer.is_base_of(commit)
             if (not is_base or asked >= ASKS_BEFORE_SNAPSHOT) and await self._leapt(commit.round):
                 break
-            if (
-                asked == 1
-            ):  # who joins late has not even the state before, and that is nothing to warn of
+            if asked == 1:
                 why = "nobody supplies a result" if is_base else "our state is not its base"
                 log.warning(
                     "commit not applied yet",

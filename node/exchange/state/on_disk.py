@@ -74,9 +74,7 @@ class Saving:
     results: tuple[tuple[int, tuple[Payload, ...]], ...]  # by round
     snapshot: SnapshotWriting | None
     is_awaited: bool  # the snapshot: nothing else leads to this state, or nothing comes after it
-    refusal: AtollError | None = (
-        None  # of a snapshot that the disk has no room for, without need of it
-    )
+    refusal: AtollError | None = None  # of a snapshot that is not needed and has no room
 
 
 class StateOnDisk:

@@ -66,9 +66,8 @@ class Carrying:
         self._turn = asyncio.Lock()  # first come, first served
         self._bucket: TokenBucket | None = None  # until something is carried
         self._carried = _places(limits, limits.max_streams)  # by pair
-        self._taken = _places(
-            limits, limits.max_streams_per_peer
-        )  # by who carries, until it is TLS
+        # By who carries, until it is TLS.
+        self._taken = _places(limits, limits.max_streams_per_peer)
 
     @property
     def through(self) -> Mapping[NodeId, NodeId]:

@@ -22,14 +22,13 @@ from node.exchange.peers import (
     do_nothing,
 )
 from node.exchange.transport.carrying import Carrying
-from node.exchange.transport.connections import Connections
+from node.exchange.transport.connections import Connections, Punching, punching_daemon
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
-from node.exchange.transport.punching import Observer, Punching, punching_daemon
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.sender import first_streams
 from node.exchange.transport.sending import Sending
-from node.exchange.transport.serving import Server, fetch_over, verify_inline
+from node.exchange.transport.serving import Server, fetch_over
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, drop, refuse
 from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer, asked_of
 from node.machine.addresses import (
@@ -46,7 +45,7 @@ from node.machine.addresses import (
 from protocol.trust.identity import Identity, peer_id_of
 from protocol.trust.rulings import Address
 from protocol.v1 import transfer_pb2 as wire
-from protocol.wire.payload import Payload, PayloadHeader, WireCounts
+from protocol.wire.payload import Payload, WireCounts
 from protocol.wire.rounds import NodeId, RosterEntry, Way
 from protocol.wire.vitals import LinkState
 
@@ -61,8 +60,6 @@ MOST_AT_REST = 16
 
 MOST_ASKED = 16
 """Members that are asked at once where the coordinator is; the next time others are."""
-
-_THREAD_BYTES = 1 << 20  # hashing less is quicker than asking a thread to
 
 # Who is turned away is told why, as far as that costs little.
 _TURNED_AWAY = Limits(idle_seconds=2.0, max_streams_per_peer=2, max_streams=16)
@@ -111,15 +108,14 @@ class Libp2pTransport:
         self._whereabouts = whereabouts
         self._num_asked = 0
         self._connections: Connections | None = None
+        self._on_streams: dict[str, StreamCallback] = {
+            PROTOCOL: partial(self._serve, self._admit_stream),
+            CARRYING: partial(self._serve, self._admit_carried),
+        }
         self._punching = Punching(
             token=reachability.punching_token,
             start_daemon=punching_daemon(
-                identity,
-                on_streams={
-                    PROTOCOL: self._on_stream,
-                    CARRYING: partial(self._serve, self._admit_carried),
-                },
-                limits=self._limits,
+                identity, on_streams=self._on_streams, limits=self._limits
             ),
             limits=self._limits,
             on_connection=self._traffic.made_connection,
@@ -138,15 +134,15 @@ class Libp2pTransport:
 
     async def start(self, handler: TransferHandler) -> None:
         """Starts p2pd and listens. Raises SystemRefusedError when it does not come up."""
-        self._server = Server(handler, limits=self._limits, verify=_verify)
+        self._server = Server(handler, limits=self._limits)
         if (allowed := self._traffic.allowed_bytes_per_second) is not None:
             _log.info("uploads are paced", bytes_per_second=allowed)
         self._daemon = await P2pd.start(
             self._identity,
             listen_multiaddrs=self._reachability.listen_multiaddrs,
-            on_streams={
+            on_streams=self._on_streams
+            | {
                 PROTOCOL: self._on_tcp_stream,
-                CARRYING: partial(self._serve, self._admit_carried),
                 WHEREABOUTS: partial(self._serve, self._tell_whereabouts),
             },
             limits=self._limits,
@@ -295,7 +291,7 @@ class Libp2pTransport:
         is_needed = bool(self._unreachable() or self._punching.connected)
         did, self._shows_outside = self._shows_outside, is_needed and bool(observers)
         if self._shows_outside:
-            await self._punching.show([Observer(*observer) for observer in observers])
+            await self._punching.show(observers)
         return self._shows_outside and not did
 
     def heed_outside(self, seen: Sequence[str]) -> None:
@@ -366,9 +362,7 @@ class Libp2pTransport:
         entry = self._member(peer)
         async with self._in_time(entry, timeout_seconds), self._stream_to(entry) as stream:
             with self._traffic.receiving():
-                return await fetch_over(
-                    stream, want, max_body_bytes=max_body_bytes, verify=_verify, heard=heard
-                )
+                return await fetch_over(stream, want, max_body_bytes=max_body_bytes, heard=heard)
 
     def _member(self, peer: NodeId) -> RosterEntry:
         entry = self._members.get(peer)
@@ -453,12 +447,6 @@ class Libp2pTransport:
     ) -> None:
         if self._connections is not None and peer_id in self._node_ids:
             self._connections.saw(peer_id)
-        await self._on_stream(peer_id, reader, writer)
-
-    async def _on_stream(
-        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Serves one inbound stream. Must not raise: asyncio would print it."""
         await self._serve(self._admit_stream, peer_id, reader, writer)
 
     async def _tell_whereabouts(
@@ -480,6 +468,7 @@ class Libp2pTransport:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
+        """Serves one inbound stream. Must not raise: asyncio would print it."""
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
@@ -567,9 +556,3 @@ def within_open_files(limits: Limits) -> Limits:
 def _tell_fault(sharing: asyncio.Task[None]) -> None:
     if not sharing.cancelled() and (error := sharing.exception()) is not None:
         _log.error("the uplink is not dealt out any more", exc_info=error)
-
-
-async def _verify(header: PayloadHeader, body: bytes) -> Payload:
-    if len(body) < _THREAD_BYTES:
-        return await verify_inline(header, body)
-    return await asyncio.to_thread(Payload.verified, header, body)

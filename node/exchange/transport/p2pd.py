@@ -404,9 +404,8 @@ async def _knock(multiaddr: str, seconds: float) -> tuple[str, str]:
     except TimeoutError:
         return multiaddr, f"no answer within {seconds:g} s"
     except OSError as error:
-        code = (
-            error.errno or 0
-        )  # none for several addresses of one name, below zero for no such name
+        # None for several addresses of one name, below zero for no such name.
+        code = error.errno or 0
         return multiaddr, os.strerror(code) if code > 0 else str(error)
     except (ValueError, IndexError, OverflowError) as error:
         return multiaddr, str(error)

@@ -52,9 +52,8 @@ class StreamAdmission:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._open: Counter[str] = Counter()  # all of a peer, those that wait included
-        self._offers: Counter[str] = (
-            Counter()
-        )  # of bodies in parts; these have a place, as all that follow
+        # These and all that follow have a place.
+        self._offers: Counter[str] = Counter()  # of bodies in parts
         self._wholes: Counter[str] = Counter()  # offers with their bodies
         self._parts: Counter[str] = Counter()
         self._fetches: Counter[str] = Counter()

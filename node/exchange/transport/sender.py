@@ -18,10 +18,9 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from node.exchange.peers import PARTS_IN_WINDOW, WINDOW_BYTES, Limits, TransferRefusedError
-from node.exchange.transport.rates.uplink import LEAD_OF_RECEIVERS_BYTES, Evenness, UnderWay, Uplink
+from node.exchange.transport.rates.uplink import Evenness, UnderWay, Uplink
 from node.exchange.transport.streams import (
     WHOLE_BYTES,
     held_in,
@@ -72,9 +71,7 @@ class OutgoingBody:
         """Parts that the receiver has not acknowledged: those that wait are among them."""
         self.has_passed = False
         """Whether the next body may begin: nothing waited here at least once. It stays so."""
-        self._waiting = deque(
-            range(num_parts)
-        )  # no stream carries them; what was given back is first
+        self._waiting = deque(range(num_parts))  # on no stream; what was given back is first
         self._held: frozenset[int] | None = None  # by the receiver, when it accepted the offer
         self._kept: set[int] = set()  # by the receiver for the offer; empty once that is accepted
         self._is_held_up = False  # until the offer is accepted: parts would be dropped
@@ -290,17 +287,6 @@ class PartStream:
         return self.is_open and not self.is_writing and has_room
 
 
-class PeerState(StrEnum):
-    """What a sender is at."""
-
-    AT_REST = "at rest"  # there is no body, and the streams that are open carry nothing
-    PROBING = "probing"  # nothing was acknowledged since the first of these bodies came
-    STREAMING = "streaming"  # parts go out, and are acknowledged
-    WAITING = "waiting for answers"  # all that may go is out
-    IN_LINE = "in line"  # the peer takes no parts before it has answered an offer
-    BREAKING = "breaking"  # streams broke since a part got through
-
-
 @dataclass(frozen=True, slots=True)
 class Begin:
     """Offer this body, on a stream of its own."""
@@ -344,10 +330,10 @@ Action = Begin | Open | Carry | Close | Fail
 class PeerSender:
     """Of one peer. Each event returns what is to be done, in that order."""
 
-    def __init__(self, limits: Limits, uplink: Uplink, evenness: Evenness | None = None) -> None:
+    def __init__(self, limits: Limits, uplink: Uplink, evenness: Evenness) -> None:
         """`evenness` is that of all peers."""
         self._held_since: float | None = None
-        self._evenness = evenness or Evenness(LEAD_OF_RECEIVERS_BYTES)
+        self._evenness = evenness
         self.streams: list[PartStream] = []
         """Open or being opened, the oldest first; none that was told to close."""
         self._limits = limits
@@ -355,13 +341,9 @@ class PeerSender:
         self._window = Window(limits)
         self._round_trip_seconds: float | None = None  # None: no offer was answered yet
         self._line: deque[OutgoingBody] = deque()  # not begun
-        self._begun: list[
-            OutgoingBody
-        ] = []  # at most MOST_BODIES, in the order in which they began
+        self._begun: list[OutgoingBody] = []  # at most MOST_BODIES, the first to begin first
         self._offered: list[OutgoingBody] = []  # of those in parts: their parts may go
-        self._latest: OutgoingBody | None = (
-            None  # that has begun; the next one waits for it to pass
-        )
+        self._latest: OutgoingBody | None = None  # to begin; the next one waits for it to pass
         self._num_streams = 1  # wanted, as long as so many parts wait
         self._widening = Widening(limits, now=0.0)
         self._acknowledged_bytes = 0  # since the first of these bodies came
@@ -384,18 +366,15 @@ class PeerSender:
         """Whether parts wait for peers that are behind: tell it that time has passed when these get on."""
         return self._held_since is not None
 
-    def state(self) -> PeerState:
-        """What it is at now, by its fields: nothing is noted twice."""
-        if not self._begun:
-            return PeerState.AT_REST
-        if self._errors:
-            return PeerState.BREAKING
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all that may go is out and not answered, or no parts may go before an offer is."""
+        if not self._begun or self._errors:
+            return False
         if self._is_in_line and not self.streams:
-            return PeerState.IN_LINE
+            return True
         is_out = any(stream.under_way for stream in self.streams)
-        if is_out and not any(stream.is_writing for stream in self.streams):
-            return PeerState.WAITING
-        return PeerState.STREAMING if self._acknowledged_bytes else PeerState.PROBING
+        return is_out and not any(stream.is_writing for stream in self.streams)
 
     # Bodies.
 

@@ -21,7 +21,6 @@ from node.exchange.transport.sender import (
     OutgoingBody,
     PartStream,
     PeerSender,
-    PeerState,
     SentPart,
 )
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
@@ -94,8 +93,8 @@ class Sending:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether all that may go is out, and not answered."""
-        return self._sender.state() in (PeerState.WAITING, PeerState.IN_LINE)
+        """See PeerSender."""
+        return self._sender.is_waiting
 
     @property
     def round_trip_seconds(self) -> float:

@@ -7,7 +7,7 @@ member, is the transport's business. Pushes of our own are node.exchange.transpo
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import blake3
@@ -27,6 +27,7 @@ from node.exchange.peers import (
 )
 from node.exchange.transport.receiver import IncomingBody, Receiver, StreamAdmission
 from node.exchange.transport.streams import (
+    WANTS,
     FrameError,
     PartError,
     TransferStream,
@@ -42,24 +43,17 @@ from protocol.wire.rounds import Digest, NodeId
 MOST_DUE = 64
 """Answers that one stream owes: no sender that keeps to its window waits for so many."""
 
-Verify = Callable[[PayloadHeader, bytes], Awaitable[Payload]]
-"""Payload.verified, off the event loop where that pays; raises PayloadError."""
-
-
-async def verify_inline(header: PayloadHeader, body: bytes) -> Payload:
-    """Payload.verified on the event loop: for small bodies, and where order must not vary."""
-    return Payload.verified(header, body)
+_THREAD_BYTES = 1 << 20  # hashing less is quicker than asking a thread to
 
 
 class Server:
     """Answers the requests of all members. The handler is asked about what comes, and for what is given."""
 
-    def __init__(self, handler: TransferHandler, *, limits: Limits, verify: Verify) -> None:
+    def __init__(self, handler: TransferHandler, *, limits: Limits) -> None:
         self.admission = StreamAdmission(limits)
         self.receiver = Receiver(limits)
         self._handler = handler
         self._limits = limits
-        self._verify = verify
         # Pieces are large, and exchanges come first.
         self._pieces = asyncio.Semaphore(PIECES_AT_ONCE)
 
@@ -94,13 +88,7 @@ class Server:
             case "stripe":
                 with self.admission.parts(sender):
                     await take_parts(stream, sender, self.receiver)
-            case (
-                "want_result"
-                | "want_manifest"
-                | "want_chunk"
-                | "want_tokens"
-                | "want_input" as kind
-            ):
+            case kind if kind in WANTS.values():
                 with self.admission.fetch(sender, is_large=kind != "want_manifest"):
                     want = decode_want(request)
                     async with turn_of(want, self._pieces):
@@ -123,7 +111,7 @@ class Server:
                     else:
                         await stream.send(wire.TransferResponse(status=wire.TRANSFER_STATUS_GO_ON))
                         body = await _receive_body(stream, header)
-            payload = await self._verify(header, body)
+            payload = await _verified(header, body)
             with refusing_on_fault(sender):
                 receipt = await admission.take(payload)
         finally:
@@ -184,12 +172,7 @@ class Server:
 
 
 async def fetch_over(
-    stream: TransferStream,
-    want: Want,
-    *,
-    max_body_bytes: int,
-    verify: Verify,
-    heard: Callable[[], None],
+    stream: TransferStream, want: Want, *, max_body_bytes: int, heard: Callable[[], None]
 ) -> Payload:
     """Our side of a fetch. Raises as `streams.expect`, FalseAnswerError, or streams.BROKEN."""
     stream.carries(kind_of(want))
@@ -199,9 +182,16 @@ async def fetch_over(
     try:
         header = PayloadHeader.decode(response.header)
         check_answer(want, header, max_body_bytes=max_body_bytes)
-        return await verify(header, await _receive_body(stream, header, heard))
+        return await _verified(header, await _receive_body(stream, header, heard))
     except PayloadError as error:
         raise FalseAnswerError(str(error)) from error
+
+
+async def _verified(header: PayloadHeader, body: bytes) -> Payload:
+    """Payload.verified, off the event loop where that pays; raises PayloadError."""
+    if len(body) < _THREAD_BYTES:
+        return Payload.verified(header, body)
+    return await asyncio.to_thread(Payload.verified, header, body)
 
 
 def _digest_of(offer: wire.Offer) -> Digest:

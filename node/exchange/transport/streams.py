@@ -9,7 +9,8 @@ import contextlib
 import io
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -39,7 +40,6 @@ from protocol.wire.payload import (
     TOKENS_MANIFEST,
     WireKind,
 )
-from protocol.wire.rounds import Digest, NodeId
 
 MAX_FRAME_BYTES = 8192
 """No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""
@@ -328,68 +328,33 @@ async def expect(
     raise FrameError(f"status {response.status} came where {status} was due")
 
 
+WANTS: dict[type[Want], str] = {
+    WantResult: "want_result",
+    WantManifest: "want_manifest",
+    WantChunk: "want_chunk",
+    WantTokens: "want_tokens",
+    WantInput: "want_input",
+}
+"""What a request calls them; their fields have the same names there."""
+
+
 def encode_want(want: Want) -> wire.TransferRequest:
     """What a peer is asked for, as a request."""
-    match want:
-        case WantResult():
-            return wire.TransferRequest(
-                want_result=wire.WantResult(
-                    round=want.round, slice_index=want.slice_index, digest=want.digest
-                )
-            )
-        case WantManifest():
-            return wire.TransferRequest(
-                want_manifest=wire.WantManifest(
-                    oldest_round=want.oldest_round, newest_round=want.newest_round
-                )
-            )
-        case WantChunk():
-            return wire.TransferRequest(
-                want_chunk=wire.WantChunk(round=want.round, index=want.index, digest=want.digest)
-            )
-        case WantTokens():
-            return wire.TransferRequest(
-                want_tokens=wire.WantTokens(kind=want.kind, digest=want.digest)
-            )
-        case WantInput():
-            return wire.TransferRequest(
-                want_input=wire.WantInput(
-                    round=want.round,
-                    slice_index=want.slice_index,
-                    contributor_id=want.contributor_id or "",
-                    digest=want.digest,
-                )
-            )
+    request: Any = {WANTS[type(want)]: asdict(want)}
+    return wire.TransferRequest(**request)
 
 
 def decode_want(request: wire.TransferRequest) -> Want:
-    """What a request asks for; raises TransferRefusedError where that is nothing."""
-    match request.WhichOneof("request"):
-        case "want_result":
-            result = request.want_result
-            return WantResult(
-                round=result.round, slice_index=result.slice_index, digest=Digest(result.digest)
-            )
-        case "want_manifest":
-            manifest = request.want_manifest
-            has_newest = manifest.HasField("newest_round")
-            return WantManifest(
-                oldest_round=manifest.oldest_round,
-                newest_round=manifest.newest_round if has_newest else None,
-            )
-        case "want_tokens":
-            tokens = request.want_tokens
-            if tokens.kind not in (TOKENS_MANIFEST, PIECE_MAP, PIECE):
-                raise TransferRefusedError(f"payload kind {tokens.kind} is nothing of the tokens")
-            return WantTokens(kind=tokens.kind, digest=Digest(tokens.digest))
-        case "want_input":
-            wanted = request.want_input
-            return WantInput(
-                round=wanted.round,
-                slice_index=wanted.slice_index,
-                contributor_id=NodeId(wanted.contributor_id) if wanted.contributor_id else None,
-                digest=wanted.digest,
-            )
-        case _:
-            chunk = request.want_chunk
-            return WantChunk(round=chunk.round, index=chunk.index, digest=Digest(chunk.digest))
+    """What a peer asks for; raises TransferRefusedError where that is nothing."""
+    name = request.WhichOneof("request")
+    kind = next(kind for kind, own in WANTS.items() if own == name)
+    asked = getattr(request, str(name))
+    told = {each.name: getattr(asked, each.name) for each in fields(kind)}
+    if kind is WantManifest and not asked.HasField("newest_round"):
+        told["newest_round"] = None
+    if kind is WantInput:
+        told["contributor_id"] = told["contributor_id"] or None
+    want = kind(**told)
+    if isinstance(want, WantTokens) and want.kind not in (TOKENS_MANIFEST, PIECE_MAP, PIECE):
+        raise TransferRefusedError(f"payload kind {want.kind} is nothing of the tokens")
+    return want

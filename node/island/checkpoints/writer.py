@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 import warnings
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -35,9 +36,6 @@ class CheckpointWriter:
     def __init__(self, trainer: Trainer, mesh: Mesh) -> None:
         self._trainer = trainer
         self._mesh = mesh
-        self._group: dist.ProcessGroup | None = None
-        self._host_group: dist.ProcessGroup | None = None
-        self._has_groups = False
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._newest_round: int | None = None
@@ -76,9 +74,9 @@ class CheckpointWriter:
         try:
             if self._mesh.num_hosts == 1:
                 assert path is not None, "a host that is alone reads what it has"
-                state.read(filesystem.FileSystemReader(path), self._group_of_all())
+                state.read(filesystem.FileSystemReader(path), self._groups[0])
             else:
-                group = self._group_of_all()
+                group, _ = self._groups
                 assert group is not None, "several hosts have several ranks"
                 reader = PassingReader(path, self._mesh, group)
                 _read_together(state, reader)
@@ -117,7 +115,7 @@ class CheckpointWriter:
         # Not to be waited for at the end of the process: a dead rank would have it hang there.
         self._thread = threading.Thread(
             target=self._write,
-            args=(folder, tensors, about, self._of_host()),
+            args=(folder, tensors, about, *self._groups),
             name="write-checkpoint",
             daemon=True,
         )
@@ -128,17 +126,20 @@ class CheckpointWriter:
         folder: CheckpointFolder,
         tensors: Tensors,
         about: About,
-        group: dist.ProcessGroup | None,
+        of_all: dist.ProcessGroup | None,
+        of_host: dist.ProcessGroup | None,
     ) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             failure = self._make_room(folder, about.round)
-            has_room = not self._has_any_built_badly(failure)  # or others would wait in the writing
+            has_room = not _has_any_built_badly(
+                failure, of_all
+            )  # or others would wait in the writing
             if has_room:
-                failure = self._build(folder, tensors, about, group)
+                failure = self._build(folder, tensors, about, of_host)
             # A name only when all parts are there: then what hosts have differs by the newest at most.
-            if not has_room or self._has_any_built_badly(failure):
+            if not has_room or _has_any_built_badly(failure, of_all):
                 failure = failure or "another rank could not write its part"
             elif self._mesh.is_first_of_host:
                 folder.finish(about.round)
@@ -181,34 +182,28 @@ class CheckpointWriter:
             return _sentence(error)
         return ""
 
-    def _has_any_built_badly(self, failure: str) -> bool:
-        flag = torch.tensor(float(bool(failure)))
-        if self._group is not None:
-            dist.all_reduce(flag, group=self._group)
-        return flag.item() > 0
-
     def _wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def _of_host(self) -> dist.ProcessGroup | None:
-        """Those of this host, None for a single rank."""
-        self._make_groups()
-        return self._host_group
+    @cached_property
+    def _groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """All ranks of the island, and those of this host; None for a single rank.
 
-    def _group_of_all(self) -> dist.ProcessGroup | None:
-        """Those of the island, None for a single rank."""
-        self._make_groups()
-        return self._group
+        They are the writer's own, or what is being written would mix with what is being trained.
+        """
+        if not dist.is_initialized():
+            return None, None
+        every = dist.new_group(backend="gloo")
+        return every, every if self._mesh.num_hosts == 1 else self._mesh.new_host_group()
 
-    def _make_groups(self) -> None:
-        """Groups of its own, or what is being written would mix with what is being trained."""
-        if not self._has_groups and dist.is_initialized():
-            self._has_groups = True
-            self._group = self._host_group = dist.new_group(backend="gloo")
-            if self._mesh.num_hosts > 1:
-                self._host_group = self._mesh.new_host_group()
+
+def _has_any_built_badly(failure: str, group: dist.ProcessGroup | None) -> bool:
+    flag = torch.tensor(float(bool(failure)))
+    if group is not None:
+        dist.all_reduce(flag, group=group)
+    return flag.item() > 0
 
 
 def _read_together(state: Blank, reader: PassingReader) -> None:

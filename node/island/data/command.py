@@ -114,20 +114,27 @@ def prepare(
     share, held_out_inputs = _share_or_files(held_out)
     progress = _Progress("prepared")
     tokens = _files_of_tokens(inputs, but_for=held_out_inputs)
+    jobs = jobs or len(os.sched_getaffinity(0))
     if tokens:
-        manifest = _adopted(
-            tokens,
+        from node.island.data.foreign import Adopted, adopt
+
+        if pack is not None:
+            raise UsageError(
+                f"--pack {pack} arranges documents anew, and tokens of other software are read as they are",
+                next_step="leave it out, or prepare the text itself",
+            )
+        adopted = Adopted(
+            files=tokens,
             out=out,
+            held_out=share,
+            held_out_files=_files_of_tokens(held_out_inputs) if held_out_inputs else (),
             tokenizer=tokenizer,
             end_of_document=end_of_document,
-            share=share,
-            held_out_inputs=held_out_inputs,
-            pack=pack,
             vocab_size=vocab_size,
             token_bytes=None if token_bytes is None else int(token_bytes),
             jobs=jobs,
-            progress=progress,
         )
+        manifest = adopt(adopted, on_state=progress.show)
         progress.end()
         _tell(out, manifest)
         return
@@ -147,7 +154,7 @@ def prepare(
             held_out=share,
             held_out_inputs=held_out_inputs,
             row=None if pack is None else pack + 1,
-            jobs=jobs or len(os.sched_getaffinity(0)),
+            jobs=jobs,
         ),
         on_state=progress.show,
         say=lambda line: click.echo(line, err=True),
@@ -172,43 +179,6 @@ def _files_of_tokens(inputs: tuple[str, ...], *, but_for: tuple[str, ...] = ()) 
             next_step="prepare the one and the other apart",
         )
     return tokens
-
-
-def _adopted(
-    files: tuple[Path, ...],
-    *,
-    out: Path,
-    tokenizer: Path | None,
-    end_of_document: str | None,
-    share: float,
-    held_out_inputs: tuple[str, ...],
-    pack: int | None,
-    vocab_size: int | None,
-    token_bytes: int | None,
-    jobs: int | None,
-    progress: "_Progress",
-) -> "Manifest":
-    from node.island.data.foreign import Adopted, adopt
-
-    if pack is not None:
-        raise UsageError(
-            f"--pack {pack} arranges documents anew, and tokens of other software are read as they are",
-            next_step="leave it out, or prepare the text itself",
-        )
-    return adopt(
-        Adopted(
-            files=files,
-            out=out,
-            held_out=share,
-            held_out_files=_files_of_tokens(held_out_inputs) if held_out_inputs else (),
-            tokenizer=tokenizer,
-            end_of_document=end_of_document,
-            vocab_size=vocab_size,
-            token_bytes=token_bytes,
-            jobs=jobs or len(os.sched_getaffinity(0)),
-        ),
-        on_state=progress.show,
-    )
 
 
 def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0) -> None:

@@ -45,9 +45,7 @@ class Batch:
     """Samples as a model takes them."""
 
     tokens: Tokens  # [B, T + 1]; all but the last are the input
-    counted: npt.NDArray[np.bool_] | None = (
-        None  # [B, T]: what is to be predicted; None: everything
-    )
+    counted: npt.NDArray[np.bool_] | None = None  # [B, T]: to be predicted; None: everything
     documents: npt.NDArray[np.int32] | None = None  # [B, T + 1], counted from 0 in each row
 
 
@@ -65,6 +63,7 @@ class Dataset(Protocol):
     @property
     def num_together(self) -> int:
         """Neighbouring samples that are as near as one: orders take them together; 1 if all are near."""
+        return 1
 
     def summary(self) -> CorpusSummary:
         """What the coordinator is told."""
@@ -73,7 +72,8 @@ class Dataset(Protocol):
         """Samples of a split by number: tokens, or what a function gives. Raises BadDataError."""
 
     def expect(self, split: Split, indices: Indices) -> None:
-        """Says which samples come next, so that what is far can be on its way."""
+        """Says which samples come next, so that what is far can be on its way; nothing if all are near."""
+        return
 
     def num_counted(self, split: Split, indices: Indices) -> int:
         """Tokens of these samples that are to be predicted; 0 where masks leave none."""
@@ -104,6 +104,11 @@ class SampleOrder:
         self._num_samples = num_samples
         self._num_windows = 1 if num_together == 1 else -(-num_samples // (WINDOW * num_together))
         self._group = -(-num_samples // (WINDOW * self._num_windows))
+
+    @classmethod
+    def of(cls, seed: int, dataset: Dataset) -> "SampleOrder":
+        """The order in which a run with this seed trains on a dataset."""
+        return cls(seed=seed, num_samples=dataset.num_samples, num_together=dataset.num_together)
 
     def indices(self, first: int, count: int) -> Indices:
         """Samples at the places first, …, first + count − 1: [count], each below num_samples."""
@@ -215,8 +220,8 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Corpus:
-    """Both splits in memory; implements Dataset."""
+class Corpus(Dataset):
+    """Both splits in memory."""
 
     training: Text
     held_out: Text
@@ -233,14 +238,6 @@ class Corpus:
     def num_held_out_samples(self) -> int:
         """Samples of the held-out split."""
         return _num_windows(len(self.held_out), self.context)
-
-    @property
-    def num_together(self) -> int:
-        """See Dataset."""
-        return 1
-
-    def expect(self, split: Split, indices: Indices) -> None:
-        """See Dataset. All is in memory."""
 
     def summary(self) -> CorpusSummary:
         """What the coordinator is told."""

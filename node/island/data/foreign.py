@@ -53,9 +53,8 @@ class TokenFile:
     token_bytes: int
     first: int  # token with which the tokens begin, behind a header
     num_tokens: int
-    offsets: (
-        Offsets | None
-    )  # where documents begin, counted from `first`, and the end; None: one document
+    # Where documents begin, counted from `first`, and the end; None: one document.
+    offsets: Offsets | None
     loss: Path | None = None  # a byte for each token, 0 where nothing is to be learned
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from node.island.data.dataset import Indices, Tree, held_out_choice
+from node.island.data.dataset import Dataset, Indices, Tree, held_out_choice
 from node.island.data.manifest import Split
 from node.island.models.code import called, code_digest, refuse, said
 from protocol.errors import BadDataError, NoInputError
@@ -28,7 +28,7 @@ COMPARED: tuple[tuple[Split, int], ...] = (("training", 24), ("held_out", 8))
 """How many samples nodes compare: all would be read at each start."""
 
 
-class FunctionData:
+class FunctionData(Dataset):
     """Two map-style datasets, and the batches of them.
 
     What the function draws from random, numpy's global generator or torch's is the same on all nodes.
@@ -71,14 +71,6 @@ class FunctionData:
     def num_held_out_samples(self) -> int:
         """See Dataset."""
         return len(self._splits["held_out"])
-
-    @property
-    def num_together(self) -> int:
-        """See Dataset."""
-        return 1
-
-    def expect(self, split: Split, indices: Indices) -> None:
-        """See Dataset. Where the function has its samples is its own business."""
 
     def summary(self) -> CorpusSummary:
         """See Dataset. Samples are known by the function's code, their number, and some of them."""

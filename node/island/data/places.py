@@ -24,9 +24,7 @@ class DataPlaces:
     base: Path | None = None  # the model that the run's adapters belong to
     cache: Path | None = None  # for what is fetched; None: nothing can be
     cache_bytes: int = DEFAULT_CACHE_BYTES
-    has_supply: bool = (
-        False  # whether the daemon has what is not here come from peers before it is read
-    )
+    has_supply: bool = False  # the daemon has what is not here come from peers before it is read
 
 
 def reads_in_words(data: DataSection, *, own: str) -> str:

@@ -155,11 +155,7 @@ class TokenSupply:
             shards = open_dataset(self._spec, self._places)
             assert isinstance(shards, TokenShards)
             self._shards = shards
-            self._order = SampleOrder(
-                seed=self._spec.run.seed,
-                num_samples=shards.num_samples,
-                num_together=shards.num_together,
-            )
+            self._order = SampleOrder.of(self._spec.run.seed, shards)
         return self._shards, self._order
 
     async def arrange(self, needs: Needs) -> int:

@@ -16,7 +16,7 @@ import structlog
 from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
-from node.island.island import InnerWork
+from node.island.island import NO_DATA, InnerWork
 from node.island.loops.messages import (
     GREETING,
     MAX_LINE_BYTES,
@@ -31,7 +31,6 @@ from node.outer_state import SHARED_MEMORY, SharedNames
 from protocol.errors import AtollError, ConfigError, NoInputError, SystemRefusedError
 from protocol.files.leftovers import LONGEST_SOCKET_BYTES
 from protocol.run.run_spec import RunSpec
-from protocol.wire.rounds import CorpusSummary, Digest
 
 log = structlog.get_logger()
 
@@ -231,8 +230,6 @@ def refusal_of(hello: Hello, here: Loop | None) -> tuple[str, str] | None:
 NUMBERS_AT_ONCE = 4096  # of samples, in one message
 TOKENS_AT_ONCE = 1 << 18  # likewise
 
-_NO_DATA = CorpusSummary(digest=Digest(bytes(32)), num_samples=0, num_bytes=0)
-
 
 class LeasedSamples:
     """The run's data as this node has it; a loop with data of its own needs none here."""
@@ -243,7 +240,7 @@ class LeasedSamples:
         self._order: SampleOrder | None = None
         self._dataset: Dataset | None = None  # opened for the first loop that wants tokens
         self._why_none = ""
-        self.summary = _NO_DATA
+        self.summary = NO_DATA
 
     def look(self) -> None:
         """Finds out what is here. Heavy. A run's own code is run by loops alone, never here."""
@@ -257,11 +254,7 @@ class LeasedSamples:
             self._why_none = error.what
             return
         self.summary = found.summary()
-        self._order = SampleOrder(
-            seed=self._spec.run.seed,
-            num_samples=found.num_samples,
-            num_together=found.num_together,
-        )
+        self._order = SampleOrder.of(self._spec.run.seed, found)
 
     def told(self, work: InnerWork, first_step: int, *, wants_tokens: bool) -> dict[str, Any]:
         """The message with samples of as many steps as it holds, or why there are none. Heavy."""

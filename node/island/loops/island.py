@@ -6,7 +6,7 @@ What a loop had trained and not published when it ended is lost, and the log say
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from node.island.data.places import DataPlaces
-from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Progress
+from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Island, Progress
 from node.island.loops.door import SOCKET_FILE, Door, LeasedSamples, Loop, Visitor, refusal_of
 from node.island.loops.messages import (
     Done,
@@ -34,7 +34,7 @@ from node.island.loops.messages import (
 )
 from node.island.ranks.faults import LoopGoneError, TrainingDivergedError
 from node.island.ranks.launcher import HangWatch
-from node.outer_state import SharedNames, Vector
+from node.outer_state import SharedNames
 from protocol.errors import AtollError
 from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
@@ -63,8 +63,8 @@ class _Pending:
     told: tuple[float, int] = (0.0, 0)  # when rank 0 told of steps last, and the tokens by then
 
 
-class LoopIsland:
-    """A training loop of the contributor's own; implements Island."""
+class LoopIsland(Island):
+    """A training loop of the contributor's own. Checkpoints, and its optimizer, are its own business."""
 
     def __init__(
         self,
@@ -175,12 +175,6 @@ class LoopIsland:
             raise LoopGoneError("there is no training loop to publish what it trained")
         await self._carried_out(loop, {"kind": "publish", "fragment": fragment})
 
-    async def keep(self, round: int, *, is_last: bool = False) -> None:
-        """See Island. Nothing to do: checkpoints are the loop's own business."""
-
-    async def begin_anew(self, round: int) -> None:
-        """See Island. Nothing to do: the loop adopts, as after any commit."""
-
     async def evaluate(self) -> Evaluation | None:
         """See Island. By the loop's own function, where it gave one."""
         self._raise_if_gone()
@@ -191,10 +185,6 @@ class LoopIsland:
         first = answers[0]
         assert isinstance(first, Evaluated)
         return Evaluation(loss=first.loss, tokens=first.tokens)
-
-    async def losses_at(self, parameters: Vector, places: Sequence[int]) -> None:
-        """See Island. A loop of the contributor's own is not asked for single samples."""
-        return
 
     # The loop's comings and goings
 

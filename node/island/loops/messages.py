@@ -62,9 +62,7 @@ class Ready(Section):
 
     kind: Literal["ready"]
     software: Annotated[str, Field(max_length=100)]  # and frozen values that the run cannot compare
-    evaluates_by: Annotated[
-        str, Field(max_length=100)
-    ]  # a digest of its function; empty: it has none
+    evaluates_by: Annotated[str, Field(max_length=100)]  # a digest of its function, if it has one
 
 
 class Refuses(Section):

@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from node.island.models.running_statistics import statistics_of
 from node.island.parallel.mesh import Mesh
 from node.island.ranks.accelerator import LossScale
+from node.outer_state import Vector
 from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
-from protocol.run.models import TensorShape
+from protocol.run.models import Layout, TensorShape
 from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -51,23 +52,22 @@ class Roles:
 
 
 class Architecture(Protocol):
-    """One run's model. All ranks make the same calls in the same order."""
+    """One run's model. All ranks make the same calls in the same order.
 
-    @property
-    def draws(self) -> bool:
-        """Whether training draws random numbers, as dropout does."""
+    What is written out here is so where an architecture says nothing else.
+    """
 
-    @property
-    def has_metric(self) -> bool:
-        """Whether evaluation has a metric beside the loss."""
+    draws: bool
+    """Whether training draws random numbers, as dropout does."""
 
-    @property
-    def divides_by_all(self) -> bool:
-        """Whether its mean is over all targets, counted or not, for the trainer to set right."""
+    has_metric: bool
+    """Whether evaluation has a metric beside the loss."""
 
-    @property
-    def may_leave_parameters_out(self) -> bool:
-        """Whether a batch may leave parameters without a gradient."""
+    divides_by_all: bool
+    """Whether its mean is over all targets, counted or not, for the trainer to set right."""
+
+    may_leave_parameters_out: bool
+    """Whether a batch may leave parameters without a gradient."""
 
     def part(self, mesh: Mesh, stage: int) -> nn.Module:
         """A stage of the model, or all of it, whose parameters hold nothing yet; buffers may be real."""
@@ -77,6 +77,7 @@ class Architecture(Protocol):
 
     def cut_by_context(self, part: nn.Module, mesh: Mesh) -> None:
         """Has attention ask the other ranks of a context group for their keys and values."""
+        raise AssertionError("check_shape has refused it")
 
     def gathered_together(
         self, part: nn.Module, dtype: torch.dtype
@@ -85,6 +86,7 @@ class Architecture(Protocol):
 
     def fill_buffers(self, part: nn.Module, mesh: Mesh, device: torch.device) -> None:
         """Computes the buffers that the part was built without."""
+        return
 
     def layers(self, part: nn.Module) -> Sequence[nn.Module]:
         """What is recomputed and compiled one by one."""
@@ -116,6 +118,7 @@ class Architecture(Protocol):
 
     def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
         """A mean over the inputs that people asked for beside the loss."""
+        return None
 
     def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
         """Values of what is not trained, whole and on the CPU; raises AtollError.
@@ -123,6 +126,7 @@ class Architecture(Protocol):
         `names` are of parameters, and of buffers that checkpoints have. The latter may be left out where
         each node makes them alike.
         """
+        raise AssertionError("all of it is trained")
 
     def roles(self, part: nn.Module) -> Roles:
         """What the inner optimizers do with its parameters."""
@@ -205,6 +209,16 @@ def tie(part: nn.Module, shared: Iterable[list[str]]) -> None:
         for name in others:
             owner, _, own = name.rpartition(".")
             setattr(part.get_submodule(owner), own, parameter)
+
+
+def copy_parameters(module: nn.Module, layout: Layout, parameters: Vector) -> None:
+    """Gives a module on the CPU the weights of a canonical vector."""
+    named = dict(module.named_parameters())
+    for place in layout.places:
+        part = parameters[place.offset : place.offset + place.num_elements]
+        # By numpy: torch warns of vectors that cannot be written, such as those of snapshots.
+        own = named[place.name].detach().numpy()
+        own[...] = part.reshape(own.shape)
 
 
 def container_of_layers(module: nn.Module) -> tuple[str, list[str]]:
@@ -402,7 +416,7 @@ class BufferWatch:
         now = dict(self._buffers())
         for place, (kind, was, version, value) in self._before.items():
             buffer = now.get(place)
-            if buffer is not was or buffer._version != version or not _holds(buffer, value):
+            if buffer is not was or buffer._version != version or not holds(buffer, value):
                 raise changed_buffer(place[1], kind)
 
     def _buffers(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
@@ -413,7 +427,8 @@ class BufferWatch:
                     yield (number, name), buffer
 
 
-def _holds(buffer: Tensor, was: Tensor) -> bool:
+def holds(buffer: Tensor, was: Tensor) -> bool:
+    """Whether a buffer of the same shape has these values; what is no number is one."""
     return torch.equal(buffer, was) or (
         buffer.is_floating_point() and torch.allclose(buffer, was, rtol=0, atol=0, equal_nan=True)
     )

@@ -1,7 +1,6 @@
 """The decoder that comes with Atoll, as an architecture: every axis of a mesh can cut it."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.overrides import TorchFunctionMode
 
-from node.island.models.architecture import Roles, Tree
+from node.island.models.architecture import Architecture, Roles, Tree
 from node.island.models.decoder_modules import (
     Decoder,
     DecoderLayer,
@@ -29,7 +28,7 @@ from node.island.models.decoder_modules import (
     rotary_tables,
 )
 from node.island.parallel.mesh import Mesh
-from node.island.parallel.pipeline import ContextAttention, positions_of
+from node.island.parallel.pipeline import ContextAttention, Ends, positions_of
 from node.island.ranks.accelerator import LossScale
 from protocol.run.run_spec import RunSpec
 
@@ -48,7 +47,7 @@ class _NothingDrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class DecoderArchitecture(TokenInputs):
+class DecoderArchitecture(TokenInputs, Architecture):
     """See Architecture."""
 
     draws = False
@@ -150,14 +149,6 @@ class DecoderArchitecture(TokenInputs):
             loss_scale=loss_scale,
         )
 
-    def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
-        """See Architecture."""
-        return None
-
-    def frozen_values(self, names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
-        """See Architecture."""
-        raise AssertionError("all of it is trained")
-
     def roles(self, part: nn.Module) -> Roles:
         """See Architecture."""
         named = dict(part.named_parameters())
@@ -183,7 +174,7 @@ class DecoderArchitecture(TokenInputs):
         return None
 
 
-class _Ends:
+class _Ends(Ends):
     """See node.island.parallel.pipeline.Ends."""
 
     may_count = False
@@ -202,10 +193,6 @@ class _Ends:
         assert self._mesh.devices is not None
         mesh = self._mesh.devices["tensor"]
         return mean_nats(DTensor.from_local(output, mesh, [Shard(2)], run_check=False), inputs[1])
-
-    def leave_metric(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | None:
-        """See Ends."""
-        return None
 
 
 def _decoder(part: nn.Module) -> Decoder:

@@ -17,8 +17,7 @@ import torch.nn.functional as F  # noqa: N812 — its usual name
 from torch import Tensor, nn
 
 from node.island.models.architecture import Counted
-from node.outer_state import Vector
-from protocol.run.models import DecoderModel, Layout, RopeScaling
+from protocol.run.models import DecoderModel, RopeScaling
 
 
 def rotary_tables(spec: DecoderModel) -> tuple[Tensor, Tensor]:
@@ -31,9 +30,8 @@ def rotary_tables(spec: DecoderModel) -> tuple[Tensor, Tensor]:
     frequencies = 1.0 / spec.rope_theta ** (torch.arange(0, head_size, 2).float() / head_size)
     if spec.rope_scaling is not None:
         frequencies = stretched(frequencies, spec.rope_scaling)
-    angles = torch.outer(
-        torch.arange(spec.context).float(), frequencies
-    )  # [context, head size / 2]
+    positions = torch.arange(spec.context).float()
+    angles = torch.outer(positions, frequencies)  # [context, head size / 2]
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -326,15 +324,6 @@ class Objective(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Mean nats per token over tokens and targets, each [B, T]; `documents` as in Decoder."""
         return mean_nats(self.decoder(tokens, documents), targets)
-
-
-def copy_parameters(decoder: Decoder, layout: Layout, parameters: Vector) -> None:
-    """Gives the decoder the weights of a canonical vector."""
-    named = dict(decoder.named_parameters())
-    for place in layout.places:
-        part = parameters[place.offset : place.offset + place.num_elements]
-        # By numpy: torch warns of vectors that cannot be written, such as those of snapshots.
-        named[place.name].detach().numpy()[...] = part.reshape(place.shape)
 
 
 class TokenInputs:

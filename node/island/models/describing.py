@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from node.island.models.architecture import Tree, changed_buffer, tensors_of
+from node.island.models.architecture import Tree, changed_buffer, copy_parameters, tensors_of
 from node.island.models.running_statistics import norms_of, statistics_of
 from node.outer_state import Vector
 from protocol.errors import AtollError, ConfigError, UsageError
@@ -123,16 +123,6 @@ def _vector_of_values(values: Iterable[tuple[str, Tensor]], spec: RunSpec) -> Ve
     return vector
 
 
-def fill(model: nn.Module, spec: RunSpec, vector: Vector) -> None:
-    """Gives a module on the CPU the values of a canonical vector."""
-    named = dict(model.named_parameters())
-    with torch.no_grad():
-        for place in layout_of(spec).places:
-            own = named[place.name]
-            values = vector[place.offset : place.offset + place.num_elements].reshape(own.shape)
-            own.copy_(torch.from_numpy(np.array(values)))
-
-
 def export_state(
     spec: RunSpec,
     vector: Vector,
@@ -191,7 +181,7 @@ def model_with(spec: RunSpec, vector: Vector, *, base: Path | None = None) -> An
     if spec.adapters is not None:
         return merged_model(spec, base, _values_of(spec, vector))
     model = random_model(spec)
-    fill(model, spec, vector)
+    copy_parameters(model, layout_of(spec), vector)
     return model
 
 

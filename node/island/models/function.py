@@ -27,8 +27,10 @@ from node.island.models.architecture import (
     Tree,
     check_frozen,
     check_tensors,
+    copy_parameters,
     digest_of_values,
     few_values_of,
+    holds,
     without_memory,
 )
 from node.island.models.code import (
@@ -45,7 +47,7 @@ from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, ConfigError, UsageError
-from protocol.run.models import Description, FunctionModel, StageUnit, TensorStyle
+from protocol.run.models import Description, FunctionModel, StageUnit, TensorStyle, layout_of
 from protocol.run.run_spec import RunSpec
 
 Loss = Callable[[nn.Module, Tree], Any]
@@ -282,8 +284,6 @@ def _statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dic
 
     Raises AtollError where the code or the data are not here.
     """
-    from node.island.models.describing import fill
-
     if spec.data.source != "function":
         raise UsageError(
             "running statistics are computed here of samples that a function of the run gives, and those of "
@@ -294,8 +294,8 @@ def _statistics_for(spec: RunSpec, parameters: Vector, code: Path | None) -> dic
     find_code(code)
     torch.manual_seed(spec.run.seed)
     found, data = brought(spec), FunctionData(spec)
-    fill(found.module, spec, parameters)
-    order = SampleOrder(seed=spec.run.seed, num_samples=data.num_samples)
+    copy_parameters(found.module, layout_of(spec), parameters)
+    order = SampleOrder.of(spec.run.seed, data)
     with averaging([found.module]):
         for numbers in batches_for(spec, order, data.num_samples):
             found.loss(found.module, data.batch("training", numbers))
@@ -485,9 +485,7 @@ def _refuse_drawn_buffers(spec: RunSpec, module: nn.Module) -> None:
 def _is_constant(buffer: Tensor, again: Tensor | None) -> bool:
     if again is None or buffer.is_meta or again.is_meta or buffer.shape != again.shape:
         return False
-    return torch.equal(buffer, again) or (
-        buffer.is_floating_point() and torch.allclose(buffer, again, rtol=0, atol=0, equal_nan=True)
-    )
+    return holds(buffer, again)
 
 
 def _stages_of(spec: RunSpec, batch: Tree) -> tuple[StageUnit, ...]:

@@ -8,12 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from node.island.models.decoder_modules import (
-    Attention,
-    Decoder,
-    attend_to_earlier,
-    copy_parameters,
-)
+from node.island.models.architecture import copy_parameters
+from node.island.models.decoder_modules import Attention, Decoder, attend_to_earlier
 from node.outer_state import Vector
 from protocol.errors import UsageError
 from protocol.run.models import DecoderModel, TransformersModel, layout_of

@@ -4,15 +4,22 @@ Rooms for kinds of modules build on it; what only the built-in decoder can do is
 start (node.island.parallel.mesh_shape).
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from node.island.models.architecture import Roles, Tree, layers_of, roles_of, shared_names, tie
+from node.island.models.architecture import (
+    Architecture,
+    Roles,
+    layers_of,
+    roles_of,
+    shared_names,
+    tie,
+)
 from node.island.models.stages import Cut
 from node.island.models.tensor_plan import cut_by_plan
 from node.island.parallel.mesh import Mesh
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
     from node.island.parallel.pipeline import Pipeline
 
 
-class GenericArchitecture(ABC):
+class GenericArchitecture(Architecture):
     """The part of Architecture that needs to know nothing but the module."""
 
     def __init__(self, spec: RunSpec) -> None:
@@ -66,14 +73,9 @@ class GenericArchitecture(ABC):
         """See Architecture."""
         assert self.spec.description is not None
         shared = shared_names(part)
-        cut_by_plan(
-            part, devices, self.spec.description.tensor_plan
-        )  # a stage has less than it names
+        # A stage has less than the plan names.
+        cut_by_plan(part, devices, self.spec.description.tensor_plan)
         tie(part, shared)
-
-    def cut_by_context(self, part: nn.Module, mesh: Mesh) -> None:
-        """See Architecture."""
-        raise AssertionError("check_shape has refused it")
 
     def gathered_together(
         self, part: nn.Module, dtype: torch.dtype
@@ -82,10 +84,6 @@ class GenericArchitecture(ABC):
         for layer in self.layers(part):
             yield [layer], torch.float32
         yield [part], torch.float32
-
-    def fill_buffers(self, part: nn.Module, mesh: Mesh, device: torch.device) -> None:
-        """See Architecture."""
-        return  # they were never without memory
 
     def layers(self, part: nn.Module) -> Sequence[nn.Module]:
         """See Architecture."""
@@ -115,10 +113,6 @@ class GenericArchitecture(ABC):
             dtype=dtype,
             loss_scale=loss_scale,
         )
-
-    def metric(self, part: nn.Module, inputs: tuple[Tree, ...]) -> Tensor | None:
-        """See Architecture."""
-        return None
 
     def roles(self, part: nn.Module) -> Roles:
         """See Architecture."""

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from node.island.data.dataset import Tree
-from node.island.models.architecture import Counted
-from node.island.models.describing import fill
+from node.island.models.architecture import Counted, copy_parameters
 from node.island.models.function import FunctionArchitecture, random_module
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import MeshShape
 from node.island.ranks.accelerator import autocast
 from node.outer_state import Vector
 from protocol.errors import ConfigError
+from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _expected(
     """Of the whole module, in the precision of training: what that rounds away is no fault of a plan."""
     architecture = FunctionArchitecture(spec)
     whole = random_module(spec).eval()
-    fill(whole, spec, parameters)
+    copy_parameters(whole, layout_of(spec), parameters)
     on_cpu = tree_map(lambda each: each.cpu(), architecture.inputs(batch))
     with autocast(dtype, torch.device("cpu")):
         result: Tensor | Counted = architecture.objective(whole)(*on_cpu)

@@ -113,30 +113,10 @@ def positions_within(documents: Tensor) -> Tensor:
 
 
 KEEPS_DOCUMENTS_APART = (
-    *(
-        "cohere",
-        "cohere2",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-    ),
-    *(
-        "granite",
-        "llama",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "phi",
-        "phi3",
-    ),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+    *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_bigcode"),
+    *("gpt_neox", "granite", "llama", "ministral3", "mistral", "mixtral", "olmo2", "olmo3"),
+    *("olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    *("stablelm", "starcoder2"),
 )
 """Kinds of models of which a test shows that documents in a row come out as each by itself does.
 
@@ -423,9 +403,8 @@ def _influences(model: "PreTrainedModel", num_tokens: int) -> tuple[float, float
         vocabulary = model.get_input_embeddings().weight.shape[0]
         tokens = torch.randint(vocabulary, (1, num_tokens), generator=draws)
         logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
-        answers = logits[
-            :, :half
-        ]  # some sum of them: a plain one is the same for all inputs, often
+        # Some sum of them: a plain one is the same for all inputs, often.
+        answers = logits[:, :half]
         (answers * torch.randn(answers.shape, generator=draws)).sum().backward()  # type: ignore[no-untyped-call]
     finally:
         handle.remove()
@@ -521,9 +500,8 @@ def merged_model(
         module.merge()
     for name, module in adapted.items():
         owner, _, own = name.rpartition(".")
-        if (
-            owner not in adapted
-        ):  # else within another of the same module: of several matrices each has one
+        # Else within another of the same module: of several matrices each has one.
+        if owner not in adapted:
             setattr(model.get_submodule(owner), own, module.get_base_layer())
     return model
 

@@ -29,10 +29,6 @@ _MOMENTS = {"adamw": 2, "muon": 1}  # Muon leaves some tensors to AdamW, which t
 _PROCESS_BYTES = 100 << 20  # what a forked rank has of its own; a GPU's context was not measured
 _GPU_MARGIN, _GPU_BYTES = 1.15, 3_000_000_000  # beside a rank's tensors, of a GPU's memory
 
-ESTIMATE_FACTOR = 1.3
-"""What a rank's tensors take and what is estimated are within this factor of each other, for models
-that fill some megabytes. Measured: benchmarks/island, on the CPU."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:

@@ -313,8 +313,7 @@ def held_by(
                 continue
             box, is_first = _box_of(places[name], parameter)
             # With grad mode on, to_local() of a parameter refuses edits.
-            values = parameter.detach()
-            local = values.to_local() if isinstance(values, DTensor) else values
+            local = local_of(parameter.detach())
             yield Held(
                 box=box,
                 local=local if local.ndim else local.view(1),  # as the run describes a scalar
@@ -338,6 +337,12 @@ def _box_of(place: TensorPlace, parameter: Tensor) -> tuple[Box, bool]:
     return Box(place=place, start=start, size=size), is_first
 
 
+def local_of(tensor: Tensor | None) -> Tensor:
+    """The rank's own part of a tensor, which may be spread over ranks."""
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def extent_of(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where the rank's part of a tensor that is spread over ranks begins, and its size."""
     assert isinstance(parameter, DTensor)
@@ -353,9 +358,7 @@ def fill(parameter: nn.Parameter, whole: Tensor) -> None:
     """Gives a rank's part of a tensor its values, from the whole of it on the CPU."""
     place = TensorPlace(name="", shape=tuple(whole.shape), offset=0, num_elements=whole.numel())
     box, _ = _box_of(place, parameter)
-    values = parameter.detach()
-    local = values.to_local() if isinstance(values, DTensor) else values
-    local.copy_(box.of(whole.reshape(-1)))
+    local_of(parameter.detach()).copy_(box.of(whole.reshape(-1)))
 
 
 WHOLE = slice(0, sys.maxsize)

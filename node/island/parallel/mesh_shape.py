@@ -266,25 +266,19 @@ def _cut_by_tensor(spec: RunSpec, described: Description) -> Iterator[tuple[str,
     for key in ("num_attention_heads", "num_key_value_heads"):
         if isinstance(number := described.config.get(key), int):
             yield key, number
-    styles = [
-        (re.compile(_pattern_of(name)), style) for name, style in described.tensor_plan.items()
-    ]
+    plan = described.tensor_plan
     for tensor in spec.tensors:
         module = tensor.name.rpartition(".")[0]
-        style = next((style for pattern, style in styles if pattern.fullmatch(module)), None)
+        style = next((plan[pattern] for pattern in plan if matches(pattern, module)), None)
         if style == "row" and len(tensor.shape) == 2:
             yield f"the columns of {tensor.name}", tensor.shape[1]
         elif style in ("column", "table"):
             yield f"the rows of {tensor.name}", tensor.shape[0]
 
 
-def _pattern_of(name: str) -> str:
-    return re.escape(name).replace(r"\*", r"[^.]+")
-
-
 def matches(pattern: str, module: str) -> bool:
     """Whether a plan's name, with `*` for parts of names, means a module."""
-    return re.fullmatch(_pattern_of(pattern), module) is not None
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), module) is not None
 
 
 def _of_tensor(shape: MeshShape, model: DecoderModel) -> Iterator[tuple[str, str]]:
@@ -411,12 +405,7 @@ PLAIN = LocalTraining()
 """Everything at once, in fp32: what tests and simulations train with."""
 
 
-Setting = Literal[
-    "micro_batch",
-    "selective",
-    "full",
-    "compile",
-]
+Setting = Literal["micro_batch", "selective", "full", "compile"]
 Feature = Literal["shard", "zero", "tp", "pp", "zero-bubble", "cp", "offload"]
 """What of a mesh is more than whole copies of the model; "zero" is shards of the optimizer alone, and
 "zero-bubble" a pipeline whose schedule takes backward in two halves."""
@@ -453,6 +442,14 @@ def check_local(spec: RunSpec, local: LocalTraining) -> None:
                 f"{words} is done layer by layer, and no layers were found in this model",
                 next_step=f"{instead} in node.toml",
             )
+
+
+def check_mesh(shape: MeshShape, spec: RunSpec, local: LocalTraining) -> None:
+    """Raises ConfigError for whatever of the run or of the settings does not go with the mesh."""
+    check_shape(shape, spec)
+    check_batch(shape, spec)
+    check_combination(shape, local)
+    check_local(spec, local)
 
 
 def may_be_traced(shape: MeshShape, local: LocalTraining) -> bool:

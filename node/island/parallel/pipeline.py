@@ -23,12 +23,11 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from node.island.models.architecture import Counted, Tree
 from node.island.models.decoder_modules import attend_to_earlier
-from node.island.parallel.mesh import Mesh
+from node.island.parallel.mesh import Mesh, local_of
 from node.island.parallel.mesh_shape import ScheduleName
 from node.island.parallel.modules import plain
 from node.island.ranks.accelerator import LossScale, autocast
@@ -47,9 +46,8 @@ SCHEDULES: dict[ScheduleName, Any] = {
 class Ends(Protocol):
     """What a model does with samples where a pipeline begins, and where it ends."""
 
-    @property
-    def may_count(self) -> bool:
-        """Whether its loss may be a Counted one."""
+    may_count: bool
+    """Whether its loss may be a Counted one."""
 
     def enter(self, inputs: tuple[Tree, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the first stage is called with."""
@@ -59,6 +57,7 @@ class Ends(Protocol):
 
     def leave_metric(self, output: Tensor, inputs: tuple[Tree, ...]) -> Tensor | None:
         """See Architecture.metric."""
+        return None
 
 
 class Pipeline:
@@ -217,7 +216,7 @@ def _travelling(shape: tuple[int, ...] | None, part: nn.Module, inputs: object, 
 
     Raises ConfigError for another shape than the one that is waited for; there is none at the end.
     """
-    own = output.to_local() if isinstance(output, DTensor) else output
+    own = local_of(output)
     if shape is None:
         return own
     if tuple(own.shape[1:]) != shape:

@@ -71,17 +71,10 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Measure single samples at other parameters, which are shared; answered with Losses."""
+    """Measure single samples at other parameters, which are shared; answered with their losses in nats."""
 
     names: SharedNames
     places: tuple[int, ...]  # of the sample order
-
-
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """Of single samples, in nats per token."""
-
-    nats: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,7 @@ from node.island.checkpoints.folder import About, CheckpointFolder, Kept, Loaded
 from node.island.checkpoints.resuming import Resuming
 from node.island.data.places import DataPlaces
 from node.island.island import Evaluation, InnerReport, InnerWork, Island, Progress
-from node.island.parallel.mesh_shape import (
-    PLAIN,
-    LocalTraining,
-    MeshShape,
-    check_batch,
-    check_combination,
-    check_local,
-    check_shape,
-)
+from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, check_mesh
 from node.island.ranks.commands import (
     Adopt,
     Alive,
@@ -39,7 +31,6 @@ from node.island.ranks.commands import (
     Failed,
     Halt,
     Keep,
-    Losses,
     Measure,
     MeetingPoint,
     Order,
@@ -271,10 +262,7 @@ class ProcessIsland(Island):
         """As start, but without a checkpoint: of several hosts, all have to agree on it."""
         if self._members or self._spawning:
             raise RuntimeError("the island is started already")
-        check_shape(self.shape, self.spec)
-        check_batch(self.shape, self.spec)
-        check_combination(self.shape, self.local)
-        check_local(self.spec, self.local)
+        check_mesh(self.shape, self.spec, self.local)
         self._broken = None
         self._number = 0
         self._meeting = TemporaryFolder("ranks")
@@ -371,7 +359,7 @@ class ProcessIsland(Island):
         beside = await asyncio.to_thread(_shared_copy, parameters)
         try:
             order = Measure(beside.names, tuple(places))
-            return (await self._answer_of(order, Losses)).nats
+            return await self._answer_of(order, tuple)
         finally:
             beside.close()
 

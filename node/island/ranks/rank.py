@@ -35,7 +35,6 @@ from node.island.ranks.commands import (
     Failed,
     Halt,
     Keep,
-    Losses,
     Measure,
     Order,
     Publish,
@@ -151,6 +150,9 @@ class _Rank:
             order = self._connection.recv()
 
     def _carry_out(self, number: int, command: Command) -> object:
+        def alive() -> None:
+            self._connection.send(Alive())
+
         match command:
             case Begin():
                 return self._corpus.summary()
@@ -171,17 +173,11 @@ class _Rank:
             case Keep(folder, round_, is_waited, set_id):
                 return self._writer.keep(folder, round_, set_id=set_id, is_waited=is_waited)
             case Evaluate():
-                return self._trainer.evaluate_at(
-                    self._vectors.parameters, lambda: self._connection.send(Alive())
-                )
+                return self._trainer.evaluate_at(self._vectors.parameters, alive)
             case Measure(names, places):
                 beside = SharedVectors.attach(names)
                 try:
-                    return Losses(
-                        self._trainer.losses_at(
-                            beside.parameters, places, lambda: self._connection.send(Alive())
-                        )
-                    )
+                    return self._trainer.losses_at(beside.parameters, places, alive)
                 finally:
                     beside.close()
             case Train(work):

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,7 +29,7 @@ from node.island.models.architecture import (
     kept_buffers,
 )
 from node.island.models.running_statistics import averaging, norms_of
-from node.island.parallel.mesh import Mesh, fill
+from node.island.parallel.mesh import Mesh, fill, local_of
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining
 from node.island.parallel.modules import (
     GradientClipping,
@@ -368,14 +367,9 @@ class Engine:
         if not self._tied:
             return
         with torch.no_grad():
-            gradients = [_local(weight.grad) for weight in self._tied]
+            gradients = [local_of(weight.grad) for weight in self._tied]
             total = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
             if self._mesh.ends_group is not None:
                 dist.all_reduce(total, group=self._mesh.ends_group)
             for gradient in gradients:
                 gradient.copy_(total)
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -20,20 +20,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from node.island.models.architecture import Roles, roles_of
-from node.island.parallel.mesh import dealt, extent_of
+from node.island.parallel.mesh import dealt, extent_of, local_of
 from protocol.run.run_spec import InnerSection
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _EPSILON = 1e-7
-_MOST_ELEMENTS_AT_ONCE = (
-    1 << 22
-)  # small matrices go through the iteration together, large ones alone
-
+_MOST_ELEMENTS_AT_ONCE = 1 << 22  # small matrices are iterated together, large ones alone
 
 Corners = list[int]
 """A box of a matrix: first row and column, rows, columns."""
@@ -222,11 +218,11 @@ class RowwiseAdamW(_Uncompiled):
                 state: dict[str, Any] = self.state[table]
                 if not state:
                     state.update(self.zero_state(table))
-                gradient = _local(table.grad)
+                gradient = local_of(table.grad)
                 rows = gradient.flatten(1).ne(0).any(dim=1).nonzero().squeeze(1)
                 own = gradient[rows]
                 mean, square, steps = (
-                    _local(state[key]) for key in ("exp_avg", "exp_avg_sq", "row_steps")
+                    local_of(state[key]) for key in ("exp_avg", "exp_avg_sq", "row_steps")
                 )
                 new_mean = mean[rows].lerp_(own, 1 - beta1)
                 new_square = square[rows].mul_(beta2).addcmul_(own, own, value=1 - beta2)
@@ -234,7 +230,7 @@ class RowwiseAdamW(_Uncompiled):
                 mean[rows], square[rows], steps[rows] = new_mean, new_square, new_steps
                 scale = (1 - beta2**new_steps).sqrt() / (1 - beta1**new_steps)  # [rows, 1]
                 direction = new_mean / (new_square.sqrt() + group["eps"] * scale)
-                values = _local(table)
+                values = local_of(table)
                 values[rows] = values[rows] - group["lr"] * scale * direction
 
     @staticmethod
@@ -281,7 +277,7 @@ class Muon(_Uncompiled):
             for parameter, update in zip(
                 with_gradient, self._orthogonalised(directions), strict=True
             ):
-                values = _local(parameter)
+                values = local_of(parameter)
                 values.mul_(1 - group["lr"] * group["weight_decay"])
                 values.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
@@ -290,8 +286,8 @@ class Muon(_Uncompiled):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient = _local(cast("Tensor", parameter.grad))
-        mean = _local(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
+        gradient = local_of(parameter.grad)
+        mean = local_of(state["momentum_buffer"]).lerp_(gradient, 1 - momentum)
         return gradient.lerp(mean, momentum)
 
     def _orthogonalised(self, directions: list[Tensor]) -> list[Tensor]:
@@ -299,11 +295,6 @@ class Muon(_Uncompiled):
             return orthogonalised(directions, self.iteration_dtype)
         lower = [each.to(self.iteration_dtype) for each in directions]
         return self._whole.apply(lambda all_of: orthogonalised(all_of, self.iteration_dtype), lower)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The rank's own part, where there are others."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def orthogonalised(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

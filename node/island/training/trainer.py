@@ -44,10 +44,7 @@ from node.island.parallel.mesh import (
 from node.island.parallel.mesh_shape import (
     PLAIN,
     LocalTraining,
-    check_batch,
-    check_combination,
-    check_local,
-    check_shape,
+    check_mesh,
     goes_by_a_plan,
     may_be_traced,
 )
@@ -177,10 +174,7 @@ class Trainer:
         clock: Clock,
         local: LocalTraining = PLAIN,
     ) -> None:
-        check_shape(mesh.shape, spec)
-        check_batch(mesh.shape, spec)
-        check_combination(mesh.shape, local)
-        check_local(spec, local)
+        check_mesh(mesh.shape, spec, local)
         self._spec = spec
         self._corpus = corpus
         self._device = device
@@ -198,9 +192,7 @@ class Trainer:
         self._engine = Engine(spec=spec, mesh=mesh, device=device, local=local)
         self._optimizers = self._engine.optimizers(spec.inner)
         self._buffers: BufferWatch | None = BufferWatch(self._engine.parts)  # for the first step
-        self._order = SampleOrder(
-            seed=spec.run.seed, num_samples=corpus.num_samples, num_together=corpus.num_together
-        )
+        self._order = SampleOrder.of(spec.run.seed, corpus)
         self._counted_tokens = 0  # since training of a round began
         self._has_plan_to_check = goes_by_a_plan(mesh.shape, spec)
         self._rewarming = Rewarming(rewarming_steps(spec))
@@ -299,9 +291,7 @@ class Trainer:
         self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
         rests = Rests(self._load, clock=self._clock, rest=rest)
-        warm_at = (
-            started  # libraries wake up and layers compile in the first step: nobody rests for that
-        )
+        warm_at = started  # nobody rests for the first step, in which libraries wake up
         look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
             self._set_learning_rates(work, position_of(self._spec, work, step), scale)

@@ -16,7 +16,14 @@ are lost, a little more still. It is dealt out by max-min fairness (Bertsekas an
 Where a router between two nodes has forgotten a connection, nobody tells them: Linux sends again for a
 quarter of an hour, and libp2p asks after 40 s. So TCP is told to give up sooner (TCP_USER_TIMEOUT, RFC 5482).
 
-What deals (TcpShares) is pure: it is told the time, in seconds of any clock that only rises.
+On some paths small packets get through and large ones vanish (`NarrowPaths`). A tunnel on the way carries
+less than Ethernet's 1,500 bytes, and a firewall swallows what would tell the sender so (RFC 2923, section
+2.1: a "black hole"). Connections come to be, for handshakes are small, and each stands still at its first
+full packet until TCP gives it up. From one connection that looks as if the peer had gone. But a peer that is
+gone takes no new connection, and shakes no hand.
+
+What deals (TcpShares) and what finds such paths is pure: it is told the time, in seconds of any clock that
+only rises.
 """
 
 import asyncio
@@ -29,6 +36,7 @@ import stat
 import struct
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -37,7 +45,6 @@ from typing import NamedTuple
 import structlog
 
 from node.exchange.peers import Limits
-from node.exchange.transport.rates.uplink import NarrowPaths, Progress
 
 LEAST_GAIN = 1.25
 """So many times as fast as the uplink was seen to carry at best all may send together after losses. What was
@@ -182,6 +189,67 @@ def _dealt(rate: float, usable: Mapping[str, float]) -> dict[str, float]:
     return {name: share + left / len(dealt) for name, share in dealt.items()}
 
 
+TIMES_IN_A_ROW = 3
+"""So many connections to a host must end so before it is said. A bad radio ends one or two."""
+
+WITHIN_SECONDS = 60.0
+"""So soon one after the other: a node that moves, or a router that forgets, ends one now and then."""
+
+SHOOK_HANDS_BYTES = 500
+"""Acknowledged of a connection on which both sides have spoken."""
+
+MOST_SMALL_BYTES = 8 * 1024
+"""Acknowledged of one on which handshakes and offers went, and nothing else: they take half of that."""
+
+STANDS_STILL = 2
+"""So often in a row TCP has sent the same again."""
+
+REMEMBERED_SECONDS = 600.0
+"""For so long nothing large is tried there: then the path may be another one."""
+
+
+class NarrowPaths:
+    """To the hosts at the other ends of one process's connections."""
+
+    def __init__(self) -> None:
+        self._still: dict[str, str] = {}  # hosts of connections that stand still, by their names
+        self._ended: defaultdict[str, list[float]] = defaultdict(list)  # when, by host, lately
+        self._since: dict[str, float] = {}  # hosts that are known for it
+
+    def hosts(self, now: float) -> frozenset[str]:
+        """To which only small packets get through."""
+        for host in [h for h, since in self._since.items() if since + REMEMBERED_SECONDS < now]:
+            self._clear(host)
+        return frozenset(self._since)
+
+    def look(
+        self, connections: Mapping[str, TcpCount], hosts: Mapping[str, str], now: float
+    ) -> None:
+        """Takes note of all connections that there are, by names that no later one has."""
+        for name, seen in connections.items():
+            host = hosts.get(name, "")
+            is_still = (
+                seen.resent_in_a_row >= STANDS_STILL and seen.under_way_bytes >= seen.packet_bytes
+            )
+            if seen.acked_bytes > MOST_SMALL_BYTES:
+                self._clear(host)
+                self._still.pop(name, None)
+            elif is_still and seen.acked_bytes >= SHOOK_HANDS_BYTES:
+                self._still[name] = host
+            else:
+                self._still.pop(name, None)
+        for name in self._still.keys() - connections.keys():
+            host = self._still.pop(name)
+            lately = [at for at in self._ended[host] if at + WITHIN_SECONDS >= now]
+            self._ended[host] = [*lately, now]
+            if len(self._ended[host]) >= TIMES_IN_A_ROW:
+                self._since.setdefault(host, now)
+
+    def _clear(self, host: str) -> None:
+        self._ended.pop(host, None)
+        self._since.pop(host, None)
+
+
 class TcpPacing:
     """Of a child process's sockets. `why_not` says what keeps us from it, once that is known."""
 
@@ -277,18 +345,8 @@ class TcpPacing:
         return counts
 
     def _look_for_narrow_paths(self, counts: Mapping[str, TcpCount], now: float) -> None:
-        progress = {
-            name: Progress(
-                host=self._hosts.get(name, ""),
-                acked_bytes=count.acked_bytes,
-                under_way_bytes=count.under_way_bytes,
-                packet_bytes=count.packet_bytes,
-                resent_in_a_row=count.resent_in_a_row,
-            )
-            for name, count in counts.items()
-        }
         before = self._paths.hosts(now)
-        self._paths.look(progress, now)
+        self._paths.look(counts, self._hosts, now)
         for host in sorted(self._paths.hosts(now) - before):
             _log.warning(
                 "only small packets get through to a peer: larger ones get lost on the way",
@@ -361,13 +419,6 @@ def count_of(connection: socket.socket) -> TcpCount | None:
         packet_bytes=packet_bytes,
         resent_in_a_row=in_a_row,
     )
-
-
-def pacing_rate_of(connection: socket.socket) -> int:
-    """In bytes per second; the highest number of 64 bits for a connection that has none."""
-    size = struct.calcsize("=Q")
-    raw = connection.getsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, size)
-    return int.from_bytes(raw, sys.byteorder)
 
 
 class _GoneError(Exception):
