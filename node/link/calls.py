@@ -55,6 +55,7 @@ from protocol.wire import convert
 from protocol.wire.channel import DEADLINE_SECONDS, left_alone, open_channel, retried
 from protocol.wire.messages import (
     Message,
+    PassedOver,
     Report,
     RosterChanged,
     RosterTold,
@@ -152,6 +153,7 @@ class CoordinatorLink:
         self._meets = meets
         self.look_elsewhere = look_elsewhere
         self._host = host
+        self._passed_over: set[str] = set()  # names that the log has
         self._outside_ports: tuple[int, ...] = ()
         self.outside: tuple[str, ...] = ()
         """What the coordinator has seen of us lately, by multiaddresses: where routers put us."""
@@ -237,6 +239,10 @@ class CoordinatorLink:
             async for wire in call:
                 message = message_from_wire(wire)
                 match message:
+                    case PassedOver(name=name):
+                        if message.is_new_among(self._passed_over):
+                            log.info("passed over what a later release of Atoll tells", told=name)
+                        continue
                     case RosterTold():
                         members = {entry.node_id: entry for entry in message.members}
                     case RosterChanged(joined=joined, gone=gone):
