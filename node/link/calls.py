@@ -20,6 +20,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc.aio
@@ -553,3 +554,11 @@ async def run_of_coordinator(
     if reasons.num_tries:
         log.info("the coordinator is there", after_tries=reasons.num_tries)
     return spec
+
+
+async def run_in_force(folder: Path) -> RunSpec:
+    """The run file as it is amended, asked once of the coordinator that a node's folder names."""
+    async with open_channel(Credentials.load(folder)) as channel:
+        link = CoordinatorLink(SessionServiceStub(channel))
+        await link.get_run()
+        return link.rules
