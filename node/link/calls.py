@@ -31,6 +31,7 @@ from protocol.errors import (
     CertificateRefusedError,
     HeldBackError,
     NotPermittedError,
+    OtherSwarmError,
     ProtocolMismatchError,
     TemporaryError,
     UnavailableError,
@@ -365,7 +366,12 @@ class RenewingCalls:
                 self._has_told_of_asking = False
                 return answer
             except CertificateRefusedError as error:
-                await self._renew_refused(used, error)
+                try:
+                    await self._renew_refused(used, error)
+                except OtherSwarmError:
+                    if used is self._credentials:
+                        self._look_at_the_other()
+                    raise
                 answer = await getattr(SessionServiceStub(self._channel), method)(request)
                 log.info("the certificate was refused, and the identity has got a new one")
                 return answer
@@ -542,7 +548,7 @@ async def run_of_coordinator(
     async def ask() -> RunSpec:
         try:
             return await link.get_run()
-        except UnavailableError:
+        except (UnavailableError, OtherSwarmError):
             if not await link.look_elsewhere(None):
                 raise
             return await link.get_run()
