@@ -178,3 +178,13 @@ def test_a_refusal_that_names_no_file_may_be_a_wrong_call_of_ours(
 ) -> None:
     assert console.run(fails_with(PermissionError(errno.EPERM, "no")), []) == ExitCode.INTERNAL
     assert "a bug in Atoll" in capsys.readouterr().err
+
+
+def test_names_at_the_left_of_a_table_stay_in_one_piece_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = ("invite", "label", "role", "used", "here", "standing", "joined")
+    cells = ("0a3b2b01", "-", "own node", "1 of 1", "1 of all", "expires in 23 h", "a (20c3e051)")
+    console.terminal().print(console.table(columns, [cells]))
+    assert "0a3b2b01" in capsys.readouterr().out.split()
