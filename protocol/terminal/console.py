@@ -160,7 +160,18 @@ def _abandon_if_unwritable(stream: TextIO) -> None:
 def _as_sentence(text: str) -> str:
     """Turns click's 'No such option: --x.' into what reads well after 'atoll:', in one line."""
     text = " ".join(text.split())
+    for said, meant in _PLAINER.items():
+        text = text.replace(said, meant)
     return (text[:1].lower() + text[1:]).removesuffix(".")
+
+
+_PLAINER = {
+    "is not a valid integer range": "is not a whole number",
+    "is not a valid integer": "is not a whole number",
+    "is not a valid float range": "is not a number",
+    "is not a valid float": "is not a number",
+}
+"""What click says of a number that is none."""
 
 
 def is_coloured(stream: TextIO) -> bool:
