@@ -40,6 +40,7 @@ from coordinator.journal import (
     log_transition,
 )
 from coordinator.presets.choosing import Plan
+from coordinator.relay.forwarding import refuse_beside_the_moved
 from coordinator.relay.line import Carriage
 from coordinator.relay.one_port import HERE, OnePort
 from coordinator.relay.through import Through
@@ -152,6 +153,8 @@ class Coordinator:
             recovered = _recover(home, signer, opened)
             driver, rulings, watched = recovered.driver, recovered.rulings, recovered.watched
             opened.push_async_callback(driver.settled)
+            if carriage is None:
+                await refuse_beside_the_moved(home, config, rulings.all)
             await rulings.announce_key(home.key_number, home.tail_pem)
             ports = _bind(home, config, opened, is_carried=carriage is not None)
             lookout = Lookout(driver.clock.now)

@@ -58,7 +58,7 @@ class Enrolled:
     invite_id: str
     node_id: NodeId
     node_name: str
-    public_key: bytes
+    public_key: bytes  # empty: a ruling brought its joining back
     certificate_serial: str = ""  # of its latest certificate, in hexadecimal digits
 
 
@@ -160,6 +160,23 @@ class Invites:
             members = _members(connection)
         self._members = members  # only now, when it is on the disk
         return invite
+
+    def readmit(self, invite_id: str, *, node_id: NodeId, node_name: str) -> bool:
+        """Enrols who has redeemed an invite after this database was copied, as a ruling says.
+
+        Returns False, and changes nothing, where the invite is not known here: nobody can say then what its
+        members may do. Its expiry and its uses were looked at when it was redeemed.
+        """
+        with self._database.writing() as connection:
+            is_known = _invite(connection, invite_id) is not None
+            if is_known and all(one.node_id != node_id for one in enrolled(connection, invite_id)):
+                joined = Enrolled(
+                    invite_id=invite_id, node_id=node_id, node_name=node_name, public_key=b""
+                )
+                _put(connection, "enrolled", joined)
+            members = _members(connection)
+        self._members = members
+        return is_known
 
     def record_certificate(self, invite_id: str, node_id: NodeId, serial: int) -> None:
         """Remembers which certificate an enrolled node got last."""

@@ -25,7 +25,7 @@ from node.island.models.code import (
     is_allowed,
 )
 from node.island.parallel.auto_mesh import node_bytes
-from node.link.calls import CoordinatorLink
+from node.link.calls import run_in_force
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.limits import Limits
 from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
@@ -36,10 +36,7 @@ from protocol.run.run_spec import RunSpec
 from protocol.terminal import console
 from protocol.terminal.node_words import is_present
 from protocol.terminal.query import StatusLink
-from protocol.trust.credentials import Credentials
 from protocol.v1 import status_pb2
-from protocol.v1.session_pb2_grpc import SessionServiceStub
-from protocol.wire.channel import open_channel
 from protocol.wire.rounds import OWN_LOOP
 
 _DAY_SECONDS = 86_400
@@ -127,7 +124,7 @@ def first_look(folder: Path, command: Sequence[str], *, is_helper: bool) -> Iter
             yield f"devices: {error}"
     trains_on = "" if is_helper else f"{_in_words(devices, hardware)}, "
     try:
-        spec = asyncio.run(_run_of(folder))
+        spec = asyncio.run(run_in_force(folder))  # what follows are estimates
         with StatusLink(folder) as link:
             link.status()  # makes the connection, which takes several round trips
             asked_at = time.monotonic()
@@ -218,14 +215,6 @@ def other_software(ours: str, status: status_pb2.GetStatusResponse) -> Iterator[
         f"versions: {ours} here, and {others[0].heartbeat.software} on {others[0].node_name}: what is "
         "computed of the same samples may differ, so install what members have"
     )
-
-
-async def _run_of(folder: Path) -> RunSpec:
-    """As it is amended: what follows are estimates."""
-    async with open_channel(Credentials.load(folder)) as channel:
-        link = CoordinatorLink(SessionServiceStub(channel))
-        await link.get_run()
-        return link.rules
 
 
 def _takes(

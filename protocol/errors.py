@@ -151,6 +151,10 @@ class CertificateRefusedError(ProtocolMismatchError):
     """A certificate has ended, or is of keys that were changed: a member's identity gets it a new one."""
 
 
+class OtherSwarmError(ProtocolMismatchError):
+    """Another run's coordinator answers where ours is to be: ours may come back."""
+
+
 class NotPermittedError(AtollError):
     """Not invited, or no longer."""
 

@@ -19,10 +19,12 @@ from coordinator.relay.doors import EVERYWHERE, Doors, Limits, Place, Places, li
 from coordinator.relay.server import until_stopped
 from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
 from coordinator.store import Store
-from protocol.errors import NoInputError, UsageError
+from protocol.errors import AtollError, NoInputError, SystemRefusedError, UsageError
 from protocol.files.leftovers import require_open_files
 from protocol.terminal.logging import start_logging
+from protocol.trust.handshake import fetch_certificate
 from protocol.trust.invite import endpoint_of
+from protocol.trust.pki import has_issued
 from protocol.trust.rulings import Address, Ruling, checked_chain, moved_to
 
 DIAL_SECONDS = 10.0
@@ -118,6 +120,30 @@ def moved(store: Store, home: Home) -> Address:
             next_step="'atoll run move HOST' while it runs; then stop it, and start its copy there",
         )
     return address
+
+
+async def refuse_beside_the_moved(
+    home: Home, config: CoordinatorConfig, rulings: Sequence[Ruling]
+) -> None:
+    """Raises SystemRefusedError where this run's coordinator answers already at the address it moved to.
+
+    A service starts the old folder when its machine boots, and invites of before lead there: two
+    coordinators would part the run. Waits a few seconds where nothing answers.
+    """
+    there = new_address(rulings)
+    if there is None or (there.host, there.control_port) == (config.advertise, config.control_port):
+        return
+    try:
+        shown = await asyncio.to_thread(fetch_certificate, there.host, there.control_port)
+    except AtollError:
+        return
+    if has_issued(home.authority_pem, shown):
+        raise SystemRefusedError(
+            f"this run's coordinator has moved to {endpoint_of(there.host, there.control_port)}, and "
+            "answers there: two of them would part the run",
+            next_step=f"'atoll coordinator forward {home.directory}' carries nodes on from here; to come "
+            "back, stop the other one first",
+        )
 
 
 def is_here(host: str, listening: str) -> bool:

@@ -47,6 +47,13 @@ CALLS_A_SECOND = 100.0
 One that calls in a loop takes a twentieth of a core, not all of it."""
 
 
+REJOIN_SECONDS = 60.0
+"""After a start members bring back rulings that the database lacks: also who joined by which invite."""
+
+MOST_TOLD = 64
+"""Nodes that joined after a copy was made, and that its log names."""
+
+
 class CallRates:
     """How many calls each member has left: a bucket that fills with time (a token bucket)."""
 
@@ -91,6 +98,9 @@ class Gate:
         self._standing_of = standing_of
         self._on_member = on_member
         self._calls = CallRates(clock)
+        self._clock = clock
+        self._hears_members_until = clock() + REJOIN_SECONDS
+        self._told_unknown: set[NodeId] = set()
         self._wall_clock = wall_clock
 
     def node(self, context: Context) -> NodeId:
@@ -131,13 +141,7 @@ class Gate:
     def _member(self, node_id: NodeId, context: Context) -> NodeId:
         member = self._store.invites.member(node_id)
         if member is None:
-            # Its certificate is ours all the same.
-            raise NotPermittedError(
-                f"node {node_id} is not enrolled here: it joined after the copy was made from which the "
-                "coordinator goes on",
-                next_step="ask the run owner for a new invite, and type 'atoll join' in the same folder: key "
-                "and work stay",
-            )
+            raise self._unknown(node_id)
         standing = self._standing_of(node_id)
         refuse_barred(standing)
         if standing is None and member.needs_approval:
@@ -148,6 +152,31 @@ class Gate:
         self._on_member(context.peer(), node_id)
         self._calls.take(node_id)
         return node_id
+
+    def _unknown(self, node_id: NodeId) -> AtollError:
+        """Of a node whose certificate is ours, and whom the database does not know: it is older."""
+        what = (
+            f"node {node_id} is not enrolled here: it joined after the copy was made from which the "
+            "coordinator goes on"
+        )
+        if self._clock() < self._hears_members_until and self._store.invites.members():
+            return TemporaryError(
+                f"{what}, and members of before may yet bring back by which invite",
+                next_step=f"wait: this is known {REJOIN_SECONDS:.0f} s after the coordinator's start",
+            )
+        if node_id not in self._told_unknown and len(self._told_unknown) < MOST_TOLD:
+            self._told_unknown.add(node_id)
+            _log.warning(
+                "a node that joined after the copy was made is not let in: its invite is not known here",
+                node_id=node_id,
+                next_step="make an invite, 'atoll invite create', and send it to its owner, who types "
+                "'atoll join' in the same folder",
+            )
+        return NotPermittedError(
+            what,
+            next_step="ask the run owner for a new invite, and type 'atoll join' in the same folder: key "
+            "and work stay",
+        )
 
     def _principal(self, context: Context) -> Principal:
         principal = caller(context)

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import structlog
 
@@ -317,7 +318,26 @@ class Rulings:
                 await self._driver.apply(event, session=session)
             for ruling in lacking:
                 await self._rule_anew(ruling, session)
+            await self._readmit([*news, *lacking])
             return len(self.all)
+
+    async def _readmit(self, learned: Sequence[Ruling]) -> None:
+        """Lets in again who joined after this coordinator's copy was made, by an invite that it knows."""
+        for ruling in learned:
+            node_id, invite_id = ruling.node_id, ruling.invite_id
+            if ruling.kind is not RulingKind.JOINED or self.store.invites.member(node_id):
+                continue
+            readmit = partial(
+                self.store.invites.readmit,
+                invite_id,
+                node_id=node_id,
+                node_name=ruling.node_name,
+            )
+            if await self._driver.write(readmit):
+                name = ruling.node_name
+                _log.info("readmitted: it joined after the copy", node=name, invite=invite_id)
+                if ruling not in self.all:
+                    await self._note_joined(node_id, node_name=name, invite_id=invite_id)
 
     def _signed_rightly(self, brought: Sequence[SignedRuling]) -> list[Ruling]:
         """Without those by a key that had been replaced; raises BadDataError for one that nobody signed.
@@ -394,17 +414,20 @@ class Rulings:
     async def note_joined(self, node_id: str, *, node_name: str, invite_id: str) -> None:
         """Notes who joined by which invite; once for each of both."""
         async with self._turn:
-            for known in self.all:
-                is_joining = known.kind is RulingKind.JOINED
-                if is_joining and (known.node_id, known.invite_id) == (node_id, invite_id):
-                    return
-            await self._make(
-                RulingKind.JOINED,
-                by=COORDINATOR,
-                node_id=NodeId(node_id),
-                node_name=node_name,
-                invite_id=invite_id,
-            )
+            await self._note_joined(node_id, node_name=node_name, invite_id=invite_id)
+
+    async def _note_joined(self, node_id: str, *, node_name: str, invite_id: str) -> None:
+        for known in self.all:
+            is_joining = known.kind is RulingKind.JOINED
+            if is_joining and (known.node_id, known.invite_id) == (node_id, invite_id):
+                return
+        await self._make(
+            RulingKind.JOINED,
+            by=COORDINATOR,
+            node_id=NodeId(node_id),
+            node_name=node_name,
+            invite_id=invite_id,
+        )
 
     async def expel_for(self, equivocation: Equivocation, evidence: Evidence) -> bool:
         """Expels the member that a proof is of; once for each, or a readmitted one would go again."""

@@ -58,6 +58,7 @@ from protocol.wire.messages import (
     Finding,
     LeftOutSeen,
     Message,
+    PassedOver,
     Reduced,
     ResultRefused,
     RoundCommitted,
@@ -142,6 +143,7 @@ class SessionDesk:
         self._signer = signer
         self._rulings = rulings or Rulings(driver, run, signer)
         self._sent = SentMessages(signer)
+        self._passed_over: set[str] = set()  # names that the log has
         self._brought: dict[NodeId, Commit] = {}  # the last one that each node brought back
 
     def get_run(self, node_id: NodeId, request: pb.GetRunRequest) -> pb.GetRunResponse:
@@ -239,7 +241,12 @@ class SessionDesk:
         checks.at_most(request.reports, MAX_REPORTS, of="reports")
         state = self._driver.state
         current = state.open_round
-        told = [_reported(node_id, report, current, state.run_digest) for report in request.reports]
+        read = [_reported(node_id, report, current, state.run_digest) for report in request.reports]
+        told = [one for one in read if isinstance(one, Reported)]
+        for one in read:
+            if isinstance(one, PassedOver) and one.is_new_among(self._passed_over):
+                node, what = self._called(node_id), one.name
+                _log.info("passed over what a later release of Atoll tells", node=node, told=what)
         proofs = [one.report for one in told if isinstance(one.report, EquivocationSeen)]
         left_out = [one.report for one in told if isinstance(one.report, LeftOutSeen)]
         refused = [one.report for one in told if isinstance(one.report, ResultRefused)]
@@ -421,7 +428,7 @@ class SessionDesk:
 
 def _reported(
     node_id: NodeId, wire: pb.Report, current: Round | None, run_digest: Digest
-) -> Reported:
+) -> Reported | PassedOver:
     """A report that can be. `current` is the round whose reports can still matter.
 
     Of a round that is over, or has another plan here, nothing but its number is looked at: the plan is
@@ -430,7 +437,10 @@ def _reported(
     number = checks.count(wire.round, of="the round")
     current = current if current is not None and current.number == number else None
     most = 0 if current is None else len(current.assignments)
-    report = checks.report(report_from_wire(wire, most_contributors=most))
+    read = report_from_wire(wire, most_contributors=most)
+    if isinstance(read, PassedOver):
+        return read
+    report = checks.report(read)
     if (
         isinstance(report, Reduced)
         and current is not None

@@ -27,6 +27,7 @@ from coordinator.swarm.start import (
     is_evaluated,
     members_behind,
     missing,
+    waits_until,
 )
 from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, present_members
@@ -79,7 +80,7 @@ def _started(state: SwarmState, awaited: Awaited, now: float) -> str:
         waits.append(f"these {whose} to come back: {_names(state, absent)}")
     if ahead := [member.node_id for member in bringing(state)]:
         waits.append(f"the commits that are missing here: {_names(state, ahead)} bring them")
-    left = _left(awaited.until, now)
+    left = _left(waits_until(state, awaited), now)
     return f"the coordinator has started and waits for {' and for '.join(waits)}, {left}"
 
 

@@ -63,6 +63,10 @@ GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
 MARGIN = 1.5
 """The next round is given so many times what the newest one took, within the longest round's time."""
 
+RETURN_SECONDS = 30.0
+"""Within so long a node that lives has attached again, whatever the lease: it tries every 16 s at least, and
+looks elsewhere after 20 (node.link.session)."""
+
 SILENT_HEARTBEATS = 2
 """A member that is behind at the end is waited for until so many in a row are missing."""
 
@@ -80,10 +84,30 @@ def start(turn: Turn) -> None:
     state = replace(state, members=members, awaited=None, unsupplied_since=None, unfollowed=None)
     if node_ids:
         until = turn.now + longest_wait_seconds(state)
-        awaited = Awaited(node_ids=node_ids, until=until, from_session_id=state.next_session_id)
+        awaited = Awaited(
+            node_ids=node_ids,
+            until=until,
+            living_until=turn.now + max(state.rules.lease_seconds, RETURN_SECONDS),
+            from_session_id=state.next_session_id,
+        )
         state = replace(state, awaited=awaited)
         state = _with_deadlines_later(state, until - (turn.now if was is None else was.until))
     turn.state = state
+
+
+def waits_until(state: SwarmState, awaited: Awaited) -> float:
+    """When the run goes on without those who are not back.
+
+    Once one of them is back and a round could open, the others are waited for as long as a node that falls
+    silent: who lives has found the coordinator by then. Else the longest wait holds: nobody could go on, and
+    those who come may be the only ones with commits that this coordinator lacks.
+    """
+    back = [member for member in present_members(state) if _is_back(member, awaited)]
+    able = [member for member in back if not (member.is_helper or member.is_draining)]
+    is_one_back = any(member.node_id in awaited.node_ids for member in back)
+    if not is_one_back or len(able) < state.rules.min_nodes or bringing(state):
+        return awaited.until
+    return min(awaited.until, awaited.living_until)
 
 
 def longest_wait_seconds(state: SwarmState) -> float:
@@ -126,7 +150,7 @@ def end_waiting(turn: Turn) -> None:
     awaited = turn.state.awaited
     if awaited is None:
         return
-    is_over = turn.now >= awaited.until
+    is_over = turn.now >= waits_until(turn.state, awaited)
     if not is_over and (missing(turn.state) or bringing(turn.state)):
         return
     turn.state = replace(
@@ -155,9 +179,14 @@ def _void_with_too_few(turn: Turn) -> None:
 def wait_longer(turn: Turn, seconds: float) -> None:
     """Nodes could not be heard for a while: whoever is waited for has this much time at least."""
     awaited = turn.state.awaited
-    if awaited is not None and (until := turn.now + seconds) > awaited.until:
-        state = _with_deadlines_later(turn.state, until - awaited.until)
-        turn.state = replace(state, awaited=replace(awaited, until=until))
+    if awaited is None:
+        return
+    until = turn.now + seconds
+    living_until = max(awaited.living_until, until + turn.state.rules.lease_seconds)
+    awaited = replace(awaited, living_until=living_until)
+    later = max(0.0, until - awaited.until)
+    state = _with_deadlines_later(turn.state, later)
+    turn.state = replace(state, awaited=replace(awaited, until=awaited.until + later))
 
 
 def time_of_round(state: SwarmState, now: float) -> float:

@@ -339,6 +339,7 @@ class Awaited:
 
     node_ids: tuple[NodeId, ...]  # in order
     until: float  # then the run goes on without them
+    living_until: float = 0.0  # likewise, where enough of them are back
     from_session_id: int  # sessions from this one on began after the start
 
 

@@ -69,6 +69,7 @@ from coordinator.swarm.start import (
     tell_learned,
     tell_when_all_is_learned,
     wait_longer,
+    waits_until,
 )
 from coordinator.swarm.state import RoundPhase, Rules, SwarmState
 from coordinator.swarm.steering import learn_rulings, rule
@@ -177,7 +178,7 @@ def next_deadline(state: SwarmState) -> float | None:
     if state.evaluating is not None:
         deadlines.append(state.evaluating.until)
     if state.awaited is not None:
-        return min([*deadlines, state.awaited.until])
+        return min([*deadlines, waits_until(state, state.awaited)])
     if state.open_round is not None:
         is_applying = state.open_round.phase is RoundPhase.APPLYING
         round_ = state.open_round

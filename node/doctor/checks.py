@@ -9,10 +9,11 @@ import contextlib
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 from urllib.request import getproxies
 
 from node.app import OPEN_FILES_PER_RANK, OWN_OPEN_FILES
@@ -20,6 +21,7 @@ from node.config import RULINGS_FILE, NodeSettings, is_loopback
 from node.disk.history import History, KeptRulings
 from node.doctor.network import ABOUT_ADDRESSES, Finding, Network, address_finding, wrong
 from node.kept import RUN_FILE
+from node.link.calls import run_in_force
 from node.machine.addresses import has_ipv6, interface_addresses, own_addresses, sources_to
 from node.machine.hardware import Hardware, congestion_control, likely_devices, look_around
 from node.machine.notices import NoAnswerError, cloud_here, service_of
@@ -29,6 +31,7 @@ from protocol.files.durable import FolderLock
 from protocol.files.leftovers import require_open_files
 from protocol.run.models import layout_of
 from protocol.run.run_files import run_from_json
+from protocol.run.run_spec import RunSpec
 from protocol.terminal import console
 from protocol.terminal.console import printable
 from protocol.terminal.node_words import NARROW, NARROW_STEP, is_present, ways_of
@@ -108,25 +111,39 @@ def open_files_findings(num_ranks: int) -> list[Finding]:
     return [Finding(about="open files", verdict="fine", what=f"{allowed} are allowed")]
 
 
-def disk_findings(folder: Path, settings: NodeSettings, num_ranks: int = 1) -> list[Finding]:
-    """Whether what the node keeps of its run fits on its disk, and how fast it is written."""
+def disk_findings(
+    folder: Path,
+    settings: NodeSettings,
+    num_ranks: int = 1,
+    *,
+    ask: Callable[[Path], Coroutine[Any, Any, RunSpec]] = run_in_force,
+) -> list[Finding]:
+    """Whether what the node keeps of its run fits on its disk, and how fast it is written.
+
+    A node that has joined and never started has no run file yet: its coordinator is asked.
+    """
     pace = (
         f"written at {console.bytes_in_words(settings.disk_budget.bytes_per_second)}/s on average"
     )
-    if not (folder / RUN_FILE).is_file():
-        free = console.bytes_in_words(shutil.disk_usage(folder if folder.is_dir() else ".").free)
-        what = f"{free} free; what a run needs shows once this node has met its coordinator"
-        return [Finding(about="disk", verdict="note", what=what)]
-    from node.records import Records
-
     try:
-        spec = run_from_json((folder / RUN_FILE).read_text(encoding="utf-8"))
+        if (folder / RUN_FILE).is_file():
+            spec = run_from_json((folder / RUN_FILE).read_text(encoding="utf-8"))
+            rules = KeptRulings(spec, path=folder / RULINGS_FILE).in_force
+        elif (folder / LINK_FILE).is_file():
+            try:
+                spec = rules = asyncio.run(ask(folder))
+            except AtollError as error:
+                return [_need_not_known(folder, f"is not known: {error.what}")]
+        else:
+            return [_need_not_known(folder, "shows once this node has joined one")]
+        from node.records import Records
+
         records = Records.of(
             folder,
             settings,
             spec,
             layout_of(spec),
-            rules=KeptRulings(spec, path=folder / RULINGS_FILE).in_force,
+            rules=rules,
             history=History(None),
             num_ranks=num_ranks,
         )
@@ -139,6 +156,11 @@ def disk_findings(folder: Path, settings: NodeSettings, num_ranks: int = 1) -> l
     held = console.bytes_in_words(sum(need.held_bytes for need in records.needs))
     what = f"at most {kinds}; {held} of it is there, {pace}"
     return [Finding(about="disk", verdict="fine", what=what)]
+
+
+def _need_not_known(folder: Path, why: str) -> Finding:
+    free = console.bytes_in_words(shutil.disk_usage(folder if folder.is_dir() else ".").free)
+    return Finding(about="disk", verdict="note", what=f"{free} free; what a run needs {why}")
 
 
 def coordinator_findings(

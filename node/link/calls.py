@@ -20,6 +20,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import grpc.aio
@@ -30,6 +31,7 @@ from protocol.errors import (
     CertificateRefusedError,
     HeldBackError,
     NotPermittedError,
+    OtherSwarmError,
     ProtocolMismatchError,
     TemporaryError,
     UnavailableError,
@@ -55,6 +57,7 @@ from protocol.wire import convert
 from protocol.wire.channel import DEADLINE_SECONDS, left_alone, open_channel, retried
 from protocol.wire.messages import (
     Message,
+    PassedOver,
     Report,
     RosterChanged,
     RosterTold,
@@ -151,6 +154,7 @@ class CoordinatorLink:
         self._meets = meets
         self.look_elsewhere = look_elsewhere
         self._host = host
+        self._passed_over: set[str] = set()  # names that the log has
         self._outside_ports: tuple[int, ...] = ()
         self.outside: tuple[str, ...] = ()
         """What the coordinator has seen of us lately, by multiaddresses: where routers put us."""
@@ -236,6 +240,10 @@ class CoordinatorLink:
             async for wire in call:
                 message = message_from_wire(wire)
                 match message:
+                    case PassedOver(name=name):
+                        if message.is_new_among(self._passed_over):
+                            log.info("passed over what a later release of Atoll tells", told=name)
+                        continue
                     case RosterTold():
                         members = {entry.node_id: entry for entry in message.members}
                     case RosterChanged(joined=joined, gone=gone):
@@ -357,7 +365,12 @@ class RenewingCalls:
                 self._has_told_of_asking = False
                 return answer
             except CertificateRefusedError as error:
-                await self._renew_refused(used, error)
+                try:
+                    await self._renew_refused(used, error)
+                except OtherSwarmError:
+                    if used is self._credentials:
+                        self._look_at_the_other()
+                    raise
                 answer = await getattr(SessionServiceStub(self._channel), method)(request)
                 log.info("the certificate was refused, and the identity has got a new one")
                 return answer
@@ -534,7 +547,7 @@ async def run_of_coordinator(
     async def ask() -> RunSpec:
         try:
             return await link.get_run()
-        except UnavailableError:
+        except (UnavailableError, OtherSwarmError):
             if not await link.look_elsewhere(None):
                 raise
             return await link.get_run()
@@ -546,3 +559,11 @@ async def run_of_coordinator(
     if reasons.num_tries:
         log.info("the coordinator is there", after_tries=reasons.num_tries)
     return spec
+
+
+async def run_in_force(folder: Path) -> RunSpec:
+    """The run file as it is amended, asked once of the coordinator that a node's folder names."""
+    async with open_channel(Credentials.load(folder)) as channel:
+        link = CoordinatorLink(SessionServiceStub(channel))
+        await link.get_run()
+        return link.rules

@@ -17,10 +17,10 @@ from protocol.errors import (
     BadDataError,
     CannotCreateError,
     ExpelledError,
-    HeldBackError,
     NoInputError,
     NotPermittedError,
     ProtocolMismatchError,
+    TemporaryError,
     UnavailableError,
     UsageError,
 )
@@ -185,7 +185,7 @@ def _require_forgotten(known: Credentials, folder: Path, invite: Invite) -> None
         try:
             with StatusLink(folder) as link:
                 link.status()
-        except (ExpelledError, HeldBackError):
+        except (ExpelledError, TemporaryError):
             raise
         except NotPermittedError:
             return

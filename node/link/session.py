@@ -19,8 +19,10 @@ from node.disk.history import KeptRulings
 from node.link.calls import AskMembers, Attachment, CoordinatorLink
 from protocol.errors import (
     AtollError,
+    CertificateRefusedError,
     CopyAttachedError,
     HeldBackError,
+    OtherSwarmError,
     TemporaryError,
     UnavailableError,
 )
@@ -203,11 +205,11 @@ class Session:
                 self._take_rulings(attachment)
                 self._node.on_attached(attachment)
                 await self._while_attached(attachment)
-            except (UnavailableError, TemporaryError) as error:
+            except (UnavailableError, OtherSwarmError, TemporaryError) as error:
                 self._session_id = None
                 absence = Absence(clock()) if absence is None else absence
                 away_seconds = clock() - absence.since
-                if isinstance(error, UnavailableError):
+                if isinstance(error, UnavailableError | OtherSwarmError):
                     self._link.reconnect()
                     if away_seconds >= LOOK_ELSEWHERE_SECONDS:
                         self._look_elsewhere()
@@ -375,7 +377,7 @@ class Session:
             try:
                 seconds = await renew()
                 log.info("the certificate is renewed", next_in_seconds=round(seconds))
-            except (UnavailableError, TemporaryError) as error:
+            except (CertificateRefusedError, UnavailableError, TemporaryError) as error:
                 seconds = RENEW_AGAIN_SECONDS
                 log.warning("the certificate is not renewed yet", why=error.what)
         await asyncio.Event().wait()  # the others decide when the session ends
@@ -395,12 +397,17 @@ class Session:
 
     async def _take_messages(self, attachment: Attachment) -> None:
         await self._bring_rulings(attachment)
-        async for message in self._link.messages(
-            attachment.session_id,
-            num_rulings=self._rulings.number,
-            rulings_digest=self._rulings.digest,
-        ):
-            self._node.on_message(message)
+        try:
+            async for message in self._link.messages(
+                attachment.session_id,
+                num_rulings=self._rulings.number,
+                rulings_digest=self._rulings.digest,
+            ):
+                self._node.on_message(message)
+        except (
+            CertificateRefusedError
+        ) as error:  # what that comes to is the next attach's to find out
+            raise TemporaryError(error.what, next_step=error.next_step) from error
         raise TemporaryError("the coordinator ended the stream of messages")
 
 

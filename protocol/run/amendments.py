@@ -5,6 +5,7 @@ of, and amendments touch none of these. What is in force in a round is the run f
 that round or before. Codecs are amended with their versions: all nodes must decode alike.
 """
 
+import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -82,7 +83,8 @@ def changes_of(texts: Sequence[str]) -> Changes:
         try:
             read = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:  # a shell has taken the quotes of a text away
-            read = value.strip() if key in TEXTS and _BARE.fullmatch(value.strip()) else None
+            may_be_text = key in TEXTS or key not in AMENDABLE  # which is refused for its key
+            read = value.strip() if may_be_text and _BARE.fullmatch(value.strip()) else None
         if not isinstance(read, int | float | str | bool):
             raise UsageError(
                 f"{value.strip()!r} is no value for {key}",
@@ -190,8 +192,10 @@ def _is_known(tables: dict[str, Any], table: str, name: str) -> bool:
 def _cannot(key: str, table: str, *, is_known: bool) -> UsageError:
     allowed = ", ".join(sorted(AMENDABLE))
     if not is_known:
+        near = difflib.get_close_matches(key, sorted(AMENDABLE), n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
         return UsageError(
-            f"the run file has no key {key!r}", next_step=f"what can change: {allowed}"
+            f"the run file has no key {key!r}{meant}", next_step=f"what can change: {allowed}"
         )
     why = _WHY_NOT.get(table, "nodes have begun with it")
     fork = (

@@ -160,7 +160,18 @@ def _abandon_if_unwritable(stream: TextIO) -> None:
 def _as_sentence(text: str) -> str:
     """Turns click's 'No such option: --x.' into what reads well after 'atoll:', in one line."""
     text = " ".join(text.split())
+    for said, meant in _PLAINER.items():
+        text = text.replace(said, meant)
     return (text[:1].lower() + text[1:]).removesuffix(".")
+
+
+_PLAINER = {
+    "is not a valid integer range": "is not a whole number",
+    "is not a valid integer": "is not a whole number",
+    "is not a valid float range": "is not a number",
+    "is not a valid float": "is not a number",
+}
+"""What click says of a number that is none."""
 
 
 def is_coloured(stream: TextIO) -> bool:
@@ -245,14 +256,22 @@ def terminal() -> "Console":
 def table(
     columns: Iterable[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()
 ) -> "Table":
-    """A borderless table; the columns named in `right` hold numbers and are aligned right."""
+    """A borderless table; the columns named in `right` hold numbers and are aligned right.
+
+    In a narrow terminal cells are folded, but not those of the first column: people copy names from there.
+    """
     from rich.table import Table
     from rich.text import Text
 
     numeric = set(right)
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        drawn.add_column(column, justify="right" if column in numeric else "left", overflow="fold")
+    for place, column in enumerate(columns):
+        drawn.add_column(
+            column,
+            justify="right" if column in numeric else "left",
+            overflow="fold",
+            no_wrap=place == 0,
+        )
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     return drawn

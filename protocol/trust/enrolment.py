@@ -15,6 +15,7 @@ from protocol.errors import (
     AnswerLostError,
     AtollError,
     CertificateRefusedError,
+    OtherSwarmError,
     ProtocolMismatchError,
     UnavailableError,
 )
@@ -109,8 +110,8 @@ async def enrol(
 async def renew_by_identity(credentials: Credentials, identity: Identity) -> Credentials:
     """A new certificate from the joining port, where the old one has ended or is of keys that were changed.
 
-    Raises UnavailableError when nothing answers, ProtocolMismatchError when it is not the swarm's
-    coordinator, and what the coordinator refuses with.
+    Raises UnavailableError when nothing answers, OtherSwarmError when it is another run's coordinator,
+    ProtocolMismatchError when it contradicts itself, and what the coordinator refuses with.
     """
     host, port = credentials.host, credentials.enrolment_port
     if not port:
@@ -120,7 +121,7 @@ async def renew_by_identity(credentials: Credentials, identity: Identity) -> Cre
         )
     shown = await asyncio.to_thread(fetch_certificate, host, port, credentials.proxy)
     if name_in(shown) != server_name(credentials.swarm_id):
-        raise ProtocolMismatchError(
+        raise OtherSwarmError(
             f"the coordinator at {endpoint_of(host, port)} is not of swarm {credentials.swarm_id}",
             next_step="check host and port, or join its swarm with 'atoll join INVITE'",
         )
@@ -148,8 +149,10 @@ def no_new_one(
     """What a refused certificate comes to where the identity gets no new one either.
 
     Where nothing answers on the joining port that may pass: the coordinator has just started, or a firewall
-    lets nobody in there once all have joined.
+    lets nobody in there once all have joined. So may another run's coordinator that is in its place.
     """
+    if isinstance(why, OtherSwarmError):
+        return why
     if not isinstance(why, UnavailableError) or not credentials.enrolment_port:
         return refusal
     return UnavailableError(

@@ -1221,6 +1221,7 @@ class SubscribeResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    OPTIONAL_FIELD_NUMBER: _builtins.int
     ROSTER_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
@@ -1238,6 +1239,10 @@ class SubscribeResponse(_message.Message):
     PUNCH_FIELD_NUMBER: _builtins.int
     SPOT_CHECK_FIELD_NUMBER: _builtins.int
     TRAINING_ENDED_FIELD_NUMBER: _builtins.int
+    optional: _builtins.str
+    """Of an event that a node of an earlier release may pass over: its name, for the log. A node that passes it
+    over keeps the same state and loses no work; without it, it must not go on with an event unknown to it.
+    """
     @_builtins.property
     def roster(self) -> Global___Roster:
         """The members changed."""
@@ -1309,6 +1314,7 @@ class SubscribeResponse(_message.Message):
     def __init__(
         self,
         *,
+        optional: _builtins.str = ...,
         roster: Global___Roster | None = ...,
         plan: _round_pb2.Plan | None = ...,
         commit: _round_pb2.Commit | None = ...,
@@ -1329,7 +1335,7 @@ class SubscribeResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "spot_check", b"spot_check", "takeover", b"takeover", "training_ended", b"training_ended"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "spot_check", b"spot_check", "takeover", b"takeover", "training_ended", b"training_ended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "commit", b"commit", "commits_wanted", b"commits_wanted", "departed", b"departed", "evaluate", b"evaluate", "event", b"event", "finished", b"finished", "idle", b"idle", "optional", b"optional", "plan", b"plan", "punch", b"punch", "refetch", b"refetch", "result_offered", b"result_offered", "roster", b"roster", "roster_change", b"roster_change", "rulings", b"rulings", "spot_check", b"spot_check", "takeover", b"takeover", "training_ended", b"training_ended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["roster", "plan", "commit", "departed", "evaluate", "refetch", "finished", "idle", "takeover", "result_offered", "commits_wanted", "roster_change", "rulings", "audit", "punch", "spot_check", "training_ended"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -1929,6 +1935,7 @@ class Report(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
+    OPTIONAL_FIELD_NUMBER: _builtins.int
     TRAINED_FIELD_NUMBER: _builtins.int
     REDUCED_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
@@ -1944,6 +1951,8 @@ class Report(_message.Message):
     RESULTS_SILENT_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """The round."""
+    optional: _builtins.str
+    """Of a report that a coordinator of an earlier release may pass over: its name, for the log."""
     @_builtins.property
     def trained(self) -> Global___TrainedReport:
         """Inner steps are done."""
@@ -2000,6 +2009,7 @@ class Report(_message.Message):
         self,
         *,
         round: _builtins.int = ...,
+        optional: _builtins.str = ...,
         trained: Global___TrainedReport | None = ...,
         reduced: Global___ReducedReport | None = ...,
         held: Global___HeldReport | None = ...,
@@ -2016,7 +2026,7 @@ class Report(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "result_refused", b"result_refused", "results_silent", b"results_silent", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "reduced", b"reduced", "report", b"report", "result_refused", b"result_refused", "results_silent", b"results_silent", "round", b"round", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "audited", b"audited", "draining", b"draining", "equivocation", b"equivocation", "evaluated", b"evaluated", "held", b"held", "left_out", b"left_out", "optional", b"optional", "reduced", b"reduced", "report", b"report", "result_refused", b"result_refused", "results_silent", b"results_silent", "round", b"round", "spot_checked", b"spot_checked", "trained", b"trained", "wrote", b"wrote"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_report: _TypeAlias = _typing.Literal["trained", "reduced", "held", "applied", "evaluated", "draining", "wrote", "equivocation", "audited", "left_out", "spot_checked", "result_refused", "results_silent"]  # noqa: Y015
     _WhichOneofArgType_report: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015

@@ -2,8 +2,8 @@
 
 The coordinator sends messages down a session's stream; a node answers with reports about its part in
 a round. Both sides act on these values: the coordinator's core makes messages and takes reports in, and
-the node's duties do the reverse. There is one conversion each way, by the fields of most. A kind that the
-other side does not know is refused, never passed over in silence.
+the node's duties do the reverse. There is one conversion each way, by the fields of most. A later release
+says which of its new kinds may be passed over (`optional`): then the log has their names. Others are refused.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from blake3 import blake3
 from google.protobuf.message import Message as WireMessage
 
-from protocol.errors import BadDataError, ProtocolMismatchError
+from protocol.errors import ProtocolMismatchError
 from protocol.trust.identity import Identity, forgery_of, node_id_of
 from protocol.trust.rulings import Ruling, SignedRuling, rulings_from_wire, rulings_to_wire
 from protocol.v1 import round_pb2
@@ -33,6 +33,7 @@ from protocol.wire.rounds import (
     Plan,
     RosterEntry,
 )
+from protocol.wire.vitals import SHORT_WORDS, words_for_people
 
 T = TypeVar("T")
 
@@ -564,8 +565,35 @@ def message_to_wire(message: Message) -> pb.SubscribeResponse:
     return pb.SubscribeResponse(**fields)
 
 
-def message_from_wire(wire: pb.SubscribeResponse) -> Message:
-    """One message of a session's stream; raises ProtocolMismatchError for one that is not known here."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOver:
+    """What a later release tells, and this one may pass over."""
+
+    name: str
+
+    def is_new_among(self, told: set[str]) -> bool:
+        """Whether the log is to have it; it is among those told then."""
+        is_new = self.name not in told and len(told) < MOST_PASSED_OVER
+        if is_new:
+            told.add(self.name)
+        return is_new
+
+
+MOST_PASSED_OVER = 16
+"""Kinds that a log has, each once: the other side may name as many as it likes."""
+
+
+def _unknown(optional: str, refusal: str, *, behind: str) -> PassedOver:
+    """What is passed over. Raises ProtocolMismatchError where its sender does not say that it may be."""
+    if optional:
+        return PassedOver(name=words_for_people(optional, most=SHORT_WORDS))
+    raise ProtocolMismatchError(
+        refusal, next_step=f"install a later release of Atoll for {behind}: 'atoll --version'"
+    )
+
+
+def message_from_wire(wire: pb.SubscribeResponse) -> Message | PassedOver:
+    """One message of a session's stream; raises ProtocolMismatchError for one that must be known."""
     match wire.WhichOneof("event"):
         case "plan":
             return RoundOpened(plan=convert.from_wire(wire.plan, Plan))
@@ -579,11 +607,9 @@ def message_from_wire(wire: pb.SubscribeResponse) -> Message:
             )
         case str(name) if name in _MESSAGES:
             return convert.from_wire(getattr(wire, name), _MESSAGES[name])
-        case unknown:
-            raise ProtocolMismatchError(
-                f"the coordinator sent a message that this version does not know ({unknown})",
-                next_step="install the coordinator's version of Atoll: 'atoll --version'",
-            )
+        case _:
+            what = "the coordinator tells what this node's release does not know and must follow"
+            return _unknown(wire.optional, what, behind="this node")
 
 
 _REPORTS: Mapping[str, type[Report]] = {
@@ -611,8 +637,10 @@ def report_to_wire(round: int, report: Report) -> pb.Report:
     return pb.Report(round=round, **fields)
 
 
-def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
-    """One report about a round, whose number the caller reads; raises BadDataError for an unknown one.
+def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report | PassedOver:
+    """One report about a round, whose number the caller reads.
+
+    Raises ProtocolMismatchError for one that must be known and is not.
 
     More contributors than can be of that round's plan are not looked at: the result has none then.
     """
@@ -622,10 +650,8 @@ def report_from_wire(wire: pb.Report, *, most_contributors: int) -> Report:
         case str(name) if name in _REPORTS:
             return _checked(convert.from_wire(getattr(wire, name), _REPORTS[name]))
         case _:
-            raise BadDataError(
-                "the report is of no kind that this coordinator knows",
-                next_step="use the same version of Atoll on both sides",
-            )
+            what = "the node reports what the coordinator's release does not know and must act on"
+            return _unknown(wire.optional, what, behind="the coordinator")
 
 
 def _checked(report: Report) -> Report:

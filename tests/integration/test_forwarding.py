@@ -122,6 +122,28 @@ async def test_a_member_that_was_told_where_the_coordinator_will_be_goes_there_a
         assert (kept.host, kept.control_port, kept.elsewhere) == (NEW, new.control_port, None)
 
 
+async def test_the_old_folder_does_not_start_while_its_coordinator_answers_where_it_has_moved(
+    tmp_path: Path,
+) -> None:
+    home = new_home(tmp_path / "old", host=OLD)
+    home = replace(home, config=home.config.with_changes(advertise=OLD))
+    new = Address(host=NEW, control_port=free_port(), enrolment_port=free_port())
+    async with serving(home):
+        await asyncio.to_thread(tell_move, home, new)
+    async with serving(home):  # it has not moved yet
+        pass
+    await asyncio.to_thread(shutil.copytree, tmp_path / "old", tmp_path / "new")
+    copy = Home.load(tmp_path / "new")
+    there = copy.config.with_changes(
+        host=NEW, advertise=NEW, control_port=new.control_port, enrolment_port=new.enrolment_port
+    )
+    async with serving(replace(copy, config=there)):
+        with pytest.raises(SystemRefusedError, match=rf"has moved to {NEW}:.* two of them") as told:
+            async with serving(home):
+                pass
+        assert "atoll coordinator forward" in told.value.next_step
+
+
 def test_old_ports_and_the_numbers_of_the_new_ones_lead_on() -> None:
     old = CoordinatorConfig(control_port=7700, enrolment_port=7701)
     assert ways(old, Address(host=NEW, control_port=7700, enrolment_port=7701)) == {

@@ -29,6 +29,7 @@ from protocol.errors import (
     HeldBackError,
     NoInputError,
     NotPermittedError,
+    OtherSwarmError,
     ProtocolMismatchError,
     SystemRefusedError,
     UnavailableError,
@@ -285,6 +286,28 @@ async def test_a_node_that_was_away_follows_other_keys_and_the_old_ones_are_good
     with pytest.raises(ConfigError, match="was replaced since: its database says so"):
         async with serving(replace(other, issuer=home.issuer)):
             pass
+
+
+async def test_a_member_goes_on_to_the_told_address_where_another_run_took_the_old_one(
+    tmp_path: Path,
+) -> None:
+    home, other = new_home(tmp_path / "home"), new_home(tmp_path / "other")
+    async with serving(home), two_nodes(home) as (a, _):
+        a.credentials.save(tmp_path / "node")
+        ours = Credentials.load(tmp_path / "node")
+    config = other.config.model_copy(
+        update={"control_port": ours.control_port, "enrolment_port": ours.enrolment_port}
+    )
+    new = {"control_port": free_port(), "enrolment_port": free_port()}
+    async with serving(replace(other, config=config)), calls_of(ours, a.identity) as calls:
+        with pytest.raises(OtherSwarmError, match="is not of swarm"):
+            await get_run(calls)
+        calls.moves_to(Address(host="127.0.0.1", **new))
+        async with serving(replace(home, config=home.config.model_copy(update=new))):
+            with pytest.raises(OtherSwarmError):
+                await get_run(calls)
+            await get_run(calls)
+            assert calls.credentials.control_port == new["control_port"]
 
 
 def test_the_authoritys_key_may_lie_encrypted_or_elsewhere_and_only_a_change_of_keys_needs_it(

@@ -25,6 +25,7 @@ from protocol.errors import (
     NoInputError,
     NotPermittedError,
     SessionEndedError,
+    TemporaryError,
     UsageError,
 )
 from protocol.trust.credentials import Credentials
@@ -296,6 +297,54 @@ async def test_a_coordinator_from_an_older_copy_learns_rulings_from_a_node(
             assert (await log_of(copy))[3:] == expected
             kept.take(rulings_from_wire((await a.attach(process_id=1)).rulings))
             assert [one.kind for one in kept.rulings[3:]] == [one.split()[0] for one in expected]
+
+
+@pytest.mark.parametrize("has_ruled_since", [False, True])
+async def test_who_joined_after_the_copy_by_an_invite_that_it_knows_comes_back_with_its_ruling(
+    tmp_path: Path, has_ruled_since: bool
+) -> None:
+    home = new_home(tmp_path / "home")
+    async with AsyncExitStack() as opened:
+        async with serving(home):
+            before = await invite_with(home, needs_approval=True)
+            a = await joined((await invite_from(home))[0], "node-a")
+            await asyncio.to_thread(back_up, home.directory, tmp_path / "copy")
+            known = [await joined(before, name) for name in ("approved", "unapproved")]
+            stranger = await joined((await invite_from(home))[0], "stranger")
+            await ruled(home, "approved", "APPROVE")
+            for node in (a, *known, stranger):
+                opened.push_async_callback(node.close)
+            await a.attach()
+            a.subscribe()
+            kept = KeptRulings(home.run, verifier=home.verifier)
+            while kept.rulings[-1:] == () or kept.rulings[-1].kind != RulingKind.APPROVED:
+                kept.take(rulings_from_wire((await a.next("rulings")).rulings))
+        copy = Home.load(tmp_path / "copy")
+        apart = copy.config.with_changes(control_port=free_port(), enrolment_port=free_port())
+        async with serving(replace(copy, config=apart)):
+            port = Credentials.load(copy.directory).control_port
+            for node in (a, *known, stranger):
+                node.credentials = replace(node.credentials, control_port=port)
+                node.connect()
+            if has_ruled_since:
+                await invite_from(copy)
+            for node in (*known, stranger):
+                with pytest.raises(TemporaryError, match="members of before may yet bring back"):
+                    await node.attach()
+            opened_session = await a.attach(num_rulings=kept.number, rulings_digest=kept.digest)
+            num_known = opened_session.num_rulings - has_ruled_since
+            lacking = rulings_to_wire(kept.after(num_known))
+            await a.session.SubmitRulings(
+                session_pb2.SubmitRulingsRequest(session_id=a.session_id, rulings=lacking)
+            )
+            await known[0].attach()
+            with pytest.raises(HeldBackError, match="waits until the run owner approves it"):
+                await known[1].attach()
+            with pytest.raises(TemporaryError, match="members of before"):
+                await stranger.attach()
+            told = await log_of(copy)
+            for name in ("approved", "unapproved"):
+                assert f"joined {name}" in told
 
 
 async def test_rulings_that_nobody_signed_are_refused(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from coordinator.services.answering import Gate
+from coordinator.services.answering import REJOIN_SECONDS, Gate
 from coordinator.services.enrolment import CHALLENGE_SECONDS, Certificates
 from coordinator.store import Store
 from protocol.errors import (
@@ -16,6 +17,7 @@ from protocol.errors import (
     ExpelledError,
     HeldBackError,
     NotPermittedError,
+    TemporaryError,
 )
 from protocol.trust.identity import Identity
 from protocol.trust.invite import hash_of_secret
@@ -216,6 +218,34 @@ def test_a_certificate_ends_also_on_a_connection_that_was_opened_while_it_held()
         with pytest.raises(CertificateRefusedError, match="and not now"):
             gate.node(context)
     assert renew_in_seconds(leaf, NOW + MEMBER_SECONDS) == 1.0
+
+
+def test_who_joined_after_the_copy_waits_for_members_of_before_and_is_then_told_of_to_both_sides() -> (
+    None
+):
+    scene, asking = Scene(), Identity.generate()
+    gate = Gate(
+        swarm_id=AUTHORITY.swarm_id,
+        store=scene.store,
+        standing_of=lambda _: None,
+        clock=lambda: scene.now,
+        wall_clock=lambda: scene.wall,
+    )
+    validity = Validity.of_member(scene.wall)
+    leaf = ISSUER.issue_node(make_request()[0], asking.node_id, validity=validity)
+    context: Any = SimpleNamespace(
+        auth_context=lambda: {"x509_pem_cert": [leaf]}, peer=lambda: "ipv4:192.0.2.1:5"
+    )
+    with pytest.raises(TemporaryError, match="members of before may yet bring back"):
+        gate.node(context)
+    scene.now += REJOIN_SECONDS
+    with capture_logs() as logged:
+        for _ in range(2):
+            with pytest.raises(NotPermittedError, match="joined after the copy") as refused:
+                gate.node(context)
+    assert "type 'atoll join' in the same folder" in refused.value.next_step
+    (line,) = logged
+    assert line["node_id"] == asking.node_id and "atoll invite create" in line["next_step"]
 
 
 def test_a_certificate_without_an_end_is_renewed_at_once() -> None:

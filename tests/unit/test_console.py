@@ -178,3 +178,30 @@ def test_a_refusal_that_names_no_file_may_be_a_wrong_call_of_ours(
 ) -> None:
     assert console.run(fails_with(PermissionError(errno.EPERM, "no")), []) == ExitCode.INTERNAL
     assert "a bug in Atoll" in capsys.readouterr().err
+
+
+def test_names_at_the_left_of_a_table_stay_in_one_piece_in_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    columns = ("invite", "label", "role", "used", "here", "standing", "joined")
+    cells = ("0a3b2b01", "-", "own node", "1 of 1", "1 of all", "expires in 23 h", "a (20c3e051)")
+    console.terminal().print(console.table(columns, [cells]))
+    assert "0a3b2b01" in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (click.INT, "'ten' is not a whole number"),
+        (click.IntRange(1), "'ten' is not a whole number"),
+        (click.FLOAT, "'ten' is not a number"),
+        (click.FloatRange(0), "'ten' is not a number"),
+    ],
+)
+def test_what_is_no_number_is_called_so(
+    kind: click.ParamType, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = click.Command("c", params=[click.Option(["--num"], type=kind)], callback=print)
+    assert console.run(command, ["--num", "ten"]) == ExitCode.USAGE
+    assert f"atoll: invalid value for '--num': {words}\n" in capsys.readouterr().err

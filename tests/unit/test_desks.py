@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from structlog.testing import capture_logs
 
 from coordinator.config import rules_of
 from coordinator.driver import Driver, LoopClock
@@ -20,6 +21,7 @@ from coordinator.streams import Telemetry
 from protocol.errors import (
     AtollError,
     BadDataError,
+    ProtocolMismatchError,
     SessionEndedError,
     TemporaryError,
 )
@@ -164,7 +166,7 @@ async def test_reports_of_numbers_that_are_none_are_refused() -> None:
     good = session_pb2.Report(round=1, trained=session_pb2.TrainedReport(inner_steps=1))
     request = session_pb2.ReportRequest(session_id=session_id, reports=[good])
     report = request.reports.add(round=1)
-    with pytest.raises(BadDataError, match="of no kind"):
+    with pytest.raises(ProtocolMismatchError, match="does not know and must act on"):
         await desk.report(NODE.node_id, request)
     report.trained.loss = math.inf
     with pytest.raises(BadDataError, match="loss is inf"):
@@ -182,6 +184,24 @@ def with_unknown_field(message: HasBytes, num_bytes: int) -> bytes:
         digits.append(length & 127 | 128)
         length >>= 7
     return message.SerializeToString() + b"\xc2\x3e" + bytes([*digits, length]) + bytes(num_bytes)
+
+
+async def test_a_report_that_a_later_release_calls_optional_is_passed_over_and_the_others_count() -> (
+    None
+):
+    desk, driver = new_desk()
+    session_id = (await desk.attach(NODE.node_id, attach_request())).session_id
+    new = session_pb2.Report(round=1, optional="mood")
+    drains = session_pb2.Report(round=1, draining=session_pb2.DrainingReport())
+    request = session_pb2.ReportRequest(session_id=session_id)
+    request.reports.add().MergeFromString(with_unknown_field(new, 5))
+    request.reports.append(drains)
+    with capture_logs() as logged:
+        await desk.report(NODE.node_id, request)
+        await desk.report(NODE.node_id, request)
+    told = [one["told"] for one in logged if one["event"].startswith("passed over")]
+    assert told == ["mood"], "once"
+    assert driver.state.members[NODE.node_id].is_draining
 
 
 @pytest.mark.parametrize(

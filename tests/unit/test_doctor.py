@@ -24,12 +24,13 @@ from node.kept import keep_run
 from node.machine.gpus import Gpu
 from node.machine.hardware import Hardware, congestion_control
 from node.records import Records
-from protocol.errors import ConfigError, ExitCode, SystemRefusedError
+from protocol.errors import ConfigError, ExitCode, SystemRefusedError, UnavailableError
 from protocol.files.durable import FolderLock
 from protocol.run.amendments import amended
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.node_words import ways_of
+from protocol.trust.credentials import LINK_FILE
 from protocol.trust.rulings import NO_DIGEST, RUN_OWNER, Ruling, RulingKind, SignedRuling
 from protocol.v1.status_pb2 import NODE_STATE_READY, NodeStatus
 from tests.tiny_runs import tiny
@@ -69,6 +70,26 @@ def test_what_a_run_needs_of_the_disk_is_told_and_how_fast_it_is_written(tmp_pat
         assert words in found.what
     (without,) = checks.disk_findings(tmp_path, NodeSettings(name="n", checkpoint_every_rounds=0))
     assert "checkpoints" not in without.what
+
+
+def test_a_node_that_has_joined_and_never_started_asks_its_coordinator_what_the_run_needs(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / LINK_FILE).touch()
+
+    async def told(_: Path) -> RunSpec:
+        return tiny()
+
+    async def away(_: Path) -> RunSpec:
+        raise UnavailableError("nobody is there")
+
+    (asked,) = checks.disk_findings(tmp_path, NodeSettings(name="n"), ask=told)
+    (unasked,) = checks.disk_findings(tmp_path, NodeSettings(name="n"), ask=away)
+    assert unasked.verdict == "note"
+    assert unasked.what.endswith("free; what a run needs is not known: nobody is there")
+    keep_run(tmp_path, tiny())
+    (started,) = checks.disk_findings(tmp_path, NodeSettings(name="n"), ask=away)
+    assert asked.verdict == "fine" and asked.what == started.what
 
 
 def test_what_results_of_an_amended_run_need_of_the_disk_goes_by_their_codec(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from structlog.testing import capture_logs
 
 from coordinator.services.session import SentMessages
 from node.link.calls import Attachment, CoordinatorLink, RunOver
@@ -173,10 +174,32 @@ async def test_changes_of_the_roster_add_up() -> None:
     assert heard == [(MEMBER,), (MEMBER, other), (moved, other), (moved,)]
 
 
-async def test_a_message_of_a_newer_version_is_not_passed_over_in_silence() -> None:
-    link, _ = link_that_answers(pb.SubscribeResponse())
-    with pytest.raises(ProtocolMismatchError, match="does not know"):
+def of_a_later_release(optional: str = "") -> pb.SubscribeResponse:
+    """An event with the number 1000, which no release has yet."""
+    known = pb.SubscribeResponse(optional=optional)
+    return pb.SubscribeResponse.FromString(known.SerializeToString() + b"\xc2\x3e\x03new")
+
+
+async def test_what_a_later_release_calls_optional_is_passed_over_with_one_line_in_the_log() -> (
+    None
+):
+    new, old = (
+        of_a_later_release("mood\x1b[2J" + "y" * 99),
+        message_to_wire(CommitsWanted(after_round=4)),
+    )
+    link, _ = link_that_answers(new, old, new, old)
+    with capture_logs() as logged:
+        heard = [message async for message in link.messages(1)]
+    assert heard == [CommitsWanted(after_round=4)] * 2
+    (line,) = logged
+    assert line["told"].startswith("mood\ufffd[2Jy") and len(line["told"]) == 64
+
+
+async def test_a_later_releases_message_that_must_be_followed_ends_with_what_to_install() -> None:
+    link, _ = link_that_answers(of_a_later_release())
+    with pytest.raises(ProtocolMismatchError, match="does not know and must follow") as refused:
         await anext(aiter(link.messages(1)))
+    assert "install a later release of Atoll for this node" in refused.value.next_step
 
 
 @pytest.mark.parametrize(

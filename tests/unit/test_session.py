@@ -22,7 +22,9 @@ from node.link.session import (
 )
 from protocol.errors import (
     AtollError,
+    CertificateRefusedError,
     NotPermittedError,
+    OtherSwarmError,
     SessionEndedError,
     UnavailableError,
 )
@@ -203,6 +205,24 @@ async def test_each_try_after_a_break_goes_over_a_new_connection() -> None:
     await asyncio.sleep(RETRY_CAP_SECONDS)
     assert len(link.attached_at) == 2
     assert link.num_reconnects > 2
+    await ended(running)
+
+
+@in_virtual_time
+async def test_a_node_waits_while_another_runs_coordinator_is_in_the_place_of_its_own() -> None:
+    link = Link()
+    running = await started(session_on(link))
+    other = OtherSwarmError("the coordinator at h:1 is not of swarm s")
+    link.error = other
+    link.say(
+        CertificateRefusedError(other.what)
+    )  # as a stream finds it, which gets no new certificate
+    with structlog.testing.capture_logs() as logs:
+        await asyncio.sleep(60)
+    assert next(e["why"] for e in logs if e["event"] == "coordinator away") == other.what
+    link.error = None
+    await asyncio.sleep(RETRY_CAP_SECONDS + 1)
+    assert len(link.attached_at) == 2
     await ended(running)
 
 

@@ -1,7 +1,12 @@
 """A coordinator that starts waits for the newest round's nodes, and for no longer than a round may last."""
 
-from coordinator.swarm.events import Started
+import math
+
+import pytest
+
+from coordinator.swarm.events import Started, Woke
 from coordinator.swarm.members import MemberState
+from coordinator.swarm.start import RETURN_SECONDS
 from coordinator.swarm.state import trimmed
 from protocol.wire.messages import RoundCommitted, RoundOpened
 from tests.unit.swarm_scene import INITIAL, Scene, digest_of, of_kind
@@ -23,7 +28,7 @@ def started(*, in_flight: bool = True, lease_seconds: float = 15) -> Scene:
 
 def test_no_round_is_closed_or_opened_until_the_newest_rounds_nodes_are_back() -> None:
     scene = started()
-    scene.wait(30)  # all leases are over
+    scene.wait(20)  # all leases are over
     assert scene.round.number == 2
     assert scene.reason.startswith(
         "the coordinator has started and waits for these nodes of round 2 to come back: "
@@ -55,18 +60,45 @@ def test_nothing_is_decided_while_a_node_that_is_back_has_commits_to_bring() -> 
     assert scene.state.awaited is None
 
 
-def test_the_run_goes_on_without_a_third_of_the_nodes_within_the_longest_round() -> None:
-    scene = started()
+def seconds_until_it_goes_on(scene: Scene, *back: str, within: float = math.inf) -> float:
+    """These nodes are back, and say so again and again."""
     begin = scene.now
-    scene.attach("node-a", "node-b", at=1, digest=AFTER)
-    while scene.state.awaited is not None:
-        for name in ("node-a", "node-b"):
+    scene.attach(*back, at=1, digest=AFTER)
+    while scene.state.awaited is not None and scene.now < begin + within:
+        for name in back:
             scene.beat(name, at=1, digest=AFTER)
-        scene.wait(5)
-    assert scene.state.rules.commit_seconds / 2 <= scene.now - begin
-    assert scene.now - begin <= scene.state.rules.commit_seconds
+        scene.wait(1)
+    return scene.now - begin
+
+
+@pytest.mark.parametrize("back", [("node-a", "node-b"), ("node-a", "node-new")])
+def test_with_enough_for_a_round_who_is_not_back_is_given_up_like_a_node_that_falls_silent(
+    back: tuple[str, str],
+) -> None:
+    scene = started()
+    rules = scene.state.rules
+    assert rules.lease_seconds < RETURN_SECONDS < rules.commit_seconds / 2
+    assert RETURN_SECONDS <= seconds_until_it_goes_on(scene, *back) <= RETURN_SECONDS + 1
     assert scene.member("node-c").state is MemberState.LOST
-    scene.commit("node-a", "node-b")
+    scene.commit(*back)  # the round in flight; or the next, where too few of its nodes are back
+
+
+@pytest.mark.parametrize("back", [("node-a",), ("node-new", "node-newer")])
+def test_without_enough_for_a_round_or_anybody_of_the_newest_the_wait_is_that_of_a_long_round(
+    back: tuple[str, ...],
+) -> None:
+    scene = started()
+    rules = scene.state.rules
+    assert rules.commit_seconds / 2 <= seconds_until_it_goes_on(scene, *back)
+    assert scene.member("node-c").state is MemberState.LOST
+
+
+def test_a_coordinator_that_slept_while_it_waited_gives_living_nodes_time_to_come_back() -> None:
+    scene = started(lease_seconds=5)
+    seconds_until_it_goes_on(scene, "node-a", "node-b", within=RETURN_SECONDS - 2)
+    scene.do(Woke(pause_seconds=6.0))
+    more = seconds_until_it_goes_on(scene, "node-a", "node-b")
+    assert 6 + 5 <= more <= 6 + 5 + 1
 
 
 def test_who_said_goodbye_is_not_waited_for() -> None:
