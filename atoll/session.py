@@ -40,7 +40,9 @@ from atoll.weights import (
     check_model,
     check_optimizer,
     check_scaling,
+    check_trains_no_more,
     reshard,
+    stepped_besides,
     tensors_of,
 )
 
@@ -174,10 +176,11 @@ class Session:
         assert self._weights is not None
         return self._weights.are_finite()
 
-    def look_at_buffers(self) -> None:
+    def look_at_the_rest(self) -> None:
         """After an inner step. Raises ModelMismatchError for what training changes and no node shares."""
-        assert self._statistics is not None
+        assert self._statistics is not None and self._weights is not None
         assert self._buffers is not None and self._frozen is not None
+        check_trains_no_more(self._model, self._weights.places)
         self._statistics.look()
         self._buffers.check()
         self._frozen.check()
@@ -245,6 +248,15 @@ class Session:
                 logging.WARNING,
                 f"no node with a door for training loops runs in {self._folder} yet, so this waits up to "
                 f"{self._wait_seconds:g} s for one: atoll node start --loop --dir {self._folder}",
+            )
+
+    def _tell_what_stays(self, besides: str) -> None:
+        if besides and self._ranks.rank == 0:
+            self.log.tell(
+                logging.WARNING,
+                f"the optimizer also steps {besides}, which the model that joined does not have: it is not "
+                "exchanged, and each node goes on with its own. To share it, make it a part of that model, "
+                "and the run of both",
             )
 
     def take_goodbye(self, order: Message) -> None:
@@ -376,13 +388,16 @@ class Session:
             for name, shape, offset in welcome["tensors"]
         ]
         try:
-            check_model(self._model, places)
+            is_first = self._frozen is None
+            check_model(self._model, places, may_be_frozen=not is_first)
             check_scaling(self._model, welcome["lora_scaling"])
-            if self._frozen is None:  # of a large body it takes seconds; later changes are watched
+            if is_first:  # of a large body it takes seconds; later changes are watched
                 check_frozen(self._model, welcome["frozen_values"])
                 self._software = software_of(self._model, welcome["frozen_values"])
             if self._optimizer is not None:
                 check_optimizer(self._model, self._optimizer, places)
+                if is_first:
+                    self._tell_what_stays(stepped_besides(self._model, self._optimizer))
             self._watch_buffers(places)
         except ModelMismatchError as error:
             connection.say({"kind": "refuses", "why": error.what[:1000]})
