@@ -236,7 +236,10 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def tensors_of(module: nn.Module) -> list[TensorShape]:
-    """What is trained, in the module's order, with the layer of each; what is one counts once."""
+    """What is trained, in the module's order, with the layer of each; what is one counts once.
+
+    Raises ConfigError for a parameter without values.
+    """
     container, keys = container_of_layers(module)
     layer_of = {key: index for index, key in enumerate(keys)}
     prefix = f"{container}." if container else ""
@@ -244,6 +247,11 @@ def tensors_of(module: nn.Module) -> list[TensorShape]:
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
+        if not parameter.numel():
+            raise ConfigError(
+                f"the parameter {name} of shape {list(parameter.shape)} has no values to train",
+                next_step="remove it, or set its requires_grad to False",
+            )
         key = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
         # pydantic wants positive sizes, and a scalar is one value
         shape = tuple(parameter.shape) or (1,)
