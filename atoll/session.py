@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from atoll.adoption import AdoptionWatch
 from atoll.buffers import (
     BufferWatch,
     Compute,
@@ -101,6 +102,7 @@ class Session:
         self._statistics: RunningStatistics | None = None
         self._buffers: BufferWatch | None = None
         self._frozen: FrozenWatch | None = None
+        self._adoption = AdoptionWatch()
         self._wait_seconds = wait_seconds
         self._connection: Connection | None = None
         self._weights: Weights | None = None
@@ -184,6 +186,12 @@ class Session:
         self._statistics.look()
         self._buffers.check()
         self._frozen.check()
+
+    def look_at_adopted(self) -> None:
+        """After a round's first two inner steps. Raises ModelMismatchError where own weights are put back."""
+        if self._adoption.wants_values:
+            assert self._weights is not None
+            self._adoption.took_a_step(self._weights.few())
 
     def look_at_weights(self, training: Training, *, is_last: bool) -> None:
         """After an inner step, until one has changed the model. Raises ModelMismatchError if none does.
@@ -459,7 +467,9 @@ class Session:
         done = {"kind": "done", "number": order.get("number", 0)}
         match order["kind"]:
             case "adopt":
+                own = weights.few()
                 weights.adopt(order["fragment"], is_taken=order["is_taken"])
+                self._adoption.took_over(own, weights.few())
                 self.is_replaced = True
                 return done
             case "publish":

@@ -31,6 +31,9 @@ _NAMED_AT_MOST = 3
 PIECE_ELEMENTS = 1 << 23
 """32 MiB in fp32, of which a device holds five at once."""
 
+FEW_OF_PIECE = 64
+"""Values of a piece, at most, by which weights are known again."""
+
 _EXACT = (torch.float32, torch.float64)
 """Types that hold every value of the outer state."""
 
@@ -163,6 +166,16 @@ class Weights:
             int(held.local.view(_BITS[held.local.element_size()]).sum().item())
             for held in self._held(None)
         ]
+
+    @torch.no_grad()
+    def few(self) -> Tensor:
+        """Some values of each piece held, evenly chosen, fp32 in memory of the CPU."""
+        found = [torch.empty(0)]
+        for held in self._held(None):
+            flat = held.local.reshape(-1)
+            chosen = flat[:: len(flat) // FEW_OF_PIECE + 1]
+            found.append(_fp32(chosen).cpu())
+        return torch.cat(found)
 
     @torch.no_grad()
     def are_finite(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import atoll
-from node.island.loops.door import SOCKET_FILE
+from node.island.loops.door import SOCKET_FILE, refusal_of
 from node.island.loops.messages import VERSION, Hello, word_of
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
@@ -280,11 +280,21 @@ async def test_a_second_loop_is_refused_with_the_process_that_is_there(tmp_path:
     async with scene(tmp_path) as one:
         one.loop(steps_on_samples)
         await one.is_here()
-        second = one.loop(steps_on_samples)
-        await ends(second)
-        assert f"another training loop is with this node: process {os.getpid()}" in str(
-            one.ended[0]
+        hello = Hello(
+            kind="hello", version=VERSION, group="other", rank=0, world_size=1, evaluates=False
         )
+        refusal = refusal_of(hello, os.getpid() + 1, one.island._loop)
+        assert refusal is not None
+        assert refusal[0] == f"another training loop is with this node: process {os.getpid()}"
+
+
+async def test_a_program_that_joins_twice_is_told_to_leave_first(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        one.loop(steps_on_samples)
+        await one.is_here()
+        await ends(one.loop(steps_on_samples))
+        assert "this program has joined already, and has not left" in str(one.ended[0])
+        assert "leave()" in str(one.ended[0])
         assert one.island.ability.trains
 
 

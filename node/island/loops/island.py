@@ -257,7 +257,7 @@ class LoopIsland:
 
     def _is_welcome(self, hello: Hello, visitor: Visitor) -> bool:
         """Refuses in a sentence whoever is not."""
-        refusal = refusal_of(hello, self._loop)
+        refusal = refusal_of(hello, visitor.process_id, self._loop)
         if refusal is None:
             return True
         what, next_step = refusal
