@@ -531,14 +531,23 @@ class Session:
         own = weights.aside()
         modes = [(module, module.training) for module in self._model.modules()]
         weights.show_global()
+        shown = weights.few()
         try:
             with self._statistics.of_these_weights():
                 found = self._evaluate()
+            has_changed = bool((weights.few() != shown).any())
         finally:
             weights.put_back(own)
             for module, is_training in modes:
                 module.training = is_training
-        return _evaluation_of(found)
+        result = _evaluation_of(found)
+        if has_changed:
+            raise ModelMismatchError(
+                "the function given as evaluate=… has left other weights in the model than it found there",
+                next_step="let it measure those, and put back what it changes; an RWKV of transformers leaves "
+                "its weights alone with rescale_every = 0 in its config",
+            )
+        return result
 
 
 def digest_of_function(function: Callable[..., Any] | None) -> str:

@@ -1,4 +1,4 @@
-"""A loop that puts its own weights back over the swarm's ends with a sentence, and no other does."""
+"""A loop that puts other weights over the swarm's ends with a sentence, and no other does."""
 
 from pathlib import Path
 
@@ -105,3 +105,31 @@ def test_a_loop_that_goes_on_from_its_own_is_found_after_some_rounds(rate: float
     draws = torch.Generator().manual_seed(0)
     with pytest.raises(atoll.ModelMismatchError, match="in 2 rounds one after another"):
         rounds(draws, steps=30, length=1e-3, rate=rate, spread=1.0, keeps=1.0)
+
+
+@pytest.mark.parametrize("puts_back", [True, False])
+async def test_an_evaluation_that_leaves_other_weights_ends_the_loop(
+    tmp_path: Path, puts_back: bool
+) -> None:
+    """As an RWKV does, which scales its weights back at its next training step."""
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+
+        def evaluate() -> float:
+            with torch.no_grad():
+                for factor in (2.0, 0.5) if puts_back else (2.0,):
+                    next(model.parameters()).mul_(factor)
+            return 1.0
+
+        thread = await one.joined(
+            lambda swarm: swarm.step(tokens=1), model=model, evaluate=evaluate
+        )
+        await one.train(work(steps=1))
+        if puts_back:
+            found = await one.island.evaluate()
+            assert found is not None and found.loss == 1.0
+            await one.stops(thread)
+        else:
+            with pytest.raises(LoopGoneError, match="has left other weights in the model than it"):
+                await one.island.evaluate()
+        await ends(thread)

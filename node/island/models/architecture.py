@@ -438,3 +438,22 @@ def changed_buffer(name: str, kind: str) -> ConfigError:
         "end with different models",
         next_step="make it a parameter, or compute it from the batch",
     )
+
+
+@contextmanager
+def keeping_parameters(module: nn.Module) -> Iterator[None]:
+    """Raises ConfigError where what is computed within it has changed a parameter in its place.
+
+    As a model does that scales its weights to evaluate, and back to train: other weights come between.
+    """
+    before = {name: each._version for name, each in module.named_parameters()}
+    yield
+    for name, parameter in module.named_parameters():
+        if parameter._version != before[name]:
+            kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            raise ConfigError(
+                f"{type(module).__name__} changes the parameter {name} of a {kind} as it is evaluated: it "
+                "would change it back after other weights have come",
+                next_step="leave parameters alone there; an RWKV does so with rescale_every = 0 in its "
+                "config.json",
+            )
