@@ -544,8 +544,8 @@ class Session:
         if has_changed:
             raise ModelMismatchError(
                 "the function given as evaluate=… has left other weights in the model than it found there",
-                next_step="let it measure those, and put back what it changes; an RWKV of transformers leaves "
-                "its weights alone with rescale_every = 0 in its config",
+                next_step="let it measure those, and put back what it changes; an RWKV of transformers does "
+                "with rescale_every = 0 in its config",
             )
         return result
 
