@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from atoll.adoption import AdoptionWatch
 from atoll.buffers import (
     BufferWatch,
     Compute,
@@ -40,7 +41,9 @@ from atoll.weights import (
     check_model,
     check_optimizer,
     check_scaling,
+    check_trains_no_more,
     reshard,
+    stepped_besides,
     tensors_of,
 )
 
@@ -99,6 +102,7 @@ class Session:
         self._statistics: RunningStatistics | None = None
         self._buffers: BufferWatch | None = None
         self._frozen: FrozenWatch | None = None
+        self._adoption = AdoptionWatch()
         self._wait_seconds = wait_seconds
         self._connection: Connection | None = None
         self._weights: Weights | None = None
@@ -174,13 +178,20 @@ class Session:
         assert self._weights is not None
         return self._weights.are_finite()
 
-    def look_at_buffers(self) -> None:
+    def look_at_the_rest(self) -> None:
         """After an inner step. Raises ModelMismatchError for what training changes and no node shares."""
-        assert self._statistics is not None
+        assert self._statistics is not None and self._weights is not None
         assert self._buffers is not None and self._frozen is not None
+        check_trains_no_more(self._model, self._weights.places)
         self._statistics.look()
         self._buffers.check()
         self._frozen.check()
+
+    def look_at_adopted(self) -> None:
+        """After a round's first two inner steps. Raises ModelMismatchError where own weights are put back."""
+        if self._adoption.wants_values:
+            assert self._weights is not None
+            self._adoption.took_a_step(self._weights.few())
 
     def look_at_weights(self, training: Training, *, is_last: bool) -> None:
         """After an inner step, until one has changed the model. Raises ModelMismatchError if none does.
@@ -245,6 +256,15 @@ class Session:
                 logging.WARNING,
                 f"no node with a door for training loops runs in {self._folder} yet, so this waits up to "
                 f"{self._wait_seconds:g} s for one: atoll node start --loop --dir {self._folder}",
+            )
+
+    def _tell_what_stays(self, besides: str) -> None:
+        if besides and self._ranks.rank == 0:
+            self.log.tell(
+                logging.WARNING,
+                f"the optimizer also steps {besides}, which the model that joined does not have: it is not "
+                "exchanged, and each node goes on with its own. To share it, make it a part of that model, "
+                "and the run of both",
             )
 
     def take_goodbye(self, order: Message) -> None:
@@ -376,13 +396,16 @@ class Session:
             for name, shape, offset in welcome["tensors"]
         ]
         try:
-            check_model(self._model, places)
+            is_first = self._frozen is None
+            check_model(self._model, places, may_be_frozen=not is_first)
             check_scaling(self._model, welcome["lora_scaling"])
-            if self._frozen is None:  # of a large body it takes seconds; later changes are watched
+            if is_first:  # of a large body it takes seconds; later changes are watched
                 check_frozen(self._model, welcome["frozen_values"])
                 self._software = software_of(self._model, welcome["frozen_values"])
             if self._optimizer is not None:
                 check_optimizer(self._model, self._optimizer, places)
+                if is_first:
+                    self._tell_what_stays(stepped_besides(self._model, self._optimizer))
             self._watch_buffers(places)
         except ModelMismatchError as error:
             connection.say({"kind": "refuses", "why": error.what[:1000]})
@@ -444,7 +467,9 @@ class Session:
         done = {"kind": "done", "number": order.get("number", 0)}
         match order["kind"]:
             case "adopt":
+                own = weights.few()
                 weights.adopt(order["fragment"], is_taken=order["is_taken"])
+                self._adoption.took_over(own, weights.few())
                 self.is_replaced = True
                 return done
             case "publish":
@@ -506,14 +531,23 @@ class Session:
         own = weights.aside()
         modes = [(module, module.training) for module in self._model.modules()]
         weights.show_global()
+        shown = weights.few()
         try:
             with self._statistics.of_these_weights():
                 found = self._evaluate()
+            has_changed = bool((weights.few() != shown).any())
         finally:
             weights.put_back(own)
             for module, is_training in modes:
                 module.training = is_training
-        return _evaluation_of(found)
+        result = _evaluation_of(found)
+        if has_changed:
+            raise ModelMismatchError(
+                "the function given as evaluate=… has left other weights in the model than it found there",
+                next_step="let it measure those, and put back what it changes; an RWKV of transformers does "
+                "with rescale_every = 0 in its config",
+            )
+        return result
 
 
 def digest_of_function(function: Callable[..., Any] | None) -> str:

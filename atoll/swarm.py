@@ -131,7 +131,8 @@ class Swarm:
         if loss is not None:
             training.add_loss(loss)
         if training.steps == 1:
-            session.look_at_buffers()
+            session.look_at_the_rest()
+        session.look_at_adopted()
         self._tell_now_and_then(training)
         if training.steps >= training.look_at:
             more_steps = self._ranks.said_by_first(lambda: self._more_steps(training))

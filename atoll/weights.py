@@ -12,7 +12,7 @@ it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -30,6 +30,9 @@ _NAMED_AT_MOST = 3
 
 PIECE_ELEMENTS = 1 << 23
 """32 MiB in fp32, of which a device holds five at once."""
+
+FEW_OF_PIECE = 64
+"""Values of a piece, at most, by which weights are known again."""
 
 _EXACT = (torch.float32, torch.float64)
 """Types that hold every value of the outer state."""
@@ -165,6 +168,16 @@ class Weights:
         ]
 
     @torch.no_grad()
+    def few(self) -> Tensor:
+        """Some values of each piece held, evenly chosen, fp32 in memory of the CPU."""
+        found = [torch.empty(0)]
+        for held in self._held(None):
+            flat = held.local.reshape(-1)
+            chosen = flat[:: len(flat) // FEW_OF_PIECE + 1]
+            found.append(_fp32(chosen).cpu())
+        return torch.cat(found)
+
+    @torch.no_grad()
     def are_finite(self) -> bool:
         """Whether all values held are numbers."""
         return all(bool(held.local.isfinite().all().item()) for held in self._held(None))
@@ -214,16 +227,14 @@ class Weights:
                 yield from held_of(place, tensors[place.name], rank=self.rank).pieces()
 
 
-def check_model(model: nn.Module, places: Sequence[Place]) -> None:
-    """Raises ModelMismatchError unless what the model trains is what the run trains, name by name."""
+def check_model(model: nn.Module, places: Sequence[Place], *, may_be_frozen: bool = False) -> None:
+    """Raises ModelMismatchError unless what the model trains is what the run trains, name by name.
+
+    A loop that has trained `may_be_frozen` in part for now, as one network of a GAN while the other trains.
+    """
     tensors = tensors_of(model, places)
     absent = [place for place in places if place.name not in tensors]
-    known = {id(tensor) for tensor in tensors.values()}
-    more = [
-        (canonical(name), tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in known
-    ]
+    more = _trained_besides(model, tensors)
     if absent:
         raise ModelMismatchError(
             f"the run trains {_listed((p.name, p.shape) for p in absent)}, and this model has no such tensor"
@@ -244,16 +255,35 @@ def check_model(model: nn.Module, places: Sequence[Place]) -> None:
                 f"{place.name} is {list(tensor.shape)} in this model and {list(place.shape)} in the run",
                 next_step="bring a model of the run's sizes",
             )
-        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        if isinstance(tensor, nn.Parameter) and not (tensor.requires_grad or may_be_frozen):
             raise ModelMismatchError(
                 f"the run trains {place.name}, and it is frozen in this model",
                 next_step="call requires_grad_(True) on it, or bring what the run freezes too",
             )
-    if more:
+    check_trains_no_more(model, places)
+
+
+def check_trains_no_more(model: nn.Module, places: Iterable[Place]) -> None:
+    """Raises ModelMismatchError where the model trains what the run does not.
+
+    As one does whose layers are unfrozen, or added, while the loop goes on: each node would have its own.
+    """
+    if more := _trained_besides(model, tensors_of(model, places)):
         raise ModelMismatchError(
             f"this model trains {_listed(more)}, which the run does not",
             next_step="freeze it with requires_grad_(False), or bring the run's model",
         )
+
+
+def _trained_besides(
+    model: nn.Module, tensors: Mapping[str, Tensor]
+) -> list[tuple[str, tuple[int, ...]]]:
+    known = {id(tensor) for tensor in tensors.values()}
+    return [
+        (canonical(name), tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in known
+    ]
 
 
 def check_scaling(model: nn.Module, scaling: float | None) -> None:
@@ -279,13 +309,7 @@ def check_optimizer(model: nn.Module, optimizer: Any, places: Sequence[Place]) -
 
     As one does that was made before the model was moved, wrapped or sharded. Takes one, or several.
     """
-    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    stepped = {
-        id(parameter)
-        for each in several
-        for group in each.param_groups
-        for parameter in group["params"]
-    }
+    stepped = {id(parameter) for parameter in _stepped(optimizer)}
     tensors = tensors_of(model, places)
     left_out = [
         (place.name, place.shape)
@@ -297,6 +321,26 @@ def check_optimizer(model: nn.Module, optimizer: Any, places: Sequence[Place]) -
             f"the optimizer does not step {_listed(left_out)}",
             next_step="make it from model.parameters() after the model was moved, wrapped or sharded",
         )
+
+
+def stepped_besides(model: nn.Module, optimizer: Any) -> str:
+    """What an optimizer steps that is no part of the model, in words; empty where there is nothing."""
+    own = {id(parameter) for parameter in model.parameters()}
+    besides = [each for each in _stepped(optimizer) if id(each) not in own and each.requires_grad]
+    return _listed(("a parameter", tuple(each.shape)) for each in besides)
+
+
+def _stepped(optimizer: Any) -> list[Tensor]:
+    """Raises ModelMismatchError for what is no optimizer of torch."""
+    found: list[Tensor] = []
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        if not hasattr(each, "param_groups"):
+            raise ModelMismatchError(
+                f"join(model, optimizer) was given a {type(each).__name__}, which has no param_groups",
+                next_step="give an optimizer of torch, or a list of several",
+            )
+        found += [parameter for group in each.param_groups for parameter in group["params"]]
+    return found
 
 
 def tensors_of(model: nn.Module, places: Iterable[Place]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Functions that runs of the tests bring."""
 
 import os
+import random
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,23 @@ class Ending(Rows):
 
 def ending() -> Any:
     return Ending(), Rows()
+
+
+class Noisy(Rows):
+    """Held out as in training: what makes batches of it draws from all global generators."""
+
+    def collate_fn(self, items: list[Tensor]) -> Tensor:
+        drawn = random.random() + np.random.random() + torch.rand(())
+        return torch.stack(items) / 64 + drawn
+
+
+def noisy() -> Any:
+    return Noisy(), Noisy()
+
+
+def net_with_noise() -> Any:
+    """As of diffusion: the loss draws at each call."""
+    return nn.Linear(4, 1), lambda module, x: module(x + torch.randn_like(x)).square().mean()
 
 
 class Draws:

@@ -1,5 +1,6 @@
 """Models and data of functions: what they may return, and what is trained with them."""
 
+import random
 from functools import partial
 from pathlib import Path
 
@@ -245,6 +246,21 @@ def test_evaluators_of_a_model_with_batch_norm_agree_whatever_they_have_trained(
     assert loss.loss != pytest.approx(untold, rel=0.5), "a test that can fail"
 
 
+def test_a_loss_that_draws_is_the_same_at_each_measure_and_training_draws_as_without_any() -> None:
+    spec = spec_of("tests.run_functions:net_with_noise", "tests.run_functions:noisy")
+    fresh, trained = trainer_of(spec), trainer_of(spec)
+    random.seed(5)
+    trained.train(work_of(3), lambda _: None)
+    parameters, places = first_vector(spec), [0, 5, 5]
+    random.seed(7)
+    before = random.getstate(), torch.get_rng_state()
+    loss, losses = fresh.evaluate_at(parameters), fresh.losses_at(parameters, places)
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    assert trained.evaluate_at(parameters) == loss == fresh.evaluate_at(parameters)
+    assert trained.losses_at(parameters, places) == losses
+    assert losses[1] == losses[2] != losses[0]
+
+
 @pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(pipeline=2)])
 def test_batch_norm_wants_ranks_with_the_whole_model(shape: MeshShape) -> None:
     spec = spec_of("tests.run_functions:net_with_batch_norm_and_plans", "tests.run_functions:rows")
@@ -442,6 +458,15 @@ def test_a_batch_with_anything_but_tensors_is_refused_when_the_run_is_made() -> 
         BadDataError, match="has 'thing 0' of type str, and ranks take tensors alone"
     ):
         spec_of("tests.run_functions:net_with_scalars", "tests.run_functions:named_things")
+
+
+def test_a_parameter_without_values_is_refused_by_name_and_a_frozen_one_is_not() -> None:
+    module = nn.Linear(4, 1)
+    module.prompts = nn.Parameter(torch.empty(0, 4))
+    with pytest.raises(ConfigError, match=r"prompts of shape \[0, 4\] has no values to train"):
+        tensors_of(module)
+    module.prompts.requires_grad_(False)
+    assert [shape.name for shape in tensors_of(module)] == ["weight", "bias"]
 
 
 def test_a_codebook_is_refused_when_the_run_is_made() -> None:

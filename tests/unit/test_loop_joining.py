@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import atoll
-from node.island.loops.door import SOCKET_FILE
+from node.island.loops.door import SOCKET_FILE, refusal_of
 from node.island.loops.messages import VERSION, Hello, word_of
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
@@ -157,6 +158,68 @@ async def test_an_average_of_weights_within_the_model_ends_the_loop_with_its_nam
         await ends(thread)
 
 
+@pytest.mark.parametrize("added", [False, True])
+async def test_a_layer_that_is_trained_from_some_round_on_and_not_by_the_run_ends_the_loop(
+    tmp_path: Path, added: bool
+) -> None:
+    async with scene(tmp_path) as one:
+        model = WithBody(one.spec, 2.0)
+
+        def train(swarm: atoll.Swarm) -> None:
+            nudge(model)
+            swarm.step(tokens=1)
+            if added:
+                model.register_module("late", nn.Linear(3, 3, bias=False))
+            else:
+                model.body.requires_grad_(True)
+            nudge(model)
+            swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model)
+        await one.train(work(1, steps=1))
+        name = "late" if added else "body"
+        with pytest.raises(LoopGoneError, match=rf"trains {name}\.weight \[3, 3\], which the run"):
+            await one.train(work(2))
+        await ends(thread)
+
+
+async def test_a_loop_that_freezes_one_of_its_networks_for_now_comes_back_to_its_node(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, hang_seconds=0.05) as one:
+        wakes_up = threading.Event()
+        model = Decoder(one.spec.decoder)
+
+        def train(swarm: atoll.Swarm) -> bool:
+            nudge(model)
+            swarm.step(tokens=1)
+            wakes_up.wait(20)
+            next(model.parameters()).requires_grad_(False)  # as a GAN does in the other's turn
+            while not swarm.step(tokens=1).is_over:
+                pass
+            return True
+
+        thread = await one.joined(train, model=model)
+        with pytest.raises(LoopGoneError, match="gave no sign of life for"):
+            await one.train(work())
+        wakes_up.set()
+        await one.is_here()
+        await one.stops(thread)
+        assert one.ended == [True]
+
+
+async def test_what_the_optimizer_steps_beside_the_model_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as one:
+        model, head = Decoder(one.spec.decoder), nn.Linear(3, 2, bias=False)
+        frozen = nn.Linear(5, 5).requires_grad_(False)
+        stepped = [*model.parameters(), *head.parameters(), *frozen.parameters()]
+        with caplog.at_level(logging.WARNING, logger="atoll"):
+            await one.joined(steps_on_samples, model=model, optimizer=torch.optim.SGD(stepped))
+        assert "the optimizer also steps a parameter [2, 3], which the model" in caplog.text
+
+
 async def test_a_process_that_a_loop_has_forked_does_not_keep_it_alive(tmp_path: Path) -> None:
     async with scene(tmp_path) as one:
         connection = await asyncio.to_thread(come_in_bare, one)
@@ -217,11 +280,21 @@ async def test_a_second_loop_is_refused_with_the_process_that_is_there(tmp_path:
     async with scene(tmp_path) as one:
         one.loop(steps_on_samples)
         await one.is_here()
-        second = one.loop(steps_on_samples)
-        await ends(second)
-        assert f"another training loop is with this node: process {os.getpid()}" in str(
-            one.ended[0]
+        hello = Hello(
+            kind="hello", version=VERSION, group="other", rank=0, world_size=1, evaluates=False
         )
+        refusal = refusal_of(hello, os.getpid() + 1, one.island._loop)
+        assert refusal is not None
+        assert refusal[0] == f"another training loop is with this node: process {os.getpid()}"
+
+
+async def test_a_program_that_joins_twice_is_told_to_leave_first(tmp_path: Path) -> None:
+    async with scene(tmp_path) as one:
+        one.loop(steps_on_samples)
+        await one.is_here()
+        await ends(one.loop(steps_on_samples))
+        assert "this program has joined already, and has not left" in str(one.ended[0])
+        assert "leave()" in str(one.ended[0])
         assert one.island.ability.trains
 
 

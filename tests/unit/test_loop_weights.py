@@ -327,6 +327,15 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
         check_optimizer(model, torch.optim.SGD(Small().parameters(), lr=1.0), places_of(model))
 
 
+def test_what_is_no_optimizer_is_refused_by_its_type() -> None:
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for other in ({"both": optimizer}, [torch.optim.lr_scheduler.StepLR(optimizer, 3)]):
+        kind = type(other[0] if isinstance(other, list) else other).__name__
+        with pytest.raises(atoll.ModelMismatchError, match=f"was given a {kind}, which has no"):
+            check_optimizer(model, other, places_of(model))
+
+
 def head_on_a_body(seed: int, dtype: torch.dtype = torch.float32) -> Small:
     """Its second layer is trained; the first one is frozen, as drawn from a seed."""
     torch.manual_seed(seed)

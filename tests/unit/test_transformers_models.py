@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    RwkvConfig,
+    XLNetConfig,
+)
 
 from node.island.data.dataset import SampleOrder, read_corpus
 from node.island.island import InnerWork
@@ -403,6 +410,24 @@ def test_a_model_that_looks_back_alone_is_as_it_was_after_it_was_looked_at(kind:
     check_looks_back(model, 16)
     assert model.training and all(p.requires_grad and p.grad is None for p in model.parameters())
     assert not model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.parametrize("rescale_every", [6, 0])
+def test_a_model_that_scales_its_weights_to_evaluate_is_refused(rescale_every: int) -> None:
+    config = RwkvConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=7, rescale_every=rescale_every
+    )
+    model: Any = with_values(config)
+    if not rescale_every:
+        check_looks_back(model, 8)
+        return
+    with pytest.raises(ConfigError, match=r"changes the parameter .*weight of a Linear as it is"):
+        check_looks_back(model, 8)
+
+
+def test_a_model_of_any_length_is_one_whose_config_names_no_positions(tmp_path: Path) -> None:
+    XLNetConfig(vocab_size=64).save_pretrained(tmp_path)
+    assert sizes_of(tmp_path) == (None, 64)
 
 
 def test_a_config_with_numbers_that_json_does_not_have_is_built(tmp_path: Path) -> None:

@@ -144,20 +144,39 @@ def short(value: object) -> str:
 
 _MOST_SHOWN = 40
 
+_CPU = torch.device("cpu")
+
 
 @contextmanager
-def drawing(seed: int) -> Iterator[None]:
-    """Within it global generators of random numbers begin with a seed, and then go on as before."""
+def drawing(seed: int, device: torch.device = _CPU) -> Iterator[None]:
+    """Within it global generators of random numbers begin with a seed, and then go on as before.
+
+    That of a device beside the CPU has to be named.
+    """
     before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=()):
-        random.seed(seed)
-        np.random.seed(seed % (1 << 32))
-        torch.default_generator.manual_seed(seed)
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        draw_from(seed, device)
         try:
             yield
         finally:
             random.setstate(before[0])
             np.random.set_state(before[1])
+
+
+def draw_from(seed: int, device: torch.device = _CPU) -> None:
+    """Has global generators of random numbers begin with a seed."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.manual_seed(seed)  # of all devices, and of the CPU again
+
+
+def seed_of(*key: object) -> int:
+    """A seed for what a key names, the same on all machines."""
+    text = ":".join(map(str, key))
+    return int.from_bytes(blake3.blake3(text.encode()).digest(length=7), "little")
 
 
 def traits_of(sample: Tree, *, has_values: bool = True) -> bytes:

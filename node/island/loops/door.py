@@ -205,7 +205,7 @@ class Loop:
             visitor.say(message)
 
 
-def refusal_of(hello: Hello, here: Loop | None) -> tuple[str, str] | None:
+def refusal_of(hello: Hello, process_id: int, here: Loop | None) -> tuple[str, str] | None:
     """Why a rank may not come in, and what its owner may do; None when it may. Pure."""
     if hello.version != VERSION:
         return (
@@ -219,9 +219,15 @@ def refusal_of(hello: Hello, here: Loop | None) -> tuple[str, str] | None:
         or here.world_size != hello.world_size
         or hello.rank in here.visitors
     ):
-        others = ", ".join(str(visitor.process_id) for visitor in here.visitors.values())
+        processes = [visitor.process_id for visitor in here.visitors.values()]
+        if process_id in processes:  # as a cell of a notebook that was run again
+            return (
+                "this program has joined already, and has not left",
+                "call leave() on what that atoll.join returned, or use it in a `with`; where nothing holds "
+                "it any more, start the program again",
+            )
         return (
-            f"another training loop is with this node: process {others}",
+            f"another training loop is with this node: process {', '.join(map(str, processes))}",
             "end that one first; a second loop needs a node of its own, in a folder of its own",
         )
     return None

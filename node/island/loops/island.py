@@ -247,7 +247,7 @@ class LoopIsland(Island):
 
     def _is_welcome(self, hello: Hello, visitor: Visitor) -> bool:
         """Refuses in a sentence whoever is not."""
-        refusal = refusal_of(hello, self._loop)
+        refusal = refusal_of(hello, visitor.process_id, self._loop)
         if refusal is None:
             return True
         what, next_step = refusal

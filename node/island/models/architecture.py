@@ -250,7 +250,10 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
 
 
 def tensors_of(module: nn.Module) -> list[TensorShape]:
-    """What is trained, in the module's order, with the layer of each; what is one counts once."""
+    """What is trained, in the module's order, with the layer of each; what is one counts once.
+
+    Raises ConfigError for a parameter without values.
+    """
     container, keys = container_of_layers(module)
     layer_of = {key: index for index, key in enumerate(keys)}
     prefix = f"{container}." if container else ""
@@ -258,6 +261,11 @@ def tensors_of(module: nn.Module) -> list[TensorShape]:
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
+        if not parameter.numel():
+            raise ConfigError(
+                f"the parameter {name} of shape {list(parameter.shape)} has no values to train",
+                next_step="remove it, or set its requires_grad to False",
+            )
         key = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
         # pydantic wants positive sizes, and a scalar is one value
         shape = tuple(parameter.shape) or (1,)
@@ -445,3 +453,22 @@ def changed_buffer(name: str, kind: str) -> ConfigError:
         "end with different models",
         next_step="make it a parameter, or compute it from the batch",
     )
+
+
+@contextmanager
+def keeping_parameters(module: nn.Module) -> Iterator[None]:
+    """Raises ConfigError where what is computed within it has changed a parameter in its place.
+
+    As a model does that scales its weights to evaluate, and back to train: other weights come between.
+    """
+    before = {name: each._version for name, each in module.named_parameters()}
+    yield
+    for name, parameter in module.named_parameters():
+        if parameter._version != before[name]:
+            kind = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            raise ConfigError(
+                f"{type(module).__name__} changes the parameter {name} of a {kind} as it is evaluated: it "
+                "would change it back after other weights have come",
+                next_step="leave parameters alone there; an RWKV does so with rescale_every = 0 in its "
+                "config.json",
+            )

@@ -31,6 +31,7 @@ from node.island.models.architecture import (
     digest_of_values,
     few_values_of,
     holds,
+    keeping_parameters,
     without_memory,
 )
 from node.island.models.code import (
@@ -349,7 +350,8 @@ def compares_samples(spec: RunSpec, together: Tree, alone: Sequence[Tree]) -> bo
         found.module.to(device)
         _refuse_changed_buffers(found, moved(together))
         found.module.eval()
-        pair = losses(together)
+        with keeping_parameters(found.module):
+            pair = losses(together)
     except AtollError:
         raise
     except Exception:  # what of it fails ranks say, and a GPU may be all that it wants

@@ -23,6 +23,7 @@ from node.island.models.architecture import (
     check_tensors,
     digest_of_values,
     few_values_of,
+    keeping_parameters,
     kept_buffers,
     without_memory,
 )
@@ -210,7 +211,7 @@ def sizes_of(folder: Path) -> tuple[int | None, int]:
     _refuse_foreign_code(values)
     text: Any = AutoConfig.for_model(**_decoded(values)).get_text_config()
     found = [getattr(text, key, None) for key in LONGEST_CONTEXT]
-    longest = next((each for each in found if isinstance(each, int)), None)
+    longest = next((each for each in found if isinstance(each, int) and each > 0), None)
     return longest, int(getattr(text, "vocab_size", 0))
 
 
@@ -336,7 +337,7 @@ def _generation_config_of(folder: Path) -> dict[str, Any]:
 
 def _check_context(model: "PreTrainedModel", spec: RunSpec) -> None:
     most = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(most, int) and spec.model.context > most:
+    if isinstance(most, int) and 0 < most < spec.model.context:
         raise ConfigError(
             f"[model] context = {spec.model.context}, and the model has {most} positions",
             next_step=f"write context = {most} or less",
@@ -364,16 +365,17 @@ def check_looks_back(model: "PreTrainedModel", context: int) -> None:
     language models too. What an answer depends on shows in the gradients of the embedded tokens.
     """
     tokens = min(context, _LOOKED_AT)
-    try:
-        before, after = _influences(model, tokens)
-    except Exception:
+    with keeping_parameters(model):
         try:
-            before, after = _influences(model, context)
-        except Exception as error:  # whatever a model does with what it does not take
-            raise ConfigError(
-                f"{type(model).__name__} fails with a sample of {context} tokens: {_first_line(error)}",
-                next_step=f"try it in transformers itself as model(input_ids=…), {_BY_FUNCTION}",
-            ) from error
+            before, after = _influences(model, tokens)
+        except Exception:
+            try:
+                before, after = _influences(model, context)
+            except Exception as error:  # whatever a model does with what it does not take
+                raise ConfigError(
+                    f"{type(model).__name__} fails with a sample of {context} tokens: {_first_line(error)}",
+                    next_step=f"try it in transformers itself as model(input_ids=…), {_BY_FUNCTION}",
+                ) from error
     if after > _NO_INFLUENCE * before:
         is_encoder = not getattr(model.config, "is_decoder", True)
         raise ConfigError(

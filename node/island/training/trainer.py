@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import blake3
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map
 from node.island.checkpoints.folder import About
 from node.island.checkpoints.inner_state import Blank, Named, Staging, Tensors, is_stepped, named_by
 from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder, held_out_choice
+from node.island.data.functions import draw_from, drawing, seed_of
 from node.island.data.manifest import Split
 from node.island.island import Evaluation, InnerReport, InnerWork, Progress, rebases
 from node.island.measuring import (
@@ -291,7 +291,7 @@ class Trainer:
         self._rewarming.begin(work.token_clock)
         to_trace = self._communication.step_to_trace(max_steps)
         rests = Rests(self._load, clock=self._clock, rest=rest)
-        warm_at = started  # nobody rests for the first step, in which libraries wake up
+        warm_at = started  # libraries wake up and layers compile in the first step
         look_at = 1  # inner steps after which the ranks agree next on whether to go on
         for step in range(max_steps):
             self._set_learning_rates(work, position_of(self._spec, work, step), scale)
@@ -391,12 +391,14 @@ class Trainer:
         share = self._mesh.share(len(indices))
         own = range(len(indices))[share]
         sums = torch.zeros((len(indices), 2), dtype=torch.float64)
-        with self._away_to(parameters):
+        with self._away_to(parameters), self._drawing_alike():
             self._compute_statistics(on_sample)
             for turn in range(-(-len(indices) // self._mesh.num_data)):
                 # Of those that have no sample left too: parameters are gathered by all at once.
                 place = own[turn] if turn < len(own) else None
-                batch = self._on_device("training", indices[[0 if place is None else place]])
+                index = indices[[0 if place is None else place]]
+                self._draw_for("training", index)
+                batch = self._on_device("training", index)
                 count = 0 if place is None else 1
                 measured = self._engine.measure(batch, num_samples=count, rows=1).tallied()
                 if place is not None:
@@ -407,6 +409,10 @@ class Trainer:
 
     def evaluate(self, on_batch: Callable[[], None] = lambda: None) -> Evaluation:
         """Held-out loss over a fixed choice of samples, spread evenly over the held-out split."""
+        with self._drawing_alike():
+            return self._evaluated(on_batch)
+
+    def _evaluated(self, on_batch: Callable[[], None]) -> Evaluation:
         self._compute_statistics(on_batch)
         available = self._corpus.num_held_out_samples
         chosen = held_out_choice(self._spec.evaluation.samples, available)
@@ -417,6 +423,7 @@ class Trainer:
         sums = torch.zeros(4, dtype=torch.float64)
         for start in range(0, most, rows):
             own_chosen = own[start : start + rows]
+            self._draw_for("held_out", own_chosen)
             batch = self._on_device("held_out", own_chosen)
             sums += self._engine.measure(batch, num_samples=len(own_chosen)).tallied()
             on_batch()
@@ -441,10 +448,9 @@ class Trainer:
 
         def batches() -> Iterator[Tree]:
             for first in range(0, len(chosen), num_data):
-                yield self._on_device(
-                    "training",
-                    chosen[(first + part) % len(chosen)],  # all ranks take as many
-                )
+                own = chosen[(first + part) % len(chosen)]  # all ranks take as many
+                self._draw_for("training", own)
+                yield self._on_device("training", own)
                 on_batch()
 
         self._engine.compute_statistics(batches())
@@ -536,8 +542,22 @@ class Trainer:
         """Of dropout and the like: the same for ranks that share samples, and for the same work again."""
         place, shape = self._mesh.place, self._mesh.shape
         part = place.replicate * shape.shard + place.shard
-        key = f"{self._spec.run.seed}:draws:{work.first_sample}:{part}"
-        return int.from_bytes(blake3.blake3(key.encode()).digest(length=7), "little")
+        return seed_of(self._spec.run.seed, "draws", work.first_sample, part)
+
+    def _drawing_alike(self) -> contextlib.AbstractContextManager[None]:
+        """Within it measures draw by `_draw_for`; training goes on with its own draws after it.
+
+        Else a loss that draws, as of masked tokens, is another one at each measure of the same weights:
+        held-out losses jump, and what was learned of a sample drowns in it.
+        """
+        if not self._engine.draws:
+            return contextlib.nullcontext()
+        return drawing(self._spec.run.seed, self._device)
+
+    def _draw_for(self, split: Split, indices: Indices) -> None:
+        if self._engine.draws:
+            first = int(indices[0]) if len(indices) else 0
+            draw_from(seed_of(self._spec.run.seed, split, first), self._device)
 
     def _set_learning_rates(self, work: InnerWork, at: Position, scale: float) -> None:
         of_peak = share_of_peak(self._spec.inner, at, final_fraction=work.final_fraction)
