@@ -1,4 +1,4 @@
-"""Where heavy work runs, and how long a node's exchange was at work.
+"""Where heavy work runs, how tasks are ended, and how long a node's exchange was at work.
 
 Hashing, encoding and outer arithmetic must not delay heartbeats. The daemon runs them in a thread; tests and
 simulations run them in place, so that their order is fixed.
@@ -10,10 +10,10 @@ applied. What overlaps with the ranks' own work costs no time and is not counted
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from protocol.wire.payload import WireCounts
 
@@ -46,6 +46,17 @@ async def in_thread(work: Callable[[], Result]) -> Result:
 async def in_place(work: Callable[[], Result]) -> Result:
     """Runs `work` here and now."""
     return work()
+
+
+async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancels tasks and returns once they have ended, however they do.
+
+    It catches no CancelledError, which could be that of whoever waits here.
+    """
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 Clock = Callable[[], float]

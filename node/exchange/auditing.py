@@ -31,7 +31,7 @@ from node.exchange.peers import (
 from node.exchange.reduction import AS_KEPT, Reduction
 from node.exchange.round.state import RoundState, Rules, misfit
 from node.exchange.state.sources import StateHere
-from node.heavy import Heavy
+from node.heavy import Heavy, cancelled
 from node.outer_state import Vector
 from protocol.wire.messages import AuditAsked, Audited, Reduced, Report, SpotCheckAsked, SpotChecked
 from protocol.wire.payload import REDUCER_ERROR, Payload, PayloadError, PayloadHeader
@@ -222,10 +222,9 @@ class Audits:
         await self._end(lambda _: True)
 
     async def _end(self, is_over: Callable[[int], bool]) -> None:
-        tasks = [self._tasks.pop(place) for place in list(self._tasks) if is_over(place[0])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(
+            [self._tasks.pop(place) for place in list(self._tasks) if is_over(place[0])]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -459,10 +458,8 @@ class SpotChecks:
 
     async def stop(self) -> None:
         """Ends what is under way."""
-        tasks, self._tasks = list(self._tasks.values()), {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks, self._tasks = self._tasks, {}
+        await cancelled(tasks.values())
 
     async def _prepare(self, asked: SpotCheckAsked) -> None:
         try:

@@ -37,6 +37,7 @@ from node.exchange.peers import (
     WantResult,
 )
 from node.exchange.round.state import misfit
+from node.heavy import cancelled
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import NodeId, SliceOutcome
 
@@ -268,14 +269,14 @@ async def fetch_pieces(
     returns. What it raises ends everything under way.
     """
     clock = asyncio.get_running_loop().time
-    tasks: dict[Job[Key], asyncio.Task[Outcome]] = {}
+    tasks: dict[Job[Key], asyncio.Future[Outcome]] = {}
     try:
         while True:
             for donor in schedule.fallen_silent(clock()):
                 log.info("a donor is silent", peer=donor, next_step="others are asked first")
             while (job := schedule.begin(clock())) is not None:
                 heard = partial(_hear, schedule, job.donor)
-                tasks[job] = asyncio.create_task(_awaited(fetch(job.key, job.donor, heard)))
+                tasks[job] = asyncio.ensure_future(fetch(job.key, job.donor, heard))
             if not tasks:
                 return
             seconds = schedule.seconds_until_overdue(clock())
@@ -288,23 +289,13 @@ async def fetch_pieces(
                 if tasks.pop(job, None) is None:
                     continue  # another one brought the piece in the same moment
                 needless = schedule.end(job, task.result(), clock())
-                await _cancelled([tasks.pop(other) for other in needless])
+                await cancelled([tasks.pop(other) for other in needless])
     finally:
-        await _cancelled(list(tasks.values()))
+        await cancelled(tasks.values())
 
 
 def _hear(schedule: Schedule[Key], donor: NodeId) -> None:
     schedule.hear(donor, asyncio.get_running_loop().time())
-
-
-async def _awaited(outcome: Awaitable[Outcome]) -> Outcome:
-    return await outcome
-
-
-async def _cancelled(tasks: list[asyncio.Task[Outcome]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

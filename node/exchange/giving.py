@@ -29,7 +29,7 @@ from node.exchange.peers import (
     WantManifest,
 )
 from node.exchange.state.chunks import ELEMENT_BYTES, Manifest
-from node.heavy import Heavy
+from node.heavy import Heavy, cancelled
 from protocol.wire.payload import CHUNK, MANIFEST, Payload, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 
@@ -187,9 +187,7 @@ class Pushes:
             for task, header in self._tasks.items()
             if kind in (None, header.kind) and header.round >= from_round
         ]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(tasks)
 
     async def _push_of_lot(self, push: Push) -> None:
         header = push.payload.header

@@ -24,7 +24,7 @@ from node.exchange.peers import (
     Waits,
     WantTokens,
 )
-from node.heavy import Heavy
+from node.heavy import Heavy, cancelled
 from protocol.errors import BadDataError
 from protocol.wire.payload import PIECE, PIECE_MAP, TOKENS_MANIFEST, Payload
 from protocol.wire.rounds import Digest, NodeId, RosterEntry
@@ -205,9 +205,7 @@ class PeerTokens:
                     if (content := fetched.result()) is not None:
                         return content
         finally:
-            for fetching in fetches:
-                fetching.cancel()
-            await asyncio.gather(*fetches, return_exceptions=True)
+            await cancelled(fetches)
 
     async def _asked(self, peer: NodeId, want: WantTokens, num_bytes: int) -> bytes | None:
         self._busy[peer] += 1

@@ -30,7 +30,7 @@ from node.exchange.peers import (
     do_nothing,
 )
 from node.exchange.state.chunks import Arrivals, Arriving, Manifest, ManifestError
-from node.heavy import Heavy
+from node.heavy import Heavy, cancelled
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import Digest, NodeId
 
@@ -192,9 +192,7 @@ class Download:
                     self._donors.silences.note(one.peer, clock())
             return list(candidates.values())
         finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await cancelled(asked)
 
     async def _manifest_of(
         self, peer: NodeId, want: WantManifest, heard: Callable[[], None] = do_nothing
@@ -240,8 +238,7 @@ class Download:
         try:
             await fetch_pieces(schedule, partial(self._fetch_chunk, arriving))
         finally:
-            recruiting.cancel()
-            await asyncio.gather(recruiting, return_exceptions=True)
+            await cancelled([recruiting])
         return vouching
 
     async def _fetch_chunk(

@@ -22,6 +22,7 @@ from node.exchange.transport.rates.traffic import TokenBucket, Traffic
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.sender import FIRST_BYTES_PER_SECOND
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
+from node.heavy import cancelled
 from protocol.errors import CertificateRefusedError
 from protocol.trust.identity import Identity
 from protocol.trust.peer_tls import PeerTls
@@ -219,9 +220,7 @@ class Carrying:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            await cancelled(ways)
 
     def _chunk_bytes(self) -> int:
         depth_bytes = self._limits.burst_seconds * self.bytes_per_second

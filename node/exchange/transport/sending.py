@@ -24,6 +24,7 @@ from node.exchange.transport.sender import (
     SentPart,
 )
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
+from node.heavy import cancelled
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
 
@@ -298,9 +299,7 @@ async def _unless_failed(
             await sending
         return await hearing
     finally:
-        for task in (hearing, sending):
-            task.cancel()
-        await asyncio.gather(hearing, sending, return_exceptions=True)
+        await cancelled((hearing, sending))
 
 
 def _first_of(errors: BaseExceptionGroup[Exception]) -> Exception:

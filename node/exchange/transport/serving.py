@@ -36,6 +36,7 @@ from node.exchange.transport.streams import (
     expect,
     refuse,
 )
+from node.heavy import cancelled
 from protocol.v1 import transfer_pb2 as wire
 from protocol.wire.payload import CONTRIBUTION, Payload, PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
@@ -237,9 +238,7 @@ async def take_parts(stream: TransferStream, sender: NodeId, receiver: Receiver)
         await reading
         await answering
     finally:
-        reading.cancel()
-        answering.cancel()
-        await asyncio.gather(reading, answering, return_exceptions=True)
+        await cancelled((reading, answering))
 
 
 async def _read_parts(
@@ -393,10 +392,7 @@ async def complete(
                 raise EOFError("the sender has dropped the offer")
         return body.assembly.body()
     finally:
-        ended.cancel()
-        moved.cancel()
-        # Not by catching CancelledError, which could be our own.
-        await asyncio.gather(ended, moved, return_exceptions=True)
+        await cancelled((ended, moved))
 
 
 def _whole_seconds(limits: Limits, num_bytes: int) -> float:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator
 
 from node.exchange.transport.streams import BROKEN, drop
+from node.heavy import cancelled
 from protocol.trust.proxy import MAX_ANSWER_BYTES, Proxy, ProxyRefusedError
 
 CHUNK_BYTES = 1 << 16
@@ -79,10 +80,7 @@ class Tunnels:
 
     async def close(self) -> None:
         """Ends all of them."""
-        joined = list(self._joined)
-        for task in joined:
-            task.cancel()
-        await asyncio.gather(*joined, return_exceptions=True)
+        await cancelled(self._joined)
 
     async def _made(self, host: str, port: int) -> Ends:
         proxy = self.proxy
@@ -138,8 +136,6 @@ async def _joined(one: Ends, other: Ends) -> None:
             async with asyncio.timeout(SILENT_SECONDS):
                 await asyncio.gather(one[1].wait_closed(), other[1].wait_closed())
     finally:
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        await cancelled(ways)
         drop(one[1])
         drop(other[1])

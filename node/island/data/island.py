@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import structlog
 
+from node.heavy import cancelled
 from node.island.data.manifest import Piece
 from node.island.data.supply import Needs, TokenSource, TokenSupply
 from node.island.island import Ability, Evaluation, InnerReport, InnerWork, Island, Progress, both
@@ -84,9 +85,7 @@ class SuppliedIsland:
                 if task.done():
                     task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancelled(tasks)
 
     async def _start_late(self, on_up: Callable[[CorpusSummary], None]) -> None:
         if self._is_up:

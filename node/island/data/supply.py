@@ -11,7 +11,7 @@ from typing import Protocol
 
 import structlog
 
-from node.heavy import Heavy
+from node.heavy import Heavy, cancelled
 from node.island.data.dataset import Indices, SampleOrder, held_out_choice
 from node.island.data.held import TokensHere
 from node.island.data.manifest import Piece, Split
@@ -271,9 +271,7 @@ class TokenSupply:
         finally:
             if pausing is not None:
                 pausing.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancelled(tasks)
 
     def _due(self, num_under_way: int) -> list[Piece]:
         due = [p for p in self._wanted if p not in self._under_way and p not in self._resting]

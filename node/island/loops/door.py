@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from node.heavy import cancelled
 from node.island.data.dataset import Batch, Dataset, Indices, SampleOrder
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
@@ -103,9 +104,7 @@ class Door:
             return
         self._listener.close()
         self._listener = None
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(self._tasks)
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
 
