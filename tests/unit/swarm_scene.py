@@ -19,7 +19,7 @@ from coordinator.swarm.events import (
 from coordinator.swarm.members import Member
 from coordinator.swarm.state import Round, Rules, SwarmState
 from coordinator.swarm.transition import initial_state, next_deadline, step
-from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Trained
+from protocol.wire.messages import Applied, Draining, Evaluated, Held, Reduced, Report, Trained
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     WHOLE,
@@ -31,7 +31,6 @@ from protocol.wire.rounds import (
     NodeId,
     PeerAddress,
 )
-from protocol.wire.vitals import UNMEASURED, LinkRates
 
 LAYOUT = LayoutSummary(digest=Digest(b"l" * 32), fragment_elements=(1024,))
 CODECS = ("int4/1", "int4/1")
@@ -135,20 +134,17 @@ class Scene:
         digest: Digest | None = INITIAL,
         run: Digest = RUN,
         layout: LayoutSummary | None = None,
-        codecs: tuple[str, ...] = CODECS,
-        corpus: CorpusSummary = CORPUS,
-        num_ranks: int = 1,
         is_new_process: bool = True,  # or the same one whose session broke
         incarnation: int = 0,
         is_beside: bool = False,  # the process before it goes on
         node_name: str | None = None,  # its node id unless told
-        cannot_train: bool = False,
-        cannot_evaluate: bool = False,
         invite: str = "",
-        device: str = "cpu",
-        is_helper: bool = False,
+        **facts: Any,
     ) -> None:
+        """`facts` are others of Attached, by their names."""
         assert digest is not None, "no state is settled"
+        usual = {"device": "cpu", "num_ranks": 1, "codecs": CODECS, "corpus": CORPUS}
+        facts = {**usual, **facts}
         for name in names:
             self._num_processes[name] += is_new_process
             before = self.state.members.get(NodeId(name))
@@ -159,21 +155,15 @@ class Scene:
                     node_id=NodeId(name),
                     node_name=node_name or name,
                     address=PeerAddress(public_key=name.encode().ljust(32), multiaddrs=()),
-                    device=device,
-                    num_ranks=num_ranks,
                     version="1",
                     run_digest=run,
                     layout=layout or self.state.rules.layout,
-                    codecs=codecs,
-                    corpus=corpus,
                     outer_round=at,
                     outer_digest=digest,
                     outer_incarnation=incarnation,
                     process_id=self._num_processes[name],
-                    cannot_train=cannot_train,
-                    cannot_evaluate=cannot_evaluate,
                     invite_id=invite,
-                    is_helper=is_helper,
+                    **facts,
                 )
             )
 
@@ -186,15 +176,11 @@ class Scene:
         session_id: int | None = None,
         unreachable: tuple[str, ...] = (),
         incarnation: int = 0,
-        rates: LinkRates = UNMEASURED,
-        cannot_train: bool = False,
-        cannot_evaluate: bool = False,
-        evaluates_by: str = "",
-        outside: tuple[str, ...] = (),
-        outside_by_ipv6: str = "",
         carry: float = 0.0,
         through: Mapping[str, str] | None = None,
+        **facts: Any,
     ) -> None:
+        """`facts` are others of HeartbeatSeen, by their names."""
         assert digest is not None, "no state is settled"
         if session_id is None:
             session_id = self.member(name).session_id
@@ -206,19 +192,19 @@ class Scene:
                 outer_digest=digest,
                 outer_incarnation=incarnation,
                 unreachable=tuple(map(NodeId, unreachable)),
-                rates=rates,
-                cannot_train=cannot_train,
-                cannot_evaluate=cannot_evaluate,
-                evaluates_by=evaluates_by,
-                outside=outside,
-                outside_by_ipv6=outside_by_ipv6,
                 carry_bytes_per_second=carry,
                 through={NodeId(one): NodeId(by) for one, by in (through or {}).items()},
+                **facts,
             )
         )
 
+    def report(self, name: str, report: Report, *, round: int | None = None) -> None:
+        """A node tells something about its part in a round, the open one unless told."""
+        number = self.round.number if round is None else round
+        self.do(Reported(node_id=NodeId(name), round=number, report=report))
+
     def drain(self, name: str) -> None:
-        self.do(Reported(node_id=NodeId(name), round=0, report=Draining()))
+        self.report(name, Draining(), round=0)
 
     def leave(self, name: str) -> None:
         session_id = self.member(name).session_id
@@ -241,7 +227,7 @@ class Scene:
             loss=2.0,
             seconds=seconds,
         )
-        self.do(Reported(node_id=NodeId(name), round=self.round.number, report=trained))
+        self.report(name, trained)
 
     def _samples_of(self, tokens: int) -> int:
         return -(-tokens // self.state.rules.context)
@@ -267,36 +253,33 @@ class Scene:
         if tokens is None:
             context = self.state.rules.context
             tokens = {str(a.node_id): a.num_samples * context for a in self.round.assignments}
-        self.do(
-            Reported(
-                node_id=NodeId(name),
-                round=self.round.number,
-                report=Reduced(
-                    slice_index=index,
-                    digest=digest,
-                    contributors=tuple(
-                        Contributor(
-                            node_id=NodeId(node),
-                            samples=samples.get(node, self._samples_of(count)),
-                            tokens=count,
-                        )
-                        for node, count in tokens.items()
-                    ),
-                    contributions=tuple(contribution_from(node, index) for node in tokens),
-                    factors=tuple(0 if node in nothing_of else WHOLE for node in tokens)
-                    if nothing_of
-                    else (),
-                    undecodable=tuple(map(NodeId, sorted(undecodable))),
-                    norm=norm,
+        self.report(
+            name,
+            Reduced(
+                slice_index=index,
+                digest=digest,
+                contributors=tuple(
+                    Contributor(
+                        node_id=NodeId(node),
+                        samples=samples.get(node, self._samples_of(count)),
+                        tokens=count,
+                    )
+                    for node, count in tokens.items()
                 ),
-            )
+                contributions=tuple(contribution_from(node, index) for node in tokens),
+                factors=tuple(0 if node in nothing_of else WHOLE for node in tokens)
+                if nothing_of
+                else (),
+                undecodable=tuple(map(NodeId, sorted(undecodable))),
+                norm=norm,
+            ),
         )
 
     def hold(
         self, name: str, index: int, digest: Digest, *, agreement: float | None = None
     ) -> None:
         held = Held(slice_index=index, digest=digest, agreement=agreement)
-        self.do(Reported(node_id=NodeId(name), round=self.round.number, report=held))
+        self.report(name, held)
 
     def apply(
         self,
@@ -309,20 +292,11 @@ class Scene:
         assert digest is not None, "no state is settled"
         for name in names:
             number = self.state.committed_round if round is None else round
-            self.do(
-                Reported(
-                    node_id=NodeId(name),
-                    round=number,
-                    report=Applied(outer_digest=digest, incarnation=incarnation, wire=wire or {}),
-                )
-            )
+            applied = Applied(outer_digest=digest, incarnation=incarnation, wire=wire or {})
+            self.report(name, applied, round=number)
 
     def evaluate(self, name: str, *, round: int, loss: float = 1.5) -> None:
-        self.do(
-            Reported(
-                node_id=NodeId(name), round=round, report=Evaluated(held_out_loss=loss, tokens=64)
-            )
-        )
+        self.report(name, Evaluated(held_out_loss=loss, tokens=64), round=round)
 
     def commit(
         self,
