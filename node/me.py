@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from protocol.errors import NoInputError, UnavailableError, UsageError
+from protocol.errors import NoInputError, OtherSwarmError, UnavailableError, UsageError
 from protocol.terminal import console
 from protocol.terminal.query import StatusLink, dir_option, json_option
 
@@ -59,7 +59,7 @@ def me(is_json: bool, directory: Path | None) -> None:
     try:
         with StatusLink(directory) as link:
             answer = link.status()
-    except UnavailableError as error:
+    except (UnavailableError, OtherSwarmError) as error:
         if (known := _of_this_folder(home, credentials)) is None:
             raise
         click.echo(f"of this folder alone, for {error.what}", err=True)

@@ -18,6 +18,7 @@ from protocol.errors import (
     CertificateRefusedError,
     HeldBackError,
     NotPermittedError,
+    OtherSwarmError,
     ProtocolMismatchError,
     UnavailableError,
     UsageError,
@@ -103,7 +104,10 @@ class StatusLink:
                 return ask(self._stub())
             except CertificateRefusedError as refusal:
                 self.close()
-                _renewed(Credentials.load(find_home(self._directory)), refusal).save_renewed()
+                try:
+                    _renewed(Credentials.load(find_home(self._directory)), refusal).save_renewed()
+                except OtherSwarmError as error:
+                    return self._answer_elsewhere(ask, error)
                 return ask(self._stub())
             except UnavailableError as error:
                 self.close()
@@ -113,7 +117,7 @@ class StatusLink:
             raise
 
     def _answer_elsewhere(
-        self, ask: "Callable[[StatusServiceStub], Answer]", error: UnavailableError
+        self, ask: "Callable[[StatusServiceStub], Answer]", error: AtollError
     ) -> "Answer":
         """Raises the error where the coordinator answers nowhere."""
         from protocol.trust.credentials import LINK_FILE, Credentials, find_home
@@ -143,7 +147,7 @@ class StatusLink:
             return answer
         if ours.principal.role is Role.OPERATOR or ours.members:
             raise error
-        raise UnavailableError(
+        raise type(error)(
             error.what,
             next_step=f"{error.next_step}; if it has moved, this folder names nobody who knows where to: ask "
             f"the run owner, and set host in {home / LINK_FILE}",

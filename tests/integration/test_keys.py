@@ -36,7 +36,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.terminal.query import StatusLink
-from protocol.trust.credentials import Credentials
+from protocol.trust.credentials import IDENTITY_FILE, Credentials
 from protocol.trust.identity import Identity
 from protocol.trust.pki import (
     MEMBER_SECONDS,
@@ -294,6 +294,7 @@ async def test_a_member_goes_on_to_the_told_address_where_another_run_took_the_o
     home, other = new_home(tmp_path / "home"), new_home(tmp_path / "other")
     async with serving(home), two_nodes(home) as (a, _):
         a.credentials.save(tmp_path / "node")
+        a.identity.save(tmp_path / "node" / IDENTITY_FILE)
         ours = Credentials.load(tmp_path / "node")
     config = other.config.model_copy(
         update={"control_port": ours.control_port, "enrolment_port": ours.enrolment_port}
@@ -304,6 +305,9 @@ async def test_a_member_goes_on_to_the_told_address_where_another_run_took_the_o
             await get_run(calls)
         calls.moves_to(Address(host="127.0.0.1", **new))
         async with serving(replace(home, config=home.config.model_copy(update=new))):
+            with StatusLink(tmp_path / "node") as link:  # a command, which nobody has told
+                status = await asyncio.to_thread(link.status)
+            assert status.run.run_name == home.run.run.name
             with pytest.raises(OtherSwarmError):
                 await get_run(calls)
             await get_run(calls)

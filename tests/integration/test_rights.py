@@ -80,7 +80,7 @@ IN_THE_CALL = {
     "expelled": "ExpelledError",
     "quarantined": "HeldBackError",
     "unapproved": "HeldBackError",
-    "never enrolled": "NotPermittedError",
+    "never enrolled": "TemporaryError",  # for a minute after a start: its ruling may yet come back
 }
 """Certificates that the handshake takes and calls refuse, with what nodes are told."""
 

@@ -200,7 +200,7 @@ def test_names_at_the_left_of_a_table_stay_in_one_piece_in_a_narrow_terminal(
     ],
 )
 def test_what_is_no_number_is_called_so(
-    kind: click.ParamType, words: str, capsys: pytest.CaptureFixture[str]
+    kind: click.ParamType[float], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = click.Command("c", params=[click.Option(["--num"], type=kind)], callback=print)
     assert console.run(command, ["--num", "ten"]) == ExitCode.USAGE
