@@ -169,6 +169,12 @@ def net_with_type(dtype: str) -> Any:
     return nn.Linear(4, 1).to(getattr(torch, dtype)), squares
 
 
+def net_tied_by_data() -> Any:
+    module = nn.ModuleDict({"table": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    module["head"].weight.data = module["table"].weight.data
+    return module, lambda module, batch: module["head"](module["table"](batch)).square().mean()
+
+
 def net_with_unused() -> Any:
     module = nn.ModuleDict({"used": nn.Linear(4, 1), "unused": nn.Linear(4, 1)})
     return module, lambda module, batch: module["used"](batch).square().mean()

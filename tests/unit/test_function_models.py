@@ -469,6 +469,11 @@ def test_a_parameter_without_values_is_refused_by_name_and_a_frozen_one_is_not()
     assert [shape.name for shape in tensors_of(module)] == ["weight", "bias"]
 
 
+def test_parameters_that_are_two_over_the_same_values_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"table\.weight and head\.weight are two over the same"):
+        first_vector(spec_of("tests.run_functions:net_tied_by_data", "tests.run_functions:rows"))
+
+
 def test_a_codebook_is_refused_when_the_run_is_made() -> None:
     """Shapes do not show what is written to `.data`."""
     with pytest.raises(ConfigError, match="changes the buffer codes of a Coded"):
