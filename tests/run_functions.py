@@ -91,14 +91,14 @@ def net_without_plan() -> Any:
     return Net(8, 40), mean_loss
 
 
-def bigrams() -> Any:
+def bigrams(rows: int = 256) -> Any:
     """A language model of one's own: what follows a byte depends on that byte alone."""
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
         tokens, targets = batch
         return F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
 
-    return nn.Embedding(256, 256), loss
+    return nn.Embedding(rows, 256), loss
 
 
 def net_with_frozen_table() -> Any:

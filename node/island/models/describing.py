@@ -94,10 +94,11 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
         check_tensors(model, spec)
         return _vector_of_values(first_values(model, spec), spec)
     if spec.model.source == "function":
-        from node.island.models.function import random_module
+        from node.island.models.function import random_module, refuse_unknown_tokens
 
         model = random_module(spec)
         refuse_shared_memory(model)
+        refuse_unknown_tokens(spec, model)
     else:
         assert spec.description is not None
         model = of_transformers = random_model(spec) if folder is None else saved_model(folder)
