@@ -241,10 +241,10 @@ def check_model(model: nn.Module, places: Sequence[Place], *, may_be_frozen: boo
             + (f"; what it trains is {_listed(more)}" if more else ""),
             next_step="bring the model that the run was made for",
         )
-    own: dict[int, str] = {}
+    own: dict[tuple[int, int], str] = {}
     for place in places:
         tensor = tensors[place.name]
-        if (other := own.setdefault(id(tensor), place.name)) != place.name:
+        if (other := own.setdefault(_memory_of(tensor), place.name)) != place.name:
             raise ModelMismatchError(
                 f"the run trains {other} and {place.name} apart, and in this model they are tied: one tensor "
                 "cannot hold the values of both",
@@ -261,6 +261,18 @@ def check_model(model: nn.Module, places: Sequence[Place], *, may_be_frozen: boo
                 next_step="call requires_grad_(True) on it, or bring what the run freezes too",
             )
     check_trains_no_more(model, places)
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """By which two parameters over the same values are found, as `.data` of one given to another.
+
+    Of one that is sharded, or has no values here, the tensor itself.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor) or tensor.is_meta or not tensor.data_ptr():
+        return id(tensor), -1
+    return tensor.data_ptr(), tensor.numel()
 
 
 def check_trains_no_more(model: nn.Module, places: Iterable[Place]) -> None:

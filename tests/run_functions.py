@@ -91,14 +91,14 @@ def net_without_plan() -> Any:
     return Net(8, 40), mean_loss
 
 
-def bigrams() -> Any:
+def bigrams(rows: int = 256) -> Any:
     """A language model of one's own: what follows a byte depends on that byte alone."""
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
         tokens, targets = batch
         return F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
 
-    return nn.Embedding(256, 256), loss
+    return nn.Embedding(rows, 256), loss
 
 
 def net_with_frozen_table() -> Any:
@@ -167,6 +167,12 @@ def net_with_waves(kind: str = "drawn") -> Any:
 
 def net_with_type(dtype: str) -> Any:
     return nn.Linear(4, 1).to(getattr(torch, dtype)), squares
+
+
+def net_tied_by_data() -> Any:
+    module = nn.ModuleDict({"table": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
+    module["head"].weight.data = module["table"].weight.data
+    return module, lambda module, batch: module["head"](module["table"](batch)).square().mean()
 
 
 def net_with_unused() -> Any:

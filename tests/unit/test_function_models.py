@@ -158,6 +158,27 @@ def test_a_language_model_of_ones_own_trains_on_the_tokens_that_others_do(tmp_pa
     assert trainer.evaluate().loss < 2.0
 
 
+@pytest.mark.parametrize("rows", [255, 256])
+def test_a_table_with_fewer_rows_than_there_are_tokens_is_refused_when_the_run_is_made(
+    rows: int,
+) -> None:
+    spec = RunSpec(
+        model=FunctionModel(
+            source="function",
+            function="tests.run_functions:bigrams",
+            arguments={"rows": rows},
+            context=16,
+        ),
+        data=DataSection(source="text", paths=("*.txt",)),
+    )
+    spec = spec.model_copy(update={"description": describe(spec, HERE)})
+    if rows == 256:
+        first_vector(spec)
+        return
+    with pytest.raises(BadDataError, match="have 256 different tokens, and the loss of"):
+        first_vector(spec)
+
+
 def test_a_buffer_that_training_changes_is_refused_by_name_but_for_running_statistics() -> None:
     with pytest.raises(ConfigError, match=r"changes the buffer 0\.\w+ of a Centred") as caught:
         spec_of("tests.run_functions:net_with_own_mean", "tests.run_functions:rows")
@@ -467,6 +488,11 @@ def test_a_parameter_without_values_is_refused_by_name_and_a_frozen_one_is_not()
         tensors_of(module)
     module.prompts.requires_grad_(False)
     assert [shape.name for shape in tensors_of(module)] == ["weight", "bias"]
+
+
+def test_parameters_that_are_two_over_the_same_values_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"table\.weight and head\.weight are two over the same"):
+        first_vector(spec_of("tests.run_functions:net_tied_by_data", "tests.run_functions:rows"))
 
 
 def test_a_codebook_is_refused_when_the_run_is_made() -> None:

@@ -312,6 +312,11 @@ def test_tied_parameters_count_once_under_either_name() -> None:
         check_model(Tied(), [Place(name=name, shape=(4, 3), offset=0)])
     both = [Place(name=name, shape=(4, 3), offset=12 * at) for at, name in enumerate(names)]
     refused(Tied(), both, "trains embedding.weight and head.weight apart", "they are tied")
+    by_data = Tied()
+    by_data.head.weight = nn.Parameter(by_data.embedding.weight.data)
+    refused(by_data, both, "trains embedding.weight and head.weight apart", "they are tied")
+    by_data.head.weight = nn.Parameter(by_data.embedding.weight.clone())
+    check_model(by_data, both)
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:

@@ -332,6 +332,14 @@ def test_input_that_cannot_be_used_is_refused_and_leaves_no_result(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_column_of_bytes_is_refused_with_how_it_becomes_text(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([{"text": b"hello"}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(BadDataError, match="'text' is a column of bytes, and text is") as caught:
+        prepared(tmp_path / "a.parquet", out=tmp_path / "out")
+    assert "decode('utf-8')" in caught.value.next_step
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_record_with_nothing_in_its_place_is_left_out_and_counted(
     kind: str, tmp_path: Path

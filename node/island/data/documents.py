@@ -320,6 +320,12 @@ def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
         canonical = json.dumps(messages, sort_keys=True, ensure_ascii=False)
         written = canonical.encode(errors="surrogatepass")
         return Document(text=written, messages=tuple(messages), where=place)
+    if isinstance(text, bytes):
+        raise BadDataError(
+            f"{place}: {field!r} is a column of bytes, and text is one of strings",
+            next_step="write it as strings, as pandas' df[column].str.decode('utf-8') makes them, or name "
+            "the column that has the text with --field COLUMN",
+        )
     kind = f"a {type(text).__name__}" if text is not None else "no text"
     raise BadDataError(
         f"{place}: the record has {kind} in {field!r}, and no conversation in 'messages'; its keys "

@@ -147,7 +147,7 @@ def prepare(
             raise BadDataError(
                 f"of {documents} documents none is {which}",
                 next_step="hold out another share, as --held-out 0.1, or files of their own, as "
-                "--held-out FILE",
+                "--held-out FILE; where all documents are equal, give others: equal ones stay together",
             )
         with refusing(wanted.out):
             write_atomically(work / MANIFEST_FILE, manifest.as_written())

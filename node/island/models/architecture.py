@@ -472,3 +472,21 @@ def keeping_parameters(module: nn.Module) -> Iterator[None]:
                 next_step="leave parameters alone there; an RWKV does so with rescale_every = 0 in its "
                 "config.json",
             )
+
+
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Raises ConfigError for two parameters over the same values, as `.data` of one given to another.
+
+    What is one in torch would be two here, trained apart.
+    """
+    places: dict[tuple[int, int], str] = {}
+    for name, parameter in module.named_parameters():
+        if not parameter.numel():
+            continue
+        other = places.setdefault((parameter.data_ptr(), parameter.numel()), name)
+        if other != name:
+            raise ConfigError(
+                f"the parameters {other} and {name} are two over the same values: they would be trained "
+                "apart",
+                next_step="tie them as one parameter, as head.weight = table.weight does",
+            )

@@ -76,7 +76,7 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
     With `folder` the weights of that transformers model instead. The model is in memory twice for it.
     Raises AtollError where they do not fit the run's description.
     """
-    from node.island.models.architecture import check_tensors
+    from node.island.models.architecture import check_tensors, refuse_shared_memory
     from node.island.models.transformers import (
         built,
         check_buffers,
@@ -94,9 +94,11 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
         check_tensors(model, spec)
         return _vector_of_values(first_values(model, spec), spec)
     if spec.model.source == "function":
-        from node.island.models.function import random_module
+        from node.island.models.function import random_module, refuse_unknown_tokens
 
         model = random_module(spec)
+        refuse_shared_memory(model)
+        refuse_unknown_tokens(spec, model)
     else:
         assert spec.description is not None
         model = of_transformers = random_model(spec) if folder is None else saved_model(folder)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from node.island.data.dataset import SampleOrder
 from node.island.data.functions import FunctionData, drawing
+from node.island.data.manifest import read_manifest
 from node.island.models.architecture import (
     BufferWatch,
     Counted,
@@ -48,7 +49,14 @@ from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, ConfigError, UsageError
-from protocol.run.models import Description, FunctionModel, StageUnit, TensorStyle, layout_of
+from protocol.run.models import (
+    BYTES_VOCABULARY,
+    Description,
+    FunctionModel,
+    StageUnit,
+    TensorStyle,
+    layout_of,
+)
 from protocol.run.run_spec import RunSpec
 
 Loss = Callable[[nn.Module, Tree], Any]
@@ -259,6 +267,46 @@ def random_module(spec: RunSpec) -> nn.Module:
     """The module with weights as its own code draws them, from the run's seed."""
     torch.manual_seed(spec.run.seed)
     return brought(spec).module
+
+
+def refuse_unknown_tokens(spec: RunSpec, module: nn.Module) -> None:
+    """Raises BadDataError where the loss fails on the last of the data's tokens, and on the first does not.
+
+    As with tables of fewer rows: on a GPU that ends a rank without a word of why. What fails on any token, as
+    without a GPU that it wants, ranks say; and nothing is known of data that are elsewhere.
+    """
+    assert isinstance(spec.model, FunctionModel)
+    if (num_tokens := _num_tokens(spec)) is None:
+        return
+    with without_memory(), drawing(spec.run.seed):
+        loss = brought(spec).loss
+    length = min(spec.model.context, _TOKENS_TRIED)
+    module.eval()
+    for token in (0, num_tokens - 1):
+        tokens = torch.full((1, length), token)
+        try:
+            with torch.no_grad():
+                loss(module, (tokens, tokens))
+        except Exception as error:
+            if token == 0:
+                return
+            raise BadDataError(
+                f"the data have {num_tokens} different tokens, and the loss of {spec.model.function} fails "
+                f"on the last of them: {said(error)}",
+                next_step="give its tables and its head as many rows, by [model] arguments or in its code",
+            ) from error
+
+
+_TOKENS_TRIED = 16
+
+
+def _num_tokens(spec: RunSpec) -> int | None:
+    if spec.data.source == "text":
+        return BYTES_VOCABULARY
+    folder = next(map(Path, spec.data.paths), None)
+    if spec.data.source == "tokens" and folder is not None and folder.is_dir():
+        return read_manifest(folder).vocab_size
+    return None
 
 
 def beside_the_trained(spec: RunSpec, parameters: Vector, code: Path | None) -> dict[str, Tensor]:
