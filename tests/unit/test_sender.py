@@ -21,6 +21,7 @@ from node.exchange.transport.sender import (
     OutgoingBody,
     PartStream,
     PeerSender,
+    PeerState,
     SentPart,
 )
 
@@ -82,29 +83,29 @@ class Scene:
         self.do(self.sender.ended(body, most_at_rest=most_at_rest, now=self.now))
 
 
-def test_a_sender_waits_once_all_that_may_go_is_out_and_not_answered() -> None:
+def test_a_peer_goes_through_its_states_in_order() -> None:
     scene = Scene()
-    assert not scene.sender.is_waiting
+    assert scene.sender.state() == PeerState.AT_REST
     body = OutgoingBody(3 * PART)
     (begin,) = scene.sender.add(body, now=0.0)
     assert begin == Begin(body)
-    assert not scene.sender.is_waiting
+    assert scene.sender.state() == PeerState.PROBING
     (opening,) = scene.sender.offered(body, num_streams=1, now=0.0)
     assert isinstance(opening, Open)
     (carry,) = scene.sender.opened(opening.stream, now=0.0)
     assert isinstance(carry, Carry) and carry.part.index == 0
-    assert not scene.sender.is_waiting  # it is being written
+    assert scene.sender.state() == PeerState.PROBING  # it is being written
     scene.do(scene.sender.wrote(opening.stream, carry.part, now=0.0))
-    assert scene.sender.is_waiting  # two fit into a fresh stream's window
+    assert scene.sender.state() == PeerState.WAITING  # two fit into a fresh stream's window
     assert len(opening.stream.under_way) == PARTS_IN_WINDOW
     _, (carry,) = scene.sender.received(opening.stream, now=1.0, is_kept=False)
     assert isinstance(carry, Carry)
-    assert not scene.sender.is_waiting
+    assert scene.sender.state() == PeerState.STREAMING
     scene.do(scene.sender.wrote(opening.stream, carry.part, now=1.0))
     scene.break_stream(opening.stream)
-    assert not scene.sender.is_waiting
+    assert scene.sender.state() == PeerState.BREAKING
     scene.end(body)
-    assert not scene.sender.is_waiting
+    assert scene.sender.state() == PeerState.AT_REST
 
 
 def test_a_body_begins_when_all_of_the_one_before_is_on_its_way() -> None:
@@ -168,14 +169,14 @@ def test_who_waits_in_line_opens_no_streams_for_parts_until_its_offer_is_answere
     for _ in range(3):
         stream = scene.sender.streams[0]
         scene.do(scene.sender.closed(stream, now=0.0, error=refusal))
-    assert scene.sender.is_waiting and not scene.sender.streams
+    assert scene.sender.state() == PeerState.IN_LINE and not scene.sender.streams
     scene.do(scene.sender.looked(now=60.0))
     assert not scene.sender.streams and not scene.failed
     scene.sender.went_round_in(60.0)  # in line, and not on its way
     assert scene.sender.round_trip_seconds == LIMITS.first_round_trip_seconds
     scene.accept(body)
     assert len(scene.sender.streams) == 3
-    assert scene.sender.is_waiting
+    assert scene.sender.state() == PeerState.WAITING
 
 
 def test_a_stream_that_is_closed_carries_nothing_of_what_comes_next() -> None:

@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from node.exchange.peers import PARTS_IN_WINDOW, WINDOW_BYTES, Limits, TransferRefusedError
 from node.exchange.transport.rates.uplink import Evenness, UnderWay, Uplink
@@ -287,6 +288,17 @@ class PartStream:
         return self.is_open and not self.is_writing and has_room
 
 
+class PeerState(StrEnum):
+    """What a sender is at."""
+
+    AT_REST = "at rest"  # there is no body, and the streams that are open carry nothing
+    PROBING = "probing"  # nothing was acknowledged since the first of these bodies came
+    STREAMING = "streaming"  # parts go out, and are acknowledged
+    WAITING = "waiting for answers"  # all that may go is out
+    IN_LINE = "in line"  # the peer takes no parts before it has answered an offer
+    BREAKING = "breaking"  # streams broke since a part got through
+
+
 @dataclass(frozen=True, slots=True)
 class Begin:
     """Offer this body, on a stream of its own."""
@@ -366,15 +378,18 @@ class PeerSender:
         """Whether parts wait for peers that are behind: tell it that time has passed when these get on."""
         return self._held_since is not None
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether all that may go is out and not answered, or no parts may go before an offer is."""
-        if not self._begun or self._errors:
-            return False
+    def state(self) -> PeerState:
+        """What it is at now, by its fields: nothing is noted twice."""
+        if not self._begun:
+            return PeerState.AT_REST
+        if self._errors:
+            return PeerState.BREAKING
         if self._is_in_line and not self.streams:
-            return True
+            return PeerState.IN_LINE
         is_out = any(stream.under_way for stream in self.streams)
-        return is_out and not any(stream.is_writing for stream in self.streams)
+        if is_out and not any(stream.is_writing for stream in self.streams):
+            return PeerState.WAITING
+        return PeerState.STREAMING if self._acknowledged_bytes else PeerState.PROBING
 
     # Bodies.
 

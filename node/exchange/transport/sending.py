@@ -21,6 +21,7 @@ from node.exchange.transport.sender import (
     OutgoingBody,
     PartStream,
     PeerSender,
+    PeerState,
     SentPart,
 )
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
@@ -94,8 +95,8 @@ class Sending:
 
     @property
     def is_waiting(self) -> bool:
-        """See PeerSender."""
-        return self._sender.is_waiting
+        """Whether all that may go is out, and not answered."""
+        return self._sender.state() in (PeerState.WAITING, PeerState.IN_LINE)
 
     @property
     def round_trip_seconds(self) -> float:
