@@ -25,7 +25,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -209,7 +209,7 @@ def inner_table(optimizer: str, rate: float) -> dict[str, Any]:
     return {"optimizer": "muon", "muon_learning_rate": rate, "learning_rate": beside}
 
 
-def run(tried: Try, race: Race, base: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def run(tried: Try, *, race: Race, base: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Trains, and gives a line of results."""
     course = course_of(tried, race)
     if not course.rounds:
@@ -239,8 +239,11 @@ def run(tried: Try, race: Race, base: dict[str, dict[str, Any]]) -> dict[str, An
     }
 
 
-Losing = Callable[[Try], float]
-"""The held-out loss of a try, run if it is not known."""
+Losing = Callable[[Sequence[Try]], list[float]]
+"""The held-out losses of tries, which are run side by side where they are not known."""
+
+Running = Callable[[Try], dict[str, Any]]
+"""Trains, and gives a line of results."""
 
 
 def tries_after(best: Try, stage: int) -> list[Try]:
@@ -254,11 +257,13 @@ def tries_after(best: Try, stage: int) -> list[Try]:
     return [replace(best, outer=outer) for outer in OUTERS if outer != best.outer]
 
 
-def best_of(first: Try, loss_of: Losing) -> Try:
+def best_of(first: Try, losses_of: Losing) -> Try:
     """Coordinate by coordinate, from the middle of each."""
     best = first
     for stage in range(3):
-        best = min([best, *tries_after(best, stage)], key=loss_of)
+        tries = [best, *tries_after(best, stage)]
+        losses = losses_of(tries)
+        best = tries[losses.index(min(losses))]
     return best
 
 
@@ -280,16 +285,20 @@ def first_try(race: Race, ratio: int, contender: str, optimizer: str) -> Try:
 
 
 def compete(
-    ratio: int, *, race: Race, optimizer: str, seeds: Sequence[int], loss_of: Losing
+    ratio: int, *, race: Race, optimizer: str, seeds: Sequence[int], losses_of: Losing
 ) -> None:
     """One case and optimizer: all tries, then the best with all seeds and in shorter times."""
-    best = {name: best_of(first_try(race, ratio, name, optimizer), loss_of) for name in CONTENDERS}
+    best = {
+        name: best_of(first_try(race, ratio, name, optimizer), losses_of) for name in CONTENDERS
+    }
     for seed in seeds:
-        losses = {name: loss_of(replace(each, seed=seed)) for name, each in best.items()}
+        tries = [replace(each, seed=seed) for each in best.values()]
+        losses = dict(zip(best, losses_of(tries), strict=True))
         peers = min(losses[name] for name in PEERS)
         for name, goal in ((ATOLL, peers), (CEILING, max(peers, losses[ATOLL]))):
             for share in SHORTER:
-                if loss_of(replace(best[name], seed=seed, share=share)) > goal:
+                (loss,) = losses_of([replace(best[name], seed=seed, share=share)])
+                if loss > goal:
                     break
 
 
@@ -403,24 +412,25 @@ def known_in(file: Path) -> dict[Try, dict[str, Any]]:
     return {asked_by(Try, row): row for row in read_rows(file)}
 
 
-def compete_alone(
-    case: tuple[int, str], *, num_nodes: int, seeds: Sequence[int], results: Path, is_quick: bool
-) -> None:
-    """One case and optimizer in a process of its own, on one thread."""
+def prepare_process() -> None:
+    """One thread, and errors alone in the log."""
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    ratio, optimizer = case
-    race = replace(RACES[ratio], num_nodes=num_nodes)
-    race = replace(race, steps=15 * race.steps // 800) if is_quick else race
-    known, rows = known_in(results), Rows(results)
 
-    def loss_of(tried: Try) -> float:
-        if tried not in known:
-            known[tried] = rows.add(run(tried, race, TINY if is_quick else TRAINED))
-        loss = known[tried]["loss"]
-        return float("inf") if loss is None else float(loss)
 
-    compete(ratio, race=race, optimizer=optimizer, seeds=seeds, loss_of=loss_of)
+def racing(
+    pool: Executor, known: dict[Try, dict[str, Any]], rows: Rows, run_one: Running
+) -> Losing:
+    """Runs what is not known in the pool, and keeps each as it comes."""
+
+    def losses_of(tries: Sequence[Try]) -> list[float]:
+        running = {pool.submit(run_one, each): each for each in tries if each not in known}
+        for done in as_completed(running):
+            known[running[done]] = rows.add(done.result())
+        losses = [known[each]["loss"] for each in tries]
+        return [math.inf if loss is None else float(loss) for loss in losses]
+
+    return losses_of
 
 
 def main() -> None:
@@ -430,23 +440,24 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--optimizers", nargs="+", choices=list(RATES), default=list(RATES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--processes", type=int, default=1, help="cases that run side by side")
+    parser.add_argument("--processes", type=int, default=1, help="tries that run side by side")
     parser.add_argument("--report", action="store_true", help="only print what is there")
     parser.add_argument("--quick", action="store_true", help="tiny runs, to see that it works")
     add_results(parser, RESULTS)
     options = parser.parse_args()
+    known = known_in(options.results)
     if not options.report:
-        one = partial(
-            compete_alone,
-            num_nodes=options.nodes,
-            seeds=options.seeds,
-            results=options.results,
-            is_quick=options.quick,
-        )
-        cases = [(ratio, optimizer) for ratio in options.ratios for optimizer in options.optimizers]
-        with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-            list(pool.map(one, cases))
-    print("\n\n".join(report(known_in(options.results))))
+        processes = options.processes
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(processes, spawn, initializer=prepare_process) as pool:
+            for ratio, optimizer in itertools.product(options.ratios, options.optimizers):
+                race = replace(RACES[ratio], num_nodes=options.nodes)
+                race = replace(race, steps=15 * race.steps // 800) if options.quick else race
+                run_one = partial(run, race=race, base=TINY if options.quick else TRAINED)
+                losses_of = racing(pool, known, Rows(options.results), run_one)
+                seeds = options.seeds
+                compete(ratio, race=race, optimizer=optimizer, seeds=seeds, losses_of=losses_of)
+    print("\n\n".join(report(known)))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,13 @@ def competed(losses: dict[str, float], seeds: Iterable[int]) -> dict[Try, dict[s
         known[tried] = row_of(tried, loss)
         return loss
 
-    compete(5, race=RACES[5], optimizer="adamw", seeds=list(seeds), loss_of=loss_of)
+    compete(
+        5,
+        race=RACES[5],
+        optimizer="adamw",
+        seeds=list(seeds),
+        losses_of=lambda tries: [loss_of(each) for each in tries],
+    )
     return known
 
 
