@@ -417,7 +417,7 @@ def settle_preset(directory: Path) -> Settled | None:
     ):
         raise ConfigError(
             f"{path}: a preset cannot be asked for once the run has started",
-            next_step="write the file as it was, or make a new run with 'atoll coordinator init'",
+            next_step="write the file as it was, or make a new run with 'atoll init'",
         )
     settled = settled_run_file(path)
     if settled is not None:
@@ -497,7 +497,7 @@ def advertised_host(host: str) -> str:
 
 
 def _load_config(path: Path) -> CoordinatorConfig:
-    values = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
+    values = read_toml(path, when_missing=f"run 'atoll init {path.parent}'")
     try:
         return CoordinatorConfig.model_validate(values)
     except ValidationError as error:

@@ -92,7 +92,7 @@ _HELD = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 AFTER_DAMAGE = (
     "go on from a backup: 'atoll coordinator start BACKUP'; nodes bring back what it lacks. "
-    "Without one, start a new run with 'atoll coordinator init NEWDIR'"
+    "Without one, start a new run with 'atoll init NEWDIR'"
 )
 
 
@@ -131,7 +131,7 @@ class Database:
         lock = FolderLock.take(
             directory,
             holder="coordinator",
-            next_step="stop it, or start a new run with 'atoll coordinator init NEWDIR'",
+            next_step="stop it, or start a new run with 'atoll init NEWDIR'",
         )
         path = directory / DATABASE_NAME
         try:

@@ -118,7 +118,7 @@ def keep_or_compare(database: Database, run: RunSpec, path: Path) -> None:
     raise ConfigError(
         f"{path} has changed since the run began: {named}{more}",
         next_step=f"{undone} of {path}, then start again{amend}; or start a new run with "
-        f"'atoll coordinator init NEWDIR --run {path}'",
+        f"'atoll init NEWDIR --run {path}'",
     )
 
 
@@ -255,7 +255,7 @@ class Store:
                 f"the database {self._database.path} is of run file {state.run_digest.hex()[:8]}…, "
                 f"but run.toml is {run_digest.hex()[:8]}…",
                 next_step="put the old run.toml back, or start a new run with "
-                "'atoll coordinator init NEWDIR'",
+                "'atoll init NEWDIR'",
             )
         state = replace(
             state,

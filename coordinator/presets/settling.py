@@ -374,7 +374,7 @@ def settled_run_file(path: Path) -> Settled | None:
 
     Raises NoInputError or ConfigError.
     """
-    tables = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
+    tables = read_toml(path, when_missing=f"run 'atoll init {path.parent}'")
     if wants_settling(tables):
         return settled(path.read_text(encoding=TOML_ENCODING), origin=str(path))
     validated_file(tables, origin=str(path))

@@ -40,7 +40,7 @@ def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
     if isinstance(exchange, dict) and "preset" in exchange:
         raise ConfigError(
             f"{origin}: [exchange] preset = {exchange['preset']!r} is not settled yet",
-            next_step="it is by 'atoll coordinator init DIR --run FILE', or by the first "
+            next_step="it is by 'atoll init DIR --run FILE', or by the first "
             "'atoll coordinator start DIR'",
         )
     try:
@@ -48,7 +48,7 @@ def validated(tables: dict[str, Any], *, origin: str) -> RunSpec:
     except ValidationError as error:
         raise ConfigError(
             f"{origin}: {first_problem(error, RunSpec)}",
-            next_step="correct it; 'atoll coordinator init DIR' writes a run.toml that explains each key",
+            next_step="correct it; 'atoll init DIR' writes a run.toml that explains each key",
         ) from error
 
 
@@ -172,7 +172,7 @@ def _as_toml(value: object) -> str:
 
 def load_run_file(path: Path) -> RunSpec:
     """Reads a run.toml; raises NoInputError or ConfigError."""
-    tables = read_toml(path, when_missing=f"run 'atoll coordinator init {path.parent}'")
+    tables = read_toml(path, when_missing=f"run 'atoll init {path.parent}'")
     return validated_file(tables, origin=str(path))
 
 

@@ -49,7 +49,7 @@ def test_a_changed_key_is_named_with_both_values_and_what_to_type(store: Store) 
     assert refused.value.next_step == (
         "write steps = 30 into [inner] of my-run/run.toml, then start again, and type "
         "'atoll run amend inner.steps=40'; or start a new run with "
-        "'atoll coordinator init NEWDIR --run my-run/run.toml'"
+        "'atoll init NEWDIR --run my-run/run.toml'"
     )
 
 

@@ -210,7 +210,7 @@ def test_a_step_that_the_disk_refuses_leaves_the_step_before(tmp_path: Path) -> 
 def test_the_database_of_another_run_file_is_refused(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     play(store, initial_state(RULES, RUN), [attached(A)])
-    with pytest.raises(ConfigError, match=r"99999999.*abababab.*coordinator init"):
+    with pytest.raises(ConfigError, match=r"99999999.*abababab.*atoll init"):
         store.load(RULES, Digest(b"\xab" * 32))
 
 
