@@ -254,8 +254,7 @@ class Store:
             raise ConfigError(
                 f"the database {self._database.path} is of run file {state.run_digest.hex()[:8]}…, "
                 f"but run.toml is {run_digest.hex()[:8]}…",
-                next_step="put the old run.toml back, or start a new run with "
-                "'atoll init NEWDIR'",
+                next_step="put the old run.toml back, or start a new run with 'atoll init NEWDIR'",
             )
         state = replace(
             state,

@@ -27,7 +27,7 @@ from node.exchange.preparing import prepare_kernels
 from node.exchange.state.on_disk import StateOnDisk
 from node.exchange.transport.libp2p import Libp2pTransport
 from node.exchange.transport.whereabouts import told_by
-from node.heavy import ExchangeTime, Meters, in_thread
+from node.heavy import ExchangeTime, Meters, cancelled, in_thread
 from node.hosts.leading import HostDesk, HostsIsland
 from node.hosts.wire import LeaderKey, interface_of
 from node.installed import software_of
@@ -249,9 +249,7 @@ async def _kernels_follow(rulings: KeptRulings) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        for task in preparing:
-            task.cancel()
-        await asyncio.gather(*preparing, return_exceptions=True)
+        await cancelled(preparing)
 
 
 def _outer_at_start(

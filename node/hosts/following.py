@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from node.disk.round_folder import DiskBudget
+from node.heavy import cancelled
 from node.hosts.wire import (
     Adopt,
     End,
@@ -184,9 +185,7 @@ class _Following:
             else:
                 await listening
         finally:
-            for task in (listening, working):
-                task.cancel()
-            await asyncio.gather(listening, working, return_exceptions=True)
+            await cancelled((listening, working))
 
     async def close(self) -> None:
         """Ends the ranks and gives the memory back."""

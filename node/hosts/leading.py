@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
-from node.heavy import in_thread
+from node.heavy import cancelled, in_thread
 from node.hosts.wire import (
     Adopt,
     End,
@@ -111,9 +111,7 @@ class Host:
 
     async def close(self) -> None:
         """Lets it go; safe to repeat."""
-        self._listening.cancel()
-        # Not by catching CancelledError, which could be our own.
-        await asyncio.gather(self._listening, return_exceptions=True)
+        await cancelled((self._listening,))
         self._wire.close()
 
     def _death(self) -> RankDiedError:
@@ -513,9 +511,7 @@ async def _together(
             raise error
         return first.result(), [task.result() for task in others]
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(tasks)
 
 
 # Checkpoints of several hosts: each has its own ranks' part on its own disk, and a set is all parts

@@ -11,11 +11,11 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
 from node.disk.history import KeptRulings
+from node.heavy import cancelled
 from node.link.calls import AskMembers, Attachment, CoordinatorLink
 from protocol.errors import (
     AtollError,
@@ -174,10 +174,7 @@ class Session:
                 if staying.done():
                     staying.result()
             finally:
-                tasks: list[asyncio.Future[Any]] = [staying, moving, *self._end_looking()]
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancelled((staying, moving, *self._end_looking()))
             self._has_moved.clear()
             self._session_id = None
             self._link.reconnect()
@@ -350,9 +347,7 @@ class Session:
             for conversation in done:
                 conversation.result()
         finally:
-            for conversation in conversations:
-                conversation.cancel()
-            await asyncio.gather(*conversations, return_exceptions=True)
+            await cancelled(conversations)
 
     async def _send_heartbeats(self, attachment: Attachment) -> None:
         had_copy = False
