@@ -173,8 +173,6 @@ steps = 15
 batch = 8
 learning_rate = 5e-2
 muon_learning_rate = 1.2e-2
-schedule = "linear"
-final_fraction = 0.0
 
 # What a preset takes for so many exchanges; the momentum of 0.9 wants a thousand.
 [outer]
