@@ -225,32 +225,37 @@ class Rulings:
             )
 
     def _start_ruling(self, asked: RulingAsked) -> None:
-        match asked:
-            case GoBack(alarm=alarm):
-                making = self._go_back_by_itself(alarm)
-            case WithdrawalAsked():
-                making = self._withdraw(asked)
-            case QuarantineAsked():
-                making = self._quarantine(asked)
-        task = asyncio.create_task(making)
+        task = asyncio.create_task(self._rule_by_itself(asked))
         self._made_aside.add(task)
         task.add_done_callback(self._made_aside.discard)
 
-    async def _withdraw(self, asked: WithdrawalAsked) -> None:
-        """The core asks again where this fails."""
-        gone = asked.withdrawn
+    async def _rule_by_itself(self, asked: RulingAsked) -> None:
+        """The core asks again where this fails and is still wanted."""
         try:
-            await self.make(
-                RulingKind.WITHDRAWN,
-                by=COORDINATOR,
-                reason=asked.reason,
-                from_round=gone.from_round,
-                last_round=gone.last_round,
-                incarnation=gone.incarnation,
-                outer_digest=gone.outer_digest,
-            )
-        except AtollError as error:  # enough nodes follow now, or the disk is full
-            _log.warning("a going back is not withdrawn", why=error.what)
+            match asked:
+                case GoBack(alarm=alarm):
+                    await self._go_back_by_itself(alarm)
+                case WithdrawalAsked(withdrawn=gone):
+                    await self.make(
+                        RulingKind.WITHDRAWN,
+                        by=COORDINATOR,
+                        reason=asked.reason,
+                        from_round=gone.from_round,
+                        last_round=gone.last_round,
+                        incarnation=gone.incarnation,
+                        outer_digest=gone.outer_digest,
+                    )
+                case QuarantineAsked(conviction=found):
+                    await self.make(
+                        RulingKind.QUARANTINED,
+                        by=COORDINATOR,
+                        node_id=found.node_id,
+                        node_name=found.node_name,
+                        reason=found.reason,
+                        evidence=found.evidence,
+                    )
+        except AtollError as error:  # what was ruled meanwhile has met it, or the disk is full
+            _log.warning("no ruling was made", why=error.what)
 
     async def _go_back_by_itself(self, alarm: Alarm) -> None:
         """Makes the ruling, or pauses where the run cannot go back. One alarm after the other."""
@@ -447,20 +452,6 @@ class Rulings:
                 evidence=evidence,
             )
             return True
-
-    async def _quarantine(self, asked: QuarantineAsked) -> None:
-        found = asked.conviction
-        try:
-            await self.make(
-                RulingKind.QUARANTINED,
-                by=COORDINATOR,
-                node_id=found.node_id,
-                node_name=found.node_name,
-                reason=found.reason,
-                evidence=found.evidence,
-            )
-        except AtollError as error:  # it is barred already, or the coordinator ends
-            _log.warning("no ruling was made", node=found.node_id, why=error.what)
 
     def _name_of(self, node_id: NodeId) -> str:
         member = self._driver.state.members.get(node_id)

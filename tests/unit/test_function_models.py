@@ -35,7 +35,7 @@ from protocol.errors import (
     BadDataError,
     ConfigError,
 )
-from protocol.run.models import Description, FunctionModel, layout_of
+from protocol.run.models import Description, FunctionModel, Layout, layout_of
 from protocol.run.run_files import load_run_file, validated
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests import run_functions
@@ -591,3 +591,17 @@ def test_stages_of_one_rank_have_buffers_of_the_same_names() -> None:
     stages[0].get_buffer("table").data += 1
     with pytest.raises(ConfigError, match="the buffer table of a BatchNorm1d"):
         watch.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weights_of_a_vector_that_cannot_be_written_go_into_parameters_of_any_type(
+    dtype: torch.dtype,
+) -> None:
+    module = nn.Linear(3, 2, dtype=dtype)
+    module.scale = nn.Parameter(torch.ones((), dtype=dtype))
+    layout = Layout.of([("weight", (2, 3)), ("bias", (2,)), ("scale", (1,))])
+    vector = np.arange(9, dtype=np.float32)
+    vector.flags.writeable = False
+    copy_parameters(module, layout, vector)
+    assert module.weight.tolist() == [[0, 1, 2], [3, 4, 5]] and module.bias.tolist() == [6, 7]
+    assert module.scale.item() == 8 and module.weight.dtype == dtype

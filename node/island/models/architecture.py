@@ -211,14 +211,16 @@ def tie(part: nn.Module, shared: Iterable[list[str]]) -> None:
             setattr(part.get_submodule(owner), own, parameter)
 
 
+@torch.no_grad()
 def copy_parameters(module: nn.Module, layout: Layout, parameters: Vector) -> None:
-    """Gives a module on the CPU the weights of a canonical vector."""
+    """Gives a module on the CPU the weights of a canonical vector, in the types that its own have."""
     named = dict(module.named_parameters())
     for place in layout.places:
-        part = parameters[place.offset : place.offset + place.num_elements]
-        # By numpy: torch warns of vectors that cannot be written, such as those of snapshots.
-        own = named[place.name].detach().numpy()
-        own[...] = part.reshape(own.shape)
+        own = named[place.name]
+        part = parameters[place.offset : place.offset + place.num_elements].reshape(own.shape)
+        own.copy_(
+            torch.from_numpy(part.copy())
+        )  # a snapshot's vector cannot be written, and torch warns
 
 
 def container_of_layers(module: nn.Module) -> tuple[str, list[str]]:
