@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from node.island.data import documents as reading
 from node.island.data import preparing
+from node.island.data.command import KEPT
 from node.island.data.documents import Document, parts_of
 from node.island.data.documents import documents_of as read_documents
 from node.island.data.manifest import State, read_manifest
@@ -192,8 +193,17 @@ def test_another_input_begins_anew_and_says_so(tmp_path: Path, small_shards: Non
     assert len(every_document(tmp_path / "out")) == 30
 
 
-def test_a_killed_preparation_leaves_no_process_and_goes_on(tmp_path: Path) -> None:
-    """The process itself is killed, as a machine without memory does it."""
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL),  # as a machine without memory does it
+        (signal.SIGTERM, ExitCode.INTERRUPTED),  # as a batch system
+        (signal.SIGINT, ExitCode.INTERRUPTED),  # Ctrl-C
+    ],
+)
+def test_a_preparation_that_a_signal_ends_leaves_no_process_and_goes_on(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     write_jsonl(tmp_path / "a.jsonl", 4000, count=400)
     command = [
         sys.executable,
@@ -207,15 +217,24 @@ def test_a_killed_preparation_leaves_no_process_and_goes_on(tmp_path: Path) -> N
     ]
     root = Path(cli.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    process = subprocess.Popen([*command, "--jobs", "2"], cwd=tmp_path, env=environment)
+    process = subprocess.Popen(
+        [*command, "--jobs", "2"],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     work = tmp_path / ".out.preparing"
     deadline = time.monotonic() + 60
     while not list(work.glob("*.tokens")) and time.monotonic() < deadline:
         time.sleep(0.01)
     workers = _children_of(process.pid)
     assert workers
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    if number != signal.SIGKILL:
+        assert said.strip() == f"stopped; {KEPT}"
     assert not (tmp_path / "out").exists()
     while any(_is_running(each) for each in workers):
         assert time.monotonic() < deadline

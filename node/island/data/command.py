@@ -1,8 +1,11 @@
 """atoll data prepare and atoll data check. What they do is imported when they do it."""
 
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 10.0
 """How often progress is told where nobody sees a line change."""
+
+
+KEPT = "what is prepared is kept, and the same command goes on from there"
 
 
 def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
@@ -144,23 +150,38 @@ def prepare(
                 f"{option} {value} belongs to files of tokens, and the input is text",
                 next_step="leave it out",
             )
-    made = prepare_tokens(
-        Wanted(
-            inputs=inputs,
-            out=out,
-            tokenizer=tokenizer,
-            end_of_document=end_of_document,
-            field=field,
-            held_out=share,
-            held_out_inputs=held_out_inputs,
-            row=None if pack is None else pack + 1,
-            jobs=jobs,
-        ),
-        on_state=progress.show,
-        say=lambda line: click.echo(line, err=True),
-    )
+    with _kept_when_interrupted(progress):
+        made = prepare_tokens(
+            Wanted(
+                inputs=inputs,
+                out=out,
+                tokenizer=tokenizer,
+                end_of_document=end_of_document,
+                field=field,
+                held_out=share,
+                held_out_inputs=held_out_inputs,
+                row=None if pack is None else pack + 1,
+                jobs=jobs,
+            ),
+            on_state=progress.show,
+            say=lambda line: click.echo(line, err=True),
+        )
     progress.end()
     _tell(out, made.manifest, num_empty=made.num_empty)
+
+
+@contextmanager
+def _kept_when_interrupted(progress: "_Progress") -> Iterator[None]:
+    """SIGTERM, which batch systems send, ends it as Ctrl-C does, its processes too; both say how to go on."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        progress.end()
+        click.echo(f"stopped; {KEPT}", err=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _files_of_tokens(inputs: tuple[str, ...], *, but_for: tuple[str, ...] = ()) -> tuple[Path, ...]:
