@@ -29,7 +29,6 @@ from blake3 import blake3
 from coordinator.swarm.checking import unchecked
 from coordinator.swarm.conviction import (
     MOST_CONTRADICTED,
-    MOST_ROUNDS_OUT,
     contradict,
     convict,
     go_back_before,
@@ -41,7 +40,7 @@ from coordinator.swarm.members import BARRED, MemberState
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
 from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of
-from coordinator.swarm.weighing import is_enough, say_of, weight_of
+from coordinator.swarm.weighing import is_enough, rounds_out, say_of, weight_of
 from protocol.trust.evidence import of_findings, of_nonsense
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import AUDIT_ROUNDS, Commit, NodeId
@@ -461,8 +460,8 @@ def _was_silent(turn: Turn, node_id: NodeId) -> None:
     if member is None or member.audits.audits_from_round > planned:
         return  # it is gone, or was silent on another slice too
     silent = member.audits.num_unanswered + 1
-    out = min(MOST_ROUNDS_OUT, 1 << (silent - 1))
-    record = replace(member.audits, num_unanswered=silent, audits_from_round=planned + out)
+    from_round = planned + rounds_out(silent)
+    record = replace(member.audits, num_unanswered=silent, audits_from_round=from_round)
     turn.put_member(replace(member, audits=record))
 
 

@@ -69,7 +69,9 @@ from protocol.wire.rounds import (
     Digest,
     NodeId,
     Plan,
+    Result,
     SliceOutcome,
+    same_fields,
 )
 
 
@@ -162,11 +164,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             return
         progress = replace(
             progress,
-            digest=report.digest,
-            contributors=report.contributors,
-            contributions=report.contributions,
-            factors=report.factors,
-            norm=report.norm,
+            **same_fields(report, Result),
             reduced_at=turn.now,
             reduced=report if turn.state.rules.audited_share else None,
         )
@@ -411,8 +409,7 @@ def close_round(turn: Turn) -> None:
     if state.rules.bounds_results:
         reducers = [progress.slice.reducer_id for progress in current.slices]
         commit = bounded(state.norms, commit, stride, reducers)
-    is_void = all(outcome.digest is None for outcome in commit.slices)
-    if is_void:  # the state does not change, so there is nothing to agree on
+    if commit.is_void:  # the state does not change, so there is nothing to agree on
         commit = replace(commit, outer_digest=current.base_digest)
     closed = ClosedRound(
         plan=plan,
@@ -454,7 +451,7 @@ def close_round(turn: Turn) -> None:
     note_contradicted(turn, current, commit)
     draw(turn, current, commit)
     spot_checks.draw(turn, current, commit)
-    if is_void:
+    if commit.is_void:
         for member in ready_members(turn.state):
             turn.put_member(replace(member, outer_round=current.number))
         end_round(turn, current.base_digest)
@@ -534,20 +531,18 @@ def end_round(turn: Turn, digest: Digest) -> None:
 def _outcome(
     state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool
 ) -> SliceOutcome:
-    reason = void_reason(state, current, progress, is_late=is_late)
     part = progress.slice
-    return SliceOutcome(
+    void = SliceOutcome(
         index=part.index,
         start=part.start,
         num_elements=part.num_elements,
-        digest=None if reason else progress.digest,
-        contributors=() if reason else progress.contributors,
-        contributions=() if reason else progress.contributions,
-        holder_ids=() if reason else holders_of(state, current, progress),
-        void_reason=reason,
-        factors=() if reason else progress.factors,
-        norm=0.0 if reason else progress.norm,
+        digest=None,
+        void_reason=void_reason(state, current, progress, is_late=is_late),
     )
+    if void.void_reason:
+        return void
+    holders = holders_of(state, current, progress)
+    return replace(void, **same_fields(progress, Result), holder_ids=holders)
 
 
 def _closing_reason(commit: Commit, *, is_late: bool) -> str:

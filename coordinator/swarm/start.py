@@ -42,7 +42,6 @@ from coordinator.swarm.state import (
     RoundPhase,
     SliceProgress,
     SwarmState,
-    is_void,
     trimmed,
 )
 from coordinator.swarm.turn import (
@@ -55,7 +54,16 @@ from coordinator.swarm.turn import (
 )
 from protocol.trust.rulings import undoes
 from protocol.wire.messages import RoundCommitted, RunFinished
-from protocol.wire.rounds import Assignment, Commit, NodeId, Plan, Slice, training_in
+from protocol.wire.rounds import (
+    Assignment,
+    Commit,
+    NodeId,
+    Plan,
+    Result,
+    Slice,
+    same_fields,
+    training_in,
+)
 
 GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
 """Nobody waits for these: they have said goodbye, or the run owner bars them."""
@@ -295,7 +303,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         return
     state = _without_open_round(state)
     source = name_of(state, event.node_id)
-    outer_digest = commit.base_digest if is_void(commit) else None
+    outer_digest = commit.base_digest if commit.is_void else None
     commit = replace(commit, outer_digest=outer_digest, signature=b"")
     state = forget_errors(state)
     rules, now = state.rules, time_of_round(state, turn.now)
@@ -317,11 +325,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
                     num_elements=outcome.num_elements,
                     reducer_id=event.node_id,  # who it was is not known any more
                 ),
-                digest=outcome.digest,
-                contributors=outcome.contributors,
-                contributions=outcome.contributions,
-                factors=outcome.factors,
-                norm=outcome.norm,
+                **same_fields(outcome, Result),
             )
             for outcome in commit.slices
         ),
@@ -367,7 +371,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
     for member in present_members(turn.state):
         if member.state is MemberState.READY and member.outer_round < commit.round:
             turn.put_member(replace(member, state=MemberState.JOINING))
-    if is_void(commit):
+    if commit.is_void:
         end_round(turn, commit.base_digest)
     else:
         judge_all(turn)
@@ -383,7 +387,7 @@ def _gives_way(
     coordinator: what takes a round back is of a newer incarnation than all that there was.
     """
     brought = event.commit
-    if is_void(here) and not is_void(brought):
+    if here.is_void and not brought.is_void:
         return here.incarnation <= brought.incarnation or _holds_state_after(state, event)
     has_given_way = any(
         left.first_round == brought.round
@@ -391,7 +395,7 @@ def _gives_way(
         and left.incarnation >= brought.incarnation
         for left in state.left
     )
-    return newest_incarnation < brought.incarnation and not (is_void(brought) and has_given_way)
+    return newest_incarnation < brought.incarnation and not (brought.is_void and has_given_way)
 
 
 def _holds_state_after(state: SwarmState, event: CommitLearned) -> bool:
@@ -447,7 +451,7 @@ def _before_what_gives_way(state: SwarmState, event: CommitLearned) -> SwarmStat
     left = Left(first_round=first.round, digest=first.base_digest, incarnation=first.incarnation)
     return replace(
         without_evaluations_since(state, commit.round),
-        left=(*state.left, left)[-KEPT_LEFT:] if is_void(first) else state.left,
+        left=(*state.left, left)[-KEPT_LEFT:] if first.is_void else state.left,
         committed_round=commit.round - 1,
         outer_digest=commit.base_digest,
         recent=state.recent[: -len(gone)],

@@ -19,12 +19,11 @@ from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     Assignment,
     Commit,
-    ContributionDigest,
-    Contributor,
     Digest,
     LayoutSummary,
     NodeId,
     Plan,
+    Result,
     Slice,
     Way,
 )
@@ -121,16 +120,12 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceProgress:
-    """One slice on its way to a commit."""
+class SliceProgress(Result):
+    """One slice on its way to a commit, with its result as its reducer reported it."""
 
     slice: Slice
-    digest: Digest | None = None  # what its reducer reported
+    digest: Digest | None = None
     is_empty: bool = False  # its reducer had nothing to reduce
-    contributors: tuple[Contributor, ...] = ()
-    contributions: tuple[ContributionDigest, ...] = ()  # what of each contributor is in the result
-    factors: tuple[int, ...] = ()  # how much of each, in 65,536ths; empty: all of all
-    norm: float = 0.0  # of the result, as its signed header declares it
     attempt: int = 0  # takeovers so far
     contribute_deadline: float | None = None  # of its latest takeover; the round's own before
     is_orphaned: bool = False  # its reducer's process began anew, and with it its memory
@@ -221,11 +216,6 @@ class PhaseTimes:
     apply: tuple[Measured, ...] = ()
 
 
-def is_void(commit: Commit) -> bool:
-    """Whether the commit leaves the state as it was."""
-    return all(outcome.digest is None for outcome in commit.slices)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedRound:
     """A round that is committed; its outer digest is None until nodes have agreed on it."""
@@ -241,7 +231,7 @@ class ClosedRound:
     @property
     def is_void(self) -> bool:
         """Whether it left the state as it was."""
-        return is_void(self.commit)
+        return self.commit.is_void
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

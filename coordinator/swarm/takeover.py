@@ -426,23 +426,11 @@ def _hand_over(
     if backup is None or left < LEAST_SECONDS:
         return
     deadline = max(current.contribute_deadline, turn.now + left / 2)
-    taken_over = replace(
-        progress,
+    taken_over = SliceProgress(
         slice=replace(progress.slice, reducer_id=backup),
-        digest=None,
-        contributors=(),
-        factors=(),
-        norm=0.0,
-        contributions=(),
         attempt=progress.attempt + 1,
         contribute_deadline=deadline,
-        is_orphaned=False,
-        is_offered=False,
         moved_at=turn.now,
-        reduced_at=None,
-        reduced=None,
-        refused="",
-        refusals=(),
     )
     index = progress.slice.index
     held = {
