@@ -205,8 +205,7 @@ UNKNOWN_ROUNDS = 64
 
 def refuse_untraced(turn: Turn, index: int) -> None:
     """Refuses a result that was just reported if it has in it what no committed result has left."""
-    state, current = turn.state, turn.state.open_round
-    assert current is not None
+    state, current = turn.state, turn.current
     progress = current.slices[index]
     if progress.reduced is None or not (why := _untraced(state, current, progress)):
         return

@@ -212,8 +212,7 @@ def offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> Non
 
     It has both signatures then, and shows them.
     """
-    current = turn.state.open_round
-    assert current is not None
+    current = turn.current
     digest = current.slices[index].digest
     refused = {r.node_id: r.refused.digest for r in current.slices[index].refusals}
     others = {n: current.held.get(n, {}).get(index) or refused.get(n) for n in node_ids}

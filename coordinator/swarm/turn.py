@@ -88,6 +88,12 @@ class Turn:
     actions: list[Action] = field(default_factory=list)
     has_new_state: bool = False  # a committed state that nobody was asked to evaluate
 
+    @property
+    def current(self) -> Round:
+        """The round in flight, where there is one."""
+        assert self.state.open_round is not None
+        return self.state.open_round
+
     def act(self, action: Action) -> None:
         """Asks the edge for something, after everything asked before."""
         self.actions.append(action)
