@@ -89,9 +89,7 @@ class Rotation:
                 next_step="name the right one: --authority-key FILE",
             )
         former = home.coordinators_pem
-        if (
-            not home.key_number
-        ):  # the authority itself was the coordinator, and its signatures stay good
+        if not home.key_number:  # the authority was the coordinator, and its signatures stay good
             former = authority.certify_own_key(1)
         authorities_pem = home.authorities_pem
         kept = b""

@@ -60,9 +60,7 @@ class Machine:
 
     name: str  # such as "2 CPU cores" or a GPU's
     num_cores: int = 0  # of the CPU, where there is no GPU
-    most_samples: int | None = (
-        None  # of the run that fit its memory at once; None: only torch can tell
-    )
+    most_samples: int | None = None  # that fit its memory at once; None: only torch can tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +81,7 @@ class Facts:
     is_new: bool = False  # whether a folder's model begins with random weights
     notes: Sequence[str] = ()
     first_digest: str = ""  # of given weights
-    first_weights: str = (
-        ""  # the file of the run's folder, or the transformers folder, that has them
-    )
+    first_weights: str = ""  # the file of the run's folder, or transformers' folder, with them
     code_digest: str = ""  # of the run's functions, where it has any
     machine: Machine | None = None
 

@@ -118,9 +118,7 @@ class Condition:
     unreachable: tuple[NodeId, ...] = ()  # members that it has no connection to
     reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
     outside_by_ipv6: str = ""  # the multiaddress that it says it has
-    carry_bytes_per_second: float = (
-        0.0  # that it may carry for others; of a member as plans count on it
-    )
+    carry_bytes_per_second: float = 0.0  # for others; of a member as plans count on it
     through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
 
 

@@ -52,14 +52,10 @@ class RulingKind(StrEnum):
     STOPPED = "stopped"  # the run ends before `from_round`
     AMENDED = "amended"  # the run's rules are others from `from_round` on
     ROLLED_BACK = "rolled_back"  # rounds from `from_round` on are undone
-    WITHDRAWN = (
-        "withdrawn"  # going back to before `from_round`, and since, holds no more; no round opens
-    )
+    WITHDRAWN = "withdrawn"  # going back to before `from_round`, and since, holds no more
     MOVED = "moved"  # the coordinator will be at another address: `changes` has it
     KEYED = "keyed"  # the coordinator has another key: `changes` has its number and certificates
-    PASSED_OVER = (
-        "passed over"  # of a later release, and optional: the chain has it, and that is all
-    )
+    PASSED_OVER = "passed over"  # of a later release, and optional: only the chain has it
 
 
 ABOUT_NODES = frozenset(
