@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from protocol.errors import BadDataError, ExpelledError, HeldBackError, ProtocolMismatchError
 from protocol.trust.signing import Bundle, Trust, commit_statement
 from protocol.v1 import ruling_pb2
-from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, Digest, NodeId, same_fields
 
 TAG = b"atoll ruling 1\n"
 """What is signed begins with this, so that no signature can be taken for one of another kind."""
@@ -99,7 +99,7 @@ class Decision:
 
 def decision_of(decided: Decision) -> dict[str, Any]:
     """The fields that a ruling shares with what has led to it, by their names."""
-    return {field.name: getattr(decided, field.name) for field in fields_of(Decision)}
+    return same_fields(decided, Decision)
 
 
 @dataclass(frozen=True, kw_only=True)
