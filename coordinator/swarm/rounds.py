@@ -151,17 +151,9 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             current = replace(current, reduced_at=turn.now)
             turn.put_slice(current, replace(progress, is_empty=True))
             return
-        asked, context = assignments_of(current), turn.state.rules.context
-        if not report.contributors or len(report.contributions) != len(report.contributors):
-            return
-        if report.factors and len(report.factors) != len(report.contributors):
+        if not _is_valid(report, current, turn.state.rules.context):
             return
         report = report.in_order
-        named = {c.node_id for c in report.contributors}
-        if len(named) < len(report.contributors) or not named.isdisjoint(report.late):
-            return
-        if not all(_is_possible(c, asked.get(c.node_id), context) for c in report.contributors):
-            return
         progress = replace(
             progress,
             **same_fields(report, Result),
@@ -177,6 +169,20 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             refuse_untraced(turn, report.slice_index)
             refusing = (refusal.node_id for refusal in progress.refusals)
             offer_to_deceived(turn, report.slice_index, {*current.held, *refusing})
+
+
+def _is_valid(report: Reduced, current: Round, context: int) -> bool:
+    """Whether a result of this round can be of what its reducer says."""
+    asked, num_told = assignments_of(current), len(report.contributors)
+    named = {contributor.node_id for contributor in report.contributors}
+    return (
+        num_told > 0
+        and len(named) == num_told
+        and len(report.contributions) == num_told
+        and len(report.factors) in (0, num_told)
+        and named.isdisjoint(report.late)
+        and all(_is_possible(c, asked.get(c.node_id), context) for c in report.contributors)
+    )
 
 
 def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) -> None:
