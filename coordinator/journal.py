@@ -93,32 +93,7 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
     changed = _changed_members(before, after)
     why = {a.node_id: a.reason for a in transition.actions if isinstance(a, EndSession)}
     for node_id, member, was in changed:
-        if was is None or was.session_id != member.session_id:
-            named = {} if member.asked_name == member.node_name else {"asked": member.asked_name}
-            yield _news(
-                "info",
-                "node attached",
-                node=member.node_name,
-                **named,
-                id=node_id,
-                device=member.device,
-            )
-            was = None
-        if awaits_first_weights(after, member):
-            continue  # as it should
-        if (was is None or was.state is not member.state) and member.state in _NEWS:
-            reason = {"why": why[node_id]} if why.get(node_id) else {}
-            what, round_held = _NEWS[member.state], member.outer_round
-            yield _news("info", what, node=member.node_name, round=round_held, **reason)
-        if was is not None and was.against.back_at_round < member.against.back_at_round:
-            yield _news(
-                "warning",
-                "node sits out",
-                node=member.node_name,
-                until_round=member.against.back_at_round,
-                why="most of the others point against what it contributes, round after round",
-                next_step="look at its data, its model code and its devices; 'atoll nodes expel' ends it",
-            )
+        yield from _member(after, member, was, why.get(node_id, ""))
     for ruling in after.rulings[len(before.rulings) :]:
         yield _news("info", "ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
     for node_id in before.members.keys() - after.members.keys():
@@ -147,6 +122,44 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
         yield _news("info", "round learned", round=after.committed_round, reason=reason_of)
     for message in told:
         yield from _told(after, message)
+    yield from _held_out(before, after)
+    yield from _audits(before, after)
+    yield from _start(before, after)
+    yield from _phases(before, after)
+
+
+def _member(after: SwarmState, member: Member, was: Member | None, why: str) -> Iterator[News]:
+    """What has become of one; `why` its session was ended, if it was."""
+    if was is None or was.session_id != member.session_id:
+        named = {} if member.asked_name == member.node_name else {"asked": member.asked_name}
+        yield _news(
+            "info",
+            "node attached",
+            node=member.node_name,
+            **named,
+            id=member.node_id,
+            device=member.device,
+        )
+        was = None
+    if awaits_first_weights(after, member):
+        return  # as it should
+    if (was is None or was.state is not member.state) and member.state in _NEWS:
+        reason = {"why": why} if why else {}
+        what, round_held = _NEWS[member.state], member.outer_round
+        yield _news("info", what, node=member.node_name, round=round_held, **reason)
+    if was is not None and was.against.back_at_round < member.against.back_at_round:
+        yield _news(
+            "warning",
+            "node sits out",
+            node=member.node_name,
+            until_round=member.against.back_at_round,
+            why="most of the others point against what it contributes, round after round",
+            next_step="look at its data, its model code and its devices; 'atoll nodes expel' ends it",
+        )
+
+
+def _held_out(before: SwarmState, after: SwarmState) -> Iterator[News]:
+    """What was measured, and what it is not to be compared with."""
     if after.held_out_text_from > before.held_out_text_from:
         yield _news(
             "warning",
@@ -165,16 +178,14 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
     for held_out in after.held_out[len(before.held_out) :]:
         own: dict[str, object] = {}
         if held_out.metric is not None:
-            own = {"metric": round(held_out.metric, 4)}
+            own["metric"] = round(held_out.metric, 4)
         if held_out.holders:
-            losses = {_name(after, one.node_id): round(one.loss, 4) for one in held_out.holders}
-            own = {**own, "holders": losses}
+            own["holders"] = {
+                _name(after, one.node_id): round(one.loss, 4) for one in held_out.holders
+            }
         yield _news(
             "info", "evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own
         )
-    yield from _audits(before, after)
-    yield from _start(before, after)
-    yield from _phases(before, after)
 
 
 def _audits(before: SwarmState, after: SwarmState) -> Iterator[News]:

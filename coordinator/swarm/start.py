@@ -31,7 +31,7 @@ from coordinator.swarm.events import BaseLearned, CommitLearned, Tell
 from coordinator.swarm.ledger import end_ahead, settle
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE, give_up
-from coordinator.swarm.rounds import end_round
+from coordinator.swarm.rounds import end_round, plan_of
 from coordinator.swarm.slices import norms_after
 from coordinator.swarm.state import (
     KEPT_LEFT,
@@ -58,7 +58,6 @@ from protocol.wire.rounds import (
     Assignment,
     Commit,
     NodeId,
-    Plan,
     Result,
     Slice,
     same_fields,
@@ -335,24 +334,14 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         committed_at=now,
         apply_deadline=now + rules.apply_seconds,
     )
-    plan = Plan(
-        round=commit.round,
-        fragment=commit.fragment,
-        base_digest=commit.base_digest,
-        assignments=commit.assignments,
-        slices=tuple(progress.slice for progress in current.slices),
-        token_clock=state.token_clock,
-        round_tokens=sum(commit.tokens.values()),
-        train_seconds=0,
-        contribute_seconds=0,
-        commit_seconds=0,
-        reason=current.reason,
-    )
+    num_tokens = sum(commit.tokens.values())
+    # It is not known when the round was opened, nor what its plan counted on.
+    plan = replace(plan_of(current, turn.now), round_tokens=num_tokens, opened_at=0.0)
     closed = ClosedRound(
         plan=plan,
         commit=commit,
         trained={},
-        tokens=sum(commit.tokens.values()),
+        tokens=num_tokens,
         seconds=0.0,
         reason=f"learned from {source}: this coordinator's database was older",
     )
