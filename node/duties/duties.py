@@ -37,7 +37,7 @@ from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
 from node.exchange.peers import Patience
 from node.heavy import Meters
-from node.island.island import InnerWork, Progress
+from node.island.island import InnerReport, InnerWork, Progress
 from node.link.session import Session
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, in_words
@@ -357,6 +357,26 @@ class Duties:
         self.last_planned_round, self._planned_base = plan.round, plan.base_digest
         self._trained = None
         await self._exchange.open_round(plan)
+        trained = await self._train(plan, assignment)
+        if trained.tokens > 0:
+            self._published_round = plan.round
+            await self._island.keep(plan.round)
+            ahead = None if self.is_draining else work_ahead_of(plan, self._node_id)
+            self._ahead.lease(None if ahead is None else self._by_rules(ahead))
+            await self._ahead.resume()
+        self._doing = "contributing"
+        log.debug("phase", phase="contributing", round=plan.round)
+        await self.saves.before_commit_of(plan)
+        self._trained = trained_of(trained)
+        if not self._island.ability.trains:  # before this round can close, and the next count on it
+            await self._session.tell_vitals()
+        self._session.report(plan.round, self._trained)
+        if trained.tokens > 0:
+            await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
+        else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
+            self._exchange.tell(ParticipantsIdle(round=plan.round, node_ids=(self._node_id,)))
+
+    async def _train(self, plan: Plan, assignment: Assignment) -> InnerReport:
         await self._ahead.pause()
         self._ahead.lease(None)
         self._times.begin(
@@ -380,23 +400,7 @@ class Duties:
                 skipped=trained.skipped_steps,
                 of=trained.inner_steps,
             )
-        if trained.tokens > 0:
-            self._published_round = plan.round
-            await self._island.keep(plan.round)
-            ahead = None if self.is_draining else work_ahead_of(plan, self._node_id)
-            self._ahead.lease(None if ahead is None else self._by_rules(ahead))
-            await self._ahead.resume()
-        self._doing = "contributing"
-        log.debug("phase", phase="contributing", round=plan.round)
-        await self.saves.before_commit_of(plan)
-        self._trained = trained_of(trained)
-        if not self._island.ability.trains:  # before this round can close, and the next count on it
-            await self._session.tell_vitals()
-        self._session.report(plan.round, self._trained)
-        if trained.tokens > 0:
-            await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
-        else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
-            self._exchange.tell(ParticipantsIdle(round=plan.round, node_ids=(self._node_id,)))
+        return trained
 
     def _by_rules(self, work: InnerWork) -> InnerWork:
         """The work by the rules of its round, where amendments have changed them."""
