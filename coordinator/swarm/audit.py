@@ -39,7 +39,7 @@ from coordinator.swarm.events import Tell
 from coordinator.swarm.members import BARRED, MemberState
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
-from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of
+from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of, names_of
 from coordinator.swarm.weighing import is_enough, rounds_out, say_of, weight_of
 from protocol.trust.evidence import of_findings, of_nonsense
 from protocol.wire.messages import AuditAsked, Audited
@@ -170,7 +170,7 @@ def audits_in_words(state: SwarmState) -> str:
     said = []
     for audit in state.audits:
         if audit.verdict is not None:
-            names = ", ".join(name_of(state, node_id) for node_id in audit.auditor_ids)
+            names = names_of(state, audit.auditor_ids)
             place = f"slice {audit.slice.index} of round {audit.round}"
             why = ", for contributors found that it leads elsewhere" * audit.leads_elsewhere
             said.append(f"{place} audited by {names}{why}: {audit.verdict}")
@@ -353,7 +353,9 @@ def _decide_contested(turn: Turn, audit: Audit) -> None:
         _end_without_inputs(turn, audit)
     elif len(failing) > 1 and is_enough(say, failing, among):
         why = f"which {name_of(turn.state, reducer)} has reduced: {audit.findings[0].why}"
-        _undo_unproven(turn, audit, f"{_names(turn.state, failing)} could not make it again, {why}")
+        _undo_unproven(
+            turn, audit, f"{names_of(turn.state, failing)} could not make it again, {why}"
+        )
     else:
         _dispute(turn, audit)
 
@@ -393,7 +395,7 @@ def _end_without_inputs(turn: Turn, audit: Audit) -> None:
 def _convict(turn: Turn, audit: Audit, by: Sequence[NodeId], agreeing: Sequence[NodeId]) -> None:
     state, reducer = turn.state, audit.slice.reducer_id
     reason = (
-        f"{_names(state, by)} made slice {audit.slice.index} of round {audit.round} again and found "
+        f"{names_of(state, by)} made slice {audit.slice.index} of round {audit.round} again and found "
         f"another result than it has signed"
     )
     name = name_of(state, reducer)
@@ -425,7 +427,7 @@ def _convict_of_nonsense(
     state = turn.state
     reason = (
         f"it signed a contribution to slice {audit.slice.index} of round {audit.round} that does not decode, "
-        f"as {_names(state, sorted({audit.slice.reducer_id, *agreeing}))} have found"
+        f"as {names_of(state, sorted({audit.slice.reducer_id, *agreeing}))} have found"
     )
     signed = [f.signed for f in audit.findings if f.signed is not None]
     agreed = [finding for finding in signed if finding.found == audit.reduced.digest]
@@ -473,7 +475,3 @@ def _put(turn: Turn, audit: Audit) -> None:
     place = audit.round, audit.slice.index
     audits = (audit if (a.round, a.slice.index) == place else a for a in turn.state.audits)
     turn.state = replace(turn.state, audits=tuple(audits))
-
-
-def _names(state: SwarmState, node_ids: Sequence[NodeId]) -> str:
-    return ", ".join(name_of(state, node_id) for node_id in node_ids)

@@ -207,3 +207,8 @@ def name_of(state: SwarmState, node_id: NodeId) -> str:
     """What people call the node."""
     member = state.members.get(node_id)
     return member.node_name if member else node_id
+
+
+def names_of(state: SwarmState, node_ids: Iterable[NodeId]) -> str:
+    """What people call several nodes, in their order."""
+    return ", ".join(name_of(state, node_id) for node_id in node_ids)
