@@ -40,7 +40,7 @@ from coordinator.swarm.members import BARRED, MemberState
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
 from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of, names_of
-from coordinator.swarm.weighing import is_enough, rounds_out, say_of, weight_of
+from coordinator.swarm.weighing import is_enough, rounds_out, say_of, weight_of, weights_of
 from protocol.trust.evidence import of_findings, of_nonsense
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import AUDIT_ROUNDS, Commit, NodeId
@@ -208,9 +208,7 @@ def _leading_elsewhere(closed: Round, commit: Commit, *, least_usual: float) -> 
 
 def _median_by_weight(say: Say | None, found: Sequence[tuple[float, NodeId]]) -> float:
     """The smallest of values in order up to which lies more than half of what those weigh that tell them."""
-    weights = [1 if say is None else say.weights.get(node_id, 0) for _, node_id in found]
-    if not any(weights):
-        weights = [1] * len(found)
+    weights = weights_of(say or Say(), (node_id for _, node_id in found))
     half = sum(weights) / 2
     for (value, _), upto in zip(found, accumulate(weights), strict=True):
         if upto > half:
@@ -272,10 +270,7 @@ def _say(state: SwarmState, audit: Audit) -> Say:
 
 def _drawn(state: SwarmState, audit: Audit, may: Sequence[NodeId]) -> NodeId:
     """One of them, each as likely as its confirmed work weighs."""
-    say = _say(state, audit)
-    weights = [say.weights.get(node_id, 0) for node_id in may]
-    if not any(weights):
-        weights = [1] * len(may)
+    weights = weights_of(_say(state, audit), may)
     left = _lot(state, audit, "auditor") * sum(weights)
     for node_id, weight in zip(may, weights, strict=True):
         left -= weight

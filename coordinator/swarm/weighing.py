@@ -223,6 +223,12 @@ def weight_of(say: Say, node_ids: Iterable[NodeId]) -> int:
 
 
 @remembered
+def weights_of(say: Say, node_ids: Iterable[NodeId]) -> list[int]:
+    """What each of some weighs; all of them alike where none weighs anything."""
+    weights = [say.weights.get(node_id, 0) for node_id in node_ids]
+    return weights if any(weights) else [1] * len(weights)
+
+
 def _whole(say: Say, among: Collection[NodeId]) -> int:
     return weight_of(say, among)
 
