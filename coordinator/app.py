@@ -23,7 +23,6 @@ from coordinator.config import (
     local_host,
     rules_in_force,
 )
-from coordinator.connections import Connections, Limits, most_connections
 from coordinator.dashboard.given import GivenFile
 from coordinator.dashboard.link import open_dashboard, page_link, page_token
 from coordinator.dashboard.news_file import NewsFile
@@ -39,10 +38,10 @@ from coordinator.journal import (
     log_stopping,
     log_transition,
 )
+from coordinator.ports import Ports, bind, require_files_for
 from coordinator.presets.choosing import Plan
 from coordinator.relay.forwarding import refuse_beside_the_moved
 from coordinator.relay.line import Carriage
-from coordinator.relay.one_port import HERE, OnePort
 from coordinator.relay.through import Through
 from coordinator.services.answering import Gate
 from coordinator.services.enrolment import (
@@ -60,14 +59,13 @@ from coordinator.store import Store
 from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
-from protocol.errors import BadDataError, ConfigError, UnavailableError
-from protocol.files.leftovers import allow_open_files, require_open_files
+from protocol.errors import BadDataError, UnavailableError
 from protocol.service.beside import beside
 from protocol.service.notify import ServiceManager
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.terminal.status_words import no_backup_in_words
 from protocol.trust.invite import endpoint_of
-from protocol.trust.pki import joining_name_in, name_in, pin_of, server_name
+from protocol.trust.pki import pin_of
 from protocol.trust.rulings import checked_chain
 from protocol.trust.signing import CommitSigner
 from protocol.v1 import status_pb2 as pb
@@ -75,18 +73,8 @@ from protocol.v1.enrolment_pb2_grpc import add_EnrolmentServiceServicer_to_serve
 from protocol.v1.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from protocol.v1.session_pb2_grpc import add_SessionServiceServicer_to_server
 from protocol.v1.status_pb2_grpc import add_StatusServiceServicer_to_server
-from protocol.wire.server import (
-    CONTROL_OPTIONS,
-    ENROLMENT_OPTIONS,
-    WholeMessages,
-    bind_control,
-    bind_enrolment,
-    with_most,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from coordinator.dashboard.pages import Pages
     from protocol.web.server import WebServer
 
@@ -105,12 +93,6 @@ GRACE_SECONDS = 1.0
 STOP_SECONDS = 60.0
 """What a service manager should grant it for all of its end, on a busy machine with a slow disk."""
 
-OWN_OPEN_FILES = 96
-DASHBOARD_OPEN_FILES = 128
-OPEN_FILES_PER_NODE = 2
-"""Sockets, the database and what gRPC takes for itself; the calls that pages answer at once and who watches;
-a node's connection, and the one after a break before the old one is given up."""
-
 
 class Coordinator:
     """A coordinator that serves. Make one with `start`."""
@@ -119,7 +101,7 @@ class Coordinator:
         self,
         *,
         driver: Driver,
-        ports: "Ports",
+        ports: Ports,
         room: DiskRoom,
         given: GivenFile,
         opened: AsyncExitStack,
@@ -156,7 +138,7 @@ class Coordinator:
             if carriage is None:
                 await refuse_beside_the_moved(home, config, rulings.all)
             await rulings.announce_key(home.key_number, home.tail_pem)
-            ports = _bind(home, config, opened, is_carried=carriage is not None)
+            ports = bind(home, config, opened, is_carried=carriage is not None)
             lookout = Lookout(driver.clock.now)
             through: Through | None = None
             if carriage is None:
@@ -333,86 +315,6 @@ def _recover(home: Home, signer: CommitSigner, opened: AsyncExitStack) -> Recove
     return Recovered(driver=driver, rulings=rulings, watched=watched)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Both servers, which do not serve yet, and where they are found."""
-
-    control: grpc.aio.Server
-    enrolment: grpc.aio.Server
-    connections: Connections
-    control_port: int  # as others are told
-    enrolment_port: int
-    here: str  # the host by which this machine finds them
-    local: dict[int, int]  # for each port that others are told, the one on this machine
-
-
-def _bind(
-    home: Home, config: CoordinatorConfig, opened: AsyncExitStack, *, is_carried: bool
-) -> Ports:
-    """Listens for members and for who joins; `is_carried` where they come through a relay."""
-    most_members, most_joining = most_connections(
-        _files_for_connections(config, is_carried=is_carried)
-    )
-    if config.has_one_port:
-        require_joining_name(home)
-    own_host = HERE if config.has_one_port else config.host
-    control = grpc.aio.server(
-        interceptors=[WholeMessages()], options=with_most(CONTROL_OPTIONS, most_members)
-    )
-    control_port = bind_control(
-        control,
-        own_host,
-        0 if config.has_one_port else config.control_port,
-        issuers_pem=home.issuer.certificate_pem + home.authority_pem,
-        certificate_pem=home.server_pem,
-        key_pem=home.server_key_pem,
-    )
-    enrolment = grpc.aio.server(options=with_most(ENROLMENT_OPTIONS, most_joining))
-    enrolment_port = bind_enrolment(
-        enrolment,
-        own_host,
-        0 if config.has_one_port else config.enrolment_port,
-        certificate_pem=home.server_pem,
-        key_pem=home.server_key_pem,
-    )
-    watched = {control_port: most_members, enrolment_port: most_joining}
-    here, local = config.host, {port: port for port in watched}
-    sources: Mapping[tuple[str, int], str] = {}
-    if config.has_one_port:
-        # Behind a relay its number is the relay's alone: nobody dials it here, and 443 is for root on most
-        # machines.
-        here = HERE if is_carried else config.host
-        one_port = OnePort(
-            here,
-            0 if is_carried else config.control_port,
-            control_name=server_name(home.issuer.swarm_id),
-            control_port=control_port,
-            enrolment_port=enrolment_port,
-            most=most_members + most_joining,
-            most_per_address=config.connections_per_address,
-            spares_own=is_carried,
-        )
-        opened.push_async_callback(one_port.close)
-        sources = one_port.sources
-        control_port = enrolment_port = config.control_port
-        local = {control_port: one_port.port}
-    connections = Connections(
-        watched,
-        Limits(per_address=config.connections_per_address),
-        spares_own=is_carried or config.has_one_port,
-        sources=sources,
-    )
-    return Ports(
-        control=control,
-        enrolment=enrolment,
-        connections=connections,
-        control_port=control_port,
-        enrolment_port=enrolment_port,
-        here=here,
-        local=local,
-    )
-
-
 def _add_member_services(
     ports: Ports,
     home: Home,
@@ -562,15 +464,6 @@ def _backing_up(home: Home, config: CoordinatorConfig) -> AbstractAsyncContextMa
     return beside("the backup", (*command, *options), hear=log_backup)
 
 
-def require_joining_name(home: Home) -> None:
-    """Raises ConfigError for a certificate by which who joins cannot be told from members."""
-    if joining_name_in(home.server_pem) == name_in(home.server_pem):
-        raise ConfigError(
-            f"the certificate of {home.directory} has no name for who joins, which one port for all needs",
-            next_step=f"make another: atoll coordinator rotate {home.directory}",
-        )
-
-
 def _through_in_words(coordinator: Coordinator) -> str:
     through = coordinator.through
     assert through is not None
@@ -578,20 +471,6 @@ def _through_in_words(coordinator: Coordinator) -> str:
     if coordinator.control_port == coordinator.enrolment_port:
         ports = f"port {coordinator.control_port}"
     return f"{through.in_words()}, {ports}; tell nodes of before by 'atoll run move {through.line.host}'"
-
-
-def _own_open_files(config: CoordinatorConfig) -> int:
-    return OWN_OPEN_FILES + (DASHBOARD_OPEN_FILES if config.dashboard else 0)
-
-
-def _files_per_connection(config: CoordinatorConfig, *, is_carried: bool) -> int:
-    """Through a relay, or one port for all, two more each: both ends of the one to the port behind."""
-    return 1 + 2 * is_carried + 2 * config.has_one_port
-
-
-def _files_for_connections(config: CoordinatorConfig, *, is_carried: bool) -> int:
-    left = allow_open_files() - _own_open_files(config)
-    return max(0, left) // _files_per_connection(config, is_carried=is_carried)
 
 
 def run_coordinator(
@@ -606,13 +485,7 @@ def run_coordinator(
 
     `settled` is what this start has chosen for a preset, to be logged.
     """
-    require_open_files(
-        _own_open_files(config)
-        + OPEN_FILES_PER_NODE
-        * _files_per_connection(config, is_carried=carriage is not None)
-        * home.run.run.min_nodes,
-        of="the coordinator",
-    )
+    require_files_for(config, min_nodes=home.run.run.min_nodes, is_carried=carriage is not None)
     log = start_logging(as_json=log_json, folder=home.directory, process="coordinator")
     if settled is not None:
         log_settled(settled)

@@ -197,9 +197,7 @@ class Home:
     run: RunSpec
     authorities_pem: bytes
     issuer: Issuer
-    coordinators_pem: (
-        bytes  # the newest first; nothing where the authority itself is the coordinator
-    )
+    coordinators_pem: bytes  # the newest first; nothing where the authority is the coordinator
     server_pem: bytes
     server_key_pem: bytes
     operator_pem: bytes

@@ -139,9 +139,7 @@ class Connections:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 self.look(loop.time())
-            except (
-                OSError
-            ) as error:  # a full file table, which gRPC's own bounds should keep from us
+            except OSError as error:  # a full file table, which gRPC's bounds should prevent
                 if self._may_tell(loop.time()):
                     why = error.strerror or str(error)
                     _log.error("nobody counts connections now", why=why)

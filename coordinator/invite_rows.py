@@ -31,16 +31,16 @@ class EnrolledMember:
 class Invite:
     """One row: of the secret only the hash."""
 
-    place: int  # in the order in which they were made
+    place: int = 0  # in the order in which they were made; 0: it is not kept yet
     invite_id: str
     secret_hash: bytes
     max_uses: int
     expires_utc_seconds: float  # of wall clock time
-    is_revoked: bool
+    is_revoked: bool = False
     host: str
-    label: str
-    needs_approval: bool
-    role: Role  # of who joins with it
+    label: str = ""
+    needs_approval: bool = False
+    role: Role = Role.NODE  # of who joins with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,34 +71,11 @@ class Invites:
             _records(connection)  # what cannot be read is found at the start
             self._members = _members(connection)
 
-    def add(
-        self,
-        *,
-        invite_id: str,
-        secret_hash: bytes,
-        max_uses: int,
-        expires_utc_seconds: float,
-        host: str,
-        label: str = "",
-        needs_approval: bool = False,
-        role: Role = Role.NODE,
-    ) -> None:
-        """Remembers a new invite; of its secret only the hash."""
+    def add(self, invite: Invite) -> None:
+        """Remembers a new invite."""
         with self._database.writing() as connection:
-            place = 1 + max((invite.place for invite in _invites(connection)), default=0)
-            invite = Invite(
-                place=place,
-                invite_id=invite_id,
-                secret_hash=secret_hash,
-                max_uses=max_uses,
-                expires_utc_seconds=float(expires_utc_seconds),
-                is_revoked=False,
-                host=host,
-                label=label,
-                needs_approval=needs_approval,
-                role=role,
-            )
-            _put(connection, "invites", invite)
+            place = 1 + max((known.place for known in _invites(connection)), default=0)
+            _put(connection, "invites", replace(invite, place=place))
 
     def records(self) -> tuple[InviteRecord, ...]:
         """All invites, newest first."""

@@ -17,6 +17,7 @@ from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
 from coordinator.swarm.state import RoundPhase, SwarmState, Verdict
 from coordinator.swarm.transition import Transition
+from coordinator.swarm.turn import name_of, names_of
 from protocol.errors import AtollError
 from protocol.trust.rulings import in_words
 from protocol.wire.messages import (
@@ -93,32 +94,7 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
     changed = _changed_members(before, after)
     why = {a.node_id: a.reason for a in transition.actions if isinstance(a, EndSession)}
     for node_id, member, was in changed:
-        if was is None or was.session_id != member.session_id:
-            named = {} if member.asked_name == member.node_name else {"asked": member.asked_name}
-            yield _news(
-                "info",
-                "node attached",
-                node=member.node_name,
-                **named,
-                id=node_id,
-                device=member.device,
-            )
-            was = None
-        if awaits_first_weights(after, member):
-            continue  # as it should
-        if (was is None or was.state is not member.state) and member.state in _NEWS:
-            reason = {"why": why[node_id]} if why.get(node_id) else {}
-            what, round_held = _NEWS[member.state], member.outer_round
-            yield _news("info", what, node=member.node_name, round=round_held, **reason)
-        if was is not None and was.against.back_at_round < member.against.back_at_round:
-            yield _news(
-                "warning",
-                "node sits out",
-                node=member.node_name,
-                until_round=member.against.back_at_round,
-                why="most of the others point against what it contributes, round after round",
-                next_step="look at its data, its model code and its devices; 'atoll nodes expel' ends it",
-            )
+        yield from _member(after, member, was, why.get(node_id, ""))
     for ruling in after.rulings[len(before.rulings) :]:
         yield _news("info", "ruled", number=ruling.number, what=in_words(ruling), by=ruling.by)
     for node_id in before.members.keys() - after.members.keys():
@@ -147,6 +123,44 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
         yield _news("info", "round learned", round=after.committed_round, reason=reason_of)
     for message in told:
         yield from _told(after, message)
+    yield from _held_out(before, after)
+    yield from _audits(before, after)
+    yield from _start(before, after)
+    yield from _phases(before, after)
+
+
+def _member(after: SwarmState, member: Member, was: Member | None, why: str) -> Iterator[News]:
+    """What has become of one; `why` its session was ended, if it was."""
+    if was is None or was.session_id != member.session_id:
+        named = {} if member.asked_name == member.node_name else {"asked": member.asked_name}
+        yield _news(
+            "info",
+            "node attached",
+            node=member.node_name,
+            **named,
+            id=member.node_id,
+            device=member.device,
+        )
+        was = None
+    if awaits_first_weights(after, member):
+        return  # as it should
+    if (was is None or was.state is not member.state) and member.state in _NEWS:
+        reason = {"why": why} if why else {}
+        what, round_held = _NEWS[member.state], member.outer_round
+        yield _news("info", what, node=member.node_name, round=round_held, **reason)
+    if was is not None and was.against.back_at_round < member.against.back_at_round:
+        yield _news(
+            "warning",
+            "node sits out",
+            node=member.node_name,
+            until_round=member.against.back_at_round,
+            why="most of the others point against what it contributes, round after round",
+            next_step="look at its data, its model code and its devices; 'atoll nodes expel' ends it",
+        )
+
+
+def _held_out(before: SwarmState, after: SwarmState) -> Iterator[News]:
+    """What was measured, and what it is not to be compared with."""
     if after.held_out_text_from > before.held_out_text_from:
         yield _news(
             "warning",
@@ -165,16 +179,14 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
     for held_out in after.held_out[len(before.held_out) :]:
         own: dict[str, object] = {}
         if held_out.metric is not None:
-            own = {"metric": round(held_out.metric, 4)}
+            own["metric"] = round(held_out.metric, 4)
         if held_out.holders:
-            losses = {_name(after, one.node_id): round(one.loss, 4) for one in held_out.holders}
-            own = {**own, "holders": losses}
+            own["holders"] = {
+                name_of(after, one.node_id): round(one.loss, 4) for one in held_out.holders
+            }
         yield _news(
             "info", "evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own
         )
-    yield from _audits(before, after)
-    yield from _start(before, after)
-    yield from _phases(before, after)
 
 
 def _audits(before: SwarmState, after: SwarmState) -> Iterator[News]:
@@ -192,11 +204,11 @@ def _audits(before: SwarmState, after: SwarmState) -> Iterator[News]:
             "slice audited",
             round=audit.round,
             slice=audit.slice.index,
-            reducer=_name(after, audit.slice.reducer_id),
+            reducer=name_of(after, audit.slice.reducer_id),
             verdict=audit.verdict.value,
             why=audit.why,
             differing=[
-                _name(after, f.node_id) for f in audit.findings if f.found != audit.reduced.digest
+                name_of(after, f.node_id) for f in audit.findings if f.found != audit.reduced.digest
             ],
         )
 
@@ -210,23 +222,26 @@ def _told(after: SwarmState, told: Tell) -> Iterator[News]:
         case RoundCommitted(commit=commit) if not told.is_learned:
             yield from _commit(after, commit.round)
         case SliceTakenOver(round=number, slice_index=index, reducer_id=reducer_id):
-            reducer = _name(after, reducer_id)
+            reducer = name_of(after, reducer_id)
             yield _news("info", "slice taken over", round=number, slice=index, reducer=reducer)
         case ResultOffered(round=number, slice_index=index, holder_ids=holder_ids):
-            holders = [_name(after, node_id) for node_id in holder_ids]
+            holders = [name_of(after, node_id) for node_id in holder_ids]
             yield _news(
                 "info", "result offered by holders", round=number, slice=index, holders=holders
             )
         case CommitsWanted(after_round=number):
             for node_id in told.to or ():
                 yield _news(
-                    "warning", "node is ahead of us", node=_name(after, node_id), our_round=number
+                    "warning", "node is ahead of us", node=name_of(after, node_id), our_round=number
                 )
         case RefetchAsked(reason=reason):
             for node_id in told.to or ():
                 if not awaits_first_weights(after, after.members[node_id]):
                     yield _news(
-                        "warning", "node told to refetch", node=_name(after, node_id), reason=reason
+                        "warning",
+                        "node told to refetch",
+                        node=name_of(after, node_id),
+                        reason=reason,
                     )
         case RunFinished(round=number, reason=reason):
             yield _news("info", "run finished", round=number, reason=reason)
@@ -235,7 +250,7 @@ def _told(after: SwarmState, told: Tell) -> Iterator[News]:
 def _start(before: SwarmState, after: SwarmState) -> Iterator[News]:
     """Whom the coordinator waits for when it starts, and who has not come."""
     if before.awaited is None and after.awaited is not None:
-        awaited = [_name(after, node_id) for node_id in missing(after)]
+        awaited = [name_of(after, node_id) for node_id in missing(after)]
         yield _news(
             "info", "waiting for nodes to come back", nodes=awaited, round=after.committed_round
         )
@@ -243,7 +258,7 @@ def _start(before: SwarmState, after: SwarmState) -> Iterator[News]:
         lost = MemberState.LOST
         absent = [n for n in before.awaited.node_ids if after.members[n].state is lost]
         if absent:
-            names = [_name(after, node_id) for node_id in absent]
+            names = [name_of(after, node_id) for node_id in absent]
             yield _news("warning", "going on without nodes that have not come back", nodes=names)
 
 
@@ -280,7 +295,7 @@ def log_copy(state: SwarmState, node_id: NodeId) -> None:
     """Logs that another process with the key of a member was not attached beside it."""
     _log.warning(
         "two processes have one node's key, and the second waits",
-        node=_name(state, node_id),
+        node=name_of(state, node_id),
         id=node_id,
         next_step="stop one of them, unless the node was restarted after a power cut",
     )
@@ -343,7 +358,7 @@ def _commit(state: SwarmState, number: int) -> Iterator[News]:
             yield _news(
                 "warning",
                 what,
-                node=_name(state, node_id),
+                node=name_of(state, node_id),
                 round=number,
                 slices=f"{told.num_left_out or told.num_clipped} of {told.num_contributions}",
                 why="they are much longer than is usual for their work, or most others point against them",
@@ -353,7 +368,7 @@ def _commit(state: SwarmState, number: int) -> Iterator[News]:
     ]
     if num_committed and missed:
         more = f" and {len(missed) - MOST_NAMED} more" if len(missed) > MOST_NAMED else ""
-        names = ", ".join(_name(state, node_id) for node_id in missed[:MOST_NAMED])
+        names = names_of(state, missed[:MOST_NAMED])
         yield _news(
             "warning",
             "went on without contributions of",
@@ -361,11 +376,6 @@ def _commit(state: SwarmState, number: int) -> Iterator[News]:
             round=number,
             next_step="what they trained counts in a later round",
         )
-
-
-def _name(state: SwarmState, node_id: NodeId) -> str:
-    member = state.members.get(node_id)
-    return node_id if member is None else member.node_name
 
 
 def log_settled(plan: Plan) -> None:

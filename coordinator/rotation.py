@@ -73,25 +73,9 @@ class Rotation:
     def _make(self, home: Home) -> int:
         beside = key_beside(self.key_path)
         passphrase = passphrase_of(self.key_path, self.descriptor)
-        key_pem = read_authority_key(self.key_path, passphrase)
-        if (
-            not is_key_of(key_pem, home.authority_pem)
-            and beside.is_file()
-            and is_key_of(new_pem := read_authority_key(beside, passphrase), home.authority_pem)
-        ):  # the change before was cut off after its new keys had become the folder's
-            key_pem = new_pem
-            beside.replace(self.key_path)
-            sync_folder(self.key_path.parent)
-        authority = Authority(certificate_pem=home.authority_pem, key_pem=key_pem)
-        if not is_key_of(authority.key_pem, authority.certificate_pem):
-            raise BadDataError(
-                f"{self.key_path} is not the key of the authority of {self.directory}",
-                next_step="name the right one: --authority-key FILE",
-            )
+        authority = self._authority_of(home, passphrase)
         former = home.coordinators_pem
-        if (
-            not home.key_number
-        ):  # the authority itself was the coordinator, and its signatures stay good
+        if not home.key_number:  # the authority was the coordinator, and its signatures stay good
             former = authority.certify_own_key(1)
         authorities_pem = home.authorities_pem
         kept = b""
@@ -101,9 +85,8 @@ class Rotation:
             # By which authorities handed on to others, without the latest one's for itself.
             before = Bundle.read(home.authorities_pem).authorities_pem[1:]
             authorities_pem = b"".join((successor.certificate_pem, handed_on, *before))
-            key_pem = successor.key_pem
             # Kept as the old one was: with the same passphrase, if it had one.
-            kept = encrypted(key_pem, passphrase) if passphrase else key_pem
+            kept = encrypted(successor.key_pem, passphrase) if passphrase else successor.key_pem
             if not self.is_key_in_folder:
                 write_authority_key(beside, kept)
             authority = successor
@@ -112,11 +95,7 @@ class Rotation:
         server, operator = authority.issue_server(), coordinator.issue_operator()
         coordinators_pem = coordinator.certificate_pem + former
         tail_pem = server.certificate_pem + coordinators_pem + authorities_pem
-        new = rotation_folder(self.directory)
-        unfinished = new.with_name(f"{new.name}.part")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(mode=0o700)
-        for name, content, mode in (
+        self._take_places(
             (AUTHORITY_FILE, authorities_pem, 0o644),
             (ISSUER_FILE, coordinators_pem, 0o644),
             (ISSUER_KEY_FILE, coordinator.key_pem, 0o600),
@@ -125,11 +104,7 @@ class Rotation:
             (CERTIFICATE_FILE, operator.certificate_pem + tail_pem, 0o644),
             (KEY_FILE, operator.key_pem, 0o600),
             *([(AUTHORITY_KEY_FILE, kept, 0o600)] if kept and self.is_key_in_folder else []),
-        ):
-            write_atomically(unfinished / name, content, mode=mode)
-        unfinished.rename(new)  # from here on the new keys are the folder's
-        sync_folder(self.directory)  # else a power cut could keep the next steps and not this one
-        finish_rotation(self.directory)
+        )
         if self.with_authority and not self.is_key_in_folder:
             beside.replace(self.key_path)
             sync_folder(self.key_path.parent)
@@ -137,6 +112,37 @@ class Rotation:
             beside.unlink(missing_ok=True)  # of a change by an earlier Atoll that was cut off
         Home.load(self.directory)
         return number
+
+    def _authority_of(self, home: Home, passphrase: bytes) -> Authority:
+        """The folder's authority with its key. Raises BadDataError for a key that is not the authority's."""
+        beside = key_beside(self.key_path)
+        key_pem = read_authority_key(self.key_path, passphrase)
+        if (
+            not is_key_of(key_pem, home.authority_pem)
+            and beside.is_file()
+            and is_key_of(new_pem := read_authority_key(beside, passphrase), home.authority_pem)
+        ):  # the change before was cut off after its new keys had become the folder's
+            key_pem = new_pem
+            beside.replace(self.key_path)
+            sync_folder(self.key_path.parent)
+        if not is_key_of(key_pem, home.authority_pem):
+            raise BadDataError(
+                f"{self.key_path} is not the key of the authority of {self.directory}",
+                next_step="name the right one: --authority-key FILE",
+            )
+        return Authority(certificate_pem=home.authority_pem, key_pem=key_pem)
+
+    def _take_places(self, *files: tuple[str, bytes, int]) -> None:
+        """Makes files, by name, content and mode, the folder's: all of them or none."""
+        new = rotation_folder(self.directory)
+        unfinished = new.with_name(f"{new.name}.part")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(mode=0o700)
+        for name, content, mode in files:
+            write_atomically(unfinished / name, content, mode=mode)
+        unfinished.rename(new)  # from here on the new keys are the folder's
+        sync_folder(self.directory)  # else a power cut could keep the next steps and not this one
+        finish_rotation(self.directory)
 
 
 def protect(directory: Path, *, descriptor: int | None) -> Path:

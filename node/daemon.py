@@ -311,7 +311,7 @@ class Daemon:
             for fault in await asyncio.gather(
                 self._transport.stop(),
                 self._island.stop(why or f"the node was {goodbye}"),
-                self._duties.save_at_end(),
+                self._duties.saves.at_end(),
                 return_exceptions=True,
             ):
                 if isinstance(fault, AtollError):
@@ -522,7 +522,7 @@ class Daemon:
                     if ruling.kind is RulingKind.ROLLED_BACK:
                         self._duties.go_back(ruling)
                     if sets_rounds(ruling):
-                        self._duties.go_on(self._rulings.last_round)
+                        self._duties.end.go_on(self._rulings.last_round)
                     if (address := moved_to(ruling)) is not None:
                         self._link.moves_to(address)
             case ParticipantsIdle(round=round, node_ids=late) if self._facts.node_id in late:

@@ -30,9 +30,7 @@ _log = structlog.get_logger()
 class Given:
     """By one node."""
 
-    num_rounds: int = (
-        0  # committed ones with something of its work in them; of a helper those it was in
-    )
+    num_rounds: int = 0  # committed with something of its work; of a helper those it was in
     sent_bytes: int = 0
     received_bytes: int = 0
     present_seconds: float = 0.0
@@ -119,9 +117,8 @@ class GivenFile:
         """A step was taken."""
         state, at = transition.state, transition.at
         last = state.last_closed
-        self.tally.through_round = min(
-            self.tally.through_round, state.committed_round
-        )  # it went back
+        through_round = min(self.tally.through_round, state.committed_round)  # it went back
+        self.tally.through_round = through_round
         is_closed = last is not None and last.commit.round > self.tally.through_round
         if not is_closed and at - self._looked_at < LOOK_SECONDS:
             return

@@ -235,9 +235,7 @@ def rules_since(rulings: Iterable[Ruling]) -> int:
     """The first round by the steps and codecs that are in force."""
     since = 1
     for ruling in rulings:
-        if (
-            ruling.kind is RulingKind.ROLLED_BACK
-        ):  # what is in force holds from the first undone round on
+        if ruling.kind is RulingKind.ROLLED_BACK:  # rules hold from the first undone round on
             since = min(since, ruling.from_round)
         elif ruling.kind is RulingKind.AMENDED and not dict(ruling.changes).keys().isdisjoint(
             CHANGED

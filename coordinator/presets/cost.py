@@ -308,9 +308,7 @@ class Situation:
     seconds_per_inner_step: float
     total_steps: int  # inner steps of one node in the whole run
     batch: int = InnerSection().batch  # samples of an inner step
-    congestion_control: CongestionControl | None = (
-        CUBIC  # None: the rates are what exchanges achieved
-    )
+    congestion_control: CongestionControl | None = CUBIC  # None: rates are what exchanges got
 
     keeps_windows: bool = False  # TCP's, over pauses: see Link
     arithmetic: float | None = None

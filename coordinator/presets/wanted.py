@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from protocol.errors import UsageError
 from protocol.run.models import FUNCTION_NAME
 from protocol.run.run_files import Asked
 from protocol.run.run_spec import RunSpec
+from protocol.wire.rounds import same_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,7 @@ class Machine:
 
     name: str  # such as "2 CPU cores" or a GPU's
     num_cores: int = 0  # of the CPU, where there is no GPU
-    most_samples: int | None = (
-        None  # of the run that fit its memory at once; None: only torch can tell
-    )
+    most_samples: int | None = None  # that fit its memory at once; None: only torch can tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +82,7 @@ class Facts:
     is_new: bool = False  # whether a folder's model begins with random weights
     notes: Sequence[str] = ()
     first_digest: str = ""  # of given weights
-    first_weights: str = (
-        ""  # the file of the run's folder, or the transformers folder, that has them
-    )
+    first_weights: str = ""  # the file of the run's folder, or transformers' folder, with them
     code_digest: str = ""  # of the run's functions, where it has any
     machine: Machine | None = None
 
@@ -106,8 +103,7 @@ def facts_of_wanted(wanted: Wanted, folder: Path) -> Facts:
     """Has the run described in its new folder; nothing is asked where nothing has to be read."""
     if not wanted.needs_the_nodes_side:
         return Facts(data={"source": "text", "private": True} if wanted.private else {})
-    asked = {each.name: getattr(wanted, each.name) for each in fields(Asked)}
-    asked["by"] = wanted.builder
+    asked = same_fields(wanted, Asked) | {"by": wanted.builder}
     return described(folder, wanted.source, "--asked", json.dumps(asked))
 
 

@@ -228,9 +228,7 @@ def report(told: Report) -> Report:
             told = replace(told, texts=texts, why_not=why_not)
         case Evaluated():
             count(told.tokens, of="the number of tokens")
-            if math.isfinite(
-                told.held_out_loss
-            ):  # else the model is ruined, which is worth knowing
+            if math.isfinite(told.held_out_loss):  # else the model is ruined: worth knowing
                 finite(told.metric or 0.0, of="the metric")
             else:
                 told = replace(told, held_out_loss=math.inf, metric=None)

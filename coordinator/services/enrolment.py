@@ -279,9 +279,8 @@ class EnrolmentDesk:
         except ExpelledError:
             raise
         except (NotPermittedError, BadDataError):
-            self._failures.check(
-                host
-            )  # only now: members may share an address with who keeps trying
+            # Only now: members may share an address with a stranger that keeps trying.
+            self._failures.check(host)
             self._failures.add(host)
             raise
 

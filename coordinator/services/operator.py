@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from coordinator.driver import Driver
+from coordinator.invite_rows import Invite as InviteRow
 from coordinator.invite_rows import InviteRecord
 from coordinator.services import checks
 from coordinator.services.answering import Gate, for_all, service
@@ -119,19 +120,17 @@ class OperatorDesk:
                 next_step="leave --max-nodes out, or give --uses",
             )
         changes = (*(((MAX_NODES, most),) if most else ()), *(OWN if request.own else ()))
-        expires_utc_seconds = self._wall_clock() + valid_seconds
-        await self._driver.write(
-            lambda: self._store.invites.add(
-                invite_id=invite.invite_id,
-                secret_hash=hash_of_secret(invite.secret),
-                max_uses=max_uses,
-                expires_utc_seconds=expires_utc_seconds,
-                host=invite.host,
-                label=label,
-                needs_approval=request.needs_approval,
-                role=role,
-            )
+        kept = InviteRow(
+            invite_id=invite.invite_id,
+            secret_hash=hash_of_secret(invite.secret),
+            max_uses=max_uses,
+            expires_utc_seconds=self._wall_clock() + valid_seconds,
+            host=invite.host,
+            label=label,
+            needs_approval=request.needs_approval,
+            role=role,
         )
+        await self._driver.write(lambda: self._store.invites.add(kept))
         await self._rulings.make(
             RulingKind.INVITED, invite_id=invite.invite_id, reason=label, changes=changes
         )

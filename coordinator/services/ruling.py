@@ -386,10 +386,7 @@ class Rulings:
             undone = (await self._undone_by([ruling])).get(ruling.from_round - 1)
             event = Ruled(**decision_of(ruling), rules=rules, undone=undone)
             await self._driver.apply(event, session=session)
-        except (
-            UsageError,
-            ConfigError,
-        ) as error:  # it holds already, or what came since forbids it
+        except (UsageError, ConfigError) as error:  # it holds already, or cannot any more
             _log.warning(
                 "a ruling that was brought back does not hold",
                 what=in_words(ruling),

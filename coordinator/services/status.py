@@ -198,9 +198,8 @@ class StatusDesk:
             return told
         written = next((one for one in state.written if one.round == number), None)
         if figures is None and written is not None:
-            figures = pb.RoundSummary(
-                round=number
-            )  # texts are kept of some rounds that figures are not
+            # Texts are kept of some rounds that figures are not.
+            figures = pb.RoundSummary(round=number)
         if figures is None:
             raise NoInputError(
                 f"round {number} is too old to be kept: of rounds as old only some are",

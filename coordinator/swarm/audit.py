@@ -29,7 +29,6 @@ from blake3 import blake3
 from coordinator.swarm.checking import unchecked
 from coordinator.swarm.conviction import (
     MOST_CONTRADICTED,
-    MOST_ROUNDS_OUT,
     contradict,
     convict,
     go_back_before,
@@ -40,8 +39,8 @@ from coordinator.swarm.events import Tell
 from coordinator.swarm.members import BARRED, MemberState
 from coordinator.swarm.reach_back import latest_in_reach
 from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verdict
-from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of
-from coordinator.swarm.weighing import is_enough, say_of, weight_of
+from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of, names_of
+from coordinator.swarm.weighing import is_enough, rounds_out, say_of, weight_of, weights_of
 from protocol.trust.evidence import of_findings, of_nonsense
 from protocol.wire.messages import AuditAsked, Audited
 from protocol.wire.rounds import AUDIT_ROUNDS, Commit, NodeId
@@ -171,7 +170,7 @@ def audits_in_words(state: SwarmState) -> str:
     said = []
     for audit in state.audits:
         if audit.verdict is not None:
-            names = ", ".join(name_of(state, node_id) for node_id in audit.auditor_ids)
+            names = names_of(state, audit.auditor_ids)
             place = f"slice {audit.slice.index} of round {audit.round}"
             why = ", for contributors found that it leads elsewhere" * audit.leads_elsewhere
             said.append(f"{place} audited by {names}{why}: {audit.verdict}")
@@ -209,9 +208,7 @@ def _leading_elsewhere(closed: Round, commit: Commit, *, least_usual: float) -> 
 
 def _median_by_weight(say: Say | None, found: Sequence[tuple[float, NodeId]]) -> float:
     """The smallest of values in order up to which lies more than half of what those weigh that tell them."""
-    weights = [1 if say is None else say.weights.get(node_id, 0) for _, node_id in found]
-    if not any(weights):
-        weights = [1] * len(found)
+    weights = weights_of(say or Say(), (node_id for _, node_id in found))
     half = sum(weights) / 2
     for (value, _), upto in zip(found, accumulate(weights), strict=True):
         if upto > half:
@@ -273,10 +270,7 @@ def _say(state: SwarmState, audit: Audit) -> Say:
 
 def _drawn(state: SwarmState, audit: Audit, may: Sequence[NodeId]) -> NodeId:
     """One of them, each as likely as its confirmed work weighs."""
-    say = _say(state, audit)
-    weights = [say.weights.get(node_id, 0) for node_id in may]
-    if not any(weights):
-        weights = [1] * len(may)
+    weights = weights_of(_say(state, audit), may)
     left = _lot(state, audit, "auditor") * sum(weights)
     for node_id, weight in zip(may, weights, strict=True):
         left -= weight
@@ -354,7 +348,9 @@ def _decide_contested(turn: Turn, audit: Audit) -> None:
         _end_without_inputs(turn, audit)
     elif len(failing) > 1 and is_enough(say, failing, among):
         why = f"which {name_of(turn.state, reducer)} has reduced: {audit.findings[0].why}"
-        _undo_unproven(turn, audit, f"{_names(turn.state, failing)} could not make it again, {why}")
+        _undo_unproven(
+            turn, audit, f"{names_of(turn.state, failing)} could not make it again, {why}"
+        )
     else:
         _dispute(turn, audit)
 
@@ -394,7 +390,7 @@ def _end_without_inputs(turn: Turn, audit: Audit) -> None:
 def _convict(turn: Turn, audit: Audit, by: Sequence[NodeId], agreeing: Sequence[NodeId]) -> None:
     state, reducer = turn.state, audit.slice.reducer_id
     reason = (
-        f"{_names(state, by)} made slice {audit.slice.index} of round {audit.round} again and found "
+        f"{names_of(state, by)} made slice {audit.slice.index} of round {audit.round} again and found "
         f"another result than it has signed"
     )
     name = name_of(state, reducer)
@@ -426,7 +422,7 @@ def _convict_of_nonsense(
     state = turn.state
     reason = (
         f"it signed a contribution to slice {audit.slice.index} of round {audit.round} that does not decode, "
-        f"as {_names(state, sorted({audit.slice.reducer_id, *agreeing}))} have found"
+        f"as {names_of(state, sorted({audit.slice.reducer_id, *agreeing}))} have found"
     )
     signed = [f.signed for f in audit.findings if f.signed is not None]
     agreed = [finding for finding in signed if finding.found == audit.reduced.digest]
@@ -461,8 +457,8 @@ def _was_silent(turn: Turn, node_id: NodeId) -> None:
     if member is None or member.audits.audits_from_round > planned:
         return  # it is gone, or was silent on another slice too
     silent = member.audits.num_unanswered + 1
-    out = min(MOST_ROUNDS_OUT, 1 << (silent - 1))
-    record = replace(member.audits, num_unanswered=silent, audits_from_round=planned + out)
+    from_round = planned + rounds_out(silent)
+    record = replace(member.audits, num_unanswered=silent, audits_from_round=from_round)
     turn.put_member(replace(member, audits=record))
 
 
@@ -474,7 +470,3 @@ def _put(turn: Turn, audit: Audit) -> None:
     place = audit.round, audit.slice.index
     audits = (audit if (a.round, a.slice.index) == place else a for a in turn.state.audits)
     turn.state = replace(turn.state, audits=tuple(audits))
-
-
-def _names(state: SwarmState, node_ids: Sequence[NodeId]) -> str:
-    return ", ".join(name_of(state, node_id) for node_id in node_ids)

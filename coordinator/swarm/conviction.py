@@ -25,10 +25,14 @@ from coordinator.swarm.state import (
     SwarmState,
 )
 from coordinator.swarm.turn import Turn, is_present, name_of, present_participants
-from coordinator.swarm.weighing import is_enough, say_in, weight_of
+from coordinator.swarm.weighing import (
+    MOST_ROUNDS_OUT,
+    is_enough,
+    rounds_out,
+    say_in,
+    weight_of,
+)
 from protocol.wire.rounds import WHOLE, Commit, NodeId
-
-MOST_ROUNDS_OUT = 64
 
 MOST_CONTRADICTED = 2
 """So often a member's findings are contradicted until its confirmed work counts no more."""
@@ -117,8 +121,7 @@ def strike(turn: Turn, node_id: NodeId) -> None:
     if member is None:
         return
     num_disputed = member.audits.num_disputed + 1
-    out = min(MOST_ROUNDS_OUT, 1 << (num_disputed - 1))
-    back_at = next_round(turn.state) + out
+    back_at = next_round(turn.state) + rounds_out(num_disputed)
     record = replace(member.audits, num_disputed=num_disputed, back_at_round=back_at)
     turn.put_member(replace(member, audits=record))
 
@@ -163,7 +166,7 @@ def rest(turn: Turn, node_id: NodeId, number: int) -> None:
         return
     record = member.audits
     num_void = record.num_void + 1 if is_void_again(member, number) else 1
-    back_at = next_round(turn.state) + min(MOST_ROUNDS_OUT, 1 << (num_void - 1))
+    back_at = next_round(turn.state) + rounds_out(num_void)
     record = replace(
         record,
         num_void=num_void,
@@ -202,8 +205,7 @@ UNKNOWN_ROUNDS = 64
 
 def refuse_untraced(turn: Turn, index: int) -> None:
     """Refuses a result that was just reported if it has in it what no committed result has left."""
-    state, current = turn.state, turn.state.open_round
-    assert current is not None
+    state, current = turn.state, turn.current
     progress = current.slices[index]
     if progress.reduced is None or not (why := _untraced(state, current, progress)):
         return
@@ -294,8 +296,8 @@ MOST_AGAINST = 16
 IN_FAVOUR = 4
 """So many of them are forgotten for each round that does not."""
 
-FEWEST_ROUNDS_OUT, MOST_ROUNDS_OUT = 16, 64
-"""For the first time, and at most."""
+FEWEST_ROUNDS_OUT = 16
+"""For the first time."""
 
 MOST_NAMED = 4
 """Who sit out, in a plan's reason."""

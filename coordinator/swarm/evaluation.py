@@ -42,7 +42,7 @@ from coordinator.swarm.state import (
     Written,
 )
 from coordinator.swarm.turn import Turn, available_members, is_present, present_members
-from coordinator.swarm.weighing import common_corpus, say_of, worth
+from coordinator.swarm.weighing import common_corpus, say_of, weights_of, worth
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
 from protocol.wire.rounds import NodeId, book_of_data
@@ -169,9 +169,7 @@ def drawn_evaluators(state: SwarmState, ready: Sequence[Member]) -> list[NodeId]
             member for member in left if member.invite_id not in invites
         ]
         may = may or weighing
-        weights = [say.weights.get(member.node_id, 0) for member in may]
-        if not any(weights):
-            weights = [1] * len(may)
+        weights = weights_of(say, (member.node_id for member in may))
         place = f"evaluator {len(chosen)}, {state.incarnation}, {state.committed_round}"
         lot = blake3(state.audit_secret + place.encode()).digest()
         ticket = int.from_bytes(lot[:16], "little") % sum(weights)

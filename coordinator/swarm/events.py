@@ -40,7 +40,7 @@ class HeartbeatSeen(Condition):
     rates: LinkRates = UNMEASURED
     outside: tuple[
         str, ...
-    ] = ()  # multiaddresses that its router shows lately, to each that looks, by IPv4
+    ] = ()  # multiaddresses that its router shows to those that look, by IPv4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,9 +30,9 @@ from coordinator.swarm.start import (
     waits_until,
 )
 from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
-from coordinator.swarm.turn import is_present, name_of, present_members
+from coordinator.swarm.turn import is_present, name_of, names_of, present_members
 from protocol.trust.rulings import Ruling
-from protocol.wire.rounds import NodeId, training_in
+from protocol.wire.rounds import training_in
 
 
 def explain(state: SwarmState, now: float) -> str:
@@ -77,9 +77,9 @@ def _started(state: SwarmState, awaited: Awaited, now: float) -> str:
     if absent := missing(state):
         number = state.committed_round if state.open_round is None else state.open_round.number
         whose = f"nodes of round {number}" if number else "members"
-        waits.append(f"these {whose} to come back: {_names(state, absent)}")
+        waits.append(f"these {whose} to come back: {names_of(state, absent)}")
     if ahead := [member.node_id for member in bringing(state)]:
-        waits.append(f"the commits that are missing here: {_names(state, ahead)} bring them")
+        waits.append(f"the commits that are missing here: {names_of(state, ahead)} bring them")
     left = _left(waits_until(state, awaited), now)
     return f"the coordinator has started and waits for {' and for '.join(waits)}, {left}"
 
@@ -169,7 +169,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
     verb = "is" if num_nodes == 1 else "are"
     trained = f"{len(current.trained)} of {_count(num_nodes, 'node')} {verb} done"
     if gone := [a.node_id for a in current.assignments if not is_present(state, a.node_id)]:
-        trained += f", {_names(state, gone)} left"
+        trained += f", {names_of(state, gone)} left"
     if current.phase is RoundPhase.TRAINING:
         left = left_in_words(state, current.train_deadline, now)
         return f"training: {trained}, {left}{_asked(state, current)}"
@@ -184,7 +184,7 @@ def _round_in_flight(state: SwarmState, current: Round, now: float) -> str:
             share = held_in_words(state, current, progress)
             waits.append(f"slice {progress.slice.index} held by {share}")
     training = [n for n in asked if n not in current.trained and is_present(state, n)]
-    busy = f" ({_names(state, training)} still training)" if training else ""
+    busy = f" ({names_of(state, training)} still training)" if training else ""
     return (
         f"exchanging: waiting for {len(waits)} of {_count(len(current.slices), 'slice')}{busy}: "
         f"{', '.join(waits)}, {left_in_words(state, current.commit_deadline, now)}"
@@ -209,7 +209,9 @@ def _applying(state: SwarmState, current: Round, now: float) -> str:
             f"applying: no participant has reported the state after round {current.number} yet; "
             f"waiting for any node to catch up, {left}"
         )
-    return f"applying: waiting for {_names(state, waiting)} to apply round {current.number}, {left}"
+    return (
+        f"applying: waiting for {names_of(state, waiting)} to apply round {current.number}, {left}"
+    )
 
 
 def _end(state: SwarmState, now: float) -> str:
@@ -222,19 +224,15 @@ def _end(state: SwarmState, now: float) -> str:
     behind = members_behind(state)
     is_settled = is_evaluated(state) or not may_be_evaluated(state)
     if is_settled and not behind and (writers := awaited_writers(state)):
-        parts = [f"waiting for the final model of {_names(state, writers)} to write, {left}"]
+        parts = [f"waiting for the final model of {names_of(state, writers)} to write, {left}"]
     elif is_settled:
         parts = [f"waiting for {_count(len(behind), 'node')} to take the final state over, {left}"]
     elif state.evaluating is None:
         parts = [f"waiting for a ready node that can evaluate the final state, {left}"]
     else:
-        evaluators = _names(state, state.evaluating.node_ids)
+        evaluators = names_of(state, state.evaluating.node_ids)
         parts = [f"waiting for {evaluators} to evaluate the final state, {left}"]
     return "; ".join([*parts, *(_not_ready(state, member) for member in behind)])
-
-
-def _names(state: SwarmState, node_ids: Sequence[NodeId]) -> str:
-    return ", ".join(name_of(state, node_id) for node_id in node_ids)
 
 
 def _count(number: int, noun: str) -> str:

@@ -3,10 +3,9 @@
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any
 
 from protocol.wire.messages import SpotChecked
 from protocol.wire.payload import WireTotals
@@ -119,18 +118,8 @@ class Condition:
     unreachable: tuple[NodeId, ...] = ()  # members that it has no connection to
     reach_back: tuple[RoundSpan, ...] = ()  # rounds whose states it can go back to by itself
     outside_by_ipv6: str = ""  # the multiaddress that it says it has
-    carry_bytes_per_second: float = (
-        0.0  # that it may carry for others; of a member as plans count on it
-    )
+    carry_bytes_per_second: float = 0.0  # for others; of a member as plans count on it
     through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # by member: who carries to it
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """All of it by its names, for a member."""
-        return {name: getattr(self, name) for name in _OF_CONDITION}
-
-
-_OF_CONDITION = tuple(each.name for each in fields(Condition))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

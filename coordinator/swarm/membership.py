@@ -1,7 +1,7 @@
 """Who is in the swarm: sessions and leases. Which state members hold stands in committed.py."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain, count
 
 from coordinator.swarm.committed import judge, note_outer_state, note_wire
@@ -16,7 +16,7 @@ from coordinator.swarm.events import (
     Tell,
     Woke,
 )
-from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
+from coordinator.swarm.members import BARRED, PRESENT, Condition, Member, MemberState
 from coordinator.swarm.reach import punch, steadied_carriage
 from coordinator.swarm.slices import steadied
 from coordinator.swarm.state import KEPT_ROUNDS, RoundPhase, SwarmState
@@ -30,7 +30,7 @@ from protocol.errors import (
 from protocol.trust.rulings import refuse_barred
 from protocol.wire.messages import Applied, ParticipantsDeparted
 from protocol.wire.payload import WireTotals
-from protocol.wire.rounds import NodeId, RosterEntry
+from protocol.wire.rounds import NodeId, RosterEntry, same_fields
 
 HEARTBEATS_PER_LEASE = 5
 """A node is lost only when so many heartbeats in a row are."""
@@ -40,6 +40,9 @@ KEPT = (
     "evaluates_by",  # until its next heartbeat tells
 )
 """What stays of a member, whichever of its processes attaches."""
+
+ANNOUNCED = frozenset(each.name for each in fields(Attached)) & {e.name for e in fields(Member)}
+"""What a member is by its latest announcement."""
 
 MOST_NAMED = 4
 """In a sentence about members of one invite."""
@@ -92,32 +95,19 @@ def attach(turn: Turn, event: Attached) -> None:
     is_same_process = before is not None and before.process_id == event.process_id
     session_id = state.next_session_id
     turn.state = replace(state, next_session_id=session_id + 1)
+    told = {name: getattr(event, name) for name in ANNOUNCED}
+    kept = {name: getattr(before, name) for name in KEPT} if before else {}
     turn.put_member(
         Member(
-            node_id=event.node_id,
-            node_name=_distinct_name(state, event),
+            **told | kept | {"node_name": _distinct_name(state, event)},
             asked_name=event.node_name,
-            address=event.address,
-            device=event.device,
-            num_ranks=event.num_ranks,
-            version=event.version,
-            corpus=event.corpus,
             state=MemberState.JOINING,
             session_id=session_id,
             lease_until=turn.now + turn.state.rules.lease_seconds,
-            outer_round=event.outer_round,
-            outer_digest=event.outer_digest,
-            outer_incarnation=event.outer_incarnation,
-            process_id=event.process_id,
-            cannot_train=event.cannot_train,
-            cannot_evaluate=event.cannot_evaluate,
             inner_steps_per_second=_speed_before(before, event),
             wire_told=_wire_told_before(before, event),
-            invite_id=event.invite_id,
             is_own=event.invite_id in state.own_invites,
-            is_helper=event.is_helper,
             came_at=before.came_at if before and is_same_process else turn.now,
-            **({name: getattr(before, name) for name in KEPT} if before else {}),
         )
     )
     if before is not None and not is_same_process:
@@ -131,7 +121,7 @@ def heartbeat(turn: Turn, event: HeartbeatSeen) -> None:
     """Renews the lease, and takes note of the outer state. Raises SessionEndedError."""
     member = require_session(turn.state, event.node_id, event.session_id)
     lease_until = turn.now + turn.state.rules.lease_seconds
-    told = event.told | {
+    told = same_fields(event, Condition) | {
         "carry_bytes_per_second": steadied_carriage(
             member.carry_bytes_per_second, event.carry_bytes_per_second
         )

@@ -95,13 +95,12 @@ def open_round(turn: Turn) -> None:
     deadlines = next_deadlines(state, assignments)
     num_ready = "1 node is ready" if len(ready) == 1 else f"{len(ready)} nodes are ready"
     num_ready += _reducers_in_words(sure, reducers) + shares_in_words(shares, reduces)
+    num_elements = rules.layout.fragment_elements[fragment]
     slices = cut_into_slices(
-        rules.layout.fragment_elements[fragment],
+        num_elements,
         tuple(member.node_id for member in reducers),
         tuple(share for share, may in zip(shares, reduces, strict=True) if may),
-        least_elements=least_elements_of_a_slice(
-            rules.layout.fragment_elements[fragment], len(reducers), rules.slice_elements
-        ),
+        least_elements=least_elements_of_a_slice(num_elements, len(reducers), rules.slice_elements),
     )
     last_ways = state.last_closed.plan.ways if state.last_closed else ()
     ways = ways_between(members, slices, last_ways)

@@ -20,6 +20,7 @@ times and sizes. What it does not deliver, another one carries in the next round
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import nsmallest
 from ipaddress import ip_address
 
@@ -211,19 +212,19 @@ def ways_between(
     failed = {_pair(way.one, way.other): way.through[:1] for way in last}
     seconds: defaultdict[NodeId, float] = defaultdict(float)
     ways: dict[Pair, Way] = {}
+
+    def cost(pair: Pair, num_elements: int, carrier: Member) -> tuple[bool, float, NodeId]:
+        one, other = pair
+        working = by_id[one].through.get(other), by_id[other].through.get(one)
+        took = seconds[carrier.node_id] + num_elements / carrier.carry_bytes_per_second
+        is_working = carrier.node_id in working
+        has_failed = not is_working and carrier.node_id in failed.get(pair, ())
+        return has_failed, took / FASTER_BY if is_working else took, carrier.node_id
+
     for pair, num_elements in _loads(by_id, cut, slices)[:MOST_WAYS]:
-        one, other = (by_id[node_id] for node_id in pair)
-        working = {one.through.get(pair[1]), other.through.get(pair[0])}
-
-        def cost(carrier: Member) -> tuple[bool, float, NodeId]:
-            took = seconds[carrier.node_id] + num_elements / carrier.carry_bytes_per_second  # noqa: B023
-            is_working = carrier.node_id in working  # noqa: B023
-            has_failed = not is_working and carrier.node_id in failed.get(pair, ())  # noqa: B023
-            return has_failed, took / FASTER_BY if is_working else took, carrier.node_id
-
         apart = cut[pair[0]] | cut[pair[1]] | {*pair}
         able = (carrier for carrier in carriers if carrier.node_id not in apart)
-        best = nsmallest(MOST_CARRIERS, able, key=cost)
+        best = nsmallest(MOST_CARRIERS, able, key=partial(cost, pair, num_elements))
         if best:
             ways[pair] = Way(one=pair[0], other=pair[1], through=tuple(c.node_id for c in best))
             seconds[best[0].node_id] += num_elements / best[0].carry_bytes_per_second

@@ -30,6 +30,7 @@ from coordinator.swarm.turn import (
     is_present,
     members_of,
     name_of,
+    names_of,
     present_members,
     ready_members,
 )
@@ -271,7 +272,7 @@ def _commit_void(turn: Turn, rounds: Sequence[ClosedRound], *, base: Digest) -> 
 def _voided(state: SwarmState, outcome: SliceOutcome) -> SliceOutcome:
     if outcome.digest is None:
         return outcome
-    holders = ", ".join(name_of(state, node_id) for node_id in outcome.holder_ids)
+    holders = names_of(state, outcome.holder_ids)
     return replace(
         outcome,
         digest=None,

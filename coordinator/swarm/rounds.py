@@ -69,7 +69,9 @@ from protocol.wire.rounds import (
     Digest,
     NodeId,
     Plan,
+    Result,
     SliceOutcome,
+    same_fields,
 )
 
 
@@ -149,24 +151,12 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             current = replace(current, reduced_at=turn.now)
             turn.put_slice(current, replace(progress, is_empty=True))
             return
-        asked, context = assignments_of(current), turn.state.rules.context
-        if not report.contributors or len(report.contributions) != len(report.contributors):
-            return
-        if report.factors and len(report.factors) != len(report.contributors):
+        if not _is_valid(report, current, turn.state.rules.context):
             return
         report = report.in_order
-        named = {c.node_id for c in report.contributors}
-        if len(named) < len(report.contributors) or not named.isdisjoint(report.late):
-            return
-        if not all(_is_possible(c, asked.get(c.node_id), context) for c in report.contributors):
-            return
         progress = replace(
             progress,
-            digest=report.digest,
-            contributors=report.contributors,
-            contributions=report.contributions,
-            factors=report.factors,
-            norm=report.norm,
+            **same_fields(report, Result),
             reduced_at=turn.now,
             reduced=report if turn.state.rules.audited_share else None,
         )
@@ -179,6 +169,20 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
             refuse_untraced(turn, report.slice_index)
             refusing = (refusal.node_id for refusal in progress.refusals)
             offer_to_deceived(turn, report.slice_index, {*current.held, *refusing})
+
+
+def _is_valid(report: Reduced, current: Round, context: int) -> bool:
+    """Whether a result of this round can be of what its reducer says."""
+    asked, num_told = assignments_of(current), len(report.contributors)
+    named = {contributor.node_id for contributor in report.contributors}
+    return (
+        num_told > 0
+        and len(named) == num_told
+        and len(report.contributions) == num_told
+        and len(report.factors) in (0, num_told)
+        and named.isdisjoint(report.late)
+        and all(_is_possible(c, asked.get(c.node_id), context) for c in report.contributors)
+    )
 
 
 def results_held(turn: Turn, node_id: NodeId, told: Sequence[tuple[int, Held]]) -> None:
@@ -214,8 +218,7 @@ def offer_to_deceived(turn: Turn, index: int, node_ids: Iterable[NodeId]) -> Non
 
     It has both signatures then, and shows them.
     """
-    current = turn.state.open_round
-    assert current is not None
+    current = turn.current
     digest = current.slices[index].digest
     refused = {r.node_id: r.refused.digest for r in current.slices[index].refusals}
     others = {n: current.held.get(n, {}).get(index) or refused.get(n) for n in node_ids}
@@ -411,8 +414,7 @@ def close_round(turn: Turn) -> None:
     if state.rules.bounds_results:
         reducers = [progress.slice.reducer_id for progress in current.slices]
         commit = bounded(state.norms, commit, stride, reducers)
-    is_void = all(outcome.digest is None for outcome in commit.slices)
-    if is_void:  # the state does not change, so there is nothing to agree on
+    if commit.is_void:  # the state does not change, so there is nothing to agree on
         commit = replace(commit, outer_digest=current.base_digest)
     closed = ClosedRound(
         plan=plan,
@@ -454,7 +456,7 @@ def close_round(turn: Turn) -> None:
     note_contradicted(turn, current, commit)
     draw(turn, current, commit)
     spot_checks.draw(turn, current, commit)
-    if is_void:
+    if commit.is_void:
         for member in ready_members(turn.state):
             turn.put_member(replace(member, outer_round=current.number))
         end_round(turn, current.base_digest)
@@ -534,20 +536,18 @@ def end_round(turn: Turn, digest: Digest) -> None:
 def _outcome(
     state: SwarmState, current: Round, progress: SliceProgress, *, is_late: bool
 ) -> SliceOutcome:
-    reason = void_reason(state, current, progress, is_late=is_late)
     part = progress.slice
-    return SliceOutcome(
+    void = SliceOutcome(
         index=part.index,
         start=part.start,
         num_elements=part.num_elements,
-        digest=None if reason else progress.digest,
-        contributors=() if reason else progress.contributors,
-        contributions=() if reason else progress.contributions,
-        holder_ids=() if reason else holders_of(state, current, progress),
-        void_reason=reason,
-        factors=() if reason else progress.factors,
-        norm=0.0 if reason else progress.norm,
+        digest=None,
+        void_reason=void_reason(state, current, progress, is_late=is_late),
     )
+    if void.void_reason:
+        return void
+    holders = holders_of(state, current, progress)
+    return replace(void, **same_fields(progress, Result), holder_ids=holders)
 
 
 def _closing_reason(commit: Commit, *, is_late: bool) -> str:

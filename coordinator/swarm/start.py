@@ -31,7 +31,7 @@ from coordinator.swarm.events import BaseLearned, CommitLearned, Tell
 from coordinator.swarm.ledger import end_ahead, settle
 from coordinator.swarm.members import BARRED, PRESENT, Member, MemberState
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE, give_up
-from coordinator.swarm.rounds import end_round
+from coordinator.swarm.rounds import end_round, plan_of
 from coordinator.swarm.slices import norms_after
 from coordinator.swarm.state import (
     KEPT_LEFT,
@@ -42,7 +42,6 @@ from coordinator.swarm.state import (
     RoundPhase,
     SliceProgress,
     SwarmState,
-    is_void,
     trimmed,
 )
 from coordinator.swarm.turn import (
@@ -55,7 +54,15 @@ from coordinator.swarm.turn import (
 )
 from protocol.trust.rulings import undoes
 from protocol.wire.messages import RoundCommitted, RunFinished
-from protocol.wire.rounds import Assignment, Commit, NodeId, Plan, Slice, training_in
+from protocol.wire.rounds import (
+    Assignment,
+    Commit,
+    NodeId,
+    Result,
+    Slice,
+    same_fields,
+    training_in,
+)
 
 GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
 """Nobody waits for these: they have said goodbye, or the run owner bars them."""
@@ -295,7 +302,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         return
     state = _without_open_round(state)
     source = name_of(state, event.node_id)
-    outer_digest = commit.base_digest if is_void(commit) else None
+    outer_digest = commit.base_digest if commit.is_void else None
     commit = replace(commit, outer_digest=outer_digest, signature=b"")
     state = forget_errors(state)
     rules, now = state.rules, time_of_round(state, turn.now)
@@ -317,11 +324,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
                     num_elements=outcome.num_elements,
                     reducer_id=event.node_id,  # who it was is not known any more
                 ),
-                digest=outcome.digest,
-                contributors=outcome.contributors,
-                contributions=outcome.contributions,
-                factors=outcome.factors,
-                norm=outcome.norm,
+                **same_fields(outcome, Result),
             )
             for outcome in commit.slices
         ),
@@ -331,24 +334,14 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
         committed_at=now,
         apply_deadline=now + rules.apply_seconds,
     )
-    plan = Plan(
-        round=commit.round,
-        fragment=commit.fragment,
-        base_digest=commit.base_digest,
-        assignments=commit.assignments,
-        slices=tuple(progress.slice for progress in current.slices),
-        token_clock=state.token_clock,
-        round_tokens=sum(commit.tokens.values()),
-        train_seconds=0,
-        contribute_seconds=0,
-        commit_seconds=0,
-        reason=current.reason,
-    )
+    num_tokens = sum(commit.tokens.values())
+    # It is not known when the round was opened, nor what its plan counted on.
+    plan = replace(plan_of(current, turn.now), round_tokens=num_tokens, opened_at=0.0)
     closed = ClosedRound(
         plan=plan,
         commit=commit,
         trained={},
-        tokens=sum(commit.tokens.values()),
+        tokens=num_tokens,
         seconds=0.0,
         reason=f"learned from {source}: this coordinator's database was older",
     )
@@ -367,7 +360,7 @@ def learn_commit(turn: Turn, event: CommitLearned) -> None:
     for member in present_members(turn.state):
         if member.state is MemberState.READY and member.outer_round < commit.round:
             turn.put_member(replace(member, state=MemberState.JOINING))
-    if is_void(commit):
+    if commit.is_void:
         end_round(turn, commit.base_digest)
     else:
         judge_all(turn)
@@ -383,7 +376,7 @@ def _gives_way(
     coordinator: what takes a round back is of a newer incarnation than all that there was.
     """
     brought = event.commit
-    if is_void(here) and not is_void(brought):
+    if here.is_void and not brought.is_void:
         return here.incarnation <= brought.incarnation or _holds_state_after(state, event)
     has_given_way = any(
         left.first_round == brought.round
@@ -391,7 +384,7 @@ def _gives_way(
         and left.incarnation >= brought.incarnation
         for left in state.left
     )
-    return newest_incarnation < brought.incarnation and not (is_void(brought) and has_given_way)
+    return newest_incarnation < brought.incarnation and not (brought.is_void and has_given_way)
 
 
 def _holds_state_after(state: SwarmState, event: CommitLearned) -> bool:
@@ -447,7 +440,7 @@ def _before_what_gives_way(state: SwarmState, event: CommitLearned) -> SwarmStat
     left = Left(first_round=first.round, digest=first.base_digest, incarnation=first.incarnation)
     return replace(
         without_evaluations_since(state, commit.round),
-        left=(*state.left, left)[-KEPT_LEFT:] if is_void(first) else state.left,
+        left=(*state.left, left)[-KEPT_LEFT:] if first.is_void else state.left,
         committed_round=commit.round - 1,
         outer_digest=commit.base_digest,
         recent=state.recent[: -len(gone)],

@@ -19,12 +19,11 @@ from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     Assignment,
     Commit,
-    ContributionDigest,
-    Contributor,
     Digest,
     LayoutSummary,
     NodeId,
     Plan,
+    Result,
     Slice,
     Way,
 )
@@ -121,16 +120,12 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceProgress:
-    """One slice on its way to a commit."""
+class SliceProgress(Result):
+    """One slice on its way to a commit, with its result as its reducer reported it."""
 
     slice: Slice
-    digest: Digest | None = None  # what its reducer reported
+    digest: Digest | None = None
     is_empty: bool = False  # its reducer had nothing to reduce
-    contributors: tuple[Contributor, ...] = ()
-    contributions: tuple[ContributionDigest, ...] = ()  # what of each contributor is in the result
-    factors: tuple[int, ...] = ()  # how much of each, in 65,536ths; empty: all of all
-    norm: float = 0.0  # of the result, as its signed header declares it
     attempt: int = 0  # takeovers so far
     contribute_deadline: float | None = None  # of its latest takeover; the round's own before
     is_orphaned: bool = False  # its reducer's process began anew, and with it its memory
@@ -163,34 +158,25 @@ class Round:
     round_tokens: int = 0  # how far the plan takes the token clock
     num_rulings: int = 0  # made when it opened
     trained: Mapping[NodeId, Trained] = field(default_factory=dict)
-    held: Mapping[NodeId, Mapping[int, Digest]] = field(  # which results of which slices, as told
-        default_factory=dict
-    )  # by node: one report tells of all slices, and there are as many as nodes
-    agreements: Mapping[NodeId, Mapping[int, float]] = field(  # of those results, as told with them
-        default_factory=dict
-    )
+    # Which results of which slices each node holds, as one report tells of all, and how far these agree.
+    held: Mapping[NodeId, Mapping[int, Digest]] = field(default_factory=dict)
+    agreements: Mapping[NodeId, Mapping[int, float]] = field(default_factory=dict)
     commit: Commit | None = None  # set when the phase is APPLYING
     committed_at: float = 0.0
     apply_deadline: float = 0.0
     undecided: int = 0  # a slice that was, when it was last asked whether the round closes
     returns_until: float | None = None  # while all have applied but those whom the next plan tries
-    applied: Mapping[NodeId, Digest] = field(
-        default_factory=dict
-    )  # reports, before the digest is settled
+    applied: Mapping[NodeId, Digest] = field(default_factory=dict)  # until the digest is settled
     say: Say | None = None  # of its participants when it was opened; None: it was learned
     on_trial: tuple[NodeId, ...] = ()  # participants that nobody waits for
     has_trained: bool = False  # all that are waited for, and participants were told
     most_held_at: float | None = None  # since when members that decide hold most of the results
-    silent: Mapping[NodeId, tuple[int, ...]] = field(  # of which results nothing comes, as told
-        default_factory=dict
-    )
+    silent: Mapping[NodeId, tuple[int, ...]] = field(default_factory=dict)  # of what nothing comes
     silent_at: float = 0.0  # when that was told last
     stuck_seen_at: float = 0.0  # when it was last looked whether a few slices are stuck
     hurried_at: float | None = None  # those that are late were told to hand in what they have
     is_excused: bool = False  # the others were told not to wait for them
-    usual_speeds: Mapping[str, float] = field(
-        default_factory=dict
-    )  # inner steps a second, by device
+    usual_speeds: Mapping[str, float] = field(default_factory=dict)  # inner steps/s, by device
     credible_steps: Mapping[NodeId, int] = field(default_factory=dict)  # of who told of more
     is_prolonged: bool = False  # nodes have more time to apply: too few agreed on a digest
     # What coordinator.swarm.deadlines measures by:
@@ -221,11 +207,6 @@ class PhaseTimes:
     apply: tuple[Measured, ...] = ()
 
 
-def is_void(commit: Commit) -> bool:
-    """Whether the commit leaves the state as it was."""
-    return all(outcome.digest is None for outcome in commit.slices)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedRound:
     """A round that is committed; its outer digest is None until nodes have agreed on it."""
@@ -241,7 +222,7 @@ class ClosedRound:
     @property
     def is_void(self) -> bool:
         """Whether it left the state as it was."""
-        return is_void(self.commit)
+        return self.commit.is_void
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,9 +350,7 @@ class Rules:
 
     total_rounds: int
     min_nodes: int
-    inner_steps: (
-        int  # of a node as fast as the fastest; with `round_steps`, where min_nodes share them
-    )
+    inner_steps: int  # of a node as fast as the fastest; by `round_steps` where min_nodes share
     batch: int  # samples that a node trains in one inner step
     context: int  # tokens of a sample
     train_seconds: float
@@ -438,9 +417,7 @@ class SwarmState:
     open_round: Round | None = None
     norms: tuple[SeenNorms, ...] = ()  # what the latest commits of each fragment applied
     recent: tuple[ClosedRound, ...] = ()  # the newest that is not void, and the void ones after it
-    earlier: tuple[
-        ClosedRound, ...
-    ] = ()  # likewise before the round in flight, while it is applied
+    earlier: tuple[ClosedRound, ...] = ()  # likewise before the round that is being applied
     held_out: tuple[HeldOut, ...] = ()
     held_out_text: str = ""  # what the latest of them is of, by its digests; "": nobody knows
     held_out_text_from: int = 0  # the first round that was evaluated on it
@@ -455,9 +432,7 @@ class SwarmState:
     finished_at: float | None = None
     incarnation: int = 0  # how often history was taken back
     unsupplied_since: float | None = None  # nobody here holds the committed state
-    unfollowed: Unfollowed | None = (
-        None  # while it is to be seen whether a going back can be followed
-    )
+    unfollowed: Unfollowed | None = None  # until a going back is seen to be followed
     awaited: Awaited | None = None  # since a start, until the newest round's nodes are back
     left: tuple[Left, ...] = ()  # void rounds that have given way, the latest last
     has_untold: bool = False  # whether nodes that are behind were not told of commits learned

@@ -35,6 +35,7 @@ from coordinator.swarm.rounds import (
     deciders,
     holders_of,
     is_held_by_enough,
+    offer_of,
     offer_to_deceived,
     refusers_of,
 )
@@ -51,7 +52,7 @@ from coordinator.swarm.turn import (
 )
 from coordinator.swarm.weighing import is_enough, late_helper, say_in
 from protocol.trust.evidence import of_refusals
-from protocol.wire.messages import ResultOffered, ResultsSilent, SliceTakenOver
+from protocol.wire.messages import ResultsSilent, SliceTakenOver
 from protocol.wire.rounds import NodeId
 
 STUCK_TIMES, STUCK_LEAST_SECONDS, STUCK_AGAIN = 5.0, 30.0, 1.5
@@ -133,13 +134,10 @@ def results_silent(turn: Turn, node_id: NodeId, round: int, report: ResultsSilen
 
 def _convict_of_nonsense(turn: Turn) -> None:
     """Has reducers convicted whose results do not decode, and their slices made by others."""
-    current = turn.state.open_round
-    assert current is not None
-    for progress in current.slices:
+    for progress in turn.current.slices:
         if progress.refused or not progress.refusals:
             continue
-        current = turn.state.open_round
-        assert current is not None
+        current = turn.current
         among = deciders(turn.state, current, is_late=False)
         say = say_in(turn.state, current, among)
         by = [n for n in refusers_of(current, progress) if n in as_set(among)]
@@ -157,16 +155,13 @@ def _convict_of_nonsense(turn: Turn) -> None:
         refused = replace(
             progress, refused=f"{name_of(turn.state, reducer)} is convicted: {reason}"
         )
-        turn.put_slice(current, refused)
-        current = turn.state.open_round
-        assert current is not None
-        _hand_over(turn, current, refused)
+        turn.put_slice(turn.current, refused)
+        _hand_over(turn, refused)
 
 
 def _give_up_a_few(turn: Turn) -> None:
     """Has others make, or fetch, the slices that alone keep a round from its end."""
-    current = turn.state.open_round
-    assert current is not None
+    current = turn.current
     at = _next_stuck_at(turn.state, current)
     if at is None or turn.now < at:
         return
@@ -190,13 +185,11 @@ def _give_up_a_few(turn: Turn) -> None:
                 note_unmade(turn, reducer, current.number)
             else:
                 rest(turn, reducer, current.number)
-        current = turn.state.open_round
-        assert current is not None
-        others = [n for n in holders_of(turn.state, current, progress) if n != reducer]
+        others = [n for n in holders_of(turn.state, turn.current, progress) if n != reducer]
         if others and not progress.is_offered:
-            _offer(turn, current, progress, tuple(others))
+            _offer(turn, progress, tuple(others))
         else:
-            _hand_over(turn, current, progress, without=giving_up)
+            _hand_over(turn, progress, without=giving_up)
 
 
 def _next_stuck_at(state: SwarmState, current: Round) -> float | None:
@@ -206,9 +199,8 @@ def _next_stuck_at(state: SwarmState, current: Round) -> float | None:
     seen_at, since = current.stuck_seen_at, current.opened_at
     times = [_stuck_at(state, current, p) for p in current.slices if not p.is_empty]
     if seen_at:
-        times.append(
-            since + STUCK_AGAIN * (seen_at - since)
-        )  # half of them were, or the same are again
+        # Half of them were, or the same are again.
+        times.append(since + STUCK_AGAIN * (seen_at - since))
     at = min((time for time in times if time > seen_at), default=None)
     return None if at is None or current.commit_deadline - at < LEAST_SECONDS else at
 
@@ -288,12 +280,10 @@ def take_over(turn: Turn) -> None:
         return
     _convict_of_nonsense(turn)
     _give_up_a_few(turn)
-    current = turn.state.open_round
-    assert current is not None
+    current = turn.current
     staying = _staying(turn.state, current, at_most=2)
     for progress in current.slices:
-        current = turn.state.open_round
-        assert current is not None
+        current = turn.current
         overdue_at = _overdue_at(current, progress, staying)
         is_overdue = overdue_at is not None and turn.now >= overdue_at
         is_in_hands = _has_reducer(turn.state, current, progress)
@@ -302,9 +292,9 @@ def take_over(turn: Turn) -> None:
         if is_overdue:
             late_helper(turn, progress.slice.reducer_id, current.number)
         if holders := holders_of(turn.state, current, progress):
-            _offer(turn, current, progress, holders)
+            _offer(turn, progress, holders)
         elif is_overdue or not _is_its_own_backup(turn.state, current, progress):
-            _hand_over(turn, current, progress)
+            _hand_over(turn, progress)
 
 
 def _is_its_own_backup(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
@@ -400,49 +390,29 @@ def _staying(state: SwarmState, current: Round, at_most: int | None = None) -> l
     return list(islice((member for member in members if not member.is_draining), at_most))
 
 
-def _offer(
-    turn: Turn, current: Round, progress: SliceProgress, holders: tuple[NodeId, ...]
-) -> None:
+def _offer(turn: Turn, progress: SliceProgress, holders: tuple[NodeId, ...]) -> None:
     """The result exists: who lacks it fetches it from who has it."""
     if progress.is_offered:
         return
+    current = turn.current
     turn.put_slice(current, replace(progress, is_offered=True, moved_at=turn.now))
-    assert progress.digest is not None
-    offered = ResultOffered(
-        round=current.number,
-        slice_index=progress.slice.index,
-        digest=progress.digest,
-        holder_ids=holders,
-    )
+    offered = replace(offer_of(turn.state, current, progress), holder_ids=holders)
     turn.act(Tell(message=offered, to=others_in(current, ())))
 
 
-def _hand_over(
-    turn: Turn, current: Round, progress: SliceProgress, *, without: Collection[NodeId] = ()
-) -> None:
+def _hand_over(turn: Turn, progress: SliceProgress, *, without: Collection[NodeId] = ()) -> None:
     """Half of what is left until the commit is for collecting, if the round's own time is over."""
+    current = turn.current
     left = current.commit_deadline - turn.now
     backup = _backup(turn.state, current, progress, without)
     if backup is None or left < LEAST_SECONDS:
         return
     deadline = max(current.contribute_deadline, turn.now + left / 2)
-    taken_over = replace(
-        progress,
+    taken_over = SliceProgress(
         slice=replace(progress.slice, reducer_id=backup),
-        digest=None,
-        contributors=(),
-        factors=(),
-        norm=0.0,
-        contributions=(),
         attempt=progress.attempt + 1,
         contribute_deadline=deadline,
-        is_orphaned=False,
-        is_offered=False,
         moved_at=turn.now,
-        reduced_at=None,
-        reduced=None,
-        refused="",
-        refusals=(),
     )
     index = progress.slice.index
     held = {

@@ -88,6 +88,12 @@ class Turn:
     actions: list[Action] = field(default_factory=list)
     has_new_state: bool = False  # a committed state that nobody was asked to evaluate
 
+    @property
+    def current(self) -> Round:
+        """The round in flight, where there is one."""
+        assert self.state.open_round is not None
+        return self.state.open_round
+
     def act(self, action: Action) -> None:
         """Asks the edge for something, after everything asked before."""
         self.actions.append(action)
@@ -201,3 +207,8 @@ def name_of(state: SwarmState, node_id: NodeId) -> str:
     """What people call the node."""
     member = state.members.get(node_id)
     return member.node_name if member else node_id
+
+
+def names_of(state: SwarmState, node_ids: Iterable[NodeId]) -> str:
+    """What people call several nodes, in their order."""
+    return ", ".join(name_of(state, node_id) for node_id in node_ids)

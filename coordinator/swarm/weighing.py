@@ -37,7 +37,7 @@ from typing import TypeVar
 from coordinator.swarm.checking import unchecked
 from coordinator.swarm.events import Tell
 from coordinator.swarm.members import PRESENT, Member, Standing, Work
-from coordinator.swarm.state import Round, RoundPhase, Say, SwarmState, is_void
+from coordinator.swarm.state import Round, RoundPhase, Say, SwarmState
 from coordinator.swarm.turn import (
     Turn,
     assignments_of,
@@ -223,6 +223,12 @@ def weight_of(say: Say, node_ids: Iterable[NodeId]) -> int:
 
 
 @remembered
+def weights_of(say: Say, node_ids: Iterable[NodeId]) -> list[int]:
+    """What each of some weighs; all of them alike where none weighs anything."""
+    weights = [say.weights.get(node_id, 0) for node_id in node_ids]
+    return weights if any(weights) else [1] * len(weights)
+
+
 def _whole(say: Say, among: Collection[NodeId]) -> int:
     return weight_of(say, among)
 
@@ -283,7 +289,7 @@ def common_corpus(state: SwarmState) -> CorpusSummary | None:
 
 
 MOST_ROUNDS_OUT = 64
-"""A member that was at fault as often as may be is tried again after so many rounds."""
+"""Whoever stays away for whichever reason, as often as may be, is tried again after so many rounds."""
 
 FORGOTTEN_AFTER = 16
 """Rounds in time in a row, after each of which one fault is forgotten."""
@@ -334,7 +340,7 @@ def note_parts(turn: Turn, current: Round, commit: Commit) -> None:
     trained = {n for n in here if n in current.trained and current.trained[n].samples > 0}
     without_tokens = {n for n in trained if current.trained[n].tokens == 0}
     say = say_in(state, current, present_participants(state, current))
-    missed = frozenset() if is_void(commit) else _missed_by_most(state, current, commit, say)
+    missed = frozenset() if commit.is_void else _missed_by_most(state, current, commit, say)
     done = trained - (missed - without_tokens)
     is_too_short = 2 * weight_of(say, done) < weight_of(say, here)
     for node_id in here:
@@ -573,11 +579,18 @@ def _late(turn: Turn, node_id: NodeId, number: int) -> None:
 def _at_fault(turn: Turn, node_id: NodeId, number: int) -> None:
     member = turn.state.members[node_id]
     num_faults = member.standing.num_faults + 1
-    out = min(MOST_ROUNDS_OUT, 1 << (num_faults - 1))
     standing = Standing(
-        num_faults=num_faults, back_at_round=number + 1 + out, is_on_trial=True, late_round=number
+        num_faults=num_faults,
+        back_at_round=number + 1 + rounds_out(num_faults),
+        is_on_trial=True,
+        late_round=number,
     )
     turn.put_member(replace(member, standing=standing))
+
+
+def rounds_out(num_times: int) -> int:
+    """How many rounds somebody stays away that is at fault for the so many-th time: 1, 2, 4 and so on."""
+    return min(MOST_ROUNDS_OUT, 1 << (num_times - 1))
 
 
 def _in_time(turn: Turn, node_id: NodeId) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
+from coordinator.invite_rows import Invite
 from coordinator.swarm.explain import explain
 from coordinator.swarm.state import HeldOut, SwarmState
 from lab.simulation.coordinator import DeskStub, Outage, SimulatedCoordinator, new_folder
@@ -350,12 +351,14 @@ class SimulatedNode:
         secret_hash, store = bytes(32), self._coordinator.store
         if not store.invites.has(invite_id, secret_hash):
             store.invites.add(
-                invite_id=invite_id,
-                secret_hash=secret_hash,
-                max_uses=1 << 16,
-                expires_utc_seconds=math.inf,
-                host="",
-                role=Role.HELPER if self._life.is_helper else Role.NODE,
+                Invite(
+                    invite_id=invite_id,
+                    secret_hash=secret_hash,
+                    max_uses=1 << 16,
+                    expires_utc_seconds=math.inf,
+                    host="",
+                    role=Role.HELPER if self._life.is_helper else Role.NODE,
+                )
             )
         store.invites.redeem(
             invite_id,

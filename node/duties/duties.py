@@ -1,7 +1,8 @@
 """What a node does one thing after the other: takes part in rounds, applies commits, catches up.
 
 The island and the outer state are never in two rounds at once: events that ask for something wait
-here for their turn. What they are is in node.duties.work; how they come is the daemon's business.
+here for their turn. What they are, and when all ends, is in node.duties.work; how they come is the daemon's
+business.
 """
 
 import asyncio
@@ -12,17 +13,20 @@ import structlog
 
 from node.disk.history import KeptRulings
 from node.duties.lasting_island import LastingIsland
+from node.duties.measuring import Measuring
 from node.duties.work import (
     Ahead,
     AheadFailed,
     CatchUpNeeded,
-    Measuring,
     PlanReceived,
     PlansOver,
     RoundTimes,
+    RunEnd,
+    Saves,
     Work,
     counted,
     counted_anew,
+    incomplete,
     log_fields_of,
     progress_of,
     trained_of,
@@ -33,9 +37,8 @@ from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
 from node.exchange.peers import Patience
 from node.heavy import Meters
-from node.island.island import InnerWork, Progress
+from node.island.island import InnerReport, InnerWork, Progress
 from node.link.session import Session
-from protocol.errors import IncompleteError
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, in_words
 from protocol.wire.messages import (
@@ -56,10 +59,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FINISH_SECONDS = 120.0
-"""How long a node that is behind when the run is finished waits for somebody with the final state."""
-
-
 ANSWER_SECONDS = 5.0
 """For the coordinator to hear that a helper leaves."""
 
@@ -71,7 +70,10 @@ REFETCH_PAUSE_SECONDS = 2.0
 
 
 class Duties:
-    """Work in the order in which it comes. `activity` and `progress` say what is being done."""
+    """Work in the order in which it comes. `activity` and `progress` say what is being done.
+
+    `end` hears that the run goes on, and `saves` is told to save when nothing moves the state any more.
+    """
 
     def __init__(
         self,
@@ -126,9 +128,8 @@ class Duties:
         self._patience = patience
         self._rulings = rulings
         self._spec = spec
-        self._saving: asyncio.Task[None] | None = None
-        self._limit: asyncio.Timeout | None = None  # of all work, from the end of the run on
-        self._finished: RunFinished | None = None
+        self.saves = Saves(exchange)
+        self.end = RunEnd()
 
     @property
     def activity(self) -> str:
@@ -139,10 +140,7 @@ class Duties:
         return "training ahead" if is_ahead else self._doing
 
     def put(self, work: Work) -> None:
-        """Adds something to be done after all that was added before.
-
-        The end of the run limits that too: nobody may be left to supply what a commit lacks.
-        """
+        """Adds something to be done after all that was added before. The end of the run limits that too."""
         if (
             isinstance(work, PlanReceived)
             and (not self.is_draining or self._awaits_plan)
@@ -150,24 +148,8 @@ class Duties:
         ):
             self._asked_round = work.plan.round
         self._work.put_nowait(work)
-        if isinstance(work, RunFinished) and work != self._finished:
-            self._finished = work
-            self._limit_by_end()
-
-    def _limit_by_end(self) -> None:
-        if self._finished is not None and self._limit is not None:
-            self._limit.reschedule(asyncio.get_running_loop().time() + FINISH_SECONDS)
-
-    def go_on(self, last_round: int) -> None:
-        """The run has rounds up to this one: an end before is none any more."""
-        if self._finished is not None and self._finished.round < last_round:
-            log.info("the run goes on: it was extended", from_round=self._finished.round + 1)
-            self._forget_end()
-
-    def _forget_end(self) -> None:
-        self._finished = None
-        if self._limit is not None:
-            self._limit.reschedule(None)
+        if isinstance(work, RunFinished):
+            self.end.hear(work)
 
     def decided(self, round: int) -> None:
         """A round is committed: training for it on would only keep this node from the next one.
@@ -258,16 +240,14 @@ class Duties:
         Raises IncompleteError when the run is finished and nobody supplies its final state.
         """
         try:
-            async with asyncio.timeout(None) as self._limit:
-                self._limit_by_end()
+            async with self.end.limiting():
                 return await self._run()
         except TimeoutError:
-            if self._finished is None or self._limit is None or not self._limit.expired():
+            if self.end.missed is None:
                 raise
-            await self.saved()
-            raise self._incomplete(self._finished) from None
+            await self.saves.done()
+            raise incomplete(self.end.missed, self._outer.round) from None
         finally:
-            self._limit = None
             if self._awaited is not None:
                 self._awaited.cancel()
             self._ahead.cancel()
@@ -322,16 +302,16 @@ class Duties:
         another holds.
         """
         asked = 0
-        if self._finished == finished:
+        if self.end.told == finished:
             await self._catch_up(finished.round)
-        while self._finished == finished and not self._holds(finished):
+        while self.end.told == finished and not self._holds(finished):
             self._doing = "refetching"
             if await self._exchange.refetch(finished.round, finished.outer_digest):
                 await self._adopted()
                 if not self._holds(finished):
                     log.warning("the run goes on: its end was taken back", round=finished.round)
-                    if self._finished == finished:
-                        self._forget_end()
+                    if self.end.told == finished:
+                        self.end.forget()
                     return False
             else:
                 asked += 1
@@ -339,25 +319,14 @@ class Duties:
                 await self._catch_up(finished.round)
         if self._trained is not None and self._trained.tokens > 0:  # for the day it is extended
             await self._island.keep(self.last_planned_round, is_last=True)
-        await self.saved()
-        if self._finished != finished:
+        await self.saves.done()
+        if self.end.told != finished:
             return False
         log.info("run finished", round=finished.round, why=finished.reason)
         return True
 
     def _holds(self, finished: RunFinished) -> bool:
         return self._outer.position == (finished.round, finished.outer_digest)
-
-    def _incomplete(self, finished: RunFinished) -> IncompleteError:
-        held = f"round {self._outer.round} of {finished.round}"
-        if self._outer.round == finished.round:
-            held = f"another state of round {finished.round} than the swarm"
-        return IncompleteError(
-            f"the run is over ({finished.reason}), and nobody supplies its final state: "
-            f"this node holds {held}",
-            next_step="start it again with 'atoll node start' while a node that has the state runs, "
-            "or export the model there",
-        )
 
     async def _take_part(self, received: PlanReceived) -> None:
         plan = received.plan
@@ -388,6 +357,26 @@ class Duties:
         self.last_planned_round, self._planned_base = plan.round, plan.base_digest
         self._trained = None
         await self._exchange.open_round(plan)
+        trained = await self._train(plan, assignment)
+        if trained.tokens > 0:
+            self._published_round = plan.round
+            await self._island.keep(plan.round)
+            ahead = None if self.is_draining else work_ahead_of(plan, self._node_id)
+            self._ahead.lease(None if ahead is None else self._by_rules(ahead))
+            await self._ahead.resume()
+        self._doing = "contributing"
+        log.debug("phase", phase="contributing", round=plan.round)
+        await self.saves.before_commit_of(plan)
+        self._trained = trained_of(trained)
+        if not self._island.ability.trains:  # before this round can close, and the next count on it
+            await self._session.tell_vitals()
+        self._session.report(plan.round, self._trained)
+        if trained.tokens > 0:
+            await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
+        else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
+            self._exchange.tell(ParticipantsIdle(round=plan.round, node_ids=(self._node_id,)))
+
+    async def _train(self, plan: Plan, assignment: Assignment) -> InnerReport:
         await self._ahead.pause()
         self._ahead.lease(None)
         self._times.begin(
@@ -411,23 +400,7 @@ class Duties:
                 skipped=trained.skipped_steps,
                 of=trained.inner_steps,
             )
-        if trained.tokens > 0:
-            self._published_round = plan.round
-            await self._island.keep(plan.round)
-            ahead = None if self.is_draining else work_ahead_of(plan, self._node_id)
-            self._ahead.lease(None if ahead is None else self._by_rules(ahead))
-            await self._ahead.resume()
-        self._doing = "contributing"
-        log.debug("phase", phase="contributing", round=plan.round)
-        await self._be_saved(plan)
-        self._trained = trained_of(trained)
-        if not self._island.ability.trains:  # before this round can close, and the next count on it
-            await self._session.tell_vitals()
-        self._session.report(plan.round, self._trained)
-        if trained.tokens > 0:
-            await self._exchange.contribute(samples=trained.samples, tokens=trained.tokens)
-        else:  # others hear of it from the coordinator; slices that this node reduces wait for it too
-            self._exchange.tell(ParticipantsIdle(round=plan.round, node_ids=(self._node_id,)))
+        return trained
 
     def _by_rules(self, work: InnerWork) -> InnerWork:
         """The work by the rules of its round, where amendments have changed them."""
@@ -572,8 +545,7 @@ class Duties:
         `commit` is what moved it, if ranks have published for that round: then they take over its
         fragment. Else all of it.
         """
-        if self._saving is not None and self._saving.done():
-            await self.saved()  # a full disk ends the node before it is in another plan
+        await self.saves.raise_refusal()  # a full disk ends the node before it is in another plan
         incarnation = self._history.incarnation_at(self._outer.round)
         applied = Applied(
             outer_digest=self._outer.digest, incarnation=incarnation, wire=self._wire_of_round()
@@ -584,10 +556,8 @@ class Duties:
         if not self.is_draining:  # then they do not train any more
             log.debug("phase", phase="adopting", round=self._outer.round)
             await self._adopt(commit)
-        await self.saved()
+        await self.saves.begin()
         self._checks.applied(self._outer.round)
-        self._saving = asyncio.ensure_future(self._exchange.save())  # while the ranks train on
-        self._saving.add_done_callback(_tell_unsaved)
 
     def _wire_of_round(self) -> WireTotals:
         """All bytes so far; logs those since the round before."""
@@ -621,30 +591,6 @@ class Duties:
         if self.utilisation is not None:
             log.info("utilisation", **log_fields_of(self.utilisation))
 
-    async def _be_saved(self, plan: Plan) -> None:
-        """Lets the disk have the state that this round builds on, before the round can be committed.
-
-        So a crash loses one committed round at most, which can be taken back if nobody else has it.
-        A disk that refuses ends the node only after the round (`_adopted`), so that its work counts: others
-        hold the result. Alone it ends now. Else the run would have two rounds that nobody holds, and only one
-        can be taken back.
-        """
-        if self._saving is not None:
-            await asyncio.wait((self._saving,))
-            if len(plan.participants) == 1 and not self._exchange.is_durable:
-                await self.saved()
-
-    async def saved(self) -> None:
-        """Waits for the disk; raises what it refused with."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            await saving
-
-    async def save_at_end(self) -> None:
-        """Makes durable all that is owed, once nothing moves the state any more."""
-        await self.saved()
-        await self._exchange.save(is_last=True)
-
     async def _evaluate(self, asked: EvaluationAsked) -> None:
         if asked.round != self._outer.round:
             return  # the coordinator asks another node when its time limit passes
@@ -660,9 +606,3 @@ class Duties:
         self._doing = f"checking what {node_id[:12]} trained"
         await self._ahead.pause()
         await self._checks.go_on()
-
-
-def _tell_unsaved(saving: asyncio.Future[None]) -> None:
-    """Tells at once what will end the node after the round in flight."""
-    if not saving.cancelled() and (error := saving.exception()) is not None:
-        log.error("not saved", why=str(error))

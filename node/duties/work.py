@@ -1,45 +1,31 @@
-"""What a daemon does one after the other: what of a plan its ranks train and measure, and how long that took.
+"""What a daemon does one after the other: what of a plan its ranks train, how long that took, and until when.
 
 The coordinator leases the next round's samples with the plan of this one, and ranks train them while the
 bytes of this round travel (`Ahead`). Ranks train one thing at a time, so whoever needs them for something
-else pauses this first.
-
-A node measures the held-out loss of the state that it holds, and what others have learned (`Measuring`). Both
-need the ranks, which train nothing meanwhile: whoever asks here has paused them. A model may write from
-the run's prompts beside all that.
+else pauses this first. The disk follows while they train on (`Saves`), and all of it has an end (`RunEnd`).
 """
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import structlog
 
 from node.duties.lasting_island import LastingIsland
-from node.exchange.auditing import SpotCheckReady, piece_of
+from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
 from node.island.island import InnerReport, InnerWork, Progress
+from protocol.errors import IncompleteError
 from protocol.wire.messages import (
-    Evaluated,
     EvaluationAsked,
     RefetchAsked,
-    Report,
     RoundCommitted,
     RunFinished,
-    SpotChecked,
     Trained,
-    Wrote,
 )
-from protocol.wire.rounds import (
-    AUDIT_ROUNDS,
-    BOOK_PLACES,
-    LEAST_CHECKED,
-    Assignment,
-    NodeId,
-    Plan,
-)
+from protocol.wire.rounds import BOOK_PLACES, Assignment, NodeId, Plan
 from protocol.wire.vitals import Utilisation
 
 log = structlog.get_logger()
@@ -337,181 +323,116 @@ def _communication_of(report: InnerReport, inner_steps: float) -> float | None:
     return inner_steps * min(1.0, report.communication_seconds / report.seconds)
 
 
-class Measuring:
-    """What is measured is reported; `is_last` says whether a round is the run's last."""
+class Saves:
+    """Has the disk follow the outer state while ranks train on, one state after the other."""
 
-    def __init__(
-        self,
-        island: LastingIsland,
-        exchange: Exchange,
-        report: Callable[[int, Report], None],
-        *,
-        batch: int,
-        is_last: Callable[[int], bool],
-    ) -> None:
-        self._island = island
-        self._report = report
-        self._writing = Writing(island, report, is_last=is_last)
-        self.checks = Checks(
-            gains=partial(exchange.gains, losses_at=island.losses_at),
-            report=lambda round, found: report(round, exchange.outer.signed_finding(found, round)),
-            batch=batch,
-        )
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._saving: asyncio.Task[None] | None = None
 
-    async def evaluate(self, asked: EvaluationAsked) -> None:
-        """Measures the held-out loss of the state that is here, and has it write where that is asked."""
-        has_copy = self._writing.begin(asked.round) if asked.writes else None
-        evaluation = await self._island.evaluate()
-        if has_copy is not None:
-            await has_copy.wait()  # from here on the state may move
-        if evaluation is None:
-            log.warning(
-                "not evaluated: there is nothing here to evaluate with now",
-                round=asked.round,
-                waits_for=self._island.ability.waits_for,
-            )
-            return
-        self._report(
-            asked.round,
-            Evaluated(
-                held_out_loss=evaluation.loss,
-                tokens=evaluation.tokens,
-                metric=evaluation.metric,
-            ),
-        )
+    async def begin(self) -> None:
+        """Makes the state durable that is here now, after the one before. Raises as `done`."""
+        await self.done()
+        self._saving = asyncio.ensure_future(self._exchange.save())
+        self._saving.add_done_callback(_tell_unsaved)
 
-    async def end(self) -> None:
-        """Ends what still writes, with its process."""
-        await self._writing.end()
+    async def done(self) -> None:
+        """Waits for the disk; raises what it refused with."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            await saving
+
+    async def raise_refusal(self) -> None:
+        """Raises what the disk has refused with, if it has."""
+        if self._saving is not None and self._saving.done():
+            await self.done()
+
+    async def before_commit_of(self, plan: Plan) -> None:
+        """Lets the disk have the state that this round builds on, before the round can be committed.
+
+        So a crash loses one committed round at most, which can be taken back if nobody else has it.
+        A disk that refuses ends the node only after the round (`raise_refusal`), so that its work counts:
+        others hold the result. Alone it ends now. Else the run would have two rounds that nobody holds, and
+        only one can be taken back.
+        """
+        if self._saving is not None:
+            await asyncio.wait((self._saving,))
+            if len(plan.participants) == 1 and not self._exchange.is_durable:
+                await self.done()
+
+    async def at_end(self) -> None:
+        """Makes durable all that is owed, once nothing moves the state any more."""
+        await self.done()
+        await self._exchange.save(is_last=True)
 
 
-class Checks:
-    """Spot checks of other members, a piece at a time, so that nothing that a round wants waits for them.
+def _tell_unsaved(saving: asyncio.Future[None]) -> None:
+    """Tells at once what will end the node after the round in flight."""
+    if not saving.cancelled() and (error := saving.exception()) is not None:
+        log.error("not saved", why=str(error))
 
-    The oldest comes first. What is measured of a check when the coordinator forgets it soon is reported.
+
+FINISH_SECONDS = 120.0
+"""How long a node that is behind when the run is finished waits for somebody with the final state."""
+
+
+class RunEnd:
+    """What the coordinator has told of the run's end. From then on all work has a limit.
+
+    For nobody may be left to supply what a commit lacks.
     """
 
-    def __init__(
-        self,
-        *,
-        gains: Callable[[SpotCheckReady, Sequence[int]], Awaitable[Sequence[float] | None]],
-        report: Callable[[int, SpotChecked], None],
-        batch: int,
-    ) -> None:
-        self._gains = gains
-        self._report = report
-        self._batch = batch  # samples of an inner step
-        self._waiting: list[SpotCheckReady] = []
-        self._leased: list[float] = []  # gains of the first of them, as far as it was measured
-        self._unleased: list[float] = []  # as many
+    def __init__(self) -> None:
+        self.told: RunFinished | None = None
+        self.missed: RunFinished | None = None
+        """The end that this node has not come to in time."""
+        self._limit: asyncio.Timeout | None = None
 
-    @property
-    def of(self) -> NodeId | None:
-        """Whose work is checked now, or next; None for nobody's."""
-        return self._waiting[0].asked.contributor_id if self._waiting else None
+    def hear(self, finished: RunFinished) -> None:
+        """The run is finished. What is told again changes nothing."""
+        if finished != self.told:
+            self.told = finished
+            self._begin_limit()
 
-    def add(self, ready: SpotCheckReady) -> None:
-        """Has something checked after all that was added before."""
-        self._waiting.append(ready)
+    def go_on(self, last_round: int) -> None:
+        """The run has rounds up to this one: an end before is none any more."""
+        if self.told is not None and self.told.round < last_round:
+            log.info("the run goes on: it was extended", from_round=self.told.round + 1)
+            self.forget()
 
-    async def go_on(self) -> None:
-        """Measures one piece of a check, and reports what is whole by it."""
-        ready, done = self._waiting[0], len(self._leased)
-        num = len(ready.leased)
-        piece = slice(done, done + piece_of(num, self._batch))
-        leased, unleased = ready.leased[piece], ready.unleased[piece]
-        gains = await self._gains(ready, (*leased, *unleased))
-        if gains is None:
-            self._leave_out("ranks here do not measure samples")
-            return
-        if not all(map(math.isfinite, gains)):  # ranks by size would call it less than all others
-            self._leave_out("a sample alone has no loss that is a number")
-            return
-        self._leased += gains[: len(leased)]
-        self._unleased += gains[len(leased) :]
-        if len(self._leased) == num:
-            self._tell()
+    def forget(self) -> None:
+        """The run goes on."""
+        self.told = None
+        if self._limit is not None:
+            self._limit.reschedule(None)
 
-    def applied(self, round: int) -> None:
-        """Ends checks whose findings count no more once one more round is committed."""
-        while self._waiting and self._waiting[0].asked.round <= round + 1 - AUDIT_ROUNDS:
-            if len(self._leased) >= LEAST_CHECKED:
-                self._tell()
-            else:
-                self._leave_out("this node had no time for it between its rounds")
+    @asynccontextmanager
+    async def limiting(self) -> AsyncIterator[None]:
+        """Raises TimeoutError within when the time is over, and notes what is missed then."""
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                self._begin_limit()
+                yield
+        except TimeoutError:
+            if self._limit is not None and self._limit.expired():
+                self.missed = self.told
+            raise
+        finally:
+            self._limit = None
 
-    def forget_after(self, round: int) -> None:
-        """Later rounds are undone: nobody counts what is found of them."""
-        while any(late := [ready.asked.round > round for ready in self._waiting]):
-            self._drop(late.index(True))
-
-    def _tell(self) -> None:
-        ready = self._waiting[0]
-        self._report(ready.asked.round, ready.found(self._leased, self._unleased))
-        self._drop(0)
-
-    def _leave_out(self, why: str) -> None:
-        asked = self._waiting[0].asked
-        log.info("not checked", round=asked.round, of=asked.contributor_id, why=why)
-        self._drop(0)
-
-    def _drop(self, place: int) -> None:
-        del self._waiting[place]
-        if place == 0:
-            self._leased, self._unleased = [], []
+    def _begin_limit(self) -> None:
+        if self.told is not None and self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + FINISH_SECONDS)
 
 
-_STILL_WRITING = (
-    "an earlier model still writes here; fewer prompt_tokens or rarer evaluations give it time"
-)
-"""What is told instead of a text."""
-
-
-class Writing:
-    """The model that writes on from the run's prompts while this node goes on.
-
-    One at a time. The run's last model comes before one that still writes, and no other does, or slow ones
-    would never end.
-    """
-
-    def __init__(
-        self,
-        island: LastingIsland,
-        report: Callable[[int, Wrote], None],
-        *,
-        is_last: Callable[[int], bool],
-    ) -> None:
-        self._island = island
-        self._report = report
-        self._is_last = is_last  # whether a round is the run's last
-        self._task: asyncio.Task[None] | None = None
-        self._round = 0  # that it writes for
-
-    def begin(self, round: int) -> asyncio.Event:
-        """Has the state's model write; the event says that it has a copy, or needs none."""
-        has_copy = asyncio.Event()
-        if self._task is not None and not self._task.done():
-            if round == self._round:  # asked again, after the link to the coordinator broke
-                has_copy.set()
-                return has_copy
-            if not self._is_last(round):
-                self._report(round, Wrote(why_not=_STILL_WRITING))
-                has_copy.set()
-                return has_copy
-            self._task.cancel()
-            self._report(self._round, Wrote(why_not="the run's last model writes instead"))
-
-        async def write() -> None:
-            try:
-                self._report(round, await self._island.write(has_copy.set))
-            finally:
-                has_copy.set()
-
-        self._round, self._task = round, asyncio.ensure_future(write())
-        return has_copy
-
-    async def end(self) -> None:
-        """Ends it, with its process."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+def incomplete(finished: RunFinished, held_round: int) -> IncompleteError:
+    """What ends a node that does not come to the run's final state."""
+    held = f"round {held_round} of {finished.round}"
+    if held_round == finished.round:
+        held = f"another state of round {finished.round} than the swarm"
+    return IncompleteError(
+        f"the run is over ({finished.reason}), and nobody supplies its final state: "
+        f"this node holds {held}",
+        next_step="start it again with 'atoll node start' while a node that has the state runs, "
+        "or export the model there",
+    )

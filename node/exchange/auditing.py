@@ -373,7 +373,7 @@ def _finding_of(header: PayloadHeader, made: Reduced) -> Digest:
 #
 # It fetches the contribution from those that reduced it, as an auditor does, and compares it with the
 # round's results, which it holds: ranks then measure losses a little along that difference, and against it,
-# at whatever state the node has (node.duties.work). The base of the round is not needed: it has moved by
+# at whatever state the node has (node.duties.measuring). The base of the round is not needed: it has moved by
 # little.
 
 

@@ -28,9 +28,7 @@ class Held:
         """Raises FileNotFoundError when another start has taken the path for left over, and removed it."""
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with suppress(
-                OSError
-            ):  # some file systems have no locks: then nobody removes it either
+            with suppress(OSError):  # without locks nobody removes it either
                 fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # waits for who is just removing it
             if not os.path.samestat(os.fstat(self._descriptor), path.stat()):
                 raise FileNotFoundError(path)

@@ -250,9 +250,7 @@ def _amendments(rulings: Iterable[Ruling]) -> list[tuple[int, Ruling]]:
     rounds are again what they were, and what was amended meanwhile comes after them.
     """
     amending: list[tuple[int, Ruling]] = []
-    before: list[
-        tuple[Ruling, list[tuple[int, Ruling]]]
-    ] = []  # each going back that is not withdrawn
+    before: list[tuple[Ruling, list[tuple[int, Ruling]]]] = []  # goings back not withdrawn
     for ruling in rulings:
         if ruling.kind is RulingKind.AMENDED:
             amending.append((ruling.from_round, ruling))

@@ -107,9 +107,8 @@ def _made_of(spec: RunSpec) -> dict[str, dict[str, Any]]:
     """Keys of the run file, by tables, with which another model, or other frozen values, would be built."""
     model = spec.model.model_dump(mode="json")
     if spec.model.source == "transformers":
-        del model[
-            "context"
-        ]  # estimates follow from it, and stages, which nodes with pipelines compare
+        # Estimates follow from it, and stages, which nodes with pipelines compare.
+        del model["context"]
     found = {"model": model}
     if spec.adapters is not None:
         found["lora"] = spec.lora.model_dump(mode="json", include={"rank", "targets"})

@@ -60,10 +60,7 @@ async def _run(
         started_at = clock()
         try:
             code = await _run_once((*arguments, "--until-stdin-closes"), hear, end_seconds)
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # no process to be had, or lines that nobody understands
+        except (OSError, ValueError) as error:  # no process, or lines that nobody understands
             code = str(error)
         if code == 0:
             _log.info(f"{called} has ended")

@@ -166,14 +166,20 @@ def as_csv(
     """
     from protocol.terminal.status_words import ledger_bytes
 
+    def held_out_of(round: int) -> dict[str, object]:
+        one = held_out.get(round)
+        if one is None or not math.isfinite(one.loss):
+            return {}
+        metric = one.metric if one.HasField("metric") else ""
+        return {"held_out_loss": one.loss, "held_out_metric": metric}
+
     facts: list[dict[str, object]] = [
         {
             "round": closed.round,
             "seconds": f"{closed.seconds:.3f}",
             "tokens": closed.tokens,
             "loss": closed.loss if closed.loss > 0 else "",
-            "held_out_loss": "",
-            "held_out_metric": "",
+            **held_out_of(closed.round),
             "participants": closed.num_participants,
             "contributors": closed.num_contributors,
             "slices": closed.num_slices,
@@ -187,11 +193,7 @@ def as_csv(
         for closed in reversed(rounds)
     ]
     if has_all and 0 in held_out:
-        facts.insert(0, {"round": 0})
-    for fact in facts:
-        if (one := held_out.get(int(str(fact["round"])))) is not None and math.isfinite(one.loss):
-            fact["held_out_loss"] = one.loss
-            fact["held_out_metric"] = one.metric if one.HasField("metric") else ""
+        facts.insert(0, {"round": 0, **held_out_of(0)})
     written = io.StringIO()
     rows = csv.DictWriter(written, CSV_COLUMNS, restval="", lineterminator="\n")
     rows.writeheader()
@@ -206,7 +208,10 @@ def _watch(link: StatusLink, limit: int, *, is_json: bool) -> None:
 
     new = NewRounds(link.rounds, limit=limit)
     counted = "" if is_json else counted_in_words(link.status().run)
-    in_words = lambda closed: json_line(as_json(closed)) if is_json else line_of(closed, counted)  # noqa: E731
+
+    def in_words(closed: "pb.RoundSummary") -> str:
+        return json_line(as_json(closed)) if is_json else line_of(closed, counted)
+
     screen = StreamScreen(lambda _: map(in_words, new.take()))
     watch_until_finished(link, screen, look=lambda answer: new.look(answer.run))
 

@@ -88,9 +88,8 @@ def rows_of(
     values: dict[int, dict[str, float]] = {}
     then, later = status.unix_seconds, 0
     for closed in reversed(rounds):
-        then -= closed.seconds * max(
-            0, later - closed.round - 1
-        )  # of those between nothing is kept
+        # Of those between nothing is kept.
+        then -= closed.seconds * max(0, later - closed.round - 1)
         at[closed.round] = then
         then, later = then - closed.seconds, closed.round
         values[closed.round] = values_of(closed)

@@ -246,8 +246,11 @@ class LiveScreen:
         self._live.update(render(self._last or pb.GetStatusResponse(), notice=notice), refresh=True)
 
 
-class _Unframed:
-    """A screen that has nothing to set up and to put back."""
+class _Lines:
+    """Lines that stay as they are: nothing to set up, and nothing to put back."""
+
+    def __init__(self) -> None:
+        self._is_away = False
 
     def __enter__(self) -> Self:
         return self
@@ -260,20 +263,26 @@ class _Unframed:
     ) -> None:
         pass
 
+    def say(self, line: str) -> None:
+        """Prints the line."""
+        click.echo(line)
 
-class LineScreen(_Unframed):
+    def away(self, why: str) -> None:
+        """Says so at the beginning of an absence."""
+        if not self._is_away:
+            self._is_away = True
+            self.say(f"coordinator away, retrying: {why}")
+
+
+class LineScreen(_Lines):
     """One line for each change, for logs and pipes. `key` tells what counts as a change."""
 
     def __init__(
         self, *, key: Callable[[pb.GetStatusResponse], object] = what_people_wait_for
     ) -> None:
+        super().__init__()
         self._key = key
         self._last: object = None
-        self._is_away = False
-
-    def say(self, line: str) -> None:
-        """Prints the line."""
-        click.echo(line)
 
     def show(self, status: pb.GetStatusResponse) -> None:
         """Prints a line when the status differs from the last one in its key."""
@@ -283,19 +292,13 @@ class LineScreen(_Unframed):
         self._last, self._is_away = key, False
         click.echo(summary_line(status))
 
-    def away(self, why: str) -> None:
-        """Prints a line at the beginning of an absence."""
-        if not self._is_away:
-            self._is_away = True
-            click.echo(f"coordinator away, retrying: {why}")
 
-
-class StreamScreen(_Unframed):
+class StreamScreen(_Lines):
     """Lines that `made` makes of each status; what is no status goes to standard error."""
 
     def __init__(self, made: Callable[[pb.GetStatusResponse], Iterable[str]]) -> None:
+        super().__init__()
         self._made = made
-        self._is_away = False
 
     def say(self, line: str) -> None:
         """Prints the line beside the stream."""
@@ -306,12 +309,6 @@ class StreamScreen(_Unframed):
         self._is_away = False
         for line in self._made(status):
             click.echo(line)
-
-    def away(self, why: str) -> None:
-        """Says so at the beginning of an absence."""
-        if not self._is_away:
-            self._is_away = True
-            self.say(f"coordinator away, retrying: {why}")
 
 
 def json_line(value: Mapping[str, object]) -> str:

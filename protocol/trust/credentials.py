@@ -93,14 +93,10 @@ class Credentials:
     authority_pem: bytes
     certificate_pem: bytes  # a bundle
     key_pem: bytes = field(repr=False)
-    enrolment_port: int = (
-        0  # where a new certificate is got without the old one; 0 where nobody has said
-    )
+    enrolment_port: int = 0  # where a new certificate is got without the old one; 0: not known
     elsewhere: Address | None = None  # where it moves to, as the run owner has told
     members: tuple[InvitedBy, ...] = ()  # who knows where it is, should it not be there
-    proxy: Proxy | None = (
-        None  # by which this network lets connections out, to the coordinator and members
-    )
+    proxy: Proxy | None = None  # by which this network lets connections out, to all
     folder: Path | None = field(default=None, compare=False)  # that they were read from
 
     @property

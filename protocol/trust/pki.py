@@ -459,7 +459,7 @@ def _alternative_names(certificate_pem: bytes) -> x509.SubjectAlternativeName:
 
 
 def _name(organisation: str, common_name: str) -> x509.Name:
-    """Only the authority's is read by us; the others are for people who print a certificate."""
+    """Coordinators' and the authority's are read (`swarm_of`); members' are for people who print them."""
     return x509.Name(
         [
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, organisation),

@@ -15,7 +15,7 @@ without.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from protocol.errors import BadDataError
@@ -23,7 +23,13 @@ from protocol.trust.identity import Identity, is_signed_by, node_id_of
 from protocol.v1 import transfer_pb2
 from protocol.wire.messages import Reduced, SignedT
 from protocol.wire.payload import RESULT, Payload, PayloadError, PayloadHeader, Slot
-from protocol.wire.rounds import ContributionDigest, Digest, NodeId, contribution_digest
+from protocol.wire.rounds import (
+    ContributionDigest,
+    Digest,
+    NodeId,
+    contribution_digest,
+    same_fields,
+)
 
 MAX_RECEIPT_BYTES = 1024
 """No receipt is larger; a longer one is refused unread."""
@@ -91,8 +97,8 @@ class Receipt:
 
     def encode(self) -> bytes:
         """Its bytes, as they are signed and sent."""
-        told = {each.name: getattr(self, each.name) for each in fields(self)}
-        return transfer_pb2.Receipt(**told).SerializeToString(deterministic=True)
+        wire = transfer_pb2.Receipt(**same_fields(self, Receipt))
+        return wire.SerializeToString(deterministic=True)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Self:
@@ -105,7 +111,7 @@ class Receipt:
             wire = transfer_pb2.Receipt.FromString(encoded)
         except Exception as error:  # protobuf's DecodeError has no public base across versions
             raise BadDataError(f"not a receipt: {error}") from error
-        receipt = cls(**{each.name: getattr(wire, each.name) for each in fields(cls)})
+        receipt = cls(**same_fields(wire, cls))
         if receipt.encode() != encoded:
             raise BadDataError("a receipt must be encoded canonically, without unknown fields")
         return receipt

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from protocol.errors import BadDataError, ExpelledError, HeldBackError, ProtocolMismatchError
 from protocol.trust.signing import Bundle, Trust, commit_statement
 from protocol.v1 import ruling_pb2
-from protocol.wire.rounds import Commit, Digest, NodeId
+from protocol.wire.rounds import Commit, Digest, NodeId, same_fields
 
 TAG = b"atoll ruling 1\n"
 """What is signed begins with this, so that no signature can be taken for one of another kind."""
@@ -52,14 +52,10 @@ class RulingKind(StrEnum):
     STOPPED = "stopped"  # the run ends before `from_round`
     AMENDED = "amended"  # the run's rules are others from `from_round` on
     ROLLED_BACK = "rolled_back"  # rounds from `from_round` on are undone
-    WITHDRAWN = (
-        "withdrawn"  # going back to before `from_round`, and since, holds no more; no round opens
-    )
+    WITHDRAWN = "withdrawn"  # going back to before `from_round`, and since, holds no more
     MOVED = "moved"  # the coordinator will be at another address: `changes` has it
     KEYED = "keyed"  # the coordinator has another key: `changes` has its number and certificates
-    PASSED_OVER = (
-        "passed over"  # of a later release, and optional: the chain has it, and that is all
-    )
+    PASSED_OVER = "passed over"  # of a later release, and optional: only the chain has it
 
 
 ABOUT_NODES = frozenset(
@@ -103,7 +99,7 @@ class Decision:
 
 def decision_of(decided: Decision) -> dict[str, Any]:
     """The fields that a ruling shares with what has led to it, by their names."""
-    return {field.name: getattr(decided, field.name) for field in fields_of(Decision)}
+    return same_fields(decided, Decision)
 
 
 @dataclass(frozen=True, kw_only=True)

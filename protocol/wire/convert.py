@@ -114,25 +114,28 @@ def _field(kind: str, name: str, hint: Any) -> _Field:
     if is_list and within is NodeId and not name.endswith("_ids"):
         on_wire = f"{name}_ids"
     told: Callable[[Any], Any] = attrgetter(on_wire)
-    write, read = _as_it_is, told
+    field = partial(_Field, name, on_wire)
     if is_list and has_fields:
-        write = partial(map, fields_to_wire)
-        read = lambda wire: tuple([from_wire(each, within) for each in told(wire)])  # noqa: E731
-    elif is_list:
-        read = lambda wire: tuple(told(wire))  # noqa: E731
-    elif may_be_none and has_fields:
-        write = lambda value: None if value is None else fields_to_wire(value)  # noqa: E731
-        read = lambda wire: from_wire(told(wire), within) if wire.HasField(name) else None  # noqa: E731
-    elif has_fields:
-        write = fields_to_wire
-        read = lambda wire: from_wire(told(wire), within)  # noqa: E731
-    elif within is Digest and not may_be_none:
-        read = lambda wire: digest_from_wire(told(wire), of=of)  # noqa: E731
-    elif within is Digest:
-        read = lambda wire: optional_digest_from_wire(told(wire), of=of)  # noqa: E731
-    elif may_be_none:
-        read = lambda wire: told(wire) if wire.HasField(name) else None  # noqa: E731
-    return _Field(name=name, on_wire=on_wire, write=write, read=read)
+        return field(
+            partial(map, fields_to_wire),
+            lambda wire: tuple([from_wire(each, within) for each in told(wire)]),
+        )
+    if is_list:
+        return field(_as_it_is, lambda wire: tuple(told(wire)))
+    if may_be_none and has_fields:
+        return field(
+            lambda value: None if value is None else fields_to_wire(value),
+            lambda wire: from_wire(told(wire), within) if wire.HasField(name) else None,
+        )
+    if has_fields:
+        return field(fields_to_wire, lambda wire: from_wire(told(wire), within))
+    if within is Digest and not may_be_none:
+        return field(_as_it_is, lambda wire: digest_from_wire(told(wire), of=of))
+    if within is Digest:
+        return field(_as_it_is, lambda wire: optional_digest_from_wire(told(wire), of=of))
+    if may_be_none:
+        return field(_as_it_is, lambda wire: told(wire) if wire.HasField(name) else None)
+    return field(_as_it_is, told)
 
 
 def wire_counts_to_wire(totals: WireTotals) -> list[session_pb2.WireCount]:

@@ -26,11 +26,10 @@ from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     WHOLE,
     Commit,
-    ContributionDigest,
-    Contributor,
     Digest,
     NodeId,
     Plan,
+    Result,
     RosterEntry,
 )
 from protocol.wire.vitals import SHORT_WORDS, words_for_people
@@ -234,12 +233,10 @@ class Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduced:
+class Reduced(Result):
     """A slice's result is encoded; digest None: nothing arrived to reduce.
 
-    `contributions` says of each contributor, in their order, which bytes came of it, and `factors` how
-    much of them is in the mean, in 65,536ths; empty: all of each. `header` is the result's, signed, and says
-    its `norm`; it is empty where nobody needs it.
+    `header` is the result's, signed; it is empty where nobody needs it.
 
     The rest is what an auditor needs beside the contributions: who was `late`, of whom how many rounds in a
     row were `missed`, and the digests of the error that was added to the mean and of that which is left
@@ -249,11 +246,6 @@ class Reduced:
     """
 
     slice_index: int
-    digest: Digest | None
-    contributors: tuple[Contributor, ...]
-    contributions: tuple[ContributionDigest, ...]
-    factors: tuple[int, ...] = ()
-    norm: float = 0.0
     header: bytes = b""
     late: tuple[NodeId, ...] = ()
     missed: tuple[tuple[NodeId, int], ...] = ()

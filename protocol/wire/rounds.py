@@ -6,9 +6,9 @@ vector.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import NewType
+from typing import Any, NewType
 
 NodeId = NewType("NodeId", str)
 Digest = NewType("Digest", bytes)
@@ -183,26 +183,35 @@ class Contributor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceOutcome:
-    """What became of a slice: the digest of its result, or None and the reason when it is void.
+class Result:
+    """What is told of a slice's result: the digest of its payload, if there is one, and what it is of.
 
     `contributions` says of each contributor, in their order, which bytes the reducer took, and `factors` how
     much of them is in the result, in 65,536ths; empty: all of each. What a factor leaves out is let go.
-
-    `norm` is the result's Euclidean norm, as its header declares it and each holder has checked it. Nodes
-    apply the result times `factor`.
+    `norm` is the result's Euclidean norm, as its header declares it and each holder has checked it.
     """
+
+    digest: Digest | None
+    contributors: tuple[Contributor, ...] = ()
+    contributions: tuple[ContributionDigest, ...] = ()
+    factors: tuple[int, ...] = ()
+    norm: float = 0.0
+
+
+def same_fields(value: object, kind: type) -> dict[str, Any]:
+    """The fields of that kind by their names, as a value has them that has more: for another such value."""
+    return {each.name: getattr(value, each.name) for each in fields(kind)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceOutcome(Result):
+    """What became of a slice: its result, of which nodes apply `factor`, or the reason when it is void."""
 
     index: int
     start: int
     num_elements: int
-    digest: Digest | None
-    contributors: tuple[Contributor, ...] = ()
-    contributions: tuple[ContributionDigest, ...] = ()
     holder_ids: tuple[NodeId, ...] = ()
     void_reason: str = ""
-    factors: tuple[int, ...] = ()
-    norm: float = 0.0
     factor: int = WHOLE
 
     def contribution_of(self, node_id: NodeId) -> ContributionDigest | None:

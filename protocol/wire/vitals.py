@@ -143,9 +143,7 @@ class LinkState:
     narrow: tuple[NodeId, ...] = ()  # only small packets get through
     punched: tuple[NodeId, ...] = ()  # reached through holes in routers
     by_proxy: tuple[NodeId, ...] = ()  # reached through its network's HTTP proxy
-    through: Mapping[NodeId, NodeId] = field(
-        default_factory=dict
-    )  # out of reach: who carries lately
+    through: Mapping[NodeId, NodeId] = field(default_factory=dict)  # who carries to them lately
     carry_bytes_per_second: float = 0.0  # for pairs that do not reach each other; 0: nothing
     outside_token: bytes = b""  # in its datagrams to the coordinator; empty: it sends none
     outside_by_ipv6: str = ""  # where its QUIC is, as no router translates it: a multiaddress

@@ -80,8 +80,7 @@ def as_seen(home: Three, peer: Peer, *, by: Peer) -> RosterEntry:
 
 def num_connected(peer: Peer) -> int:
     assert isinstance(peer.transport, Libp2pTransport)
-    connections = peer.transport._connections
-    return 0 if connections is None else len(connections.connected)
+    return len(peer.transport._running.connections.connected)
 
 
 async def until(is_so: Callable[[], object]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from coordinator import app
+from coordinator import ports
 from coordinator.app import Coordinator
 from coordinator.config import Home, create_home
 from coordinator.connections import Connection, Connections, Limits, most_connections, too_many
@@ -479,7 +479,7 @@ async def rests(figure: Callable[[], int]) -> int:
 async def test_of_half_sent_calls_the_coordinator_holds_a_few_of_a_member_and_none_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "WholeMessages", partial(WholeMessages, whole_seconds=6.0))
+    monkeypatch.setattr(ports, "WholeMessages", partial(WholeMessages, whole_seconds=6.0))
     home = create_home(tmp_path / "run", config=LOCAL, text=described)
     async with serving(home) as coordinator:
         honest, greedy = await members_of(home, coordinator, 2)

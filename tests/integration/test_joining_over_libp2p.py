@@ -101,9 +101,7 @@ class Scene:
         return (round, digest) == (ROUND, self.state.outer_digest())
 
     def kill(self, place: int) -> None:
-        daemon = self.transports[place]._daemon
-        assert daemon is not None
-        os.kill(daemon.pid, signal.SIGKILL)
+        os.kill(self.transports[place]._running.daemon.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
         for desk in self.desks:

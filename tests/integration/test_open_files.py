@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.app import OWN_OPEN_FILES
 from coordinator.connections import most_connections
+from coordinator.ports import OWN_OPEN_FILES
 from protocol.v1 import status_pb2
 from tests.integration.coordinator_scene import new_home, result, two_nodes
 from tests.integration.typed_commands import Running, Swarm, until

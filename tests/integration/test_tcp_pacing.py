@@ -54,16 +54,15 @@ def pacing_rates(pid: int) -> dict[tuple[str, bool], int]:
 
 
 def p2pd_pid(transport: Libp2pTransport) -> int:
-    assert transport._daemon is not None
-    return transport._daemon.pid
+    return transport._running.daemon.pid
 
 
 async def test_connections_are_paced_whoever_dialled() -> None:
     first, peer = await start_transport()
     second, other = await start_transport()
     try:
-        assert first._daemon is not None
-        if "Operation not permitted" in (why_not := first._daemon.tcp_pacing.why_not):
+        pacing = first._running.daemon.tcp_pacing
+        if "Operation not permitted" in (why_not := pacing.why_not):
             pytest.skip(f"a container that forbids it: {why_not}")
         await introduce(peer, other)
         await first.push(other.node_id, make_payload(), timeout_seconds=SECONDS)
@@ -72,7 +71,7 @@ async def test_connections_are_paced_whoever_dialled() -> None:
             assert {is_listener for _, is_listener in rates} == {True, False}
             assert set(rates.values()) == {NEVER_REACHED}
             assert transport._traffic.is_paced_by_kernel
-        first._daemon.tcp_pacing.why_not = "forbidden"
+        pacing.why_not = "forbidden"
         assert not first._traffic.is_paced_by_kernel
     finally:
         await first.stop()

@@ -37,8 +37,7 @@ def has_process(pid: int) -> bool:
 
 
 def p2pd_of(transport: Libp2pTransport) -> P2pd:
-    assert transport._daemon is not None
-    return transport._daemon
+    return transport._running.daemon
 
 
 def libp2p_id(peer: Peer) -> str:
@@ -100,7 +99,7 @@ async def test_a_push_to_a_peer_that_has_moved_begins_anew_over_a_connection_to_
     )
     await asyncio.wait_for(other.desk.has_admitted.wait(), SECONDS)
     made: list[int] = []
-    monkeypatch.setattr(transport._connections, "_on_connection", lambda: made.append(1))
+    monkeypatch.setattr(transport._running.connections, "_on_connection", lambda: made.append(1))
     transport.set_roster((peer.entry, other.entry))
     with pytest.raises(PeerUnreachableError, match="bytes"):
         await pushing  # at once, and not at its timeout: what tries again finds it
@@ -148,7 +147,6 @@ async def test_of_a_peers_addresses_the_one_that_answers_as_it_is_dialled() -> N
     dead = "/ip4/127.0.0.1/tcp/9"
     (right,) = other.entry.address.multiaddrs
     (wrong,) = stranger.entry.address.multiaddrs
-    assert transport._daemon is not None
     refused: tuple[tuple[tuple[str, ...], str], ...] = (
         ((), "told no address"),
         ((dead,), "9: Connection refused"),
@@ -158,12 +156,27 @@ async def test_of_a_peers_addresses_the_one_that_answers_as_it_is_dialled() -> N
     )
     for addresses, why in refused:
         with pytest.raises(DaemonError, match=why):
-            await transport._daemon.connect(libp2p_id(other), addresses)
+            await transport._running.daemon.connect(libp2p_id(other), addresses)
     for addresses in ((dead, right), (wrong, right), (right, "/ip4/127.0.0.1/tcp/0")):
-        await transport._daemon.connect(libp2p_id(other), addresses)
-        await transport._daemon.disconnect(libp2p_id(other))
+        await transport._running.daemon.connect(libp2p_id(other), addresses)
+        await transport._running.daemon.disconnect(libp2p_id(other))
     for each in (transport, other_transport, stranger_transport):
         await each.stop()
+
+
+async def test_a_start_that_fails_leaves_no_p2pd(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+
+    async def refuse(daemon: P2pd) -> tuple[str, ...]:
+        pids.append(daemon.pid)
+        raise DaemonError("it does not say where it listens")
+
+    monkeypatch.setattr(P2pd, "multiaddrs", refuse)
+    transport = Libp2pTransport(identity=Identity.generate(), counts=WireCounts())
+    with pytest.raises(DaemonError, match="does not say"):
+        await transport.start(Desk())
+    assert len(pids) == 1 and not has_process(pids[0])
+    await transport.stop()
 
 
 async def test_a_machine_that_loses_an_address_ends_its_connections_and_tells_the_others(
@@ -182,9 +195,8 @@ async def test_a_machine_that_loses_an_address_ends_its_connections_and_tells_th
     )
     await transport.start(Desk())
     transport.set_roster((other.entry,))
-    assert transport._connections is not None
     began: list[int] = []
-    monkeypatch.setattr(transport._connections, "begin_anew", lambda: began.append(1))
+    monkeypatch.setattr(transport._running.connections, "begin_anew", lambda: began.append(1))
     assert not await transport.heed_addresses() and not began
     has("10.0.0.1", "10.0.0.2")  # a cable beside the Wi-Fi: nothing breaks, and peers learn of it
     assert await transport.heed_addresses() and not began
@@ -230,7 +242,8 @@ async def main():
     transport = Libp2pTransport(identity=Identity.generate(), counts=WireCounts())
     await transport.start(None)
     heavy = [name for name in sys.modules if name.startswith(("hivemind.averaging", "scipy", "torch"))]
-    print("p2pd", transport._daemon.pid, transport._daemon._folder, len(heavy), flush=True)
+    p2pd = transport._running.daemon
+    print("p2pd", p2pd.pid, p2pd._folder, len(heavy), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -133,5 +133,4 @@ async def introduce(*peers: Peer) -> None:
 def _is_linked(one: Peer, other: Peer) -> bool:
     if not isinstance(one.transport, Libp2pTransport):
         return True
-    connections = one.transport._connections
-    return connections is None or peer_id_of(other.public_key) in connections.connected
+    return peer_id_of(other.public_key) in one.transport._running.connections.connected

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from coordinator.invite_rows import Invite
 from coordinator.services.answering import REJOIN_SECONDS, Gate
 from coordinator.services.enrolment import CHALLENGE_SECONDS, Certificates
 from coordinator.store import Store
@@ -54,12 +55,14 @@ class Scene:
         self.store = Store.in_memory()
         secret = hash_of_secret(b"s" * 32)
         self.store.invites.add(
-            invite_id="inv",
-            secret_hash=secret,
-            max_uses=1,
-            expires_utc_seconds=NOW + 60,
-            host="h",
-            role=role,
+            Invite(
+                invite_id="inv",
+                secret_hash=secret,
+                max_uses=1,
+                expires_utc_seconds=NOW + 60,
+                host="h",
+                role=role,
+            )
         )
         self.store.invites.redeem(
             "inv",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from node.duties.work import Checks
+from node.duties.measuring import Checks
 from node.exchange.auditing import SpotCheckReady, piece_of
 from protocol.wire.messages import SpotCheckAsked, SpotChecked
 from protocol.wire.rounds import AUDIT_ROUNDS, LEAST_CHECKED, NodeId

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from node.disk.history import History
 from node.disk.snapshot_folder import SnapshotFolder
 from node.disk.snapshots import SnapshotWriting
-from node.duties.duties import FINISH_SECONDS
+from node.duties.work import FINISH_SECONDS
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import in_thread
 from protocol.errors import IncompleteError, SystemRefusedError

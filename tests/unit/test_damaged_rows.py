@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.database import AFTER_DAMAGE, DATABASE_NAME, DamagedError, put, row_of
+from coordinator.invite_rows import Invite
 from coordinator.store import Store
 from coordinator.swarm.transition import initial_state
 from protocol.errors import BadDataError, ConfigError, ExitCode
@@ -23,7 +24,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("whole")
     store = Store.open(folder)
     store.invites.add(
-        invite_id="inv", secret_hash=SECRET, max_uses=2, expires_utc_seconds=1e9, host="h"
+        Invite(invite_id="inv", secret_hash=SECRET, max_uses=2, expires_utc_seconds=1e9, host="h")
     )
     for node_id in (A, B):
         store.invites.redeem(

@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.config import rules_of
 from coordinator.driver import Driver, LoopClock
+from coordinator.invite_rows import Invite
 from coordinator.services.enrolment import (
     FAILURE_SECONDS,
     MAX_AT_ONCE,
@@ -49,11 +50,13 @@ def enrolment_desk() -> tuple[EnrolmentDesk, Store]:
     state = store.load(rules_of(RunSpec()), RunSpec().digest())
     driver = Driver(state=state, store=store, clock=LoopClock(starts_at=0.0))
     store.invites.add(
-        invite_id="inv",
-        secret_hash=hash_of_secret(SECRET),
-        max_uses=1,
-        expires_utc_seconds=WALL + 60,
-        host="h",
+        Invite(
+            invite_id="inv",
+            secret_hash=hash_of_secret(SECRET),
+            max_uses=1,
+            expires_utc_seconds=WALL + 60,
+            host="h",
+        )
     )
     authority = Authority.create(new_swarm_id())
     rulings = Rulings(driver, RunSpec(), CommitSigner(Ed25519PrivateKey.generate()))

@@ -3,8 +3,7 @@
 import pytest
 
 from node.exchange.peers import LEAST_PART_BYTES, WINDOW_BYTES, Limits
-from node.exchange.transport.receiver import Assembly
-from node.exchange.transport.sender import (
+from node.exchange.transport.outgoing import (
     FIRST_BYTES_PER_SECOND,
     FIRST_WINDOW_BYTES,
     OutgoingBody,
@@ -12,6 +11,7 @@ from node.exchange.transport.sender import (
     Window,
     first_streams,
 )
+from node.exchange.transport.receiver import Assembly
 from node.exchange.transport.streams import (
     MOST_PARTS,
     PartError,

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.app import require_joining_name
+from coordinator.ports import require_joining_name
 from protocol.errors import BadDataError, ConfigError, ProtocolMismatchError
 from protocol.trust.identity import Identity
 from protocol.trust.pki import (

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.database import DATABASE_NAME
+from coordinator.invite_rows import Invite
 from coordinator.store import CLOCK_SAVE_SECONDS, Store
 from coordinator.swarm.events import Attached, Detached, Event, HeartbeatSeen, Reported
 from coordinator.swarm.state import SwarmState, Written
@@ -254,7 +255,9 @@ def test_a_database_that_another_program_writes_in_names_that_as_the_reason(tmp_
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(SystemRefusedError, match="another program holds it") as refusal:
             store.invites.add(
-                invite_id="i", secret_hash=b"s", max_uses=1, expires_utc_seconds=1e9, host="h"
+                Invite(
+                    invite_id="i", secret_hash=b"s", max_uses=1, expires_utc_seconds=1e9, host="h"
+                )
             )
         assert "fuser" in refusal.value.next_step
     store.close()
@@ -278,11 +281,13 @@ SECRET, WRONG = b"s" * 32, b"w" * 32
 def invited(*, max_uses: int = 1, expires: float = 1000.0) -> Store:
     store = Store.in_memory()
     store.invites.add(
-        invite_id="inv",
-        secret_hash=SECRET,
-        max_uses=max_uses,
-        expires_utc_seconds=expires,
-        host="h",
+        Invite(
+            invite_id="inv",
+            secret_hash=SECRET,
+            max_uses=max_uses,
+            expires_utc_seconds=expires,
+            host="h",
+        )
     )
     return store
 

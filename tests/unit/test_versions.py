@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.message import Message
 
 from coordinator.database import DATABASE_NAME
+from coordinator.invite_rows import Invite
 from coordinator.store import Store
 from coordinator.swarm.events import Ruled
 from coordinator.swarm.transition import initial_state, step
@@ -78,7 +79,9 @@ def database_in(folder: Path) -> None:
     after = step(state, paused, now=1.0).state
     store.save(state, after, now=1.0)
     store.invites.add(
-        invite_id="inv", secret_hash=b"h" * 32, max_uses=2, expires_utc_seconds=60.0, host="h"
+        Invite(
+            invite_id="inv", secret_hash=b"h" * 32, max_uses=2, expires_utc_seconds=60.0, host="h"
+        )
     )
     store.invites.redeem(
         "inv", b"h" * 32, node_id=NODE, node_name="attic", public_key=b"k" * 32, now=1.0

@@ -25,12 +25,14 @@ import math
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 
 from node.exchange.peers import Limits
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
 from node.exchange.transport.rates.tcp import send_from, udp_sockets_of
+from node.heavy import cancelled
 from node.machine.addresses import has_ipv6, leaving_by_ipv6
 from protocol.errors import AtollError
 from protocol.trust.identity import Identity, peer_id_of
@@ -38,6 +40,24 @@ from protocol.trust.proxy import ProxyRefusedError
 from protocol.wire.rounds import RosterEntry
 
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Member:
+    """What is known of where a member is, and when it is dialled; times are by the loop's clock."""
+
+    multiaddrs: tuple[str, ...]
+    due: float  # when to dial next
+    retry_seconds: float
+    hosts: frozenset[str] = frozenset()  # where it was connected last
+    missing_since: float | None = None  # None: it is connected, or nobody has looked yet
+    dial: asyncio.Task[None] | None = None
+    is_refusal_told: bool = False  # of a proxy
+
+    def end_dial(self) -> None:
+        if self.dial is not None:
+            self.dial.cancel()
+            self.dial = None
 
 
 class Connections:
@@ -55,46 +75,45 @@ class Connections:
         self._limits = limits
         self._own_peer_id = own_peer_id
         self._on_connection = on_connection
-        self._multiaddrs: dict[str, tuple[str, ...]] = {}  # by peer id
-        self._due: dict[str, float] = {}  # when to dial next, by the loop's clock
-        self._retry_seconds: dict[str, float] = {}
-        self._hosts: dict[str, frozenset[str]] = {}  # where members were connected last
+        self._members: dict[str, _Member] = {}  # by peer id
         self.connected: set[str] = set()
         """Members that are, by peer id."""
-        self._missing_since: dict[str, float] = {}  # members that are not connected
-        self._told_refusals: set[str] = set()  # of a proxy, by peer id
         self._restless_until = -math.inf  # by the loop's clock
         self._ending: set[asyncio.Task[None]] = set()
-        self._dials: dict[str, asyncio.Task[None]] = {}  # by peer id
         self._has_news = asyncio.Event()
         self._task = asyncio.create_task(self._stay_connected(), name="connections")
 
     def set_roster(self, others: tuple[RosterEntry, ...]) -> None:
         """Says who is a member; one that is new, or moved, is dialled soon."""
-        multiaddrs = {peer_id_of(e.address.public_key): e.address.multiaddrs for e in others}
-        now = asyncio.get_running_loop().time()
-        for peer_id, addresses in multiaddrs.items():
-            before = self._multiaddrs.get(peer_id, addresses)
-            if not set(before) <= set(addresses):
-                self._give_up([peer_id])
-            if self._multiaddrs.get(peer_id) != addresses:
+        before, self._members = self._members, {}
+        for entry in others:
+            peer_id, multiaddrs = peer_id_of(entry.address.public_key), entry.address.multiaddrs
+            member = before.pop(peer_id, None)
+            if member is None or member.multiaddrs != multiaddrs:
                 wait = 0.0 if self._own_peer_id < peer_id else self._limits.yield_seconds
-                self._due[peer_id] = now + wait
-                self._retry_seconds[peer_id] = self._limits.first_redial_seconds
-                self._missing_since.pop(peer_id, None)
-                self._end_dial(peer_id)  # of where it was
-        self._multiaddrs = multiaddrs
-        self._hosts = {p: hosts for p, hosts in self._hosts.items() if p in multiaddrs}
+                moved = _Member(
+                    multiaddrs=multiaddrs,
+                    due=asyncio.get_running_loop().time() + wait,
+                    retry_seconds=self._limits.first_redial_seconds,
+                )
+                if member is not None:
+                    member.end_dial()  # of where it was
+                    moved.hosts, moved.is_refusal_told = member.hosts, member.is_refusal_told
+                    if not set(member.multiaddrs) <= set(multiaddrs):
+                        self._give_up([peer_id])
+                member = moved
+            self._members[peer_id] = member
+        for gone in before.values():
+            gone.end_dial()
         self._has_news.set()
 
     def begin_anew(self) -> None:
         """Ends all connections, which go nowhere now, and dials every member."""
         now = asyncio.get_running_loop().time()
-        for peer_id in tuple(self._dials):
-            self._end_dial(peer_id)
-        self._due = dict.fromkeys(self._multiaddrs, now)
-        self._retry_seconds = dict.fromkeys(self._multiaddrs, self._limits.first_redial_seconds)
-        self._give_up(list(self._multiaddrs))
+        for member in self._members.values():
+            member.end_dial()
+            member.due, member.retry_seconds = now, self._limits.first_redial_seconds
+        self._give_up(list(self._members))
 
     def _give_up(self, peer_ids: Sequence[str]) -> None:
         """Both ends do, and the later one ends what the earlier one has made meanwhile."""
@@ -112,7 +131,8 @@ class Connections:
 
     def saw(self, peer_id: str) -> None:
         """Notes that a peer is connected."""
-        self._missing_since.pop(peer_id, None)
+        if (member := self._members.get(peer_id)) is not None:
+            member.missing_since = None
         if peer_id not in self.connected:
             self.connected.add(peer_id)
             self._daemon.tcp_pacing.look()
@@ -124,28 +144,29 @@ class Connections:
         Not at once: a member that cannot be dialled dials us itself meanwhile.
         """
         before = asyncio.get_running_loop().time() - self._limits.unreachable_seconds
-        return tuple(peer_id for peer_id, since in self._missing_since.items() if since <= before)
+        missing = ((peer_id, member.missing_since) for peer_id, member in self._members.items())
+        return tuple(p for p, since in missing if since is not None and since <= before)
 
     def at(self, hosts: Collection[str]) -> frozenset[str]:
         """Members that say that they are at one of these addresses, or were connected from it last."""
         return frozenset(
             peer_id
-            for peer_id, told in self._multiaddrs.items()
-            if not self._hosts.get(peer_id, frozenset()).isdisjoint(hosts)
-            or any(address.split("/")[2] in hosts for address in told)
+            for peer_id, member in self._members.items()
+            if not member.hosts.isdisjoint(hosts)
+            or any(address.split("/")[2] in hosts for address in member.multiaddrs)
         )
 
     def lost(self, peer_id: str) -> None:
         """Notes that the connection to a peer is gone."""
         self.connected.discard(peer_id)
-        self._missing_since.setdefault(peer_id, asyncio.get_running_loop().time())
+        member = self._members.get(peer_id)
+        if member is not None and member.missing_since is None:
+            member.missing_since = asyncio.get_running_loop().time()
 
     async def stop(self) -> None:
         """Dials no more."""
-        tasks = [self._task, *self._ending, *self._dials.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        dials = [member.dial for member in self._members.values() if member.dial is not None]
+        await cancelled([self._task, *self._ending, *dials])
 
     async def _stay_connected(self) -> None:
         loop = asyncio.get_running_loop()
@@ -155,66 +176,55 @@ class Connections:
                 hosts = await self._daemon.connected_hosts()
             except DaemonError:
                 return  # p2pd is gone: P2pd.died says so
-            connected = frozenset(hosts)
-            self._hosts |= {
-                peer_id: hosts[peer_id] for peer_id in connected & self._multiaddrs.keys()
-            }
             self._daemon.tcp_pacing.look()  # p2pd may have dialled anew since
-            for peer_id in self.connected - connected:
+            for peer_id in self.connected - hosts.keys():
                 self.lost(peer_id)
-            for peer_id in connected & self._multiaddrs.keys():
-                self.saw(peer_id)
-                self._retry_seconds[peer_id] = self._limits.first_redial_seconds
             now = loop.time()
-            missing = self._multiaddrs.keys() - connected
-            self._missing_since = {p: self._missing_since.get(p, now) for p in missing}
-            for peer_id in missing - self._dials.keys():
-                if self._due[peer_id] <= now:
-                    self._begin_dial(peer_id)
             is_restless = now < self._restless_until
             look = self._limits.restless_look_seconds if is_restless else self._limits.look_seconds
-            waits = [self._due[peer_id] - now for peer_id in missing - self._dials.keys()]
-            try:
-                async with asyncio.timeout(max(0.0, min([look, *waits]))):
+            waits = [look]
+            for peer_id, member in self._members.items():
+                if peer_id in hosts:
+                    member.hosts = hosts[peer_id]
+                    member.retry_seconds = self._limits.first_redial_seconds
+                    self.saw(peer_id)
+                    continue
+                self.lost(peer_id)
+                if member.dial is None and member.due <= now:
+                    self._begin_dial(peer_id, member)
+                elif member.dial is None:
+                    waits.append(member.due - now)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(waits)):
                     await self._has_news.wait()
-            except TimeoutError:
-                continue
 
-    def _begin_dial(self, peer_id: str) -> None:
+    def _begin_dial(self, peer_id: str, member: _Member) -> None:
         """Nobody waits for it: an address that swallows packets takes as long as a dial may."""
-        self._dials[peer_id] = dial = asyncio.create_task(self._dial(peer_id), name="dial")
+        member.dial = dial = asyncio.create_task(self._dial(peer_id, member), name="dial")
 
         def end(_: asyncio.Task[None]) -> None:
-            if self._dials.get(peer_id) is dial:
-                del self._dials[peer_id]
+            if member.dial is dial:
+                member.dial = None
             self._has_news.set()
 
         dial.add_done_callback(end)
 
-    def _end_dial(self, peer_id: str) -> None:
-        if (dial := self._dials.pop(peer_id, None)) is not None:
-            dial.cancel()
-
-    def _tell_refusal(self, peer_id: str, cause: BaseException | None) -> None:
-        """Once for each member: it is dialled again and again."""
-        if isinstance(cause, ProxyRefusedError) and peer_id not in self._told_refusals:
-            self._told_refusals.add(peer_id)
-            _log.info(
-                "no tunnel to a member",
-                peer_id=peer_id,
-                why=str(cause),
-                next_step="most proxies lead to port 443 alone: 'atoll helper start --port 443'",
-            )
-
-    async def _dial(self, peer_id: str) -> None:
+    async def _dial(self, peer_id: str, member: _Member) -> None:
         try:
             async with asyncio.timeout(self._limits.dial_seconds):
-                await self._daemon.connect(peer_id, self._multiaddrs[peer_id])
+                await self._daemon.connect(peer_id, member.multiaddrs)
         except (DaemonError, TimeoutError) as error:
-            self._tell_refusal(peer_id, error.__cause__)
-            wait = self._retry_seconds[peer_id]
-            self._due[peer_id] = asyncio.get_running_loop().time() + wait
-            self._retry_seconds[peer_id] = min(2 * wait, self._limits.last_redial_seconds)
+            if isinstance(error.__cause__, ProxyRefusedError) and not member.is_refusal_told:
+                member.is_refusal_told = True  # once: it is dialled again and again
+                _log.info(
+                    "no tunnel to a member",
+                    peer_id=peer_id,
+                    why=str(error.__cause__),
+                    next_step="most proxies lead to port 443 alone: 'atoll helper start --port 443'",
+                )
+            member.due = asyncio.get_running_loop().time() + member.retry_seconds
+            longest = self._limits.last_redial_seconds
+            member.retry_seconds = min(2 * member.retry_seconds, longest)
         else:
             self.saw(peer_id)
 
@@ -368,15 +378,8 @@ class Punching:
     async def stop(self) -> None:
         """Ends all connections, and p2pd."""
         self.why_not = self.why_not or "this node's transport is stopped"
-        tasks = [
-            *self._dials.values(),
-            *self._ends.values(),
-            *([self._watch] if self._watch else []),
-        ]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        watch = [] if self._watch is None else [self._watch]
+        await cancelled([*self._dials.values(), *self._ends.values(), *watch])
         async with self._starting:
             daemon, self._daemon = self._daemon, None
             if daemon is not None:

@@ -8,7 +8,7 @@ import resource
 from collections.abc import AsyncIterator, Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -23,14 +23,15 @@ from node.exchange.peers import (
 )
 from node.exchange.transport.carrying import Carrying
 from node.exchange.transport.connections import Connections, Punching, punching_daemon
+from node.exchange.transport.outgoing import first_streams
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.receiver import StreamAdmission
-from node.exchange.transport.sender import first_streams
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.serving import Server, fetch_over
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, drop, refuse
 from node.exchange.transport.whereabouts import WHEREABOUTS, Tell, answer, asked_of
+from node.heavy import cancelled
 from node.machine.addresses import (
     ON_LOOPBACK,
     Reachability,
@@ -67,6 +68,16 @@ _TURNED_AWAY = Limits(idle_seconds=2.0, max_streams_per_peer=2, max_streams=16)
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Started:
+    """What runs from the start of a transport to its end."""
+
+    daemon: P2pd
+    server: Server
+    connections: Connections
+    sharing: asyncio.Task[None]  # of the uplink
+
+
 class Libp2pTransport:
     """Transport over a p2pd process of its own. Several transfers with a peer run at once.
 
@@ -96,8 +107,7 @@ class Libp2pTransport:
             allowed_bytes_per_second=max_upload_bytes_per_second,
             while_moving=while_moving,
         )
-        self._daemon: P2pd | None = None
-        self._server: Server | None = None
+        self._started: _Started | None = None
         self._turning_away = StreamAdmission(_TURNED_AWAY)
         self._multiaddrs: tuple[str, ...] = ()
         self._visible: tuple[str, ...] = ()  # as p2pd had it at its start
@@ -107,7 +117,6 @@ class Libp2pTransport:
         self._node_ids: dict[str, NodeId] = {}
         self._whereabouts = whereabouts
         self._num_asked = 0
-        self._connections: Connections | None = None
         self._on_streams: dict[str, StreamCallback] = {
             PROTOCOL: partial(self._serve, self._admit_stream),
             CARRYING: partial(self._serve, self._admit_carried),
@@ -128,16 +137,14 @@ class Libp2pTransport:
             open_direct=self._open_direct,
         )
         self._shows_outside = False
-        self._sharing: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
         self._sendings: dict[NodeId, Sending] = {}
 
     async def start(self, handler: TransferHandler) -> None:
         """Starts p2pd and listens. Raises SystemRefusedError when it does not come up."""
-        self._server = Server(handler, limits=self._limits)
         if (allowed := self._traffic.allowed_bytes_per_second) is not None:
             _log.info("uploads are paced", bytes_per_second=allowed)
-        self._daemon = await P2pd.start(
+        daemon = await P2pd.start(
             self._identity,
             listen_multiaddrs=self._reachability.listen_multiaddrs,
             on_streams=self._on_streams
@@ -149,45 +156,53 @@ class Libp2pTransport:
             asks_router=self._reachability.asks_router,
             proxy=self._reachability.proxy,
         )
-        self._traffic.kernel = self._daemon.tcp_pacing
-        self._visible = await self._daemon.multiaddrs()
-        await self._look_at_addresses()
+        self._traffic.kernel = daemon.tcp_pacing
+        try:
+            self._visible = await daemon.multiaddrs()
+            await self._look_at_addresses()
+        except BaseException:
+            await daemon.stop()
+            raise
         _log.info("peers are told of", addresses=self._multiaddrs)
-        self._connections = Connections(
-            self._daemon,
+        connections = Connections(
+            daemon,
             self._identity.peer_id,
             limits=self._limits,
             on_connection=self._traffic.made_connection,
         )
-        self._connections.set_roster(tuple(self._members.values()))
-        self._sharing = asyncio.create_task(
-            self._daemon.tcp_pacing.share(lambda: self._traffic.uplink.meter.most_bytes_per_second),
+        connections.set_roster(tuple(self._members.values()))
+        sharing = asyncio.create_task(
+            daemon.tcp_pacing.share(lambda: self._traffic.uplink.meter.most_bytes_per_second),
             name="uplink sharing",
         )
-        self._sharing.add_done_callback(_tell_fault)
+        sharing.add_done_callback(_tell_fault)
+        self._started = _Started(
+            daemon=daemon,
+            server=Server(handler, limits=self._limits),
+            connections=connections,
+            sharing=sharing,
+        )
 
     async def stop(self) -> None:
         """Ends all transfers and p2pd; safe to call more than once."""
-        daemon, self._daemon = self._daemon, None
-        if self._connections is not None:
-            await self._connections.stop()
-            self._connections = None
+        started, self._started = self._started, None
+        if started is not None:
+            await started.connections.stop()
         await self._punching.stop()
-        if self._sharing is not None:
-            self._sharing.cancel()
-            await asyncio.wait([self._sharing])
-            self._sharing = None
-        serving = list(self._serving)
-        for task in serving:
-            task.cancel()
-        if serving:
-            await asyncio.wait(serving)
-        if self._server is not None:
-            self._server.receiver.clear()
+        await cancelled(self._serving if started is None else [started.sharing, *self._serving])
+        if started is not None:
+            started.server.receiver.clear()
         for sending in self._sendings.values():
             await sending.close()
-        if daemon is not None:
-            await daemon.stop()
+        if started is not None:
+            await started.daemon.stop()
+
+    @property
+    def _running(self) -> _Started:
+        """Raises DaemonError before the start, and after the end."""
+        if self._started is None:
+            raise DaemonError("this node's transport is stopped")
+        return self._started
 
     @property
     def multiaddrs(self) -> tuple[str, ...]:
@@ -196,24 +211,21 @@ class Libp2pTransport:
 
     async def wait_failed(self) -> str:
         """Returns the reason once p2pd has died under us: then every transfer fails for good."""
-        if self._daemon is None:
-            raise RuntimeError("the transport is not started")
-        daemon = self._daemon
+        daemon = self._running.daemon
         await daemon.died.wait()
         return f"the libp2p daemon died: {daemon.last_words}"
 
     async def heed_addresses(self) -> bool:
         """See Transport.heed_addresses."""
-        if self._daemon is None or self._connections is None:
-            return False
+        started = self._running
         before, told = self._own_addresses, self._multiaddrs
         if await self._look_at_addresses() and self._reachability.asks_router:
-            found = await self._daemon.multiaddrs()
+            found = await started.daemon.multiaddrs()
             forwarded = forwarded_among(found, before=self._visible, own=self._own_addresses)
             self._multiaddrs = (*forwarded, *self._multiaddrs)
         gone = set(before) - set(self._own_addresses)
         if gone:
-            self._connections.begin_anew()
+            started.connections.begin_anew()
             self._punching.begin_anew()
         return bool(gone) or self._multiaddrs != told
 
@@ -240,20 +252,20 @@ class Libp2pTransport:
         self._punching.set_roster(
             {self._peer_ids[entry.node_id]: entry.address.multiaddrs for entry in others}
         )
-        if self._connections is not None:
-            self._connections.set_roster(others)
+        if self._started is not None:
+            self._started.connections.set_roster(others)
 
     def seen(self) -> LinkState:
         """See Transport.seen. We send no faster than our owner allows, whatever the link carries."""
-        unreachable, connections, daemon = self._unreachable(), self._connections, self._daemon
-        here = frozenset[str]() if connections is None else connections.connected
-        by_proxy = frozenset[str]() if daemon is None else daemon.by_proxy
+        if self._started is None:
+            return LinkState()
+        unreachable, here = self._unreachable(), self._started.connections.connected
         carriers = self._carrying.through
         return LinkState(
             unreachable=unreachable,
             narrow=self._narrow(),
-            punched=() if connections is None else self._named(self._punching.connected - here),
-            by_proxy=self._named(by_proxy & here),
+            punched=self._named(self._punching.connected - here),
+            by_proxy=self._named(self._started.daemon.by_proxy & here),
             through={peer: carriers[peer] for peer in unreachable if peer in carriers},
             carry_bytes_per_second=self._carrying.bytes_per_second,
             outside_token=b"" if self._punching.why_not else self._punching.token,
@@ -263,17 +275,13 @@ class Libp2pTransport:
         )
 
     def _unreachable(self) -> tuple[NodeId, ...]:
-        if self._connections is None:
-            return ()
-        apart = set(self._connections.unreachable()) - self._punching.connected
+        apart = set(self._running.connections.unreachable()) - self._punching.connected
         return tuple(sorted({*self._named(apart), *self._narrow()}))
 
     def _narrow(self) -> tuple[NodeId, ...]:
-        if self._daemon is None or self._connections is None:
+        if not (hosts := self._running.daemon.tcp_pacing.narrow_hosts):
             return ()
-        if not (hosts := self._daemon.tcp_pacing.narrow_hosts):
-            return ()
-        return self._named(self._connections.at(hosts) - self._punching.connected)
+        return self._named(self._running.connections.at(hosts) - self._punching.connected)
 
     def _named(self, peer_ids: AbstractSet[str]) -> tuple[NodeId, ...]:
         """Members among these, in order."""
@@ -285,9 +293,9 @@ class Libp2pTransport:
 
     async def show_outside(self, observers: Sequence[tuple[str, int]]) -> bool:
         """See Transport.show_outside."""
-        if self._connections is None or not self._punching.token:
+        if not self._punching.token:
             return False
-        self._punching.leave_to_tcp(self._connections.connected)
+        self._punching.leave_to_tcp(self._running.connections.connected)
         is_needed = bool(self._unreachable() or self._punching.connected)
         did, self._shows_outside = self._shows_outside, is_needed and bool(observers)
         if self._shows_outside:
@@ -301,23 +309,19 @@ class Libp2pTransport:
     def punch(self, peer: NodeId, multiaddr: str) -> None:
         """See Transport.punch. Whoever is connected by TCP meanwhile is not dialled."""
         peer_id = self._peer_ids.get(peer)
-        if (
-            peer_id is not None
-            and self._connections is not None
-            and peer_id not in self._connections.connected
-        ):
+        if peer_id is not None and peer_id not in self._running.connections.connected:
             self._punching.punch(peer_id, multiaddr)
 
     async def coordinator_addresses(self, pin: bytes) -> list[Address]:
         """See Transport.coordinator_addresses."""
-        if self._daemon is None or self._connections is None:
+        if (started := self._started) is None:
             return []
-        here = sorted(self._connections.connected & self._node_ids.keys())
+        here = sorted(started.connections.connected & self._node_ids.keys())
         start = self._num_asked % max(1, len(here))
         asked = [*here[start:], *here[:start]][:MOST_ASKED]
         self._num_asked += len(asked)
         told = await asyncio.gather(
-            *(asked_of(self._daemon, peer_id, pin, self._traffic) for peer_id in asked)
+            *(asked_of(started.daemon, peer_id, pin, self._traffic) for peer_id in asked)
         )
         return list(dict.fromkeys(address for addresses in told for address in addresses))
 
@@ -400,18 +404,17 @@ class Libp2pTransport:
         return await self._open_direct(entry, PROTOCOL)
 
     def _is_connected(self, entry: RosterEntry) -> bool:
-        peer_id, connections = self._peer_ids[entry.node_id], self._connections
-        if connections is None or peer_id in self._punching.connected:
+        peer_id = self._peer_ids[entry.node_id]
+        if peer_id in self._punching.connected:
             return True
-        return peer_id in connections.connected and entry.node_id not in self._narrow()
+        is_here = peer_id in self._running.connections.connected
+        return is_here and entry.node_id not in self._narrow()
 
     async def _open_direct(self, entry: RosterEntry, protocol: str = CARRYING) -> TransferStream:
         peer_id = self._peer_ids[entry.node_id]
         for is_last_try in (False, True):
-            if self._daemon is None or self._connections is None:
-                raise DaemonError("this node's transport is stopped")
-            is_punched = peer_id in self._punching.connected - self._connections.connected
-            if is_punched:
+            daemon, connections = self._running.daemon, self._running.connections
+            if peer_id in self._punching.connected - connections.connected:
                 try:
                     reader, writer = await self._punching.open_stream(peer_id, protocol)
                     break
@@ -420,14 +423,14 @@ class Libp2pTransport:
                     if is_last_try:
                         raise
                     continue
-            await self._daemon.connect(peer_id, entry.address.multiaddrs)
-            self._connections.saw(peer_id)
+            await daemon.connect(peer_id, entry.address.multiaddrs)
+            connections.saw(peer_id)
             try:
-                reader, writer = await self._daemon.open_stream(peer_id, protocol)
+                reader, writer = await daemon.open_stream(peer_id, protocol)
                 break
             except DaemonError:
                 # The connection was dead already, and p2pd knows now: dial once more.
-                self._connections.lost(peer_id)
+                connections.lost(peer_id)
                 if is_last_try:
                     raise
         return self._stream(reader, writer, self._limits)
@@ -445,8 +448,8 @@ class Libp2pTransport:
     async def _on_tcp_stream(
         self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if self._connections is not None and peer_id in self._node_ids:
-            self._connections.saw(peer_id)
+        if self._started is not None and peer_id in self._node_ids:
+            self._started.connections.saw(peer_id)
         await self._serve(self._admit_stream, peer_id, reader, writer)
 
     async def _tell_whereabouts(
@@ -493,9 +496,9 @@ class Libp2pTransport:
     async def _answer(
         self, sender: NodeId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        assert self._server is not None
         try:
-            await self._server.serve(self._stream(reader, writer, self._limits), sender)
+            server = self._running.server
+            await server.serve(self._stream(reader, writer, self._limits), sender)
         except TransferRefusedError as refusal:  # there is no place
             await self._turn_away(sender, str(refusal), reader, writer)
         except FrameError as error:

@@ -9,7 +9,7 @@ import contextlib
 import io
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -40,6 +40,7 @@ from protocol.wire.payload import (
     TOKENS_MANIFEST,
     WireKind,
 )
+from protocol.wire.rounds import same_fields
 
 MAX_FRAME_BYTES = 8192
 """No message is larger: a header has at most 4096 bytes, a reason is cut to 1000 characters."""
@@ -349,7 +350,7 @@ def decode_want(request: wire.TransferRequest) -> Want:
     name = request.WhichOneof("request")
     kind = next(kind for kind, own in WANTS.items() if own == name)
     asked = getattr(request, str(name))
-    told = {each.name: getattr(asked, each.name) for each in fields(kind)}
+    told = same_fields(asked, kind)
     if kind is WantManifest and not asked.HasField("newest_round"):
         told["newest_round"] = None
     if kind is WantInput:
