@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.multiprocessing import start_processes  # type: ignore[attr-defined]  # likewise
 
-from atoll.buffers import RunningStatistics
 from atoll.ranks import Ranks
+from atoll.running_statistics import RunningStatistics
 from atoll.weights import Place, Weights
 from node.island.ranks.forkserver import prepare_forkserver
 
