@@ -52,6 +52,9 @@ SAMPLED = 128
 SUMMED_AT_A_LOOK = 1 << 26
 """Values that are read of what is frozen, at most but for the last parameter: a tenth of a second."""
 
+MOST_OPTIMIZERS = 10
+"""Of as many with equal parts of the model each is looked at; not of those that step in a backward pass."""
+
 FAR = 4.0
 """Inner steps that lie between weights that are told apart: nearer ones say nothing."""
 
@@ -284,10 +287,12 @@ class Watch:
                 self._optimizers.saw(optimizer)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it steps much of the model: to look before and after each of hundreds costs too much."""
         if torch.compiler.is_compiling():  # what is compiled runs without
             return False
         own = {id(tensor) for tensor in self._sample}
-        return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
+        stepped = sum(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        return MOST_OPTIMIZERS * stepped >= len(own) > 0
 
     def _moved_by_others(self, values: Tensor) -> None:
         if self._held is not None and len(values) == len(self._held):

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.optimizers import Optimizers
+from atoll.ranks import Ranks
+from atoll.watch import Watch
 from atoll.weights import Weights
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
 from tests.unit.loop_scene import Scene, ends, nudge, scene, work
-from tests.unit.test_loop_weights import Small, flat, weights_of
+from tests.unit.test_loop_weights import Small, flat, places_of, weights_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -345,3 +347,29 @@ async def test_an_average_that_is_left_in_the_model_ends_the_loop(tmp_path: Path
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         train = stepping(model, optimizer, before=nothing, after=swap)
         await refused(one, train, "or an average that is left in the model", model=model)
+
+
+def test_optimizers_of_a_parameter_each_as_in_a_backward_pass_are_not_looked_at_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(10))
+    alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+    watch = Watch(model, places=places_of(model), optimizers=Optimizers(None), ranks=alone)
+    watch.given([], None)
+    looks: list[Tensor] = []
+    values = watch.values
+
+    def counted() -> Tensor:
+        looks.append(values())
+        return looks[-1]
+
+    monkeypatch.setattr(watch, "values", counted)
+    optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
+    for _ in range(3):
+        for optimizer in optimizers:
+            take_steps(model, optimizer, 1)
+        watch.took_a_step(is_first=False)
+    assert len(looks) == 3 and not watch.was_moved
+    take_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    assert len(looks) == 5
+    watch.close()
