@@ -99,6 +99,7 @@ class Session:
         self.is_replaced = False  # weights were taken over; the loop sets it back
         self.steps_at_risk = 0  # trained, and not published yet
         self._has_told_wait = False  # since it trained last
+        self._has_advised = False
 
     def come_in(self) -> None:
         """Connects, takes the global parameters over, and waits for the first plan."""
@@ -125,6 +126,7 @@ class Session:
         assert watch is not None and weights is not None
         if training is not None:
             watch.ends(training.steps, weights.bits)
+            self._tell_advice(watch.advice)
             self.log.tell(logging.INFO, "trained", round=training.round, inner_steps=training.steps)
         own = watch.values()
         self._optimizers.evaluate()
@@ -243,6 +245,11 @@ class Session:
                 "and the run of both",
             )
 
+    def _tell_advice(self, advice: str) -> None:
+        if advice and not self._has_advised and self._ranks.rank == 0:
+            self._has_advised = True
+            self.log.tell(logging.WARNING, advice)
+
     def take_goodbye(self, order: Message) -> None:
         """The end, or that of this connection: the next `serve` connects again, on all ranks."""
         if order["is_over"]:
@@ -284,8 +291,7 @@ class Session:
         if training is None or training.steps < 1:
             return
         assert self._watch is not None
-        if self._watch.was_moved:  # without the other ranks: they may be gone
-            raise self._watch.refusal()
+        self._watch.ends_alone()
         self._optimizers.evaluate()
         self.say(self._trained(training))
         give_up_at = time.monotonic() + LEAVE_SECONDS

@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 
 from atoll.errors import ModelMismatchError
 from atoll.frozen import frozen_of, persistent_buffers
+from atoll.moves import Adoption, Moves
 from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
 from atoll.weights import (
@@ -55,15 +56,6 @@ SUMMED_AT_A_LOOK = 1 << 26
 MOST_OPTIMIZERS = 10
 """Of as many with equal parts of the model each is looked at; not of those that step in a backward pass."""
 
-FAR = 4.0
-"""Inner steps that lie between weights that are told apart: nearer ones say nothing."""
-
-NEAR = 1 / 3
-"""Share of the way to the adopted weights within which the first inner step brings the own ones back."""
-
-MOST_TIMES = 2
-"""Rounds one after another in which that may happen."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
@@ -76,50 +68,6 @@ class Kept:
     def of(cls, tensor: Tensor) -> Self:
         """Of what this rank holds."""
         return cls(few=_few(tensor), bits=bits_of(local_of(tensor)))
-
-
-@dataclass(slots=True, kw_only=True)
-class Adoption:
-    """A few values of the weights before and after they were taken over, and a step later.
-
-    An optimizer that keeps weights of its own where nobody finds them, and a loop that restores what it had
-    put aside, bring their own weights back. What they contribute is the way from the global parameters to
-    those, in each round anew, and the swarm's work never reaches them.
-    """
-
-    _own: Tensor | None = None
-    _adopted: Tensor | None = None
-    _first: Tensor | None = None
-    _times: int = 0
-
-    def took_over(self, own: Tensor, adopted: Tensor) -> None:
-        """The values before and after; of several takings before a step those of the first and the last."""
-        if self._own is None or self._first is not None:
-            self._own, self._first = own, None
-        self._adopted = adopted
-
-    def took_a_step(self, values: Tensor) -> None:
-        """The values after the first inner step since, and after the second.
-
-        Raises ModelMismatchError. The second step tells how long one is: a single long step is no return.
-        """
-        if self._own is None or self._adopted is None:
-            return
-        if self._first is None:
-            self._first = values
-            return
-        own, adopted, first = self._own, self._adopted, self._first
-        self._own = self._adopted = self._first = None
-        way, step = float((own - adopted).norm()), float((values - first).norm())
-        is_back = 0 < FAR * step < way and float((first - own).norm()) < NEAR * way
-        self._times = self._times + 1 if is_back else 0
-        if self._times >= MOST_TIMES:
-            raise ModelMismatchError(
-                f"in {self._times} rounds one after another the first inner step has put this loop's own "
-                "weights back over those taken over from the swarm",
-                next_step="give an optimizer that keeps weights nowhere but in its state, if at all; "
-                "and restore no average or checkpoint into the model that joined",
-            )
 
 
 class Watch:
@@ -151,18 +99,12 @@ class Watch:
         self._bits: list[int] = []  # of the weights as the loop was given them
         self._still_steps = 0  # one after another, of earlier orders, that have changed nothing
         self.has_moved = False  # a step has changed the weights since the loop came in
-        # What follows is of a few values of some weights.
         self._sample = self._sampled()
-        self._held: Tensor | None = (
-            None  # as they were given to the loop, or an optimizer left them
-        )
-        self._found: Tensor | None = None  # as the optimizer that is at work found them
+        self._moves = Moves(held=self.values())
         self._at_work = 0  # optimizers, one within another
-        self._steps = 0  # of this round
-        self._by_optimizers: Tensor | float = 0.0  # the furthest that a step has moved them …
-        self._by_others: Tensor | float = 0.0  # … and anything else …
-        self._times_by_others: Tensor | int = 0  # … and how often
-        self._taken_over: float | None = None  # how far the last adoption but the first has
+        self._taken_over: float | None = (
+            None  # how far the last adoption but the first has moved them
+        )
         self._handles = (
             register_optimizer_step_pre_hook(self._enters),
             register_optimizer_step_post_hook(self._leaves),
@@ -178,23 +120,22 @@ class Watch:
     def given(self, bits: list[int], own: Tensor | None) -> None:
         """The loop has the weights from now on; `own` are values that were replaced, if they were."""
         self._sample = self._sampled()
-        self._held = self.values()
+        now = self.values()
+        self._moves = Moves(held=now)
         self._bits = bits
-        self._at_work, self._steps, self._times_by_others = 0, 0, 0
-        self._by_optimizers = self._by_others = 0.0
-        if own is not None and len(own) == len(self._held):
-            self._adoption.took_over(own, self._held)
-            way = float((own - self._held).norm())
+        self._at_work = 0
+        if own is not None and len(own) == len(now):
+            self._adoption.took_over(own, now)
+            way = float((own - now).norm())
             # What was here at first is nothing that the loop has trained.
             self._taken_over = 0.0 if self._taken_over is None else way
 
     def took_a_step(self, *, is_first: bool) -> None:
         """After an inner step. Raises ModelMismatchError for what may not have changed."""
-        values = self.values()
-        self._moved_by_others(values)
         self._at_work = 0
-        self._steps += 1
-        self._adoption.took_a_step(values)
+        self._moves.came_to(self.values(), by_optimizer=False)
+        self._moves.steps += 1
+        self._adoption.took_a_step(self._moves.held)
         if is_first:
             self.look()
 
@@ -209,9 +150,25 @@ class Watch:
 
     def ends(self, steps: int, bits: Callable[[], list[int]]) -> None:
         """Before what a round has trained is published. Raises ModelMismatchError where that is nothing."""
-        if self._ranks.said_by_any(float(self.was_moved)):
-            raise self.refusal()
+        if self._ranks.said_by_any(float(self._went_astray)):
+            raise self._moves.refusal()
         self.is_still(steps, bits, is_last=True)
+
+    def ends_alone(self) -> None:
+        """The same without the other ranks, which may be gone."""
+        if self._went_astray:
+            raise self._moves.refusal()
+
+    @property
+    def advice(self) -> str:
+        """What to tell of a round that does no harm, and less than it could."""
+        taken, steps = self._moves.optimizer_steps, self._moves.steps
+        if not 0 < 2 * taken < steps:
+            return ""
+        return (
+            f"the optimizer has taken {taken} steps in {steps} calls of step(): call it once for each, with "
+            "the tokens of all its micro-batches, unless a GradScaler has skipped the others"
+        )
 
     def is_still(self, steps: int, bits: Callable[[], list[int]], *, is_last: bool) -> None:
         """Raises ModelMismatchError where too many inner steps have changed nothing.
@@ -246,44 +203,20 @@ class Watch:
         return few_of_all(self._sample)
 
     @property
-    def was_moved(self) -> bool:
-        """Whether anything but an optimizer has moved the weights in this round, once, and far.
-
-        What moves them at most steps is a part of training. What brings them back into bounds now and then
-        moves them less than what has taken them out.
-        """
-        by_optimizers, by_others = float(self._by_optimizers), float(self._by_others)
-        most = max(FAR * by_optimizers, self._taken_over or 0.0)
-        is_rare = 2 * int(self._times_by_others) < self._steps
-        return is_rare and by_optimizers > 0 and most < by_others
-
-    def refusal(self) -> ModelMismatchError:
-        """What to say then."""
-        times = float(self._by_others) / max(float(self._by_optimizers), 1e-30)
-        return ModelMismatchError(
-            f"something beside the optimizer has moved the weights {times:.3g} times as far as its longest "
-            "step of this round, and further than the swarm has: as a checkpoint does that is loaded after "
-            "join, or an average that is left in the model",
-            next_step="load before join, which takes the global parameters over, and put back what you swap "
-            "in for an evaluation",
-        )
+    def _went_astray(self) -> bool:
+        return self._moves.went_astray(self._taken_over or 0.0)
 
     def _enters(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_ours(optimizer):
             self._at_work += 1
             if self._at_work == 1:
-                self._found = self.values()
-                self._moved_by_others(self._found)
+                self._moves.came_to(self.values(), by_optimizer=False)
 
     def _leaves(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_ours(optimizer) and self._at_work:
             self._at_work -= 1
-            if self._at_work == 0 and self._found is not None:
-                self._held = self.values()
-                way = (self._held - self._found).norm()
-                self._by_optimizers = torch.maximum(
-                    way, torch.as_tensor(self._by_optimizers).to(way)
-                )
+            if self._at_work == 0:
+                self._moves.came_to(self.values(), by_optimizer=True)
                 self._optimizers.saw(optimizer)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -293,13 +226,6 @@ class Watch:
         own = {id(tensor) for tensor in self._sample}
         stepped = sum(id(p) in own for group in optimizer.param_groups for p in group["params"])
         return MOST_OPTIMIZERS * stepped >= len(own) > 0
-
-    def _moved_by_others(self, values: Tensor) -> None:
-        if self._held is not None and len(values) == len(self._held):
-            way = (values - self._held).norm()
-            self._by_others = torch.maximum(way, torch.as_tensor(self._by_others).to(way))
-            self._times_by_others = self._times_by_others + (way > 0)
-        self._held = values
 
     # What may not change
 

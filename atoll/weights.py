@@ -314,7 +314,8 @@ def check_trains_no_more(model: nn.Module, places: Iterable[Place]) -> None:
     if more := _trained_besides(model, tensors_of(model, places)):
         raise ModelMismatchError(
             f"this model trains {listed(more)}, which the run does not",
-            next_step="freeze it with requires_grad_(False), or bring the run's model",
+            next_step="freeze it with requires_grad_(False), or bring the run's model; "
+            "load_state_dict(assign=True) unties what was tied",
         )
 
 

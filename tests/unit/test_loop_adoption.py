@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import atoll
-from atoll.watch import Adoption
+from atoll.moves import Adoption
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
 from tests.unit.loop_scene import ends, scene, work

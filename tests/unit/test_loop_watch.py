@@ -369,7 +369,30 @@ def test_optimizers_of_a_parameter_each_as_in_a_backward_pass_are_not_looked_at_
         for optimizer in optimizers:
             take_steps(model, optimizer, 1)
         watch.took_a_step(is_first=False)
-    assert len(looks) == 3 and not watch.was_moved
+    assert len(looks) == 3
+    watch.ends_alone()
     take_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
     assert len(looks) == 5
     watch.close()
+
+
+async def test_a_loop_that_calls_step_for_each_micro_batch_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def train(swarm: atoll.Swarm) -> int:
+            number = 0
+            while not swarm.is_over:
+                if number % 3 == 2:
+                    take_steps(model, optimizer, 1)
+                swarm.step(tokens=1)
+                number += 1
+            return number
+
+        thread = await one.joined(train, model=model)
+        await rounds(one, 3, steps=6)
+        await one.stops(thread)
+        assert caplog.text.count("the optimizer has taken 2 steps in 6 calls of step()") == 1
