@@ -99,7 +99,6 @@ class Session:
         self.is_replaced = False  # weights were taken over; the loop sets it back
         self.steps_at_risk = 0  # trained, and not published yet
         self._has_told_wait = False  # since it trained last
-        self._has_advised = False
 
     def come_in(self) -> None:
         """Connects, takes the global parameters over, and waits for the first plan."""
@@ -126,7 +125,7 @@ class Session:
         assert watch is not None and weights is not None
         if training is not None:
             watch.ends(training.steps, weights.bits)
-            self._tell_advice(watch.advice)
+            self._tell(watch.advice())
             self.log.tell(logging.INFO, "trained", round=training.round, inner_steps=training.steps)
         own = watch.values()
         self._optimizers.evaluate()
@@ -245,10 +244,10 @@ class Session:
                 "and the run of both",
             )
 
-    def _tell_advice(self, advice: str) -> None:
-        if advice and not self._has_advised and self._ranks.rank == 0:
-            self._has_advised = True
-            self.log.tell(logging.WARNING, advice)
+    def _tell(self, advice: Sequence[str]) -> None:
+        if self._ranks.rank == 0:
+            for each in advice:
+                self.log.tell(logging.WARNING, each)
 
     def take_goodbye(self, order: Message) -> None:
         """The end, or that of this connection: the next `serve` connects again, on all ranks."""

@@ -44,6 +44,9 @@ from atoll.weights import (
     tensors_of,
 )
 
+Bits = dict[str, tuple[int, ...]]
+"""Of the tensors of a model, by their names in the run."""
+
 STILL_STEPS = 24
 """Inner steps that may leave a model as it was: a GradScaler's first ones, until its scale has come down."""
 
@@ -96,8 +99,10 @@ class Watch:
         self._frozen = {name: Kept.of(parameter) for name, parameter in frozen_of(model)}
         self._turn = 0
         self._adoption = Adoption()
-        self._bits: list[int] = []  # of the weights as the loop was given them
-        self._still_steps = 0  # one after another, of earlier orders, that have changed nothing
+        self._bits: Bits = {}  # of the weights as the loop was given them
+        self._still_steps = 0  # one after another, of earlier orders, that have changed nothing …
+        self._still: dict[str, int] = {}  # … of these tensors, while others have changed
+        self._told: set[str] = set()  # advice
         self.has_moved = False  # a step has changed the weights since the loop came in
         self._sample = self._sampled()
         self._moves = Moves(held=self.values())
@@ -117,7 +122,7 @@ class Watch:
 
     # A round, in the order of what happens
 
-    def given(self, bits: list[int], own: Tensor | None) -> None:
+    def given(self, bits: Bits, own: Tensor | None) -> None:
         """The loop has the weights from now on; `own` are values that were replaced, if they were."""
         self._sample = self._sampled()
         now = self.values()
@@ -148,41 +153,56 @@ class Watch:
         self._look_at_buffers()
         self._look_at_frozen()
 
-    def ends(self, steps: int, bits: Callable[[], list[int]]) -> None:
+    def ends(self, steps: int, bits: Callable[[], Bits]) -> None:
         """Before what a round has trained is published. Raises ModelMismatchError where that is nothing."""
         if self._ranks.said_by_any(float(self._went_astray)):
             raise self._moves.refusal()
         self.is_still(steps, bits, is_last=True)
 
     def ends_alone(self) -> None:
-        """The same without the other ranks, which may be gone."""
+        """The same as the loop leaves, without the other ranks: they may be gone."""
+        self._moves.came_to(self.values(), by_optimizer=False)
         if self._went_astray:
             raise self._moves.refusal()
 
-    @property
-    def advice(self) -> str:
-        """What to tell of a round that does no harm, and less than it could."""
+    def advice(self) -> list[str]:
+        """What to tell of a round that does no harm, and less good than it could; each but once."""
+        found = {}
         taken, steps = self._moves.optimizer_steps, self._moves.steps
-        if not 0 < 2 * taken < steps:
-            return ""
-        return (
-            f"the optimizer has taken {taken} steps in {steps} calls of step(): call it once for each, with "
-            "the tokens of all its micro-batches, unless a GradScaler has skipped the others"
-        )
+        if 0 < 2 * taken < steps:
+            found["step"] = (
+                f"the optimizer has taken {taken} steps in {steps} calls of step(): call it once for each, "
+                "with the tokens of all its micro-batches, unless a GradScaler has skipped the others"
+            )
+        still = [(name, steps) for name, steps in self._still.items() if steps >= STILL_STEPS]
+        if still:
+            name, steps = still[0]
+            more = f" and {len(still) - 1} more" if len(still) > 1 else ""
+            found["still"] = (
+                f"{steps} inner steps have changed nothing of {name}{more}, which the run trains: where this "
+                "loop trains nothing, it holds back what others train. See whether it is frozen, or no "
+                "optimizer steps it"
+            )
+        new = found.keys() - self._told
+        self._told |= new
+        return [found[each] for each in sorted(new)]
 
-    def is_still(self, steps: int, bits: Callable[[], list[int]], *, is_last: bool) -> None:
+    def is_still(self, steps: int, bits: Callable[[], Bits], *, is_last: bool) -> None:
         """Raises ModelMismatchError where too many inner steps have changed nothing.
 
         A loop that trains another copy would contribute zeros, and with the weight of its tokens. It is
         looked for at a round's end, and once before, until a step has changed something.
         """
-        steps += self._still_steps
+        of_this_round, steps = steps, steps + self._still_steps
         if not is_last and (self.has_moved or steps != STILL_STEPS):
             return
-        is_moved = self._ranks.said_by_any(float(bits() != self._bits))
+        now = bits()
+        is_moved = self._ranks.said_by_any(float(now != self._bits))
         self.has_moved |= is_moved
         if is_last:
             self._still_steps = 0 if is_moved else steps
+            same = [name for name, own in now.items() if own == self._bits.get(name)]
+            self._still = {name: self._still.get(name, 0) + of_this_round for name in same}
         if not is_moved and steps >= STILL_STEPS:
             raise ModelMismatchError(
                 f"{steps} inner steps have changed nothing of the model that joined",

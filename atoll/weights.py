@@ -176,9 +176,14 @@ class Weights:
             held.local.copy_(self._global(held))
 
     @torch.no_grad()
-    def bits(self) -> list[int]:
-        """A sum of the bits of each piece held, by which is seen whether a step has changed anything."""
-        return [bits_of(held.local) for held in self._held(None)]
+    def bits(self) -> dict[str, tuple[int, ...]]:
+        """Sums of the bits that are held of each tensor, by which is seen what a step has changed."""
+        found: dict[str, tuple[int, ...]] = {}
+        for held in self._held(None):
+            if held.local.numel():
+                name = held.place.name
+                found[name] = (*found.get(name, ()), bits_of(held.local))
+        return found
 
     @torch.no_grad()
     def few(self) -> Tensor:

@@ -355,7 +355,7 @@ def test_optimizers_of_a_parameter_each_as_in_a_backward_pass_are_not_looked_at_
     model = nn.ModuleList(nn.Linear(3, 3) for _ in range(10))
     alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
     watch = Watch(model, places=places_of(model), optimizers=Optimizers(None), ranks=alone)
-    watch.given([], None)
+    watch.given({}, None)
     looks: list[Tensor] = []
     values = watch.values
 
@@ -372,7 +372,7 @@ def test_optimizers_of_a_parameter_each_as_in_a_backward_pass_are_not_looked_at_
     assert len(looks) == 3
     watch.ends_alone()
     take_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
-    assert len(looks) == 5
+    assert len(looks) == 6
     watch.close()
 
 
@@ -396,3 +396,43 @@ async def test_a_loop_that_calls_step_for_each_micro_batch_is_told_once(
         await rounds(one, 3, steps=6)
         await one.stops(thread)
         assert caplog.text.count("the optimizer has taken 2 steps in 6 calls of step()") == 1
+
+
+async def test_what_a_loop_leaves_untrained_of_the_run_is_told_once_by_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        *trained, last = model.parameters()
+        last.requires_grad_(False)
+        optimizer = torch.optim.SGD(trained, lr=1e-4)
+        last.requires_grad_(True)  # as the run has it, when the loop joins
+        train = stepping(model, optimizer, before=nothing, after=nothing)
+        thread = await one.joined(train, model=model)
+        await rounds(one, 5, steps=10)
+        await one.stops(thread)
+        name = list(dict(model.named_parameters()))[-1]
+        assert (
+            caplog.text.count(f"30 inner steps have changed nothing of {name}, which the run") == 1
+        )
+
+
+async def test_an_average_that_is_put_in_as_the_loop_leaves_is_not_contributed(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def train(swarm: atoll.Swarm) -> None:
+            for _ in range(5):
+                take_steps(model, optimizer, 1)
+                swarm.step(tokens=1)
+            for parameter in model.parameters():
+                parameter.data += 1.0
+
+        thread = await one.joined(train, model=model)
+        with pytest.raises(LoopGoneError, match="something beside the optimizer has moved"):
+            await one.train(work(steps=9))
+        await ends(thread)
+        assert isinstance(one.ended[-1], atoll.ModelMismatchError)
