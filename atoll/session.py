@@ -4,8 +4,6 @@ Orders are carried out while the loop is in one of the calls of atoll.swarm, and
 ranks go through all of it together: they are given the same orders in the same order.
 """
 
-import hashlib
-import inspect
 import logging
 import math
 import secrets
@@ -13,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch import nn
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
+from atoll.evaluation import Evaluate, digest_of_function, evaluated
 from atoll.frozen import check_frozen, software_of
 from atoll.log_file import LoopLog
 from atoll.optimizers import Optimizers
@@ -32,16 +30,11 @@ from atoll.training import Training
 from atoll.watch import Watch
 from atoll.weights import Place, Weights, check_model, check_scaling, reshard, tensors_of
 
-Evaluate = Callable[[], float | tuple[float, int]]
-
 RATE = "learning_rate"
 """The end of the rules that are learning rates."""
 
 CHILD_SECONDS = 180.0
 """How long a node of our own may take to be there: it loads what it needs, and asks the coordinator."""
-
-SAME = 2**-6
-"""How far weights may be from what they were after an optimizer has changed its mode and back, as a share."""
 
 FIRST_WAIT_SECONDS, WAIT_SECONDS = 10.0, 120.0
 """After which a loop says that it waits for an order: at first, and once it has trained."""
@@ -466,7 +459,16 @@ class Session:
                 self.steps_at_risk = 0
                 return done
             case "evaluate":
-                loss, tokens = self._evaluated(weights)
+                assert self._evaluate is not None and self._statistics is not None
+                assert self._watch is not None
+                loss, tokens = evaluated(
+                    self._evaluate,
+                    model=self._model,
+                    weights=weights,
+                    statistics=self._statistics,
+                    optimizers=self._optimizers,
+                    values=self._watch.values,
+                )
                 return {**done, "kind": "evaluated", "loss": loss, "tokens": tokens}
             case "goodbye" if order["is_over"]:
                 self.over = order["why"]
@@ -507,73 +509,8 @@ class Session:
         self._rules = rules
         self.run = replace(self.run, rounds=int(rules["run.rounds"]))
 
-    def _evaluated(self, weights: Weights) -> tuple[float, int]:
-        """The loss of the global parameters, by the loop's own function; its own weights stay.
-
-        So do the modes of its modules: a function that calls `eval()` need not undo it. Raises SwarmError
-        for what is no loss.
-        """
-        assert self._evaluate is not None and self._statistics is not None
-        own = weights.aside()
-        modes = [(module, module.training) for module in self._model.modules()]
-        weights.show_global()
-        shown = weights.few()
-        try:
-            with self._statistics.of_these_weights():
-                found = self._evaluate()
-            self._optimizers.evaluate()
-            changed = float((weights.few() - shown).norm())
-            has_changed = changed > self._optimizers.have_modes * SAME * float(shown.norm())
-        finally:
-            weights.put_back(own)
-            for module, is_training in modes:
-                module.training = is_training
-        result = _evaluation_of(found)
-        if has_changed:
-            raise ModelMismatchError(
-                "the function given as evaluate=… has left other weights in the model than it found there",
-                next_step="let it measure those, and put back what it changes; an RWKV of transformers does "
-                "with rescale_every = 0 in its config",
-            )
-        return result
-
-
-def digest_of_function(function: Callable[..., Any] | None) -> str:
-    """By which losses of other functions are told apart; empty without a function.
-
-    It is of the source, for bytecode differs by Python's version. What it calls and closes over is not in it.
-    """
-    if function is None:
-        return ""
-    while isinstance(function, partial):
-        function = function.func
-    body = function if inspect.isroutine(function) else type(function).__call__
-    try:
-        source = inspect.getsource(inspect.unwrap(body))
-    except (OSError, TypeError):  # typed into a prompt, or made by exec
-        return "a function without source"
-    lines = [line.strip() for line in source.splitlines() if line.strip()]
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=4).hexdigest()
-
 
 def _not_refused(message: Message | None) -> Message | None:
     if message is not None and message["kind"] == "refused":
         raise SwarmError(message["what"], next_step=message["next_step"])
     return message
-
-
-def _evaluation_of(found: Any) -> tuple[float, int]:
-    """The held-out loss that a loop's function has returned, and its tokens. Raises SwarmError."""
-    try:
-        loss, tokens = found if isinstance(found, tuple) else (found, 0)
-        loss, tokens = float(loss), int(tokens)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        loss = math.nan
-    if not math.isfinite(loss) or tokens < 0:
-        raise SwarmError(
-            f"the function given as evaluate=… has returned {found!r}, and not a finite loss, or that and "
-            "how many tokens it was measured on",
-            next_step="correct it; where the loss is no number on the global parameters, the run has "
-            "diverged: lower the learning rate",
-        )
-    return loss, tokens

@@ -32,10 +32,11 @@ from atoll.errors import (
     SamplesError,
     SwarmError,
 )
+from atoll.evaluation import Evaluate
 from atoll.ranks import Ranks
 from atoll.running_statistics import Compute
 from atoll.samples import Batch, Chunk
-from atoll.session import CHILD_SECONDS, Evaluate, Run, Session
+from atoll.session import CHILD_SECONDS, Run, Session
 from atoll.training import Training
 
 TELL_SECONDS = 0.5
