@@ -4,8 +4,6 @@ Orders are carried out while the loop is in one of the calls of atoll.swarm, and
 ranks go through all of it together: they are given the same orders in the same order.
 """
 
-import hashlib
-import inspect
 import logging
 import math
 import secrets
@@ -13,50 +11,30 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from atoll.adoption import AdoptionWatch
-from atoll.buffers import (
-    BufferWatch,
-    Compute,
-    FrozenWatch,
-    RunningStatistics,
-    check_frozen,
-    software_of,
-)
 from atoll.child import ChildNode
 from atoll.connection import VERSION, Connection, Message
 from atoll.errors import ConnectionLostError, ModelMismatchError, NoNodeError, SwarmError
+from atoll.evaluation import Evaluate, digest_of_function, evaluated
+from atoll.frozen import check_frozen, software_of
 from atoll.log_file import LoopLog
+from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
+from atoll.running_statistics import Compute, RunningStatistics
 from atoll.samples import Chunk
 from atoll.training import Training
-from atoll.weights import (
-    Place,
-    Weights,
-    check_model,
-    check_optimizer,
-    check_scaling,
-    check_trains_no_more,
-    reshard,
-    stepped_besides,
-    tensors_of,
-)
-
-Evaluate = Callable[[], float | tuple[float, int]]
+from atoll.watch import Watch
+from atoll.weights import Place, Weights, check_model, check_scaling, reshard, tensors_of
 
 RATE = "learning_rate"
 """The end of the rules that are learning rates."""
 
 CHILD_SECONDS = 180.0
 """How long a node of our own may take to be there: it loads what it needs, and asks the coordinator."""
-
-STILL_STEPS = 24
-"""Inner steps that may leave a model as it was: a GradScaler's first ones, until its scale has come down."""
 
 FIRST_WAIT_SECONDS, WAIT_SECONDS = 10.0, 120.0
 """After which a loop says that it waits for an order: at first, and once it has trained."""
@@ -93,16 +71,14 @@ class Session:
         wait_seconds: float,
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = Optimizers(optimizer)
         self._ranks = ranks
         self._folder = folder
         self._child = child
         self._evaluate = evaluate
         self._compute_statistics = statistics
         self._statistics: RunningStatistics | None = None
-        self._buffers: BufferWatch | None = None
-        self._frozen: FrozenWatch | None = None
-        self._adoption = AdoptionWatch()
+        self._watch: Watch | None = None
         self._wait_seconds = wait_seconds
         self._connection: Connection | None = None
         self._weights: Weights | None = None
@@ -115,10 +91,7 @@ class Session:
         self.over = ""  # why there will be no further order
         self.is_replaced = False  # weights were taken over; the loop sets it back
         self.steps_at_risk = 0  # trained, and not published yet
-        self.has_moved = False  # a step has changed the model since the loop came in
         self._has_told_wait = False  # since it trained last
-        self._still_steps = 0  # of earlier orders, which have not
-        self._sums: list[int] = []  # of the model as the order in progress found it
 
     def come_in(self) -> None:
         """Connects, takes the global parameters over, and waits for the first plan."""
@@ -137,12 +110,28 @@ class Session:
     def serve(self) -> None:
         """Answers the order to train, and carries out others until the next one, or the end.
 
-        At the end of the run the model's running statistics are computed for what it then holds.
+        At the end of the run the model's running statistics are computed for what it then holds. Raises
+        ModelMismatchError where what was trained is none of the run's work.
         """
         training, self.training = self.training, None
-        answer = None if training is None else self._trained(training)
+        watch, weights = self._watch, self._weights
+        assert watch is not None and weights is not None
         if training is not None:
+            watch.ends(training.steps, weights.bits)
+            self._tell(watch.advice())
             self.log.tell(logging.INFO, "trained", round=training.round, inner_steps=training.steps)
+        own = watch.values()
+        self._optimizers.evaluate()
+        self._carry_out_all(None if training is None else self._trained(training))
+        if self.over:
+            self._settle()
+            return
+        self._optimizers.train()
+        assert self._weights is not None  # others, where the loop has come back
+        watch.given(self._weights.bits(), own if self.is_replaced else None)
+
+    def _carry_out_all(self, answer: Message | None) -> None:
+        """Until an order to train has begun, or it is over."""
         while not self.over:
             try:
                 if answer is not None:
@@ -157,11 +146,11 @@ class Session:
                 answer = None
                 if not self.over:
                     self._come_back(lost.what)
-        self._settle()
 
     def undo_what_came_after(self) -> None:
         """Takes the global parameters over once more: a loop that has not looked has trained a step more."""
         if self._weights is not None:
+            self._optimizers.evaluate()
             self._weights.adopt(None, is_taken=True)
             self._settle()
 
@@ -178,40 +167,20 @@ class Session:
         assert self._weights is not None
         return self._weights.are_finite()
 
-    def look_at_the_rest(self) -> None:
-        """After an inner step. Raises ModelMismatchError for what training changes and no node shares."""
-        assert self._statistics is not None and self._weights is not None
-        assert self._buffers is not None and self._frozen is not None
-        check_trains_no_more(self._model, self._weights.places)
-        self._statistics.look()
-        self._buffers.check()
-        self._frozen.check()
+    def took_a_step(self, training: Training) -> None:
+        """After an inner step. Raises ModelMismatchError for what may not have changed."""
+        assert (
+            self._statistics is not None and self._watch is not None and self._weights is not None
+        )
+        is_first = training.steps == 1
+        if is_first:
+            self._statistics.look()
+        self._watch.took_a_step(is_first=is_first)
 
-    def look_at_adopted(self) -> None:
-        """After a round's first two inner steps. Raises ModelMismatchError where own weights are put back."""
-        if self._adoption.wants_values:
-            assert self._weights is not None
-            self._adoption.took_a_step(self._weights.few())
-
-    def look_at_weights(self, training: Training, *, is_last: bool) -> None:
-        """After an inner step, until one has changed the model. Raises ModelMismatchError if none does.
-
-        A loop that trains another copy would contribute zeros, and with the weight of its tokens.
-        """
-        steps = self._still_steps + training.steps
-        if not (is_last or steps == STILL_STEPS):
-            return
-        assert self._weights is not None
-        moved = float(self._weights.sums() != self._sums)
-        self.has_moved = self._ranks.said_by_any(moved)
-        if is_last:
-            self._still_steps = steps
-        if not self.has_moved and steps >= STILL_STEPS:
-            raise ModelMismatchError(
-                f"{steps} inner steps have changed nothing of the model that joined",
-                next_step="call step() after the optimizer's, and let it step this very model's parameters: "
-                "no copy of it, and a learning rate above 0",
-            )
+    def look_for_change(self, training: Training) -> None:
+        """At a step that all ranks have come to. Raises ModelMismatchError where too many change nothing."""
+        assert self._watch is not None and self._weights is not None
+        self._watch.is_still(training.steps, self._weights.bits, is_last=False)
 
     def say(self, message: Message) -> None:
         """Sends a message. Raises ConnectionLostError, and SwarmError as `hear` does.
@@ -236,7 +205,8 @@ class Session:
 
     def _order(self) -> Message:
         """The next order. A long wait for one to train is told once, at the loop's terminal too."""
-        seconds = WAIT_SECONDS if self.has_moved else FIRST_WAIT_SECONDS
+        has_moved = self._watch is not None and self._watch.has_moved
+        seconds = WAIT_SECONDS if has_moved else FIRST_WAIT_SECONDS
         order = self.hear(None if self._has_told_wait else seconds)
         if order is None:
             self._has_told_wait = True
@@ -266,6 +236,11 @@ class Session:
                 "exchanged, and each node goes on with its own. To share it, make it a part of that model, "
                 "and the run of both",
             )
+
+    def _tell(self, advice: Sequence[str]) -> None:
+        if self._ranks.rank == 0:
+            for each in advice:
+                self.log.tell(logging.WARNING, each)
 
     def take_goodbye(self, order: Message) -> None:
         """The end, or that of this connection: the next `serve` connects again, on all ranks."""
@@ -307,6 +282,9 @@ class Session:
         training, self.training = self.training, None
         if training is None or training.steps < 1:
             return
+        assert self._watch is not None
+        self._watch.ends_alone()
+        self._optimizers.evaluate()
         self.say(self._trained(training))
         give_up_at = time.monotonic() + LEAVE_SECONDS
         while (left := give_up_at - time.monotonic()) > 0:
@@ -317,6 +295,12 @@ class Session:
                 self.say(answer)
             if order["kind"] == "publish":
                 return
+
+    def end(self, why: str, *, is_done: bool) -> None:
+        """Leaves for good, with goodbye."""
+        self.close(why, is_done=is_done)
+        if self._watch is not None:
+            self._watch.close()
 
     def close(self, why: str, *, is_done: bool) -> None:
         """Says goodbye and ends the connection; unless it `is_done` the node may wait for another."""
@@ -396,17 +380,16 @@ class Session:
             for name, shape, offset in welcome["tensors"]
         ]
         try:
-            is_first = self._frozen is None
+            is_first = self._watch is None
             check_model(self._model, places, may_be_frozen=not is_first)
             check_scaling(self._model, welcome["lora_scaling"])
             if is_first:  # of a large body it takes seconds; later changes are watched
                 check_frozen(self._model, welcome["frozen_values"])
                 self._software = software_of(self._model, welcome["frozen_values"])
-            if self._optimizer is not None:
-                check_optimizer(self._model, self._optimizer, places)
-                if is_first:
-                    self._tell_what_stays(stepped_besides(self._model, self._optimizer))
-            self._watch_buffers(places)
+            self._optimizers.check(self._model, places)
+            if is_first:
+                self._tell_what_stays(self._optimizers.stepped_besides(self._model))
+                self._begin_to_watch(places)
         except ModelMismatchError as error:
             connection.say({"kind": "refuses", "why": error.what[:1000]})
             raise
@@ -423,6 +406,7 @@ class Session:
             rank=self._ranks.rank,
             parameters=parameters,
             published=published,
+            copies_of=self._optimizers.copies_of,
         )
         self._run_digest = welcome["run_digest"]
         self.run = Run(
@@ -442,21 +426,21 @@ class Session:
             }
         )
 
-    def _watch_buffers(self, places: Sequence[Place]) -> None:
+    def _begin_to_watch(self, places: Sequence[Place]) -> None:
         """From now on, over all connections. Raises ModelMismatchError."""
-        if self._statistics is None:
-            averaged = tensors_of(self._model, places).values()
-            self._statistics = RunningStatistics(
-                self._model,
-                averaged=averaged,
-                compute=self._compute_statistics,
-                ranks=self._ranks,
-            )
-            self._statistics.refuse_if_untold()
-            self._buffers = BufferWatch(
-                self._model, averaged=averaged, but_for=self._statistics.names
-            )
-            self._frozen = FrozenWatch(self._model)
+        weights = tensors_of(self._model, places).values()
+        self._statistics = RunningStatistics(
+            self._model, averaged=weights, compute=self._compute_statistics, ranks=self._ranks
+        )
+        self._statistics.refuse_if_untold()
+        self._optimizers.find_copies(weights)  # of a state that was loaded
+        self._watch = Watch(
+            self._model,
+            places=places,
+            optimizers=self._optimizers,
+            ranks=self._ranks,
+            but_for=self._statistics.names,
+        )
 
     # The node's orders
 
@@ -467,9 +451,7 @@ class Session:
         done = {"kind": "done", "number": order.get("number", 0)}
         match order["kind"]:
             case "adopt":
-                own = weights.few()
                 weights.adopt(order["fragment"], is_taken=order["is_taken"])
-                self._adoption.took_over(own, weights.few())
                 self.is_replaced = True
                 return done
             case "publish":
@@ -477,7 +459,16 @@ class Session:
                 self.steps_at_risk = 0
                 return done
             case "evaluate":
-                loss, tokens = self._evaluated(weights)
+                assert self._evaluate is not None and self._statistics is not None
+                assert self._watch is not None
+                loss, tokens = evaluated(
+                    self._evaluate,
+                    model=self._model,
+                    weights=weights,
+                    statistics=self._statistics,
+                    optimizers=self._optimizers,
+                    values=self._watch.values,
+                )
                 return {**done, "kind": "evaluated", "loss": loss, "tokens": tokens}
             case "goodbye" if order["is_over"]:
                 self.over = order["why"]
@@ -488,9 +479,6 @@ class Session:
     def _begin(self, order: Message) -> None:
         self._has_told_wait = False
         self._take_rules(order["rules"])
-        if not self.has_moved:
-            assert self._weights is not None
-            self._sums = self._weights.sums()
         now = time.monotonic()
         first, last = order["progress"]
         seconds = order["max_seconds"]
@@ -521,71 +509,8 @@ class Session:
         self._rules = rules
         self.run = replace(self.run, rounds=int(rules["run.rounds"]))
 
-    def _evaluated(self, weights: Weights) -> tuple[float, int]:
-        """The loss of the global parameters, by the loop's own function; its own weights stay.
-
-        So do the modes of its modules: a function that calls `eval()` need not undo it. Raises SwarmError
-        for what is no loss.
-        """
-        assert self._evaluate is not None and self._statistics is not None
-        own = weights.aside()
-        modes = [(module, module.training) for module in self._model.modules()]
-        weights.show_global()
-        shown = weights.few()
-        try:
-            with self._statistics.of_these_weights():
-                found = self._evaluate()
-            has_changed = bool((weights.few() != shown).any())
-        finally:
-            weights.put_back(own)
-            for module, is_training in modes:
-                module.training = is_training
-        result = _evaluation_of(found)
-        if has_changed:
-            raise ModelMismatchError(
-                "the function given as evaluate=… has left other weights in the model than it found there",
-                next_step="let it measure those, and put back what it changes; an RWKV of transformers does "
-                "with rescale_every = 0 in its config",
-            )
-        return result
-
-
-def digest_of_function(function: Callable[..., Any] | None) -> str:
-    """By which losses of other functions are told apart; empty without a function.
-
-    It is of the source, for bytecode differs by Python's version. What it calls and closes over is not in it.
-    """
-    if function is None:
-        return ""
-    while isinstance(function, partial):
-        function = function.func
-    body = function if inspect.isroutine(function) else type(function).__call__
-    try:
-        source = inspect.getsource(inspect.unwrap(body))
-    except (OSError, TypeError):  # typed into a prompt, or made by exec
-        return "a function without source"
-    lines = [line.strip() for line in source.splitlines() if line.strip()]
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=4).hexdigest()
-
 
 def _not_refused(message: Message | None) -> Message | None:
     if message is not None and message["kind"] == "refused":
         raise SwarmError(message["what"], next_step=message["next_step"])
     return message
-
-
-def _evaluation_of(found: Any) -> tuple[float, int]:
-    """The held-out loss that a loop's function has returned, and its tokens. Raises SwarmError."""
-    try:
-        loss, tokens = found if isinstance(found, tuple) else (found, 0)
-        loss, tokens = float(loss), int(tokens)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        loss = math.nan
-    if not math.isfinite(loss) or tokens < 0:
-        raise SwarmError(
-            f"the function given as evaluate=… has returned {found!r}, and not a finite loss, or that and "
-            "how many tokens it was measured on",
-            next_step="correct it; where the loss is no number on the global parameters, the run has "
-            "diverged: lower the learning rate",
-        )
-    return loss, tokens

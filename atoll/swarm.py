@@ -23,13 +23,20 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from atoll.buffers import Compute
 from atoll.child import ChildNode
 from atoll.connection import find_folder
-from atoll.errors import ConnectionLostError, RunOverError, SamplesError, SwarmError
+from atoll.errors import (
+    ConnectionLostError,
+    ModelMismatchError,
+    RunOverError,
+    SamplesError,
+    SwarmError,
+)
+from atoll.evaluation import Evaluate
 from atoll.ranks import Ranks
+from atoll.running_statistics import Compute
 from atoll.samples import Batch, Chunk
-from atoll.session import CHILD_SECONDS, Evaluate, Run, Session
+from atoll.session import CHILD_SECONDS, Run, Session
 from atoll.training import Training
 
 TELL_SECONDS = 0.5
@@ -130,18 +137,16 @@ class Swarm:
         session.steps_at_risk += 1
         if loss is not None:
             training.add_loss(loss)
-        if training.steps == 1:
-            session.look_at_the_rest()
-        session.look_at_adopted()
+        session.took_a_step(training)
         self._tell_now_and_then(training)
         if training.steps >= training.look_at:
             more_steps = self._ranks.said_by_first(lambda: self._more_steps(training))
             training.look_at = training.steps + more_steps
-            if not session.has_moved:
-                session.look_at_weights(training, is_last=more_steps == 0)
             if more_steps == 0:
                 self._last = training
                 session.serve()
+            else:
+                session.look_for_change(training)
         current = session.training
         return Step(
             round=(current or training).round,
@@ -203,12 +208,15 @@ class Swarm:
             self._session.log.tell(
                 logging.WARNING, "the node was gone before it had what was trained last"
             )
+        except ModelMismatchError as error:
+            self._end(str(error), is_done=False)
+            raise
         self._end(why, is_done=True)
 
     def _end(self, why: str, *, is_done: bool) -> None:
         if is_done:
             self._session.log.tell(logging.INFO, "left the swarm", why=self._session.over or why)
-        self._session.close(why, is_done=is_done)
+        self._session.end(why, is_done=is_done)
         if self._child is not None:
             self._child.end()
 

@@ -12,9 +12,9 @@ it.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ _NAMED_AT_MOST = 3
 PIECE_ELEMENTS = 1 << 23
 """32 MiB in fp32, of which a device holds five at once."""
 
-FEW_OF_PIECE = 64
-"""Values of a piece, at most, by which weights are known again."""
+FEW = 64
+"""Values of a tensor, at most, by which it is known again."""
 
 _EXACT = (torch.float32, torch.float64)
 """Types that hold every value of the outer state."""
@@ -62,6 +62,7 @@ class Held:
     local: Tensor
     start: tuple[int, ...]
     publishes: bool  # whether this rank does, of those that hold the same
+    copies: tuple[Tensor, ...] = ()  # of `local`, that an optimizer keeps for itself
 
     def within(self, vector: Tensor, first: int = 0) -> Tensor:
         """The part within a vector that begins with this element of the canonical one.
@@ -84,7 +85,21 @@ class Held:
             return
         first, *others = self.start
         for at in range(0, len(self.local), rows):
-            yield replace(self, local=self.local[at : at + rows], start=(first + at, *others))
+            yield replace(
+                self,
+                local=self.local[at : at + rows],
+                start=(first + at, *others),
+                copies=tuple(copy[at : at + rows] for copy in self.copies),
+            )
+
+    def put(self, values: Tensor) -> None:
+        """Sets the values, and moves the copies by as much."""
+        before = self.local.clone() if self.copies else self.local
+        self.local.copy_(values)
+        for copy in self.copies:
+            moved = copy + (self.local.to(copy) - before.to(copy))
+            # What was the same stays so, to the last bit.
+            copy.copy_(torch.where(copy == before.to(copy), self.local.to(copy), moved))
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -107,6 +122,7 @@ class Weights:
     rank: int
     parameters: Tensor  # global, read-only
     published: Tensor  # local, of the fragment that was published last; it begins with that
+    copies_of: Callable[[Tensor], Iterable[Tensor]] = lambda _: ()  # that an optimizer keeps
     # By the keys of pieces: b, where it is not r(g), in memory of the CPU …
     _bases: dict[tuple[str, tuple[int, ...]], Tensor] = field(default_factory=dict)
     # … and x when it was published, of inexact types.
@@ -117,7 +133,7 @@ class Weights:
         """Takes over global parameters: of a fragment by the run's overlap, or all, and nothing stays."""
         for held in self._held(fragment):
             if fragment is None or self.overlap == "none":
-                held.local.copy_(self._global(held))
+                held.put(self._global(held))
                 self._bases.pop(held.key, None)
             elif self.overlap == "keep" or not is_taken:
                 # What was not taken is all still owed.
@@ -160,22 +176,20 @@ class Weights:
             held.local.copy_(self._global(held))
 
     @torch.no_grad()
-    def sums(self) -> list[int]:
-        """A sum of the bits of each piece held, by which is seen whether a step has changed anything."""
-        return [
-            int(held.local.view(_BITS[held.local.element_size()]).sum().item())
-            for held in self._held(None)
-        ]
+    def bits(self) -> dict[str, tuple[int, ...]]:
+        """Sums of the bits that are held of each tensor, by which is seen what a step has changed."""
+        found: dict[str, tuple[int, ...]] = {}
+        for held in self._held(None):
+            if held.local.numel():
+                name = held.place.name
+                found[name] = (*found.get(name, ()), bits_of(held.local))
+        return found
 
     @torch.no_grad()
     def few(self) -> Tensor:
-        """Some values of each piece held, evenly chosen, fp32 in memory of the CPU."""
-        found = [torch.empty(0)]
-        for held in self._held(None):
-            flat = held.local.reshape(-1)
-            chosen = flat[:: len(flat) // FEW_OF_PIECE + 1]
-            found.append(_fp32(chosen).cpu())
-        return torch.cat(found)
+        """A few values of each tensor, by which the weights are known again."""
+        reshard(self.model)
+        return few_of_all(tensors_of(self.model, self.places).values())
 
     @torch.no_grad()
     def are_finite(self) -> bool:
@@ -187,23 +201,23 @@ class Weights:
         new = self._global(held)
         published = held.within(self.published, first).to(held.local.device)
         if held.local.dtype in _EXACT:
-            held.local.sub_(published.to(held.local), alpha=1 - share)
-            held.local.add_(new.to(held.local), alpha=1 - share)
+            rest = held.local.sub(published.to(held.local), alpha=1 - share)
+            held.put(rest.add_(new.to(held.local), alpha=1 - share))
             return
-        since = _fp32(held.local) - _fp32(self._at_publish[held.key])
+        since = _fp32(held.local) - _fp32(self._at_publish[held.key].to(held.local.device))
         self._settle(held, new + since + share * (published - new), new)
 
     def _blend(self, held: Held) -> None:
         """Mixes: local = share · local + (1 − share) · global."""
         new = self._global(held)
         if held.local.dtype in _EXACT:
-            held.local.lerp_(new.to(held.local), 1 - self.local_share)
+            held.put(held.local.lerp(new.to(held.local), 1 - self.local_share))
             return
         self._settle(held, _fp32(held.local).lerp(new, 1 - self.local_share), new)
 
     def _settle(self, held: Held, target: Tensor, new: Tensor) -> None:
         """Sets a parameter to `target`, rounded, and remembers what then stands for global alone."""
-        held.local.copy_(target)
+        held.put(target)
         self._bases[held.key] = (_fp32(held.local) - (target - new)).to("cpu")
 
     def _base_of(self, held: Held, new: Tensor) -> Tensor:
@@ -222,9 +236,15 @@ class Weights:
             first, num_elements = self.fragments[fragment]
             past = first + num_elements
         tensors = tensors_of(self.model, self.places)
+        check_shapes(tensors, self.places)
         for place in self.places:
             if first <= place.offset < past:
-                yield from held_of(place, tensors[place.name], rank=self.rank).pieces()
+                tensor = tensors[place.name]
+                held = held_of(place, tensor, rank=self.rank)
+                copies = tuple(
+                    held_of(place, copy, rank=self.rank).local for copy in self.copies_of(tensor)
+                )
+                yield from replace(held, copies=copies).pieces()
 
 
 def check_model(model: nn.Module, places: Sequence[Place], *, may_be_frozen: bool = False) -> None:
@@ -233,14 +253,7 @@ def check_model(model: nn.Module, places: Sequence[Place], *, may_be_frozen: boo
     A loop that has trained `may_be_frozen` in part for now, as one network of a GAN while the other trains.
     """
     tensors = tensors_of(model, places)
-    absent = [place for place in places if place.name not in tensors]
-    more = _trained_besides(model, tensors)
-    if absent:
-        raise ModelMismatchError(
-            f"the run trains {_listed((p.name, p.shape) for p in absent)}, and this model has no such tensor"
-            + (f"; what it trains is {_listed(more)}" if more else ""),
-            next_step="bring the model that the run was made for",
-        )
+    check_shapes(tensors, places, besides=_trained_besides(model, tensors))
     own: dict[tuple[int, int], str] = {}
     for place in places:
         tensor = tensors[place.name]
@@ -250,17 +263,40 @@ def check_model(model: nn.Module, places: Sequence[Place], *, may_be_frozen: boo
                 "cannot hold the values of both",
                 next_step="build it as the run's, for transformers with tie_word_embeddings=False",
             )
-        if (tuple(tensor.shape) or _SCALAR) != place.shape:
-            raise ModelMismatchError(
-                f"{place.name} is {list(tensor.shape)} in this model and {list(place.shape)} in the run",
-                next_step="bring a model of the run's sizes",
-            )
         if isinstance(tensor, nn.Parameter) and not (tensor.requires_grad or may_be_frozen):
             raise ModelMismatchError(
                 f"the run trains {place.name}, and it is frozen in this model",
                 next_step="call requires_grad_(True) on it, or bring what the run freezes too",
             )
     check_trains_no_more(model, places)
+
+
+def check_shapes(
+    tensors: Mapping[str, Tensor],
+    places: Iterable[Place],
+    *,
+    besides: Sequence[tuple[str, tuple[int, ...]]] = (),
+) -> None:
+    """Raises ModelMismatchError where the model lacks a tensor of the run, or has one of another shape.
+
+    Also in mid-run: a weight that is parametrized, pruned or merged has another name, and embeddings are
+    resized.
+    """
+    absent = [place for place in places if place.name not in tensors]
+    if absent:
+        raise ModelMismatchError(
+            f"the run trains {listed((p.name, p.shape) for p in absent)}, and this model has no such tensor"
+            + (f"; what it trains is {listed(besides)}" if besides else ""),
+            next_step="bring the model that the run was made for, and let it have those tensors until the "
+            "loop has left",
+        )
+    for place in places:
+        shape = tuple(tensors[place.name].shape)
+        if (shape or _SCALAR) != place.shape:
+            raise ModelMismatchError(
+                f"{place.name} is {list(shape)} in this model and {list(place.shape)} in the run",
+                next_step="bring a model of the run's sizes, and do not change them until the loop has left",
+            )
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
@@ -282,8 +318,9 @@ def check_trains_no_more(model: nn.Module, places: Iterable[Place]) -> None:
     """
     if more := _trained_besides(model, tensors_of(model, places)):
         raise ModelMismatchError(
-            f"this model trains {_listed(more)}, which the run does not",
-            next_step="freeze it with requires_grad_(False), or bring the run's model",
+            f"this model trains {listed(more)}, which the run does not",
+            next_step="freeze it with requires_grad_(False), or bring the run's model; "
+            "load_state_dict(assign=True) unties what was tied",
         )
 
 
@@ -314,45 +351,6 @@ def check_scaling(model: nn.Module, scaling: float | None) -> None:
                     f"{scaling:g}, which is alpha / rank of its [lora]",
                     next_step="give LoraConfig the run's lora_alpha, and leave use_rslora out",
                 )
-
-
-def check_optimizer(model: nn.Module, optimizer: Any, places: Sequence[Place]) -> None:
-    """Raises ModelMismatchError where an optimizer leaves out what the run trains.
-
-    As one does that was made before the model was moved, wrapped or sharded. Takes one, or several.
-    """
-    stepped = {id(parameter) for parameter in _stepped(optimizer)}
-    tensors = tensors_of(model, places)
-    left_out = [
-        (place.name, place.shape)
-        for place in places
-        if isinstance(tensors[place.name], nn.Parameter) and id(tensors[place.name]) not in stepped
-    ]
-    if left_out:
-        raise ModelMismatchError(
-            f"the optimizer does not step {_listed(left_out)}",
-            next_step="make it from model.parameters() after the model was moved, wrapped or sharded",
-        )
-
-
-def stepped_besides(model: nn.Module, optimizer: Any) -> str:
-    """What an optimizer steps that is no part of the model, in words; empty where there is nothing."""
-    own = {id(parameter) for parameter in model.parameters()}
-    besides = [each for each in _stepped(optimizer) if id(each) not in own and each.requires_grad]
-    return _listed(("a parameter", tuple(each.shape)) for each in besides)
-
-
-def _stepped(optimizer: Any) -> list[Tensor]:
-    """Raises ModelMismatchError for what is no optimizer of torch."""
-    found: list[Tensor] = []
-    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-        if not hasattr(each, "param_groups"):
-            raise ModelMismatchError(
-                f"join(model, optimizer) was given a {type(each).__name__}, which has no param_groups",
-                next_step="give an optimizer of torch, or a list of several",
-            )
-        found += [parameter for group in each.param_groups for parameter in group["params"]]
-    return found
 
 
 def tensors_of(model: nn.Module, places: Iterable[Place]) -> dict[str, Tensor]:
@@ -433,7 +431,39 @@ def _fp32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32)
 
 
-def _listed(named: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+def local_of(tensor: Tensor) -> Tensor:
+    """The values that this rank holds of it."""
+    from torch.distributed.tensor import DTensor
+
+    values = tensor.detach()
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
+def few_of_all(tensors: Iterable[Tensor]) -> Tensor:
+    """Some values that this rank holds of each tensor, evenly chosen, in fp32: it costs one copy of them."""
+    few = [_few(tensor) for tensor in tensors]
+    if not few:
+        return torch.empty(0)
+    return _fp32(torch.cat([each.to(few[0].device) for each in few]))
+
+
+def _few(tensor: Tensor) -> Tensor:
+    local = local_of(tensor)
+    step = local.numel() // FEW + 1
+    if local.is_contiguous():
+        return local.view(-1)[::step]
+    chosen = torch.arange(0, local.numel(), step, device=local.device)
+    return local[torch.unravel_index(chosen, local.shape)]
+
+
+def bits_of(local: Tensor) -> int:
+    """A sum of the bits of its values, the same on every device: no order of adding changes it."""
+    if local.is_complex():
+        local = torch.view_as_real(local)
+    return int(local.view(_BITS[local.element_size()]).sum().item())
+
+
+def listed(named: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """The first few names with their shapes, and how many more."""
     all_named = list(named)
     told = ", ".join(f"{name} {list(shape)}" for name, shape in all_named[:_NAMED_AT_MOST])

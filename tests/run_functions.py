@@ -101,6 +101,20 @@ def bigrams(rows: int = 256) -> Any:
     return nn.Embedding(rows, 256), loss
 
 
+def llama() -> Any:
+    """A model of transformers', made here."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, vocab_size=256, num_attention_heads=2, rope_theta=5e5)
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        tokens, targets = batch
+        return F.cross_entropy(module(tokens).logits.flatten(0, 1), targets.flatten())
+
+    return LlamaForCausalLM(config), loss
+
+
 def net_with_frozen_table() -> Any:
     module = Net(8, 40)
     module.table.weight.requires_grad_(False)

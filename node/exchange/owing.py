@@ -455,13 +455,14 @@ class Owing:
     def _say_cut(self, rounds: float, commit: Commit) -> None:
         self.let_go_rounds += rounds
         log.warning(
-            "a part of this node's work does not count, and is let go: it is longer than that of others, or "
-            "most of theirs points against it",
+            "this node's work moves the weights more than twice as far as the others' does, or against most "
+            "of it: the swarm has not taken all of it, and the rest is let go",
             round=commit.round,
             fragment=commit.fragment,
             rounds_of_work=float(f"{rounds:.2g}"),
             by_this_process=float(f"{self.let_go_rounds:.3g}"),
-            next_step="see whether this node's data or learning rate differ from the others'",
+            next_step="give this node the learning rate, the tokens of a step and the data that the others "
+            "have; a training loop sets its own rate, and swarm.learning_rate is the run's",
         )
 
     def _settle_taken(self, outcome: SliceOutcome, span: slice, encoded: Opened) -> None:

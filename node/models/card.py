@@ -116,11 +116,13 @@ def card_of(spec: RunSpec, origin: Origin, form: Form, *, tokenizer_by: str, pro
     `tokenizer_by` is transformers' class that reads the tokenizer; empty where there is none.
     """
     is_adapter = spec.adapters is not None and not form.is_merged
+    is_function = isinstance(spec.model, FunctionModel)  # which may build a model of any kind
     library = "peft" if is_adapter else "transformers"
     return "\n".join(
         [
             "---",
-            *([] if problem else [f"library_name: {library}", "pipeline_tag: text-generation"]),
+            *([] if problem else [f"library_name: {library}"]),
+            *([] if problem or is_function else ["pipeline_tag: text-generation"]),
             *([f"base_model: {form.base_name}"] if spec.adapters and form.base_name else []),
             "tags:",
             "- atoll",
@@ -270,7 +272,11 @@ def _way_to_load(spec: RunSpec, form: Form, tokenizer_by: str, problem: str) -> 
             "```\n"
         )
     if isinstance(spec.model, FunctionModel):
-        return _way_to_load_function(spec, spec.model, form)
+        way = _way_to_load_function(spec, spec.model, form)
+        kinds = spec.description.config.get("architectures") if spec.description else None
+        if kinds and not problem:
+            way += f'\nAs transformers loads it: `transformers.{kinds[0]}.from_pretrained(".")`.\n'
+        return way
     if problem:
         return (
             f"transformers has no model like it: {problem}. Weights are in the safetensors format, by "

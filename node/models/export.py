@@ -149,7 +149,7 @@ def _write_settings(
         config, problem = _config_of(spec, described, has_all=form.has_all)
         if not problem:
             config["torch_dtype"] = TORCH_NAMES[form.dtype]
-            if config["eos_token_id"] is None and end_of_text is not None:
+            if config.get("eos_token_id") is None and end_of_text is not None:
                 config["eos_token_id"] = end_of_text
         _write_json(folder / CONFIG, config)
     if described.generation_config:
@@ -236,17 +236,17 @@ def _config_of(
 ) -> tuple[dict[str, Any], str]:
     """config.json, and why transformers does not know what it says."""
     if not isinstance(spec.model, DecoderModel):
-        problem = "the run's own function builds the model"
+        problem = "" if described.config else "the run's own function builds the model"
         missing = [
             *(["its running statistics"] if described.num_running_statistics else []),
             *(["what is not trained"] if described.num_frozen else []),
         ]
         if missing and not has_all:
+            problem += f"{', and ' if problem else ''}the file is without {' and '.join(missing)}: "
             problem += (
-                f", and the file is without {' and '.join(missing)}: --code FOLDER adds all by the run's "
-                f"functions, and {CARD} has lines that do"
+                f"--code FOLDER adds all by the run's functions, and {CARD} has lines that do"
             )
-        return {"model_type": "atoll-function"}, problem
+        return described.config or {"model_type": "atoll-function"}, problem
     config = config_of(spec.model, described.config)
     if config is not None:
         return config, ""

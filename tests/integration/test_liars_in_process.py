@@ -129,9 +129,11 @@ def test_who_pulls_against_the_others_in_all_rounds_sits_out_and_the_run_goes_on
     assert attacked.final.is_finished and not attacked.final.rulings
     planned = [c.round for c in attacked.commits if LIAR in {a.node_id for a in c.assignments}]
     assert MOST_AGAINST <= max(planned) <= MOST_AGAINST + 2
-    whole = "a part of this node's work does not count, and is let go"
+    whole = (
+        "this node's work moves the weights more than twice as far as the others' does, or against"
+    )
     told = [each["next_step"] for each in logs if each["event"].startswith(whole)]
-    assert told and "whether this node's data" in told[0]
+    assert told and "the data that the others have" in told[0]
     others = [m for n, m in attacked.final.members.items() if n != LIAR]
     assert all(member.against == Against() for member in others)
     assert len(attacked.digests) == NUM_NODES

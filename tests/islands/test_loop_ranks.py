@@ -18,9 +18,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.multiprocessing import start_processes  # type: ignore[attr-defined]  # likewise
 
-from atoll.buffers import RunningStatistics
+from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
-from atoll.weights import Place, Weights
+from atoll.running_statistics import RunningStatistics
+from atoll.watch import Watch
+from atoll.weights import Place, Weights, local_of
 from node.island.ranks.forkserver import prepare_forkserver
 
 SIZES = (7, 10, 3)  # of which 10 alone is a multiple of a number of ranks here
@@ -108,10 +110,32 @@ def live(rank: int, mesh: str, store: str, parameters: Tensor, published: Tensor
         for parameter in model.parameters():
             parameter.mul_(2)
     weights.publish(0)
+    watch_steps(model, weights, ranks)
     assert ranks.said_by_first(lambda: 17 if rank == 0 else 99) == 17
     assert ranks.same_for_all(f"rank {rank}") == "rank 0"
     dist.barrier()
     dist.destroy_process_group()
+
+
+def watch_steps(model: Small, weights: Weights, ranks: Ranks) -> None:
+    """An optimizer that keeps copies of the weights steps, and what it keeps is adopted too."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = Optimizers(optimizer)
+    weights.copies_of = optimizers.copies_of
+    for parameter in model.parameters():
+        optimizer.state[parameter]["slow"] = parameter.detach().clone()
+        parameter.grad = torch.ones_like(parameter)
+    watch = Watch(model, places=weights.places, optimizers=optimizers, ranks=ranks)
+    watch.given(weights.bits(), None)
+    optimizer.step()
+    watch.took_a_step(is_first=True)
+    watch.ends(1, weights.bits)
+    assert watch.has_moved and not watch.advice()
+    weights.adopt(None, is_taken=True)
+    for parameter in model.parameters():
+        (slow,) = optimizers.copies_of(parameter)
+        torch.testing.assert_close(local_of(slow), local_of(parameter) + 0.1)
+    watch.close()
 
 
 @pytest.mark.parametrize("mesh", MESHES)

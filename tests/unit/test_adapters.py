@@ -13,8 +13,9 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from atoll import ModelMismatchError
-from atoll.buffers import check_frozen
-from atoll.weights import Place, check_model, check_optimizer, check_scaling
+from atoll.frozen import check_frozen
+from atoll.optimizers import Optimizers
+from atoll.weights import Place, check_model, check_scaling
 from node.island.data.dataset import held_out_choice, read_corpus
 from node.island.loops.messages import welcome
 from node.island.models.describing import describe, export_state, first_vector
@@ -239,7 +240,7 @@ def test_a_loop_s_model_of_peft_is_the_run_s_and_another_alpha_or_base_is_not(
 
     model = adapted(base)
     compare(model)
-    check_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), places)
+    Optimizers(torch.optim.SGD(model.parameters(), lr=1.0)).check(model, places)
     compare(torch.nn.ModuleDict({"module": model}))  # as DistributedDataParallel names it
     with pytest.raises(ModelMismatchError, match=r"self_attn.q_proj is scaled by 4, and the run's"):
         compare(adapted(base, lora_alpha=16))

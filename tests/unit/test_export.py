@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from node.island.models.describing import describe, first_vector
 from node.island.models.first_weights import initial_parameters
 from node.models.card import DType, Origin, contributions_of
 from node.models.export import export_model
@@ -26,7 +27,8 @@ from protocol.errors import (
     SystemRefusedError,
     UsageError,
 )
-from protocol.run.models import DecoderModel, Description, layout_of
+from protocol.run.models import DecoderModel, Description, FunctionModel, layout_of
+from protocol.run.run_spec import DataSection, RunSpec
 from protocol.wire.rounds import (
     Commit,
     Contributor,
@@ -282,3 +284,31 @@ def test_the_card_says_who_trained_how_much(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "out" / "atoll.json").read_text())
     assert about["tokens_by_node"] == {"b": 120, "a": 100}
     assert card.startswith("---\nlibrary_name: transformers\n")
+
+
+def test_a_transformers_model_that_a_function_builds_loads_there_from_its_export(
+    tmp_path: Path,
+) -> None:
+    undescribed = RunSpec(
+        model=FunctionModel(source="function", function="tests.run_functions:llama", context=16),
+        data=DataSection(source="text", paths=("*.txt",), held_out=0.2),
+    )
+    spec = undescribed.model_copy(update={"description": describe(undescribed, None)})
+    parameters = first_vector(spec)
+    out = tmp_path / "model"
+    assert export_model(spec=spec, parameters=parameters, origin=ORIGIN, out=out) == ""
+    config = json.loads((out / "config.json").read_text())
+    assert (config["architectures"], config["hidden_size"]) == (["LlamaForCausalLM"], 16)
+    card = (out / "README.md").read_text()
+    assert 'transformers.LlamaForCausalLM.from_pretrained(".")' in card
+
+    import transformers  # takes seconds
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.rope_parameters["rope_theta"] == 5e5
+    places = {place.name: place for place in layout_of(spec).places}
+    for name, values in model.named_parameters():
+        place = places.pop(name)
+        own = parameters[place.offset : place.offset + place.num_elements]
+        assert np.array_equal(values.detach().flatten().numpy(), own), name
+    assert not places

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import atoll
-from atoll.adoption import AdoptionWatch
+from atoll.moves import Adoption
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
 from tests.unit.loop_scene import ends, scene, work
@@ -68,7 +68,7 @@ def rounds(
     draws: torch.Generator, *, steps: int, length: float, rate: float, spread: float, keeps: float
 ) -> None:
     """Eight rounds of a loop whose steps have a common direction, and which `keeps` so much of its own."""
-    watch = AdoptionWatch()
+    adoption = Adoption()
     direction = torch.randn(SIZE, generator=draws)
     state = torch.zeros(SIZE)
     own = state.clone()
@@ -77,13 +77,12 @@ def rounds(
         return values + length * (direction + spread * torch.randn(SIZE, generator=draws))
 
     for _ in range(8):
-        for number in range(steps):
+        for _ in range(steps):
             own = step(own)
-            if number < 2 and watch.wants_values:
-                watch.took_a_step(own)
+            adoption.took_a_step(own)
         others = steps * length * (direction + 0.5 * torch.randn(SIZE, generator=draws))
         state = state + rate * (0.5 * (own - state) + 0.5 * others)
-        watch.took_over(own, state)
+        adoption.took_over(own, state)
         own = keeps * own + (1 - keeps) * state
 
 

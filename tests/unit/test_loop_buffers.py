@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.buffers import BufferWatch, RunningStatistics
 from atoll.errors import ModelMismatchError, SwarmError
+from atoll.optimizers import Optimizers
 from atoll.ranks import Ranks
+from atoll.running_statistics import RunningStatistics
+from atoll.watch import Watch
 from node.island.models import architecture as of_ranks
 from protocol.errors import ConfigError
 
@@ -120,8 +122,22 @@ class Counting(nn.Module):
         return x * self.mask
 
 
-def watch_of(model: nn.Module) -> BufferWatch:
-    return BufferWatch(model, averaged=(), but_for=statistics_of(model, None).names)
+class Looking:
+    """A loop's watch over a model of which the run trains nothing, called as that of ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        model.requires_grad_(False)
+        names = statistics_of(model, None).names
+        self._watch = Watch(
+            model, places=(), optimizers=Optimizers(None), ranks=ALONE, but_for=names
+        )
+
+    def check(self) -> None:
+        self._watch.look()
+
+
+def watch_of(model: nn.Module) -> Looking:
+    return Looking(model)
 
 
 def test_other_buffers_that_training_changes_are_refused_by_name_and_caches_are_not() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import atoll
-from atoll.session import digest_of_function
+from atoll.evaluation import digest_of_function
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
 from tests.unit.loop_scene import (
@@ -91,6 +91,39 @@ async def test_an_evaluation_that_is_no_loss_ends_the_loop_with_what_it_was(
             await one.island.evaluate()
         await ends(thread)
         assert isinstance(one.ended[0], atoll.SwarmError)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_average", [False, True])
+async def test_an_average_that_is_measured_in_the_place_of_the_global_parameters_ends_the_loop(
+    tmp_path: Path, is_average: bool, is_compiled: bool
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        forward = torch.compile(model, backend="eager", fullgraph=True) if is_compiled else model
+
+        def evaluate() -> float:
+            own = [parameter.clone() for parameter in model.parameters()]
+            with torch.no_grad():
+                for parameter in model.parameters() if is_average else ():
+                    parameter.mul_(0.9)
+                forward(torch.zeros(1, 4, dtype=torch.int64))
+                for parameter, value in zip(model.parameters(), own, strict=True):
+                    parameter.copy_(value)
+            return 1.5
+
+        thread = await one.joined(
+            lambda swarm: swarm.step(tokens=1), model=model, evaluate=evaluate
+        )
+        await one.train(work(steps=1))
+        if is_average:
+            with pytest.raises(LoopGoneError, match="has measured other weights than those that"):
+                await one.island.evaluate()
+        else:
+            found = await one.island.evaluate()
+            assert found is not None and found.loss == 1.5
+            await one.stops(thread)
+        await ends(thread)
 
 
 async def test_a_model_trains_on_in_its_own_modes_after_an_evaluation(tmp_path: Path) -> None:

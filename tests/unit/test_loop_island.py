@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import atoll
-from atoll.session import STILL_STEPS
 from atoll.training import MOST_SKIPPED
+from atoll.watch import STILL_STEPS
 from node.island.data.dataset import Batch, Corpus, Indices
 from node.island.data.manifest import Split
 from node.island.data.opening import open_dataset

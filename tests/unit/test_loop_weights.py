@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import atoll
-from atoll import buffers
-from atoll.buffers import FrozenWatch, check_frozen, few_values, software_of, summed
+from atoll import watch
+from atoll.frozen import check_frozen, few_values, software_of, summed
+from atoll.optimizers import Optimizers
+from atoll.ranks import Ranks
+from atoll.watch import Watch
 from atoll.weights import (
     Overlap,
     Place,
     Weights,
     canonical,
     check_model,
-    check_optimizer,
 )
 from node.island.models.architecture import FEW, SUMS, few_values_of
 
@@ -321,15 +323,16 @@ def test_tied_parameters_count_once_under_either_name() -> None:
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     model = Small()
-    check_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), places_of(model))
+    Optimizers(torch.optim.SGD(model.parameters(), lr=1.0)).check(model, places_of(model))
     halves: list[Any] = [
         torch.optim.SGD(part.parameters(), lr=1.0) for part in (model.first, model.second)
     ]
-    check_optimizer(model, halves, places_of(model))
+    Optimizers(halves).check(model, places_of(model))
     with pytest.raises(atoll.ModelMismatchError, match=r"does not step second\.weight"):
-        check_optimizer(model, halves[0], places_of(model))
+        Optimizers(halves[0]).check(model, places_of(model))
     with pytest.raises(atoll.ModelMismatchError, match=r"first.weight \[6, 5\]"):
-        check_optimizer(model, torch.optim.SGD(Small().parameters(), lr=1.0), places_of(model))
+        other = torch.optim.SGD(Small().parameters(), lr=1.0)
+        Optimizers(other).check(model, places_of(model))
 
 
 def test_what_is_no_optimizer_is_refused_by_its_type() -> None:
@@ -338,7 +341,7 @@ def test_what_is_no_optimizer_is_refused_by_its_type() -> None:
     for other in ({"both": optimizer}, [torch.optim.lr_scheduler.StepLR(optimizer, 3)]):
         kind = type(other[0] if isinstance(other, list) else other).__name__
         with pytest.raises(atoll.ModelMismatchError, match=f"was given a {kind}, which has no"):
-            check_optimizer(model, other, places_of(model))
+            Optimizers(other).check(model, places_of(model))
 
 
 def head_on_a_body(seed: int, dtype: torch.dtype = torch.float32) -> Small:
@@ -444,33 +447,38 @@ def test_a_buffer_of_the_checkpoint_that_the_run_names_is_compared_and_statistic
     check_frozen(model, few)
 
 
+def watch_of(model: nn.Module) -> Watch:
+    alone = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+    return Watch(model, places=(), optimizers=Optimizers(None), ranks=alone)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_a_loop_that_changes_any_value_of_what_is_frozen_is_refused(dtype: torch.dtype) -> None:
     """As a codebook does, of which training moves the rows that were used."""
     model = nn.Module()
     model.codes = nn.Parameter((torch.rand(3000) * 99).to(dtype), requires_grad=False)
     model.other = nn.Parameter(torch.ones(2), requires_grad=False)
-    watch = FrozenWatch(model)
-    watch.check()
+    watching = watch_of(model)
+    watching.look()
     with torch.no_grad():
         model.codes[7] += 1  # none of the few that are compared one by one
     with pytest.raises(atoll.ModelMismatchError, match="the loop changes codes, which is frozen"):
-        watch.check()
+        watching.look()
 
 
 def test_what_is_frozen_of_a_large_model_is_compared_in_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(buffers, "_SUMMED_AT_A_LOOK", 100)
-    model = nn.ModuleList(nn.Linear(10, 10, bias=False) for _ in range(5)).requires_grad_(False)
-    watch = FrozenWatch(model)
+    monkeypatch.setattr(watch, "SUMMED_AT_A_LOOK", 100)
+    model = nn.ModuleList(nn.Linear(20, 20, bias=False) for _ in range(5)).requires_grad_(False)
+    watching = watch_of(model)
     for _ in range(7):
-        watch.check()
-    model[1].get_parameter("weight").data[0, 0] += 1.0
+        watching.look()
+    model[1].get_parameter("weight").data[0, 1] += 1.0
     for _ in range(4):
-        watch.check()  # of the other four
+        watching.look()  # of the other four
     with pytest.raises(atoll.ModelMismatchError, match=r"the loop changes 1\.weight"):
-        watch.check()
+        watching.look()
 
 
 def test_loops_compare_with_each_other_what_the_run_cannot() -> None:

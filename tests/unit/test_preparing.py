@@ -317,6 +317,18 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
         ),
         (
             "a.jsonl",
+            b'{"text": "cut \\ud83d"}\n',
+            BadDataError,
+            r"byte 0: after 'cut ' stands .ud83d, which is half of a character",
+        ),
+        (
+            "a.jsonl",
+            b'{"messages": [{"role": "user", "content": "cut \\ud83d"}]}\n',
+            BadDataError,
+            "which is half of a character",
+        ),
+        (
+            "a.jsonl",
             b'{"messages": [{"role": "user", "content": "x"}]}\n',
             ConfigError,
             "no chat template",

@@ -305,21 +305,33 @@ def _record_of(line: bytes, path: Path, place: int) -> dict[str, Any]:
     )
 
 
+def _encoded(text: str, place: str) -> bytes:
+    """Raises BadDataError for half of a character, which JSON can write, and no text can hold."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.start]
+        raise BadDataError(
+            f"{place}: after {near!r} stands \\u{ord(text[error.start]):04x}, which is half of a character: "
+            "JSON writes those beyond \\uffff as two halves, and the other one is not there",
+            next_step="write both, as \\ud83d\\ude00, or remove that half: a text that was cut may end in it",
+        ) from error
+
+
 def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
     """A record's text, or its conversation. Raises BadDataError for one that has neither.
 
     One with nothing in its place has an empty text.
     """
     if isinstance(text := record.get(field), str):
-        return Document(text=text.encode(errors="surrogatepass"), where=place)
+        return Document(text=_encoded(text, place), where=place)
     messages = record.get("messages")
     own = text if messages is None else messages
     if (own is None and record.keys() & {field, "messages"}) or messages == []:
         return Document(text=b"", where=place)
     if isinstance(messages, list) and all(_is_turn(each) for each in messages):
         canonical = json.dumps(messages, sort_keys=True, ensure_ascii=False)
-        written = canonical.encode(errors="surrogatepass")
-        return Document(text=written, messages=tuple(messages), where=place)
+        return Document(text=_encoded(canonical, place), messages=tuple(messages), where=place)
     if isinstance(text, bytes):
         raise BadDataError(
             f"{place}: {field!r} is a column of bytes, and text is one of strings",

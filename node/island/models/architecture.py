@@ -329,7 +329,7 @@ _ROW, _NUM_SUMS, _ROWS_AT_ONCE = 1024, 4, 1 << 10
 def few_values_of(values: Mapping[str, Tensor]) -> dict[str, tuple[float, ...]]:
     """A few values of what is frozen, and sums of all, by which a loop's are known that may be rounded.
 
-    The few are from the middles of equal parts, as atoll.buffers takes them; of many tensors, of some. Sums
+    The few are from the middles of equal parts, as atoll.frozen takes them; of many tensors, of some. Sums
     stand behind the name with SUMS: packages of loops from before there were any do not look there.
     """
     names = [name for name, value in values.items() if value.is_floating_point() and value.numel()]
@@ -349,7 +349,7 @@ def few_values_of(values: Mapping[str, Tensor]) -> dict[str, tuple[float, ...]]:
 
 
 def sums_of(flat: Tensor) -> tuple[float, ...]:
-    """Of all values with signs in a fixed lot, as atoll.buffers takes them, which says why."""
+    """Of all values with signs in a fixed lot, as atoll.frozen takes them, which says why."""
     columns, rows = _signs("places", _ROW), _signs("rows", -(-len(flat) // _ROW))
     sums = torch.zeros(_NUM_SUMS, dtype=torch.float64)
     for first in range(0, len(rows), _ROWS_AT_ONCE):

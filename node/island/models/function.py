@@ -47,6 +47,7 @@ from node.island.models.generic import GenericArchitecture
 from node.island.models.running_statistics import averaging, batches_for, statistics_of
 from node.island.models.stages import units_of
 from node.island.models.tensor_plan import styles_of
+from node.island.models.transformers import config_within
 from node.outer_state import Vector
 from protocol.errors import AtollError, BadDataError, ConfigError, UsageError
 from protocol.run.models import (
@@ -494,6 +495,7 @@ def described_function(
         compares_samples=compares,
         num_samples=num_samples,
         sources=sources,
+        config=config_within(found.module),
         tensor_plan=dict(found.plan),
         no_tensor_plan=""
         if found.plan

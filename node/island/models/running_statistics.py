@@ -3,7 +3,7 @@
 They do nothing while a model trains. Before it is evaluated or exported they are computed anew for its
 global parameters, as means over some training batches ("precise batch norm", Wu and Johnson, 2021, arXiv
 2105.07576, section 3). All nodes take the same samples in the same batches, so they agree but for rounding.
-`atoll.buffers` does the same for loops of contributors' own, in environments of theirs.
+`atoll.running_statistics` does the same for loops of contributors' own, in environments of theirs.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -9,6 +9,7 @@ elsewhere: the loss over windows of tokens (node.island.models.decoder_modules),
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,6 +162,23 @@ def config_of(folder: Path) -> dict[str, Any]:
             next_step="install a newer transformers; models with code of their own are not run: use "
             'source = "function"',
         ) from error
+    return _facts_of(config)
+
+
+def config_within(module: nn.Module) -> dict[str, Any]:
+    """What config.json says of a module of transformers' that a function has built; empty for others."""
+    known: Any = sys.modules.get("transformers")  # the function has imported it
+    kind = type(module)
+    if known is None or not issubclass(kind, known.PreTrainedModel):
+        return {}
+    if getattr(known, kind.__name__, None) is not kind:
+        return {}  # a class of the function's own
+    facts = _facts_of(module.config) | {"architectures": [kind.__name__]}
+    # A type of values would be that of exports; what a function builds is trained and kept in fp32.
+    return {key: facts[key] for key in facts if key not in ("dtype", "torch_dtype")}
+
+
+def _facts_of(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
     found["model_type"] = config.model_type
     return {key: found[key] for key in found if key not in _NOT_OF_THE_MODEL}

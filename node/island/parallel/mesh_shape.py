@@ -263,7 +263,8 @@ def goes_by_a_plan(shape: MeshShape, spec: RunSpec) -> bool:
 
 def _cut_by_tensor(spec: RunSpec, described: Description) -> Iterator[tuple[str, int]]:
     """Sizes that tensor parallel cuts: of the plan's matrices, and the heads that a config names."""
-    for key in ("num_attention_heads", "num_key_value_heads"):
+    heads = ("num_attention_heads", "num_key_value_heads")
+    for key in heads if spec.model.source == "transformers" else ():
         if isinstance(number := described.config.get(key), int):
             yield key, number
     plan = described.tensor_plan

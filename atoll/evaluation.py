@@ -1,0 +1,108 @@
+"""Measures the held-out loss of the global parameters, by a loop's own function."""
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from atoll.errors import ModelMismatchError, SwarmError
+from atoll.optimizers import Optimizers
+from atoll.running_statistics import RunningStatistics
+from atoll.weights import Weights
+
+Evaluate = Callable[[], float | tuple[float, int]]
+
+SAME = 2**-6
+"""How far weights may be from what they were after an optimizer has changed its mode and back, as a share."""
+
+
+def evaluated(
+    evaluate: Evaluate,
+    *,
+    model: nn.Module,
+    weights: Weights,
+    statistics: RunningStatistics,
+    optimizers: Optimizers,
+    values: Callable[[], Tensor],
+) -> tuple[float, int]:
+    """The loss of the global parameters, and on how many tokens it was measured.
+
+    The loop's own weights stay, and so do the modes of its modules: a function that calls `eval()` need not
+    undo it. `values` are a few of the weights. Raises SwarmError for what is no loss, and ModelMismatchError
+    for one of other weights.
+    """
+    own = weights.aside()
+    modes = [(module, module.training) for module in model.modules()]
+    weights.show_global()
+    shown = values()
+    slack = optimizers.have_modes * SAME * float(shown.norm())
+
+    def are_others() -> bool:
+        return float((values() - shown).norm()) > slack
+
+    measured: list[bool] = []  # whether it was by others, at each pass
+    handle = model.register_forward_pre_hook(lambda *_: measured.append(are_others()))
+    try:
+        with statistics.of_these_weights():
+            measured.clear()
+            found = evaluate()
+        optimizers.evaluate()
+        has_changed = are_others()
+    finally:
+        handle.remove()
+        weights.put_back(own)
+        for module, is_training in modes:
+            module.training = is_training
+    result = _evaluation_of(found)
+    if has_changed:
+        raise ModelMismatchError(
+            "the function given as evaluate=… has left other weights in the model than it found there",
+            next_step="let it measure those, and put back what it changes; an RWKV of transformers does "
+            "with rescale_every = 0 in its config",
+        )
+    if any(measured):
+        raise ModelMismatchError(
+            "the function given as evaluate=… has measured other weights than those that it found in the "
+            "model, which are the swarm's",
+            next_step="let it measure those, and an average of this loop's own between two steps",
+        )
+    return result
+
+
+def digest_of_function(function: Callable[..., Any] | None) -> str:
+    """By which losses of other functions are told apart; empty without a function.
+
+    It is of the source, for bytecode differs by Python's version. What it calls and closes over is not in it.
+    """
+    if function is None:
+        return ""
+    while isinstance(function, partial):
+        function = function.func
+    body = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        source = inspect.getsource(inspect.unwrap(body))
+    except (OSError, TypeError):  # typed into a prompt, or made by exec
+        return "a function without source"
+    lines = [line.strip() for line in source.splitlines() if line.strip()]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=4).hexdigest()
+
+
+def _evaluation_of(found: Any) -> tuple[float, int]:
+    """The held-out loss that a loop's function has returned, and its tokens. Raises SwarmError."""
+    try:
+        loss, tokens = found if isinstance(found, tuple) else (found, 0)
+        loss, tokens = float(loss), int(tokens)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        loss = math.nan
+    if not math.isfinite(loss) or tokens < 0:
+        raise SwarmError(
+            f"the function given as evaluate=… has returned {found!r}, and not a finite loss, or that and "
+            "how many tokens it was measured on",
+            next_step="correct it; where the loss is no number on the global parameters, the run has "
+            "diverged: lower the learning rate",
+        )
+    return loss, tokens
