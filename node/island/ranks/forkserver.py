@@ -132,6 +132,9 @@ PASS_ON_SECONDS = 0.3
 MOST_BYTES = 1_000_000
 """Of the file; it begins anew when that much has been passed on."""
 
+MOST_LINE_BYTES = 1 << 16
+"""What is longer is kept in pieces: a program may print for ever without ending a line."""
+
 
 class RankOutput:
     """Passes on what ranks write to `path`, until `close`: as it is to `show`, line by line to `keep`."""
@@ -154,8 +157,8 @@ class RankOutput:
         self._is_closed.set()
         self._thread.join()
         self._take()
-        if self._rest:
-            self._keep(self._rest.decode(errors="replace"))
+        if line := _shown(self._rest):
+            self._keep(line.decode(errors="replace"))
         os.close(self.descriptor)
 
     def _pass_on(self) -> None:
@@ -166,13 +169,26 @@ class RankOutput:
         while data := os.pread(self.descriptor, 1 << 16, self._offset):
             self._offset += len(data)
             self._show(data.decode(errors="replace"))
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in filter(None, lines):
+            *lines, rest = (self._rest + data).split(b"\n")
+            self._rest = _overwritten(rest)
+            if len(self._rest) > MOST_LINE_BYTES:
+                lines.append(self._rest)
+                self._rest = b""
+            for line in filter(None, map(_shown, lines)):
                 self._keep(line.decode(errors="replace"))
         if self._offset > MOST_BYTES:
             # What a rank writes between the read and this is lost; it goes on at the beginning.
             os.ftruncate(self.descriptor, 0)
             self._offset = 0
+
+
+def _overwritten(line: bytes) -> bytes:
+    """What of a line counts: a progress bar goes back to its beginning, and may never end it."""
+    return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
+
+
+def _shown(line: bytes) -> bytes:
+    return _overwritten(line).rstrip(b"\r")
 
 
 def rank_output(folder: Path, name: str) -> RankOutput:
