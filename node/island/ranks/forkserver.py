@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from node.island.ranks.commands import Halt, Order, RankSetup, Reply
+from protocol.errors import SystemRefusedError
 from protocol.files.durable import refusing
 from protocol.files.leftovers import temporary_directory
 from protocol.terminal.logging import LOGS_FOLDER, LogFile, LogStream
@@ -40,10 +41,10 @@ def prepare_forkserver(
 ) -> None:
     """Starts it; it imports torch while the daemon goes on.
 
-    Returns at once; raises SystemRefusedError where its socket has no place. It is a fresh Python, so it
-    holds nothing of the daemon's threads and gRPC. What a call gives holds for later ones too, as it may
-    have to be started again: `standard_error` is a descriptor that ranks write to instead of ours;
-    `with_compiler`, at first True, says whether it imports torch's compiler, which takes a second, and
+    Returns at once; raises SystemRefusedError where its socket has no place, or has been removed. It is a
+    fresh Python, so it holds nothing of the daemon's threads and gRPC. What a call gives holds for later ones
+    too, as it may have to be started again: `standard_error` is a descriptor that ranks write to instead of
+    ours; `with_compiler`, at first True, says whether it imports torch's compiler, which takes a second, and
     which several ranks that need it would else import each.
     """
     global _standard_error, _with_compiler  # as long as the process, like the forkserver itself
@@ -80,6 +81,13 @@ def prepare_forkserver(
         os.dup2(own, 2)
         os.close(own)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    server: Any = forkserver._forkserver
+    if not Path(server._forkserver_address).exists():
+        raise SystemRefusedError(
+            f"the socket by which ranks are started, {server._forkserver_address}, is gone: something "
+            "clears that folder",
+            next_step="start the node again, and have what clears it leave pymp-* and atoll-held-* there",
+        )
 
 
 def fork_rank(setup: RankSetup) -> "tuple[BaseProcess, Connection[Order | Halt, Reply]]":
@@ -106,7 +114,8 @@ def end_forkserver() -> None:
     if server._forkserver_pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
-    server._stop()
+    with contextlib.suppress(FileNotFoundError):  # something has cleared the temporary directory
+        server._stop()
     global _standard_error, _with_compiler
     _standard_error = 2
     _with_compiler = True
