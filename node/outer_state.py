@@ -8,10 +8,10 @@ memory.
 """
 
 import errno
+import mmap
 import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
@@ -43,11 +43,29 @@ class SharedNames:
     published: str
     num_elements: int  # of the parameters
     published_elements: int  # of the largest fragment
+    process_id: int  # who has made them
+    descriptors: tuple[int, int]  # that it has of both
 
     @property
     def sizes(self) -> tuple[int, int]:
         """Elements of both vectors."""
         return self.num_elements, self.published_elements
+
+    def open_parameters(self, flags: int) -> int:
+        """A descriptor of the parameters' memory."""
+        return self._open(self.parameters, self.descriptors[0], flags)
+
+    def open_published(self, flags: int) -> int:
+        """A descriptor of the memory of what is published."""
+        return self._open(self.published, self.descriptors[1], flags)
+
+    def _open(self, name: str, descriptor: int, flags: int) -> int:
+        try:
+            return os.open(SHARED_MEMORY / name, flags | os.O_CLOEXEC)
+        except FileNotFoundError:
+            # Systemd removes what a user has there when they log out (RemoveIPC in logind.conf(5)), and a
+            # node that nohup or tmux keeps goes on.
+            return os.open(f"/proc/{self.process_id}/fd/{descriptor}", flags | os.O_CLOEXEC)
 
 
 class SharedVectors:
@@ -57,14 +75,16 @@ class SharedVectors:
         self,
         *,
         names: SharedNames,
-        blocks: tuple[shared_memory.SharedMemory, ...],
+        blocks: tuple[shared_memory.SharedMemory | mmap.mmap, ...],
         held: tuple[Held, ...] = (),
     ) -> None:
         self.names = names
         self._blocks = blocks
         self._held = held  # by whom the blocks were made
         views: list[Vector] = [
-            np.ndarray(size, dtype=np.float32, buffer=block.buf)
+            np.ndarray(
+                size, dtype=np.float32, buffer=block if isinstance(block, mmap.mmap) else block.buf
+            )
             for size, block in zip(names.sizes, blocks, strict=True)
         ]
         self.parameters: Vector = views[0]
@@ -83,24 +103,31 @@ class SharedVectors:
             published=blocks[1].name,
             num_elements=sizes[0],
             published_elements=sizes[1],
+            process_id=os.getpid(),
+            descriptors=(held[0].descriptor, held[1].descriptor),
         )
         return cls(names=names, blocks=blocks, held=held)
 
     @classmethod
     def attach(cls, names: SharedNames) -> "SharedVectors":
         """Opens the vectors that the daemon created."""
-        blocks = tuple(
-            shared_memory.SharedMemory(name=name) for name in (names.parameters, names.published)
-        )
-        return cls(names=names, blocks=blocks)
+        openings = (names.open_parameters, names.open_published)
+        blocks = []
+        for size, opening in zip(names.sizes, openings, strict=True):
+            descriptor = opening(os.O_RDWR)
+            try:
+                blocks.append(mmap.mmap(descriptor, 4 * size))
+            finally:
+                os.close(descriptor)
+        return cls(names=names, blocks=tuple(blocks))
 
     def close(self) -> None:
         """Gives the memory back; the daemon's close also removes it from the system."""
         del self.parameters, self.published
         for block in self._blocks:
             block.close()
-            if self._held:
-                block.unlink()
+            if isinstance(block, shared_memory.SharedMemory):
+                _unlink(block)
         for held in self._held:
             held.release()
 
@@ -129,8 +156,7 @@ def _allocated(
     except OSError as error:
         for block in blocks:
             block.close()
-            with suppress(FileNotFoundError):
-                block.unlink()
+            _unlink(block)
         if error.errno != errno.ENOSPC:
             raise SystemRefusedError(
                 f"shared memory for the outer state cannot be had: {error.strerror}",
@@ -153,8 +179,16 @@ def _marked_block(num_bytes: int) -> tuple[shared_memory.SharedMemory, Held]:
             return block, Held(SHARED_MEMORY / block.name)
         except FileNotFoundError:
             block.close()
-            # Python's tracker would take it for forgotten: it knows it by the name that shm_open has.
-            resource_tracker.unregister(f"/{block.name}", "shared_memory")
+            _unlink(block)
+
+
+def _unlink(block: shared_memory.SharedMemory) -> None:
+    """Removes its name, which may be gone: a logout takes names away, and so does a start beside ours."""
+    try:
+        block.unlink()
+    except FileNotFoundError:
+        # Python's tracker would take it for forgotten: it knows it by the name that shm_open has.
+        resource_tracker.unregister(f"/{block.name}", "shared_memory")
 
 
 def tell_leftovers() -> None:

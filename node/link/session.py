@@ -27,7 +27,7 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.terminal.console import seconds_in_words
-from protocol.trust.rulings import SignedRuling, num_in_a_message
+from protocol.trust.rulings import SignedRuling, follows, num_in_a_message
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.messages import Message, Report, RulingsTold
 from protocol.wire.rounds import Commit
@@ -260,8 +260,11 @@ class Session:
         """Keeps the rulings that came with the session, before anything is done by them."""
         told = frozenset(attachment.rulings)
         known = attachment.num_rulings
-        is_prefix = self._rulings.digest_at(known) == attachment.rulings_digest
-        lacking = self._rulings.after(known if is_prefix else 0)
+        has_prefix = self._rulings.digest_at(known) == attachment.rulings_digest
+        has_ours = bool(attachment.rulings) and follows(
+            attachment.rulings[0].ruling, next(reversed(self._rulings.rulings), None)
+        )
+        lacking = () if has_ours else self._rulings.after(known if has_prefix else 0)
         if lacking:
             self._to_bring = tuple(one for one in lacking if one not in told)
         if attachment.rulings:

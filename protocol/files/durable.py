@@ -296,13 +296,14 @@ class RollingFile:
     def __init__(self, path: Path, *, most_bytes: int) -> None:
         self.path = path
         self._most_bytes = most_bytes
-        self._is_begun = False
+        self._is_whole = False  # known to end with a whole line
 
     def append(self, lines: Iterable[str]) -> None:
         """Writes lines, each with its end, by one call of the system: who reads sees whole ones."""
         data = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
-        if not self._is_begun and _is_torn(self.path):
+        if not self._is_whole and _is_torn(self.path):
             data = b"\n" + data
+        self._is_whole = False  # until all of this is written
         if self.path.exists() and self.path.stat().st_size + len(data) > self._most_bytes:
             self.path.replace(old_of(self.path))
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -311,7 +312,7 @@ class RollingFile:
                 data = data[os.write(descriptor, data) :]
         finally:
             os.close(descriptor)
-        self._is_begun = True
+        self._is_whole = True
 
 
 def _is_torn(path: Path) -> bool:

@@ -36,6 +36,11 @@ class Held:
             os.close(self._descriptor)
             raise
 
+    @property
+    def descriptor(self) -> int:
+        """Its own, until `release`: it leads there also when the name is gone."""
+        return self._descriptor
+
     def release(self) -> None:
         """Lets go, before or after the path is removed; safe to call more than once."""
         if self._descriptor >= 0:

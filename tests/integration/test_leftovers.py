@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from node.outer_state import SHARED_MEMORY, SharedVectors
+from node.outer_state import SHARED_MEMORY, SharedNames, SharedVectors
 from protocol.files.leftovers import PREFIX, Held, TemporaryFolder, remove_leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,34 @@ def test_an_orderly_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert all((SHARED_MEMORY / name).exists() for name in names)
     vectors.close()
     assert not any((SHARED_MEMORY / name).exists() for name in names)
+
+
+def _double(names: SharedNames) -> None:
+    vectors = SharedVectors.attach(names)
+    vectors.published[:] = 2 * vectors.parameters
+    vectors.close()
+
+
+def test_ranks_find_shared_memory_whose_name_a_logout_removed_and_a_node_ends_without_a_word() -> (
+    None
+):
+    vectors = SharedVectors.create(3)
+    vectors.parameters[:] = (1, 2, 3)
+    for name in (vectors.names.parameters, vectors.names.published):
+        (SHARED_MEMORY / name).unlink()
+    rank = get_context("spawn").Process(target=_double, args=(vectors.names,))
+    rank.start()
+    rank.join()
+    assert vectors.published.tolist() == [2, 4, 6]
+    vectors.close()
+    program = (
+        "from node.outer_state import SHARED_MEMORY, SharedVectors\n"
+        "vectors = SharedVectors.create(3)\n"
+        "(SHARED_MEMORY / vectors.names.parameters).unlink()\n"
+        "vectors.close()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_a_start_that_sweeps_beside_ours_takes_a_block_before_it_is_marked_and_we_make_another() -> (

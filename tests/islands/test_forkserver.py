@@ -31,6 +31,7 @@ from node.island.ranks.commands import (
 from node.island.ranks.faults import RankDiedError
 from node.island.ranks.forkserver import _live, end_forkserver, prepare_forkserver
 from node.island.ranks.launcher import ProcessIsland, RanksHere
+from protocol.errors import SystemRefusedError
 from protocol.run.models import layout_of
 from tests.islands.rank_scene import initial_vectors, small_spec, with_texts, work_of
 
@@ -80,6 +81,20 @@ def test_what_ranks_print_goes_where_it_was_told_to_and_ours_stays_where_it_is(
     end_forkserver()
     os.close(descriptor)
     assert (tmp_path / "said").read_text() == "said\nsaid\n"
+
+
+def test_that_its_socket_was_cleared_away_is_said_and_does_not_hinder_its_end() -> None:
+    end_forkserver()
+    prepare_forkserver()
+    server: Any = forkserver._forkserver
+    Path(server._forkserver_address).unlink()
+    with pytest.raises(
+        SystemRefusedError, match=r"the socket by which ranks are started, \S+, is gone"
+    ):
+        prepare_forkserver()
+    end_forkserver()
+    prepare_forkserver()
+    assert Path(server._forkserver_address).is_socket()
 
 
 def _live_and_tell(

@@ -1,6 +1,8 @@
 """The logs of all processes of a folder as one: what is kept, in which order, and over rotation."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from node.island.ranks import forkserver as rank_output
 from node.island.ranks.forkserver import RankOutput
 from protocol.errors import ExitCode, UsageError
-from protocol.files.durable import RollingFile
+from protocol.files.durable import RollingFile, lines_of
 from protocol.terminal import console
 from protocol.terminal.cli import root
 from protocol.terminal.logging import keeping_the_end
@@ -202,3 +204,38 @@ def test_what_ranks_write_is_passed_on_as_it_is_and_kept_line_by_line(
     assert "".join(whole) == "one\n\ntwo\nwithout an end"
     assert lines == ["one", "two", "without an end"]
     assert (tmp_path / "logs" / "ranks.txt").stat().st_size == 0, "it begins anew when it is large"
+
+
+def test_a_progress_bar_of_a_rank_is_kept_as_its_last_state_in_no_more_than_a_line(
+    tmp_path: Path,
+) -> None:
+    lines: list[str] = []
+    output = RankOutput(tmp_path / "logs" / "ranks.txt", show=lambda _: None, keep=lines.append)
+    for step in range(20_000):
+        os.write(output.descriptor, f"\rloading: {step} of 20000".encode())
+    os.write(output.descriptor, b"\rloaded\r\n")
+    os.write(output.descriptor, b"." * (rank_output.MOST_LINE_BYTES + 1) + b"\nhalf\r")
+    output.close()
+    assert lines[0] == "loaded" and lines[-1] == "half"
+    assert "".join(lines[1:-1]) == "." * (rank_output.MOST_LINE_BYTES + 1)
+    assert max(map(len, lines)) < 3 * rank_output.MOST_LINE_BYTES
+
+
+def test_a_line_that_a_full_disk_took_a_part_of_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = RollingFile(tmp_path / "lines", most_bytes=1000)
+    file.append(["first"])
+    write_all, room = os.write, [4]
+
+    def write_a_part(descriptor: int, data: bytes) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_all(descriptor, data[: room.pop()])
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write_a_part)
+        with pytest.raises(OSError, match="No space left"):
+            file.append(["second"])
+    file.append(["third"])
+    assert list(lines_of(tmp_path / "lines")) == ["first", "seco", "third"]

@@ -29,8 +29,16 @@ from protocol.errors import (
     UnavailableError,
 )
 from protocol.run.run_spec import RunSpec
+from protocol.trust.rulings import (
+    NO_DIGEST,
+    RUN_OWNER,
+    Ruling,
+    RulingKind,
+    SignedRuling,
+    digest_of,
+)
 from protocol.wire.channel import RETRY_CAP_SECONDS
-from protocol.wire.messages import EvaluationAsked, Held, Message, Report
+from protocol.wire.messages import EvaluationAsked, Held, Message, Report, RulingsTold
 from protocol.wire.rounds import Digest
 from tests.unit.exchange_scene import in_virtual_time
 
@@ -63,6 +71,8 @@ class Link(CoordinatorLink):
         self.calls: list[int] = []  # how many reports each brought
         self.goodbyes: list[tuple[int, str]] = []
         self.num_reconnects = 0
+        self.rulings: tuple[SignedRuling, ...] = ()  # that it knows
+        self.brought: list[SignedRuling] = []
         self.looked_at: list[float] = []
         self.look_seconds = 0.0
         self._events: asyncio.Queue[Message | AtollError] = asyncio.Queue()
@@ -70,11 +80,18 @@ class Link(CoordinatorLink):
     def say(self, event: Message | AtollError) -> None:
         self._events.put_nowait(event)
 
-    async def attach(self, announcement: Any, **rulings: Any) -> Attachment:
+    async def attach(
+        self, announcement: Any, *, num_rulings: int = 0, rulings_digest: Digest = NO_DIGEST
+    ) -> Attachment:
         await self._call()
         self._events = asyncio.Queue()
         self.attached_at.append(asyncio.get_running_loop().time())
+        known = [signed.ruling for signed in self.rulings]
+        is_prefix = digest_of(known[:num_rulings]) == rulings_digest
         return Attachment(
+            num_rulings=len(known),
+            rulings_digest=digest_of(known),
+            rulings=self.rulings[num_rulings if is_prefix else 0 :],
             session_id=len(self.attached_at),
             heartbeat_seconds=HEARTBEAT_SECONDS,
             committed_round=0,
@@ -100,6 +117,10 @@ class Link(CoordinatorLink):
     def reconnect(self) -> None:
         self.num_reconnects += 1
         self.is_slow = False  # it was the connection
+
+    async def submit_rulings(self, session_id: int, rulings: Sequence[SignedRuling]) -> int:
+        self.brought += rulings
+        return len(self.brought)
 
     async def detach(self, session_id: int, reason: str) -> None:
         await self._call()
@@ -129,7 +150,7 @@ def session_on(link: Link, **wants: Any) -> Session:
             ask_members=wants.get("ask_members"),
         ),
         rng=random.Random(0),
-        rulings=KeptRulings(RunSpec()),
+        rulings=wants.get("rulings") or KeptRulings(RunSpec()),
         wall_clock=wants.get("wall_clock", lambda: 0.0),
     )
 
@@ -491,3 +512,47 @@ async def test_a_wrong_clock_is_one_sentence_and_no_reason_to_stay_out() -> None
         told = [line["event"] for line in logs if "clock" in line["event"]]
         assert len(told) == bool(words) and all(words in event for event in told)
         assert len(link.attached_at) == 1
+
+
+def ruled(*reasons: str) -> tuple[SignedRuling, ...]:
+    made: list[Ruling] = []
+    for reason in reasons:
+        ruling = Ruling(
+            number=len(made) + 1,
+            before=digest_of(made).hex(),
+            kind=RulingKind.RESUMED,
+            by=RUN_OWNER,
+            unix_seconds=1.5,
+            reason=reason,
+        )
+        made.append(ruling)
+    return tuple(SignedRuling(ruling=ruling, signature=b"s") for ruling in made)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "brought"),
+    [
+        (2, 3, 0),  # the node slept while one more was made
+        (0, 3, 0),
+        (3, 3, 0),
+        (3, 2, 1),  # the coordinator goes on from an older copy
+        (3, 0, 3),
+    ],
+)
+@in_virtual_time
+async def test_rulings_are_brought_back_only_to_a_coordinator_that_lacks_them(
+    here: int, there: int, brought: int
+) -> None:
+    made, link, rulings = ruled("one", "two", "three"), Link(), KeptRulings(RunSpec())
+    rulings.take(made[:here])
+    link.rulings = made[:there]
+
+    def take(told: Message) -> None:
+        assert isinstance(told, RulingsTold)
+        rulings.take(made[told.rulings[0].number - 1 :][: len(told.rulings)])
+
+    with structlog.testing.capture_logs() as logs:
+        await ended(await started(session_on(link, rulings=rulings, on_message=take)))
+    assert rulings.number == max(here, there)
+    assert link.brought == list(made[there : there + brought])
+    assert any(line["event"] == "the coordinator lacks rulings" for line in logs) == bool(brought)

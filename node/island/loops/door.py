@@ -28,7 +28,7 @@ from node.island.loops.messages import (
     samples,
     word_of,
 )
-from node.outer_state import SHARED_MEMORY, SharedNames
+from node.outer_state import SharedNames
 from protocol.errors import AtollError, ConfigError, NoInputError, SystemRefusedError
 from protocol.files.leftovers import LONGEST_SOCKET_BYTES
 from protocol.run.run_spec import RunSpec
@@ -150,11 +150,8 @@ class Door:
         """Global parameters cannot be written through what the loop gets: they are the swarm's."""
         descriptors = []
         try:
-            for name, mode in (
-                (self._names.parameters, os.O_RDONLY),
-                (self._names.published, os.O_RDWR),
-            ):
-                descriptors.append(os.open(SHARED_MEMORY / name, mode | os.O_CLOEXEC))
+            descriptors.append(self._names.open_parameters(os.O_RDONLY))
+            descriptors.append(self._names.open_published(os.O_RDWR))
             socket.send_fds(connection, [GREETING], descriptors)
         finally:
             for descriptor in descriptors:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from node.island.ranks.commands import Halt, Order, RankSetup, Reply
+from protocol.errors import SystemRefusedError
 from protocol.files.durable import refusing
 from protocol.files.leftovers import temporary_directory
 from protocol.terminal.logging import LOGS_FOLDER, LogFile, LogStream
@@ -40,10 +41,10 @@ def prepare_forkserver(
 ) -> None:
     """Starts it; it imports torch while the daemon goes on.
 
-    Returns at once; raises SystemRefusedError where its socket has no place. It is a fresh Python, so it
-    holds nothing of the daemon's threads and gRPC. What a call gives holds for later ones too, as it may
-    have to be started again: `standard_error` is a descriptor that ranks write to instead of ours;
-    `with_compiler`, at first True, says whether it imports torch's compiler, which takes a second, and
+    Returns at once; raises SystemRefusedError where its socket has no place, or has been removed. It is a
+    fresh Python, so it holds nothing of the daemon's threads and gRPC. What a call gives holds for later ones
+    too, as it may have to be started again: `standard_error` is a descriptor that ranks write to instead of
+    ours; `with_compiler`, at first True, says whether it imports torch's compiler, which takes a second, and
     which several ranks that need it would else import each.
     """
     global _standard_error, _with_compiler  # as long as the process, like the forkserver itself
@@ -80,6 +81,13 @@ def prepare_forkserver(
         os.dup2(own, 2)
         os.close(own)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    server: Any = forkserver._forkserver
+    if not Path(server._forkserver_address).exists():
+        raise SystemRefusedError(
+            f"the socket by which ranks are started, {server._forkserver_address}, is gone: something "
+            "clears that folder",
+            next_step="start the node again, and have what clears it leave pymp-* and atoll-held-* there",
+        )
 
 
 def fork_rank(setup: RankSetup) -> "tuple[BaseProcess, Connection[Order | Halt, Reply]]":
@@ -106,7 +114,8 @@ def end_forkserver() -> None:
     if server._forkserver_pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
-    server._stop()
+    with contextlib.suppress(FileNotFoundError):  # something has cleared the temporary directory
+        server._stop()
     global _standard_error, _with_compiler
     _standard_error = 2
     _with_compiler = True
@@ -132,6 +141,9 @@ PASS_ON_SECONDS = 0.3
 MOST_BYTES = 1_000_000
 """Of the file; it begins anew when that much has been passed on."""
 
+MOST_LINE_BYTES = 1 << 16
+"""What is longer is kept in pieces: a program may print for ever without ending a line."""
+
 
 class RankOutput:
     """Passes on what ranks write to `path`, until `close`: as it is to `show`, line by line to `keep`."""
@@ -154,8 +166,8 @@ class RankOutput:
         self._is_closed.set()
         self._thread.join()
         self._take()
-        if self._rest:
-            self._keep(self._rest.decode(errors="replace"))
+        if line := _shown(self._rest):
+            self._keep(line.decode(errors="replace"))
         os.close(self.descriptor)
 
     def _pass_on(self) -> None:
@@ -166,13 +178,26 @@ class RankOutput:
         while data := os.pread(self.descriptor, 1 << 16, self._offset):
             self._offset += len(data)
             self._show(data.decode(errors="replace"))
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in filter(None, lines):
+            *lines, rest = (self._rest + data).split(b"\n")
+            self._rest = _overwritten(rest)
+            if len(self._rest) > MOST_LINE_BYTES:
+                lines.append(self._rest)
+                self._rest = b""
+            for line in filter(None, map(_shown, lines)):
                 self._keep(line.decode(errors="replace"))
         if self._offset > MOST_BYTES:
             # What a rank writes between the read and this is lost; it goes on at the beginning.
             os.ftruncate(self.descriptor, 0)
             self._offset = 0
+
+
+def _overwritten(line: bytes) -> bytes:
+    """What of a line counts: a progress bar goes back to its beginning, and may never end it."""
+    return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
+
+
+def _shown(line: bytes) -> bytes:
+    return _overwritten(line).rstrip(b"\r")
 
 
 def rank_output(folder: Path, name: str) -> RankOutput:
