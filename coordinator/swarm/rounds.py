@@ -102,7 +102,7 @@ def training_done(turn: Turn, node_id: NodeId, round: int, report: Trained) -> N
 
     How fast it was decides how many inner steps the next plans ask of it.
     """
-    current = _in_exchange(turn.state, round, node_id)
+    current = in_exchange(turn.state, round, node_id)
     if current is None or node_id in current.trained:
         return
     asked = assignments_of(current)[node_id]
@@ -139,7 +139,7 @@ def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> N
     contributors who did not take part, with more samples than they were leased or more tokens than
     these have, or without saying which bytes each of them contributed, leaves the slice open.
     """
-    current = _in_exchange(turn.state, round, node_id)
+    current = in_exchange(turn.state, round, node_id)
     if current is None or not 0 <= report.slice_index < len(current.slices):
         return
     progress = current.slices[report.slice_index]
@@ -393,8 +393,8 @@ def _first_undecided(state: SwarmState, current: Round) -> int | None:
 def close_round(turn: Turn) -> None:
     """Commits the round once every slice is decided, or at its deadline."""
     state = turn.state
-    current = state.open_round
-    if current is None or current.phase is RoundPhase.APPLYING:
+    current = state.uncommitted_round
+    if current is None:
         return
     is_late = turn.now >= current.commit_deadline
     if not is_late and (undecided := _first_undecided(state, current)) is not None:
@@ -560,10 +560,10 @@ def _closing_reason(commit: Commit, *, is_late: bool) -> str:
     return f"{num_slices - len(void)} of {num_slices} slices are committed{when}; {reasons}"
 
 
-def _in_exchange(state: SwarmState, number: int, node_id: NodeId) -> Round | None:
+def in_exchange(state: SwarmState, number: int, node_id: NodeId) -> Round | None:
     """The round in flight, if a report of this node about round `number` can still matter to it."""
-    current = state.open_round
-    if current is None or current.number != number or current.phase is RoundPhase.APPLYING:
+    current = state.uncommitted_round
+    if current is None or current.number != number:
         return None
     is_participant = node_id in participants_of(current)
     return current if is_participant and is_present(state, node_id) else None

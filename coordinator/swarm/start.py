@@ -173,8 +173,8 @@ def _void_with_too_few(turn: Turn) -> None:
 
     Those who are missing may have committed it, and more, after the copy was made.
     """
-    current, needed = turn.state.open_round, turn.state.rules.min_nodes
-    if current is None or current.phase is RoundPhase.APPLYING:
+    current, needed = turn.state.uncommitted_round, turn.state.rules.min_nodes
+    if current is None:
         return
     back = training_among(current, present_participants(turn.state, current))
     num_training = len(training_in(current.assignments))

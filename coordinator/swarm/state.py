@@ -460,6 +460,12 @@ class SwarmState:
             object.__setattr__(self, "members", Members(self.members))
 
     @property
+    def uncommitted_round(self) -> Round | None:
+        """The round in flight until it is committed: nodes train or exchange, and do not apply."""
+        current = self.open_round
+        return None if current is None or current.phase is RoundPhase.APPLYING else current
+
+    @property
     def last_closed(self) -> ClosedRound | None:
         """The newest closed round."""
         return self.recent[-1] if self.recent else None

@@ -34,19 +34,19 @@ from coordinator.swarm.reach import best_reducers, cut_off_from, newcomers
 from coordinator.swarm.rounds import (
     deciders,
     holders_of,
+    in_exchange,
     is_held_by_enough,
     offer_of,
     offer_to_deceived,
     refusers_of,
 )
-from coordinator.swarm.state import Refusal, Round, RoundPhase, SliceProgress, SwarmState
+from coordinator.swarm.state import Refusal, Round, SliceProgress, SwarmState
 from coordinator.swarm.turn import (
     Turn,
     as_set,
     is_present,
     name_of,
     others_in,
-    participants_of,
     present_participants,
     remembered,
 )
@@ -81,12 +81,9 @@ def refusal_seen(turn: Turn, event: RefusalSeen) -> None:
 
     It may come before the reducer's own report, and of another result than that: then it was lied to.
     """
-    told, current = event.refused, turn.state.open_round
-    if current is None or current.number != told.round or current.phase is RoundPhase.APPLYING:
-        return
-    member_id, index = event.node_id, told.slice_index
-    is_here = member_id in participants_of(current) and is_present(turn.state, member_id)
-    if not is_here or not 0 <= index < len(current.slices):
+    told, member_id, index = event.refused, event.node_id, event.refused.slice_index
+    current = in_exchange(turn.state, told.round, member_id)
+    if current is None or not 0 <= index < len(current.slices):
         return
     progress = current.slices[index]
     if event.result.sender_id != progress.slice.reducer_id or member_id == event.result.sender_id:
@@ -106,11 +103,11 @@ def note_most_held(turn: Turn, node_id: NodeId) -> None:
 
     The node has just said what it holds.
     """
-    state, current = turn.state, turn.state.open_round
+    state, current = turn.state, turn.state.uncommitted_round
     if current is None or current.most_held_at is not None:
         return
     half = len(current.slices) / 2
-    if current.phase is RoundPhase.APPLYING or len(current.held.get(node_id, ())) <= half:
+    if len(current.held.get(node_id, ())) <= half:
         return
     among = deciders(state, current, is_late=False)
     holding = [n for n, results in current.held.items() if len(results) > half]
@@ -121,10 +118,8 @@ def note_most_held(turn: Turn, node_id: NodeId) -> None:
 
 def results_silent(turn: Turn, node_id: NodeId, round: int, report: ResultsSilent) -> None:
     """Remembers of which results nothing comes to a participant."""
-    current = turn.state.open_round
-    if current is None or current.number != round or current.phase is RoundPhase.APPLYING:
-        return
-    if node_id not in participants_of(current) or not is_present(turn.state, node_id):
+    current = in_exchange(turn.state, round, node_id)
+    if current is None:
         return
     silent = tuple(sorted({i for i in report.slice_indexes if i < len(current.slices)}))
     if silent != current.silent.get(node_id, ()):
@@ -275,8 +270,7 @@ def _lately_given_up(state: SwarmState, current: Round, progress: SliceProgress)
 
 def take_over(turn: Turn) -> None:
     """Gives slices without a reducer to another participant, or offers their results."""
-    current = turn.state.open_round
-    if current is None or current.phase is RoundPhase.APPLYING:
+    if turn.state.uncommitted_round is None:
         return
     _convict_of_nonsense(turn)
     _give_up_a_few(turn)
@@ -358,8 +352,8 @@ def _newcomers(state: SwarmState, current: Round, members: Sequence[Member]) -> 
 
 def next_overdue(state: SwarmState) -> float | None:
     """When the next slice is overdue, if a backup could then take it over."""
-    current = state.open_round
-    if current is None or current.phase is RoundPhase.APPLYING:
+    current = state.uncommitted_round
+    if current is None:
         return None
     staying = _staying(state, current, at_most=2)
     times = [_overdue_at(current, progress, staying) for progress in current.slices]

@@ -461,8 +461,8 @@ def await_returning(turn: Turn, current: Round) -> bool:
 
 def excuses_at(state: SwarmState) -> float | None:
     """When those who are late are told to hand in what they have, and then the others not to wait."""
-    current = state.open_round
-    if current is None or current.phase is RoundPhase.APPLYING or current.is_excused:
+    current = state.uncommitted_round
+    if current is None or current.is_excused:
         return None
     told = _overdue(state, current)
     if not told.late or not told.others or any(n not in current.trained_at for n in told.others):
