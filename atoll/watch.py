@@ -90,6 +90,7 @@ class Watch:
         self._places = places
         self._optimizers = optimizers
         self._ranks = ranks
+        reshard(model)
         known = {id(tensor) for tensor in tensors_of(model, places).values()}
         self._buffers = {
             name: Kept.of(buffer)
