@@ -108,9 +108,7 @@ class Watch:
         self._sample = self._sampled()
         self._moves = Moves(held=self.values())
         self._at_work = 0  # optimizers, one within another
-        self._taken_over: float | None = (
-            None  # how far the last adoption but the first has moved them
-        )
+        self._taken_over: float | None = None  # the way of the last adoption; of the first one 0
         self._handles = (
             register_optimizer_step_pre_hook(self._enters),
             register_optimizer_step_post_hook(self._leaves),
