@@ -168,7 +168,7 @@ class Watch:
         """What to tell of a round that does no harm, and less good than it could; each but once."""
         found = {}
         taken, steps = self._moves.optimizer_steps, self._moves.steps
-        if 0 < 2 * taken < steps:
+        if 0 < 3 * taken <= 2 * steps:  # of micro-batches a half, at most
             found["step"] = (
                 f"the optimizer has taken {taken} steps in {steps} calls of step(): call it once for each, "
                 "with the tokens of all its micro-batches, unless a GradScaler has skipped the others"
