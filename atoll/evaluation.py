@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from atoll.errors import ModelMismatchError, SwarmError
@@ -44,11 +45,10 @@ def evaluated(
     def are_others() -> bool:
         return float((values() - shown).norm()) > slack
 
-    measured: list[bool] = []  # whether it was by others, at each pass
-    handle = model.register_forward_pre_hook(lambda *_: measured.append(are_others()))
+    look = _Look(are_others)
+    handle = model.register_forward_pre_hook(look)
     try:
         with statistics.of_these_weights():
-            measured.clear()
             found = evaluate()
         optimizers.evaluate()
         has_changed = are_others()
@@ -64,13 +64,32 @@ def evaluated(
             next_step="let it measure those, and put back what it changes; an RWKV of transformers does "
             "with rescale_every = 0 in its config",
         )
-    if any(measured):
+    if look.has_seen_others:
         raise ModelMismatchError(
             "the function given as evaluate=… has measured other weights than those that it found in the "
             "model, which are the swarm's",
             next_step="let it measure those, and an average of this loop's own between two steps",
         )
     return result
+
+
+class _Look:
+    """Notes at each pass of a model whether its weights are others than were shown.
+
+    A model that is copied or saved meanwhile has what passes inputs on in its place, and needs no Atoll.
+    """
+
+    def __init__(self, are_others: Callable[[], bool]) -> None:
+        self.has_seen_others = False
+        self._are_others = are_others
+
+    def __call__(self, _module: nn.Module, _inputs: object) -> None:
+        # What is compiled goes without: in one piece it could not stop to compare.
+        if not torch.compiler.is_compiling() and self._are_others():
+            self.has_seen_others = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ({}, "get")
 
 
 def digest_of_function(function: Callable[..., Any] | None) -> str:

@@ -77,7 +77,8 @@ class Optimizers:
             for key, value in self._state_of(parameter):
                 if key not in _OF_GRADIENTS | self._copies:
                     away, size = between.get(key, (0.0, 0.0))
-                    away += float((few_of_all([value]) - here).square().sum())
+                    # Some keep them in memory of the CPU.
+                    away += float((few_of_all([value]).to(here.device) - here).square().sum())
                     between[key] = away, size + float(here.square().sum())
         found = {key for key, (away, size) in between.items() if away < NEAR**2 * size}
         self._copies |= found

@@ -8,7 +8,7 @@ each difference has a ruling:
                                           what comes with most steps       trained: clipped, normalised
                                           what comes once, and goes far    refused: old weights are back
                                           nothing, in 24 inner steps       refused
-                                          the first step, back to its own  refused: likewise
+                                          a step, back to the loop's own   refused: likewise
     its tensors, replaced by others       anything                         taken if the optimizer steps them
     its names and shapes                  anything                         refused (weights.py)
     its types, devices, requires_grad     anything                         taken
@@ -90,6 +90,7 @@ class Watch:
         self._places = places
         self._optimizers = optimizers
         self._ranks = ranks
+        reshard(model)
         known = {id(tensor) for tensor in tensors_of(model, places).values()}
         self._buffers = {
             name: Kept.of(buffer)
@@ -107,9 +108,7 @@ class Watch:
         self._sample = self._sampled()
         self._moves = Moves(held=self.values())
         self._at_work = 0  # optimizers, one within another
-        self._taken_over: float | None = (
-            None  # how far the last adoption but the first has moved them
-        )
+        self._taken_over: float | None = None  # the way of the last adoption; of the first one 0
         self._handles = (
             register_optimizer_step_pre_hook(self._enters),
             register_optimizer_step_post_hook(self._leaves),
@@ -157,6 +156,8 @@ class Watch:
         """Before what a round has trained is published. Raises ModelMismatchError where that is nothing."""
         if self._ranks.said_by_any(float(self._went_astray)):
             raise self._moves.refusal()
+        if self._ranks.said_by_any(float(self._adoption.is_undone())):
+            raise self._adoption.refusal()
         self.is_still(steps, bits, is_last=True)
 
     def ends_alone(self) -> None:
@@ -169,7 +170,7 @@ class Watch:
         """What to tell of a round that does no harm, and less good than it could; each but once."""
         found = {}
         taken, steps = self._moves.optimizer_steps, self._moves.steps
-        if 0 < 2 * taken < steps:
+        if 0 < 3 * taken <= 2 * steps:  # of micro-batches a half, at most
             found["step"] = (
                 f"the optimizer has taken {taken} steps in {steps} calls of step(): call it once for each, "
                 "with the tokens of all its micro-batches, unless a GradScaler has skipped the others"

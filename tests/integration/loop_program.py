@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -17,6 +18,13 @@ import atoll
 from node.island.models.decoder_modules import Decoder
 from protocol.run.models import DecoderModel
 from protocol.run.run_files import load_run_file
+from tests.loop_optimizers import Lookahead, ScheduleFree
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "lookahead": Lookahead,
+    "schedule-free": ScheduleFree,
+}
 
 
 def main() -> None:
@@ -27,7 +35,8 @@ def main() -> None:
     device = torch.device(options.get("device", "cpu"))
     assert isinstance(spec.model, DecoderModel)
     model = Decoder(spec.model).to(device, getattr(torch, options.get("dtype", "float32")))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    kind = OPTIMIZERS[options.get("optimizer", "adamw")]
+    optimizer = kind(model.parameters(), lr=float(options.get("rate", "1e-3")))
     scaler = torch.amp.GradScaler(device.type, enabled="scaled" in options)
     forward = torch.compile(model) if "compiled" in options else model
 
@@ -41,6 +50,16 @@ def main() -> None:
         steps = torch.arange(spec.model.context + 1)
         return ((numbers[:, None] * 7 + steps * (1 + numbers[:, None] % 3)) % 64).to(device)
 
+    def exchanged() -> torch.Tensor:
+        """What the swarm should have of this loop: of a schedule-free one x, made of its y and z."""
+        values = [p.detach().clone() for p in model.parameters()]
+        (group,) = optimizer.param_groups
+        if isinstance(optimizer, ScheduleFree) and group["is_training"]:
+            zs = [optimizer.state[p].get("z", p) for p in model.parameters()]
+            beta = group["beta"]
+            values = [y + (1 - 1 / beta) * (z - y) for y, z in zip(values, zs, strict=True)]
+        return torch.cat([each.flatten() for each in values])
+
     def in_its_unit(loss: float) -> float:
         return loss / math.log(2) if "in_bits" in options else loss
 
@@ -49,7 +68,8 @@ def main() -> None:
             loss = loss_of(batch_of(torch.arange(4))).item()
         return in_its_unit(loss), 4 * spec.model.context
 
-    num_steps = 0
+    num_steps, tokens = 0, 0
+    adopted: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # own, their tokens, and what came
     with (
         out.open("a") as told,
         atoll.join(
@@ -72,7 +92,11 @@ def main() -> None:
             if num_steps == int(options.get("hangs_after", "0")):
                 print("the loop hangs", flush=True)
                 time.sleep(1000)
+            own, tokens = exchanged(), tokens + len(numbers) * spec.model.context
             step = swarm.step(loss=loss)
+            if step.is_replaced:
+                adopted.append((own, tokens, exchanged()))
+                tokens = 0
             line = {
                 "round": step.round,
                 "is_replaced": step.is_replaced,
@@ -87,6 +111,7 @@ def main() -> None:
         print(f"the loop ends: {swarm.why_over}", flush=True)
     held = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     torch.save(held, out.with_suffix(".pt"))
+    torch.save(adopted, out.with_suffix(".adopted.pt"))
     assert all(values.isfinite().all() for values in held.values())
 
 

@@ -150,6 +150,38 @@ def test_a_loop_in_bf16_trains_ahead_while_bytes_travel_and_holds_the_rounded_st
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["lookahead", "schedule-free"])
+def test_of_loops_whose_optimizers_keep_weights_the_swarm_has_the_mean(
+    tmp_path: Path, kind: str
+) -> None:
+    """In an exchange that neither rounds nor overshoots, whatever the optimizer of each."""
+    plain: dict[str, dict[str, object]] = {
+        "outer": {"optimizer": "sgd", "learning_rate": 1.0, "screening": False, "audit": 0.0},
+        "exchange": {"uplink": "fp32", "downlink": "fp32"},
+    }
+    scene = Scene(tmp_path, "mine", "theirs", **RUN, **plain)
+    try:
+        for name in ("mine", "theirs"):
+            scene.swarm.start_node(name, "--loop").says("a training loop may come in")
+        mine = scene.start_loop("keeps", f"optimizer={kind}", "rate=0.5", node="mine")
+        theirs = scene.start_loop("plain", "seed=3", node="theirs")
+        assert (mine.ends(), theirs.ends()) == (0, 0), mine.log + theirs.log
+        scene.agree()
+        for name, home in (("keeps", "mine"), ("plain", "theirs")):
+            assert_holds(tmp_path / f"{name}.pt", scene.homes[home])
+        told = [torch.load(tmp_path / f"{name}.adopted.pt") for name in ("keeps", "plain")]
+        assert len(told[0]) == len(told[1]) == 4
+        for ours, others in zip(*told, strict=True):
+            (own, tokens, came), (other, more, also_came) = ours, others
+            mean = (own * tokens + other * more) / (tokens + more)
+            torch.testing.assert_close(came, mean, rtol=0, atol=1e-5)
+            torch.testing.assert_close(came, also_came, rtol=0, atol=1e-5)
+            assert (own - came).abs().max() > 1e-4, "they have trained apart"
+    finally:
+        scene.end()
+
+
+@pytest.mark.nightly
 def test_loops_whose_one_function_calls_other_helpers_are_named_by_status_and_once_in_the_log(
     tmp_path: Path,
 ) -> None:

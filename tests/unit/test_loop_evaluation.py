@@ -1,5 +1,6 @@
 """What a training loop measures the global parameters by, and how it is left after that."""
 
+import copy
 import math
 from functools import partial
 from pathlib import Path
@@ -93,8 +94,9 @@ async def test_an_evaluation_that_is_no_loss_ends_the_loop_with_what_it_was(
         assert isinstance(one.ended[0], atoll.SwarmError)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("is_average", [False, True])
+@pytest.mark.parametrize(
+    ("is_average", "is_compiled"), [(False, False), (True, False), (False, True)]
+)
 async def test_an_average_that_is_measured_in_the_place_of_the_global_parameters_ends_the_loop(
     tmp_path: Path, is_average: bool, is_compiled: bool
 ) -> None:
@@ -124,6 +126,27 @@ async def test_an_average_that_is_measured_in_the_place_of_the_global_parameters
             assert found is not None and found.loss == 1.5
             await one.stops(thread)
         await ends(thread)
+
+
+async def test_a_model_that_is_saved_whole_as_it_is_evaluated_loads_and_runs(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+
+        def evaluate() -> float:
+            torch.save(model, tmp_path / "best.pt")
+            return float(copy.deepcopy(model)(tokens).mean())
+
+        thread = await one.joined(
+            lambda swarm: swarm.step(tokens=1), model=model, evaluate=evaluate
+        )
+        await one.train(work(steps=1))
+        found = await one.island.evaluate()
+        await one.stops(thread)
+        best = torch.load(tmp_path / "best.pt", weights_only=False)
+        assert found is not None and found.loss == float(best(tokens).mean())
 
 
 async def test_a_model_trains_on_in_its_own_modes_after_an_evaluation(tmp_path: Path) -> None:

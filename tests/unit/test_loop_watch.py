@@ -16,76 +16,11 @@ from atoll.watch import Watch
 from atoll.weights import Weights
 from node.island.models.decoder_modules import Decoder
 from node.island.ranks.faults import LoopGoneError
+from tests.loop_optimizers import Lookahead, Masters, ScheduleFree
 from tests.unit.loop_scene import Scene, ends, nudge, scene, work
 from tests.unit.test_loop_weights import Small, flat, places_of, weights_of
 
 Optimizer = torch.optim.Optimizer
-
-
-class Lookahead(Optimizer):
-    """Goes half of the way back to slow weights now and then (Zhang et al., 2019, arXiv 1907.08610)."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.25})
-        self.optimizer = torch.optim.SGD(self.param_groups, lr=0.25)
-        self._steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]  # of no use here
-        self._steps += 1
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter].setdefault("slow", parameter.clone())
-        self.optimizer.step()
-        for parameter in self.param_groups[0]["params"] if self._steps % 2 == 0 else ():
-            slow = self.state[parameter]["slow"]
-            parameter.copy_(slow.lerp_(parameter, 0.5))
-
-
-class Masters(Optimizer):
-    """Adds to weights in fp32, and rounds them to the model's."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]  # of no use here
-        for parameter in self.param_groups[0]["params"]:
-            master = self.state[parameter].setdefault("master", parameter.float())
-            parameter.copy_(master.sub_(parameter.grad, alpha=0.25))
-
-
-class ScheduleFree(Optimizer):
-    """SGD without a schedule (Defazio et al., 2024, arXiv 2405.15682): trains y, evaluates x, keeps z."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"beta": 0.75, "is_training": True, "steps": 0})
-
-    def _turn(self, is_training: bool) -> None:
-        (group,) = self.param_groups
-        beta = group["beta"]
-        share = 1 - beta if is_training else 1 - 1 / beta
-        if is_training != group["is_training"]:
-            group["is_training"] = is_training
-            for parameter in group["params"]:
-                if "z" in self.state[parameter]:
-                    parameter.data.lerp_(self.state[parameter]["z"], share)
-
-    def eval(self) -> None:
-        self._turn(False)
-
-    def train(self) -> None:
-        self._turn(True)
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]  # of no use here
-        (group,) = self.param_groups
-        assert group["is_training"]
-        group["steps"] += 1
-        beta, share = group["beta"], 1 / group["steps"]
-        for parameter in group["params"]:
-            z = self.state[parameter].setdefault("z", parameter.clone())
-            parameter.lerp_(z, share).sub_(parameter.grad, alpha=0.25 * (1 - beta * (1 - share)))
-            z.sub_(parameter.grad, alpha=0.25)
 
 
 def take_steps(model: nn.Module, optimizer: Optimizer, count: int) -> None:
@@ -220,6 +155,23 @@ async def test_what_a_schedule_free_optimizer_evaluates_is_exchanged_and_what_it
         await one.stops(thread)
         assert one.ended == [4]
         assert torch.equal(flat(model), torch.full_like(flat(model), 6.0)), "it ends with x"
+
+
+async def test_a_state_that_was_loaded_with_its_weights_before_join_moves_with_them(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        optimizer = Lookahead(model.parameters())
+        take_steps(model, optimizer, 3)
+        before = [(p.detach() - optimizer.state[p]["slow"]).clone() for p in model.parameters()]
+        train = stepping(model, optimizer, before=nothing, after=nothing)
+        thread = await one.joined(train, model=model, optimizer=optimizer)
+        await one.island.adopt()
+        for parameter, way in zip(model.parameters(), before, strict=True):
+            assert (parameter == 0.5).all()
+            torch.testing.assert_close(parameter - optimizer.state[parameter]["slow"], way)
+        await one.stops(thread)
 
 
 async def refused(one: Scene, train: Callable[[atoll.Swarm], int], words: str, **how: Any) -> None:
@@ -386,7 +338,7 @@ async def test_a_loop_that_calls_step_for_each_micro_batch_is_told_once(
         def train(swarm: atoll.Swarm) -> int:
             number = 0
             while not swarm.is_over:
-                if number % 3 == 2:
+                if number % 2 == 1:
                     take_steps(model, optimizer, 1)
                 swarm.step(tokens=1)
                 number += 1
@@ -395,7 +347,7 @@ async def test_a_loop_that_calls_step_for_each_micro_batch_is_told_once(
         thread = await one.joined(train, model=model)
         await rounds(one, 3, steps=6)
         await one.stops(thread)
-        assert caplog.text.count("the optimizer has taken 2 steps in 6 calls of step()") == 1
+        assert caplog.text.count("the optimizer has taken 3 steps in 6 calls of step()") == 1
 
 
 async def test_what_a_loop_leaves_untrained_of_the_run_is_told_once_by_its_name(
