@@ -29,7 +29,7 @@ from node.link.calls import run_in_force
 from node.machine.hardware import Hardware, likely_devices, look_around
 from node.machine.limits import Limits
 from node.machine.placement import num_ranks_of, refuse_small_helper, what_a_start_checks
-from node.records import Records
+from node.records import BESIDE_BYTES, Records
 from protocol.errors import AtollError
 from protocol.run.models import layout_of
 from protocol.run.run_spec import RunSpec
@@ -231,12 +231,17 @@ def _takes(
         history=History(None),
         num_ranks=num_ranks,
     )
-    disk = console.bytes_in_words(sum(need.num_bytes for need in records.needs))
+    disk = (
+        f"{console.bytes_in_words(sum(need.num_bytes for need in records.needs))} of disk, in time "
+        f"{console.bytes_in_words(BESIDE_BYTES)} more for commits and logs"
+    )
+    if not is_helper and spec.data.source == "tokens" and not spec.data.private:
+        disk += f", and {settings.data_cache} for tokens that are fetched"
     if is_helper:
-        yield f"it takes: up to {disk} of disk"
+        yield f"it takes: up to {disk}"
     else:
         memory = console.bytes_in_words(node_bytes(spec))
-        yield f"it takes: {memory} of memory beside what training takes, and up to {disk} of disk"
+        yield f"it takes: {memory} of memory beside what training takes, and up to {disk}"
     checks: list[Callable[[], None]] = [records.require_room]
     if is_helper:
         checks.append(lambda: refuse_small_helper(spec, hardware))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.config import SENT_FILE, SNAPSHOTS_FOLDER, NodeSettings
-from node.disk.history import History, SentLog
+from node.disk.history import KEPT_BYTES, History, SentLog
 from node.disk.round_folder import DiskBudget, Need, Retention, Saving
 from node.disk.snapshot_folder import KEPT_FILES
 from node.disk.snapshots import snapshot_bytes
@@ -13,6 +13,11 @@ from node.heavy import in_thread
 from node.island.checkpoints.folder import CHECKPOINTS_FOLDER, CheckpointFolder, moments_bytes
 from protocol.run.models import Layout
 from protocol.run.run_spec import RunSpec
+from protocol.terminal.logging import MOST_BYTES
+
+BESIDE_BYTES = KEPT_BYTES + 2 * 2 * MOST_BYTES
+"""What the folder comes to hold beside all that, whatever the model's size: commits, and logs of the node and
+its ranks, the older ones included. After a day of short rounds it is most of a small model's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

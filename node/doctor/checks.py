@@ -136,7 +136,7 @@ def disk_findings(
                 return [_need_not_known(folder, f"is not known: {error.what}")]
         else:
             return [_need_not_known(folder, "shows once this node has joined one")]
-        from node.records import Records
+        from node.records import BESIDE_BYTES, Records
 
         records = Records.of(
             folder,
@@ -154,7 +154,8 @@ def disk_findings(
         f"{console.bytes_in_words(need.num_bytes)} for {need.what}" for need in records.needs
     )
     held = console.bytes_in_words(sum(need.held_bytes for need in records.needs))
-    what = f"at most {kinds}; {held} of it is there, {pace}"
+    beside = console.bytes_in_words(BESIDE_BYTES)
+    what = f"at most {kinds}; {held} of it is there, {pace}; in time {beside} more for commits and logs"
     return [Finding(about="disk", verdict="fine", what=what)]
 
 

@@ -51,7 +51,7 @@ class Held:
 LONGEST_SOCKET_BYTES = 107
 """Of a Unix socket's name (unix(7): 108 with the zero behind it)."""
 
-_OWN_BYTES = 40
+_OWN_BYTES = 43
 """What names of sockets have behind the temporary directory: ours, and multiprocessing's."""
 
 

@@ -144,6 +144,14 @@ def _complain(what: str, next_step: str = "") -> None:
         _abandon_if_unwritable(sys.stderr)
 
 
+def tell_the_end(words: str) -> None:
+    """Says how a daemon has ended, where that can be said: it may have ended for its terminal was closed."""
+    try:
+        click.echo(words)
+    except OSError:
+        _abandon_if_unwritable(sys.stdout)
+
+
 def _abandon_if_unwritable(stream: TextIO) -> None:
     """Lets a stream that takes nothing any more lead nowhere, for the process is about to end.
 

@@ -253,7 +253,7 @@ def test_a_place_for_temporary_files_that_no_socket_fits_into_is_refused(
     long = tmp_path / ("long" * 25)
     long.mkdir()
     typed = atoll("node", "start", "--dir", member, TMPDIR=str(long))
-    refused(typed, 71, f"{long}, has a name of ", "of at most 67", "TMPDIR=/tmp")
+    refused(typed, 71, f"{long}, has a name of ", "of at most 64", "TMPDIR=/tmp")
     done(atoll("status", "--dir", member, TMPDIR=str(long)))  # which needs no socket there
 
 

@@ -81,6 +81,36 @@ def test_a_killed_nodes_shared_memory_and_folders_go_and_a_living_ones_stay(
         (SHARED_MEMORY / block).unlink(missing_ok=True)
 
 
+_FORKSERVER = """
+import time
+from multiprocessing import forkserver
+from node.island.ranks.forkserver import end_forkserver, prepare_forkserver
+
+prepare_forkserver(with_compiler=False)
+end_forkserver()
+prepare_forkserver(with_compiler=False)
+print(forkserver._forkserver._forkserver_pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_what_a_killed_node_leaves_of_its_forkserver_goes(temporary: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORKSERVER],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    ) as process:
+        assert process.stdout is not None
+        forkserver_id = int(process.stdout.readline())
+        assert remove_leftovers(temporary) == [] != list(temporary.iterdir())
+        process.kill()
+        os.kill(forkserver_id, signal.SIGKILL)
+    remove_leftovers(temporary)
+    assert list(temporary.iterdir()) == []
+
+
 def test_p2pd_gets_its_key_without_a_file(temporary: Path) -> None:
     with node(temporary) as (_, words):
         files = [path.name for path in Path(words[2]).iterdir()]

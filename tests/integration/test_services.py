@@ -147,6 +147,7 @@ def test_who_joins_is_told_what_the_run_is_takes_and_brings(folder: Path) -> Non
         ]
         assert "round 0 of 50, 0 members now" in first[2]
         assert first[3].startswith("it reads: ")
+        assert first[4].endswith(" of disk, in time 99.1 MB more for commits and logs")
         assert "no member trains on cpu now; bytes are not known before" in first[5]
         node = swarm.start_node("first")
         until(lambda: swarm.status().run.committed_round > 0, "a round")

@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -120,3 +123,35 @@ async def test_a_notice_is_nothing_new_to_a_node_that_was_stopped() -> None:
         await asyncio.sleep(0.01)
         signals.leave(NOTICE)
     assert node.asked == [30.0]
+
+
+_ENDS_IN_ORDER = """
+import sys
+from pathlib import Path
+from node import app, cli
+from node.config import NodeSettings
+from protocol.terminal import console
+
+async def run_node(*_, **__):
+    return "stopped by its owner"
+
+app.run_node = run_node
+start = cli.click.Command("start", callback=lambda: cli._run(
+    Path(sys.argv[1]), NodeSettings(name="n"), waits=False, log_json=False, ends_with_stdin=False
+))
+sys.exit(console.run(start, []))
+"""
+
+
+def test_a_node_whose_terminal_was_closed_ends_with_0_though_it_can_tell_nobody(
+    tmp_path: Path,
+) -> None:
+    ours, terminal = os.openpty()
+    os.close(ours)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", _ENDS_IN_ORDER, tmp_path], stdout=terminal, stderr=terminal
+        )
+    finally:
+        os.close(terminal)
+    assert ended.returncode == 0

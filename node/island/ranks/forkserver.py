@@ -20,7 +20,7 @@ import platformdirs
 from node.island.ranks.commands import Halt, Order, RankSetup, Reply
 from protocol.errors import SystemRefusedError
 from protocol.files.durable import refusing
-from protocol.files.leftovers import temporary_directory
+from protocol.files.leftovers import TemporaryFolder
 from protocol.terminal.logging import LOGS_FOLDER, LogFile, LogStream
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ _standard_error = 2
 
 _with_compiler = True
 
+_folder: TemporaryFolder | None = None
+"""Where its socket is, marked as a living process's: Python's own is never removed after a kill."""
+
 
 def prepare_forkserver(
     *, standard_error: int | None = None, with_compiler: bool | None = None
@@ -47,8 +50,11 @@ def prepare_forkserver(
     ours; `with_compiler`, at first True, says whether it imports torch's compiler, which takes a second, and
     which several ranks that need it would else import each.
     """
-    global _standard_error, _with_compiler  # as long as the process, like the forkserver itself
-    temporary_directory(has_sockets=True)  # where the forkserver's socket will be
+    global _standard_error, _with_compiler, _folder  # as long as the process, like the forkserver itself
+    config = _config_of_multiprocessing()
+    if _folder is None and config.get("tempdir") is None:
+        _folder = TemporaryFolder("fork", has_sockets=True)
+        config["tempdir"] = str(_folder.path)
     if standard_error is not None:
         _standard_error = standard_error
     if with_compiler is not None:
@@ -86,8 +92,14 @@ def prepare_forkserver(
         raise SystemRefusedError(
             f"the socket by which ranks are started, {server._forkserver_address}, is gone: something "
             "clears that folder",
-            next_step="start the node again, and have what clears it leave pymp-* and atoll-held-* there",
+            next_step="start the node again, and have what clears it leave atoll-held-* there",
         )
+
+
+def _config_of_multiprocessing() -> dict[str, Any]:
+    """Of this process. A private name: nothing else says where the forkserver's socket is to be."""
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    return config
 
 
 def fork_rank(setup: RankSetup) -> "tuple[BaseProcess, Connection[Order | Halt, Reply]]":
@@ -116,7 +128,11 @@ def end_forkserver() -> None:
             os.kill(server._forkserver_pid, signal.SIGKILL)
     with contextlib.suppress(FileNotFoundError):  # something has cleared the temporary directory
         server._stop()
-    global _standard_error, _with_compiler
+    global _standard_error, _with_compiler, _folder
+    if _folder is not None:
+        _config_of_multiprocessing()["tempdir"] = None
+        _folder.remove()
+        _folder = None
     _standard_error = 2
     _with_compiler = True
 
