@@ -15,7 +15,7 @@ FAR = 4.0
 """Inner steps that lie between weights that are told apart: nearer ones say nothing."""
 
 NEAR = 1 / 3
-"""Share of the way to the adopted weights within which the first inner step brings the own ones back."""
+"""Share of the way back to the loop's own weights that no step of training goes."""
 
 MOST_TIMES = 2
 """Rounds one after another in which that may happen."""
@@ -23,46 +23,60 @@ MOST_TIMES = 2
 
 @dataclass(slots=True, kw_only=True)
 class Adoption:
-    """A few values of the weights before and after they were taken over, and a step later.
+    """Whether the loop trains on from what it has taken over, or a step leads back to its own weights.
 
-    An optimizer that keeps weights of its own where nobody finds them, and a loop that restores what it had
-    put aside, bring their own weights back. What they contribute is the way from the global parameters to
-    those, in each round anew, and the swarm's work never reaches them.
+    An optimizer that keeps weights where nobody finds them does that, and a loop that restores what it had
+    put aside. What they contribute is the way from the global parameters to those, in each round anew, and
+    the swarm's work reaches them in part, or never.
     """
 
-    _own: Tensor | None = None
-    _adopted: Tensor | None = None
-    _first: Tensor | None = None
-    _times: int = 0
+    _own: Tensor | None = None  # before the weights were taken over …
+    _values: Tensor | None = None  # … and now
+    _back: Tensor | None = None  # the way to the loop's own
+    _steps: int = 0  # since then
+    _lengths: Tensor | float = 0.0  # of all steps together
+    _most: Tensor | float = 0.0  # of the way that one step has gone back, as a share
+    _its_length: Tensor | float = 0.0
+    _times: int = 0  # rounds one after another in which one has gone far
 
     def took_over(self, own: Tensor, adopted: Tensor) -> None:
         """The values before and after; of several takings before a step those of the first and the last."""
-        if self._own is None or self._first is not None:
-            self._own, self._first = own, None
-        self._adopted = adopted
+        if self._own is None or self._steps:
+            self._own = own
+        self._values, self._back = adopted, self._own - adopted
+        self._steps, self._lengths, self._most, self._its_length = 0, 0.0, 0.0, 0.0
 
     def took_a_step(self, values: Tensor) -> None:
-        """The values after the first inner step since, and after the second.
+        """The values after an inner step."""
+        if self._back is None or self._values is None:
+            return
+        step, self._values = values - self._values, values
+        share = step.dot(self._back) / self._back.dot(self._back).clamp(min=1e-30)
+        most = torch.as_tensor(self._most).to(share)
+        self._its_length = torch.where(
+            share > most, step.norm(), torch.as_tensor(self._its_length).to(share)
+        )
+        self._most, self._lengths = most.maximum(share), self._lengths + step.norm()
+        self._steps += 1
 
-        Raises ModelMismatchError. The second step tells how long one is: a single long step is no return.
-        """
-        if self._own is None or self._adopted is None:
-            return
-        if self._first is None:
-            self._first = values
-            return
-        own, adopted, first = self._own, self._adopted, self._first
-        self._own = self._adopted = self._first = None
-        way, step = float((own - adopted).norm()), float((values - first).norm())
-        is_back = 0 < FAR * step < way and float((first - own).norm()) < NEAR * way
+    def is_undone(self) -> bool:
+        """At a round's end: whether a step has led back, far further than the others, and again so."""
+        if self._back is None or self._steps < 2:
+            return False
+        usual = float(self._lengths - self._its_length) / (self._steps - 1)
+        is_back = 0 < FAR * usual < float(self._back.norm()) and float(self._most) > NEAR
         self._times = self._times + 1 if is_back else 0
-        if self._times >= MOST_TIMES:
-            raise ModelMismatchError(
-                f"in {self._times} rounds one after another the first inner step has put this loop's own "
-                "weights back over those taken over from the swarm",
-                next_step="give an optimizer that keeps weights nowhere but in its state, if at all; "
-                "and restore no average or checkpoint into the model that joined",
-            )
+        self._own = self._back = None
+        return self._times >= MOST_TIMES
+
+    def refusal(self) -> ModelMismatchError:
+        """What to say then."""
+        return ModelMismatchError(
+            f"in {MOST_TIMES} rounds one after another a step has put weights of this loop's own back over "
+            "those taken over from the swarm, all or in part",
+            next_step="give an optimizer that keeps weights nowhere but in its state, if at all; "
+            "and restore no average or checkpoint into the model that joined",
+        )
 
 
 @dataclass(slots=True, kw_only=True)

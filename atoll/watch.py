@@ -8,7 +8,7 @@ each difference has a ruling:
                                           what comes with most steps       trained: clipped, normalised
                                           what comes once, and goes far    refused: old weights are back
                                           nothing, in 24 inner steps       refused
-                                          the first step, back to its own  refused: likewise
+                                          a step, back to the loop's own   refused: likewise
     its tensors, replaced by others       anything                         taken if the optimizer steps them
     its names and shapes                  anything                         refused (weights.py)
     its types, devices, requires_grad     anything                         taken
@@ -156,6 +156,8 @@ class Watch:
         """Before what a round has trained is published. Raises ModelMismatchError where that is nothing."""
         if self._ranks.said_by_any(float(self._went_astray)):
             raise self._moves.refusal()
+        if self._ranks.said_by_any(float(self._adoption.is_undone())):
+            raise self._adoption.refusal()
         self.is_still(steps, bits, is_last=True)
 
     def ends_alone(self) -> None:
