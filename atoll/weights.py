@@ -452,6 +452,8 @@ def few_of_all(tensors: Iterable[Tensor]) -> Tensor:
 
 def _few(tensor: Tensor) -> Tensor:
     local = local_of(tensor)
+    if local.is_complex():
+        local = torch.view_as_real(local)
     step = local.numel() // FEW + 1
     if local.is_contiguous():
         return local.view(-1)[::step]

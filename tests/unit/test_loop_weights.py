@@ -452,7 +452,7 @@ def watch_of(model: nn.Module) -> Watch:
     return Watch(model, places=(), optimizers=Optimizers(None), ranks=alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
 def test_a_loop_that_changes_any_value_of_what_is_frozen_is_refused(dtype: torch.dtype) -> None:
     """As a codebook does, of which training moves the rows that were used."""
     model = nn.Module()
