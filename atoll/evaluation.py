@@ -33,25 +33,25 @@ def evaluated(
     """The loss of the global parameters, and on how many tokens it was measured.
 
     The loop's own weights stay, and so do the modes of its modules: a function that calls `eval()` need not
-    undo it. `values` are a few of the weights. Raises SwarmError for what is no loss, and ModelMismatchError
-    for one of other weights.
+    undo it. `values` are a few of some weights, for each pass. Raises SwarmError for what is no loss, and
+    ModelMismatchError for one of other weights.
     """
     own = weights.aside()
     modes = [(module, module.training) for module in model.modules()]
     weights.show_global()
-    shown = values()
-    slack = optimizers.have_modes * SAME * float(shown.norm())
+    share = optimizers.have_modes * SAME
 
-    def are_others() -> bool:
-        return float((values() - shown).norm()) > slack
+    def differ(found: Tensor, shown: Tensor) -> bool:
+        return float((found - shown).norm()) > share * float(shown.norm())
 
-    look = _Look(are_others)
+    all_shown, some_shown = weights.few(), values()
+    look = _Look(lambda: differ(values(), some_shown))
     handle = model.register_forward_pre_hook(look)
     try:
         with statistics.of_these_weights():
             found = evaluate()
         optimizers.evaluate()
-        has_changed = are_others()
+        has_changed = differ(weights.few(), all_shown)
     finally:
         handle.remove()
         weights.put_back(own)

@@ -17,6 +17,9 @@ FAR = 4.0
 NEAR = 1 / 3
 """Share of the way back to the loop's own weights that no step of training goes."""
 
+ALONG = 0.5
+"""Cosine with the way down its gradient from which on a step is one of training, wherever it leads."""
+
 MOST_TIMES = 2
 """Rounds one after another in which that may happen."""
 
@@ -46,12 +49,18 @@ class Adoption:
         self._values, self._back = adopted, self._own - adopted
         self._steps, self._lengths, self._most, self._its_length = 0, 0.0, 0.0, 0.0
 
-    def took_a_step(self, values: Tensor) -> None:
-        """The values after an inner step."""
+    def took_a_step(self, values: Tensor, gradient: Tensor | None = None) -> None:
+        """The values after an inner step, and the gradient of it where it is known.
+
+        On data of its own a loop may train back to its own optimum, and by a few steps where it is easy.
+        """
         if self._back is None or self._values is None:
             return
         step, self._values = values - self._values, values
         share = step.dot(self._back) / self._back.dot(self._back).clamp(min=1e-30)
+        if gradient is not None and len(gradient) == len(step):
+            along = -step.dot(gradient) / (step.norm() * gradient.norm()).clamp(min=1e-30)
+            share = share.where(along < ALONG, 0.0)
         most = torch.as_tensor(self._most).to(share)
         self._its_length = torch.where(
             share > most, step.norm(), torch.as_tensor(self._its_length).to(share)

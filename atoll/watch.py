@@ -108,6 +108,7 @@ class Watch:
         self._sample = self._sampled()
         self._moves = Moves(held=self.values())
         self._at_work = 0  # optimizers, one within another
+        self._gradient: Tensor | None = None  # of the last step, where all that is sampled has one
         self._taken_over: float | None = None  # the way of the last adoption; of the first one 0
         self._handles = (
             register_optimizer_step_pre_hook(self._enters),
@@ -139,7 +140,8 @@ class Watch:
         self._at_work = 0
         self._moves.came_to(self.values(), by_optimizer=False)
         self._moves.steps += 1
-        self._adoption.took_a_step(self._moves.held)
+        self._adoption.took_a_step(self._moves.held, self._gradient)
+        self._gradient = None
         if is_first:
             self.look()
 
@@ -238,6 +240,8 @@ class Watch:
             self._at_work -= 1
             if self._at_work == 0:
                 self._moves.came_to(self.values(), by_optimizer=True)
+                gradients = [each.grad for each in self._sample if each.grad is not None]
+                self._gradient = few_of_all(gradients)
                 self._optimizers.saw(optimizer)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -132,9 +132,9 @@ class Weights:
     def adopt(self, fragment: int | None, *, is_taken: bool) -> None:
         """Takes over global parameters: of a fragment by the run's overlap, or all, and nothing stays."""
         for held in self._held(fragment):
+            self._bases.pop(held.key, None)
             if fragment is None or self.overlap == "none":
                 held.put(self._global(held))
-                self._bases.pop(held.key, None)
             elif self.overlap == "keep" or not is_taken:
                 # What was not taken is all still owed.
                 share = self.local_share if is_taken else 0.0
@@ -147,6 +147,7 @@ class Weights:
         """Copies what this rank publishes of a fragment to shared memory."""
         for held in self._held(fragment):
             is_exact = held.local.dtype in _EXACT
+            self._at_publish.pop(held.key, None)
             if not is_exact and self.overlap != "none":
                 self._at_publish[held.key] = held.local.clone()
             if not held.publishes:
@@ -204,7 +205,9 @@ class Weights:
             rest = held.local.sub(published.to(held.local), alpha=1 - share)
             held.put(rest.add_(new.to(held.local), alpha=1 - share))
             return
-        since = _fp32(held.local) - _fp32(self._at_publish[held.key].to(held.local.device))
+        # Of a model whose type has changed since, what it published says what it held then.
+        then = self._at_publish.get(held.key, published).to(held.local.device)
+        since = _fp32(held.local) - _fp32(then)
         self._settle(held, new + since + share * (published - new), new)
 
     def _blend(self, held: Held) -> None:
@@ -449,6 +452,8 @@ def few_of_all(tensors: Iterable[Tensor]) -> Tensor:
 
 def _few(tensor: Tensor) -> Tensor:
     local = local_of(tensor)
+    if local.is_complex():
+        local = torch.view_as_real(local)
     step = local.numel() // FEW + 1
     if local.is_contiguous():
         return local.view(-1)[::step]

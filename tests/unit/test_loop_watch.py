@@ -388,3 +388,29 @@ async def test_an_average_that_is_put_in_as_the_loop_leaves_is_not_contributed(
             await one.train(work(steps=9))
         await ends(thread)
         assert isinstance(one.ended[-1], atoll.ModelMismatchError)
+
+
+async def test_a_loop_whose_data_lead_back_to_its_own_optimum_in_some_steps_trains_on(
+    tmp_path: Path,
+) -> None:
+    """As a convex problem does on a node with other data than the others have."""
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def train(swarm: atoll.Swarm) -> bool:
+            while not swarm.is_over:
+                for parameter in model.parameters():
+                    parameter.grad = parameter.detach() - 3.0
+                optimizer.step()
+                swarm.step(tokens=1)
+            return True
+
+        thread = await one.joined(train, model=model)
+        for round in range(1, 6):
+            await one.train(work(round, steps=20))
+            await one.island.publish(0)
+            one.vectors.parameters[:] = 0.5 * one.vectors.published - 0.5  # and of one at -1
+            await one.island.adopt(0)
+        await one.stops(thread)
+        assert one.ended == [True]

@@ -452,7 +452,7 @@ def watch_of(model: nn.Module) -> Watch:
     return Watch(model, places=(), optimizers=Optimizers(None), ranks=alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
 def test_a_loop_that_changes_any_value_of_what_is_frozen_is_refused(dtype: torch.dtype) -> None:
     """As a codebook does, of which training moves the rows that were used."""
     model = nn.Module()
@@ -511,3 +511,22 @@ def test_of_many_frozen_parameters_all_have_sums_and_none_that_json_cannot_hold(
     assert 128 <= sum(len(few[name]) == FEW for name in many) <= 256
     assert few_values_of({}) == few_values_of({"inf": torch.tensor([torch.inf])}) == {}
     assert few_values_of({"none": torch.ones(0), "whole": torch.ones(3, dtype=torch.int8)}) == {}
+
+
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16])
+def test_a_model_whose_type_changes_while_its_bytes_travel_adopts_what_comes(
+    before: torch.dtype,
+) -> None:
+    after = torch.bfloat16 if before == torch.float32 else torch.float32
+    model = Small(before)
+    weights = weights_of(model, overlap="keep")
+    weights.parameters.zero_()
+    weights.adopt(None, is_taken=True)
+    train(model, 1.0)
+    weights.publish(0)
+    model.to(after)
+    train(model, 0.5)
+    weights.parameters.fill_(2.0)
+    weights.adopt(0, is_taken=True)
+    assert torch.equal(flat(model), torch.full_like(weights.parameters, 2.5))
+    assert torch.equal(-pseudo_gradient(weights), torch.full_like(weights.parameters, 0.5))
