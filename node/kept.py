@@ -2,7 +2,8 @@
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import click
 
 from node.config import HISTORY_FILE, SNAPSHOTS_FOLDER, load_settings, require_node_folder
 from node.island.data.places import DataPlaces
-from protocol.errors import AtollError, IncompleteError, NoInputError
+from protocol.errors import AtollError, BadDataError, IncompleteError, NoInputError
 from protocol.files.durable import write_atomically
 from protocol.run.run_files import run_from_json
 from protocol.run.run_spec import RunSpec
@@ -46,6 +47,23 @@ class KeptModel:
 def keep_run(folder: Path, spec: RunSpec) -> None:
     """Remembers the run file, so that the folder's snapshots can be read without a coordinator."""
     write_atomically(folder / RUN_FILE, spec.canonical_json().encode())
+
+
+def kept_run(folder: Path) -> RunSpec:
+    """The run file that was kept, which must be there. Raises BadDataError where it is damaged."""
+    with _telling_damage(folder / RUN_FILE):
+        return run_from_json((folder / RUN_FILE).read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _telling_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadDataError(
+            f"{path} is damaged: {error!r}",
+            next_step=f"start the node, which writes it anew: 'atoll node start --dir {path.parent}'",
+        ) from error
 
 
 def keep_places(folder: Path, places: DataPlaces) -> None:
@@ -91,12 +109,14 @@ def places_of(folder: Path, *, base: str | None, typed_in: Path) -> DataPlaces:
     here = settings.data_places(home=folder, folder=typed_in)
     if not (folder / PLACES_FILE).is_file():
         return here
-    kept = json.loads((folder / PLACES_FILE).read_text(encoding="utf-8"))
-    there = settings.data_places(home=folder, folder=Path(kept["folder"]))
-    started = Path(kept["base"]) if kept["base"] is not None else None
+    with _telling_damage(folder / PLACES_FILE):
+        kept = json.loads((folder / PLACES_FILE).read_text(encoding="utf-8"))
+        started_in, data = Path(kept["folder"]), kept["data"]
+        started = Path(kept["base"]) if kept["base"] is not None else None
+    there = settings.data_places(home=folder, folder=started_in)
     return replace(
         there,
-        own=settings.data or kept["data"],
+        own=settings.data or data,
         base=here.base if base is not None else there.base or started,
     )
 
@@ -108,7 +128,7 @@ def kept_model(folder: Path, round: int | None = None) -> KeptModel:
         Credentials.load(folder)  # a folder that never joined is told so
         require_node_folder(folder)
         raise _nothing_yet(folder)
-    spec = run_from_json(path.read_text(encoding="utf-8"))
+    spec = kept_run(folder)
     # Only now, for torch comes with it.
     from node.disk.snapshot_folder import SnapshotFolder
     from protocol.run.models import layout_of

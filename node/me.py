@@ -85,8 +85,7 @@ def _of_this_folder(
     """Facts and words of what it holds; None of a node that has followed no round, and of nobody's."""
     from node.config import HISTORY_FILE, load_settings
     from node.disk.history import History
-    from node.kept import RUN_FILE
-    from protocol.run.run_files import run_from_json
+    from node.kept import RUN_FILE, kept_run
     from protocol.terminal.logging import start_logging
 
     node_id = credentials.principal.node_id
@@ -97,10 +96,7 @@ def _of_this_folder(
     if known is None:
         return None
     named = (node_id, load_settings(home).name, credentials.run_name)
-    path = home / RUN_FILE
-    counted = (
-        run_from_json(path.read_text(encoding="utf-8")).counted if path.is_file() else "tokens"
-    )
+    counted = kept_run(home).counted if (home / RUN_FILE).is_file() else "tokens"
     return (
         facts_of_folder(known, *named, counted=counted),
         folder_in_words(known, *named, counted=counted),

@@ -226,13 +226,11 @@ def evaluate(
 
 def _refuse_to_measure_functions(home: Path) -> None:
     """Raises UsageError before anybody installs what would not measure this run's model either."""
-    from node.kept import RUN_FILE
-    from protocol.run.run_files import run_from_json
+    from node.kept import RUN_FILE, kept_run
 
-    path = home / RUN_FILE
-    if not path.is_file():
+    if not (home / RUN_FILE).is_file():
         return  # what is missing is said where the model is read
-    spec = run_from_json(path.read_text(encoding="utf-8"))
+    spec = kept_run(home)
     if spec.model.source == "function":
         raise UsageError(
             f"lm-eval measures models that transformers loads, and that of run {spec.run.name!r} is a "

@@ -371,7 +371,9 @@ class FolderLock:
             except OSError as error:
                 raise SystemRefusedError(
                     f"{path} cannot be opened: {error.strerror}",
-                    next_step="check the folder's permissions",
+                    next_step=NEXT_STEP_FOR_REFUSAL.get(
+                        error.errno or 0, "check the folder's permissions"
+                    ),
                 ) from error
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -104,6 +104,14 @@ def _next_step_for_usage(error: click.ClickException) -> str:
 
 def _blame(error: Exception) -> int:
     """Says whether the machine has refused, or else that it is a bug; returns the exit code."""
+    if said := _unmapped(error):
+        _abandon_if_unwritable(sys.stdout)
+        _complain(
+            f"the machine refuses to map a library into memory: {said}",
+            f"{NEXT_STEP_FOR_REFUSAL[errno.ENOMEM]}; or, where the disk of Atoll's environment is mounted "
+            "with noexec, move it to another",
+        )
+        return ExitCode.SYSTEM
     match error:
         case OSError() if error.filename or error.errno not in _REFUSALS_OF_FILES:
             number, what = error.errno, error.strerror
@@ -119,6 +127,15 @@ def _blame(error: Exception) -> int:
     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
     _complain(f"the machine refuses: {where}{what}", NEXT_STEP_FOR_REFUSAL[number])
     return ExitCode.SYSTEM
+
+
+def _unmapped(error: BaseException | None) -> str:
+    """What the loader said where an import failed for want of memory; packages have words of their own."""
+    while error is not None:
+        if "failed to map segment from shared object" in str(error):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _blame_a_bug(error: Exception) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from protocol.errors import AtollError
+from protocol.errors import AtollError, SystemRefusedError
 from protocol.files.durable import RollingFile
 
 LOGS_FOLDER = "logs"
@@ -141,6 +141,12 @@ def keeping_the_end(folder: Path, process: str) -> Iterator[None]:
         if not isinstance(error, AtollError):
             told["exception"] = traceback.format_exc()
         LogFile(folder, process).keep(told)
+        if isinstance(error, BrokenPipeError):
+            # Click takes it for a reader of standard output that has gone, and ends with 1 without a word.
+            raise SystemRefusedError(
+                f"a process that this one talks to has gone: {error}",
+                next_step="start it again; 'atoll logs' has where that was",
+            ) from error
         raise
 
 

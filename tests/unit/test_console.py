@@ -205,3 +205,18 @@ def test_what_is_no_number_is_called_so(
     command = click.Command("c", params=[click.Option(["--num"], type=kind)], callback=print)
     assert console.run(command, ["--num", "ten"]) == ExitCode.USAGE
     assert f"atoll: invalid value for '--num': {words}\n" in capsys.readouterr().err
+
+
+def test_a_library_that_does_not_fit_into_memory_is_no_bug_however_its_package_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load() -> None:
+        try:
+            raise OSError("libllvmlite.so: failed to map segment from shared object")
+        except OSError:
+            raise OSError("Could not find/load shared object file") from None
+
+    assert console.run(command_that(load), []) == ExitCode.SYSTEM
+    told = capsys.readouterr().err
+    assert "libllvmlite.so: failed to map segment" in told and "'ulimit -v'" in told
+    assert "bug" not in told

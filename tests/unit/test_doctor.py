@@ -1,8 +1,10 @@
 """What the doctor finds wrong, what it advises, and how it ends."""
 
 import json
+import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,6 +81,29 @@ def test_what_a_run_needs_of_the_disk_is_told_and_how_fast_it_is_written(tmp_pat
         assert words in found.what
     (without,) = checks.disk_findings(tmp_path, NodeSettings(name="n", checkpoint_every_rounds=0))
     assert "checkpoints" not in without.what
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (os.ST_RDONLY, "Read-only file system; that disk can only be read: mount it"),
+        (0, "Permission denied; make "),
+    ],
+)
+def test_a_folder_that_the_node_could_not_write_to_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int, words: str
+) -> None:
+    keep_run(tmp_path, tiny())
+    (tmp_path / "snapshots").mkdir()
+    may_write = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path.name != "snapshots" and may_write(path, mode)
+    )  # root may write everywhere
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=flags))
+    (found,) = checks.disk_findings(tmp_path, NodeSettings(name="n"))
+    assert found.verdict == "wrong"
+    told = f"{found.what}; {found.next_step}"
+    assert told.startswith(f"cannot write {tmp_path / 'snapshots'}: {words}")
 
 
 def test_a_node_that_has_joined_and_never_started_asks_its_coordinator_what_the_run_needs(

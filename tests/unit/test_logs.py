@@ -181,6 +181,19 @@ def test_by_what_error_a_process_ended_is_kept(tmp_path: Path) -> None:
     assert "exception" not in sentence and "ZeroDivisionError" in str(bug["exception"])
 
 
+def test_a_daemon_whose_helpers_pipe_broke_does_not_end_like_a_reader_that_has_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def live() -> None:
+        with keeping_the_end(tmp_path, "node"):
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    assert console.run(click.Command("start", callback=live), []) == ExitCode.SYSTEM
+    assert "a process that this one talks to has gone" in capsys.readouterr().err
+    (kept,) = read(tmp_path)
+    assert "BrokenPipeError" in str(kept["exception"])
+
+
 def test_a_folder_that_takes_no_log_is_told_once_and_standard_error_goes_on(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("no folder")
     ran = started(tmp_path, "log.info('first')\nlog.info('second')\n")

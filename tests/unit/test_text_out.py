@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from node.island.data.places import DataPlaces
 from node.island.models.describing import describe, first_vector
 from node.island.models.generate import model_that_writes
-from node.kept import keep_places, places_of
+from node.kept import PLACES_FILE, RUN_FILE, keep_places, kept_model, places_of
 from node.models.export import export_model
 from node.models.text import ByteText, end_of_text, files_of_tokenizer, text_of_run
 from protocol.errors import BadDataError, NoInputError, UsageError
@@ -242,3 +242,15 @@ def test_commands_find_the_data_where_the_node_was_started_with_them(tmp_path: P
     (home / "node.toml").write_text('name = "n"\ndata = "moved"\nbase = "there"\n')
     found = places_of(home, base=None, typed_in=elsewhere)
     assert (found.own, found.base) == ("moved", tmp_path / "there")
+
+
+@pytest.mark.parametrize("damaged", [b"", b'{"folder": "/t', b"[]", b"\x80\x00"])
+def test_what_a_node_kept_of_its_run_and_lies_damaged_is_said_with_what_writes_it_anew(
+    tmp_path: Path, damaged: bytes
+) -> None:
+    (tmp_path / PLACES_FILE).write_bytes(damaged)
+    with pytest.raises(BadDataError, match=r"places\.json is damaged: .*atoll node start --dir"):
+        places_of(tmp_path, base=None, typed_in=tmp_path)
+    (tmp_path / RUN_FILE).write_bytes(damaged)
+    with pytest.raises(BadDataError, match=r"run\.json is damaged: .*atoll node start --dir"):
+        kept_model(tmp_path)
