@@ -15,6 +15,7 @@ from node.disk.snapshots import SnapshotWriting
 from node.duties.duties import FINISH_SECONDS
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import in_thread
+from node.stopping import NotSavedError
 from protocol.errors import IncompleteError, SystemRefusedError
 from protocol.trust.rulings import NO_DIGEST, ROUNDS, Ruling, RulingKind
 from protocol.wire.messages import (
@@ -287,6 +288,33 @@ def test_a_node_that_cannot_save_says_so_at_once_and_ends_with_the_round_or_alon
                 await life.running
             assert life.link.goodbyes == ["stopped by an error, which its log tells"]
             assert "No space left" in life.island.ended, "a loop here is told what the log tells"
+
+    run()
+
+
+@pytest.mark.parametrize("is_round_in_flight", [True, False])
+def test_a_node_that_leaves_in_order_and_cannot_save_what_it_holds_does_not_end_well(
+    tmp_path: Path, is_round_in_flight: bool
+) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        disk = StateOnDisk(tmp_path, history=History(None))
+        async with Life(disk=disk) as life:
+            assert life.running is not None
+            plan = await life.opened(1, seconds=60)
+            if is_round_in_flight:
+                assert life.daemon.drain(30)
+            disk.snapshots = FullDisk(tmp_path)
+            life.link.say(RoundCommitted(commit=life.commit(plan)))
+            why = "stopped by its owner, after the commit of round 1"
+            if not is_round_in_flight:
+                await asyncio.sleep(10)
+                life.running.cancel()
+                why = "stopped by its owner"
+            with pytest.raises(NotSavedError) as refused:
+                await asyncio.wait_for(life.running, 30)
+            assert life.link.goodbyes == [why]
+            assert str(refused.value).startswith(f"{why}, and what it held last is not saved: ")
 
     run()
 
