@@ -35,7 +35,7 @@ from node.machine.placement import (
     what_a_start_checks,
 )
 from node.outer_state import tell_leftovers
-from node.stopping import StopSignals
+from node.stopping import NotSavedError, StopSignals
 from protocol.errors import AtollError
 from protocol.files.durable import FolderLock
 from protocol.files.leftovers import require_open_files, temporary_directory
@@ -101,7 +101,7 @@ async def run_node(
             except asyncio.CancelledError:
                 return _STOPPED
             except AtollError as error:
-                if not signals.is_asked:
+                if not signals.is_asked or isinstance(error, NotSavedError):
                     raise
                 # Whoever stops a service signals all its processes, and we may see a rank end first.
                 log.info("while stopping", error=str(error))

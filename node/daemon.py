@@ -32,7 +32,7 @@ from node.island.ranks.faults import TrainingDivergedError
 from node.link.calls import Attachment, CoordinatorLink
 from node.link.session import NodeSide, Session
 from node.machine.addresses import address_changes, most_useful
-from node.stopping import LOOK_SECONDS
+from node.stopping import LOOK_SECONDS, NotSavedError
 from protocol.errors import AtollError, SystemRefusedError
 from protocol.run.run_spec import RunSpec
 from protocol.service.notify import NOBODY, ServiceManager
@@ -244,14 +244,35 @@ class Daemon:
         self._other_data: tuple[str, ...] = ()  # nodes that train on other data
         self._commits_wanted: asyncio.Queue[int] = asyncio.Queue()  # after these rounds
         self._is_ending = False
+        self._unsaved: AtollError | None = (
+            None  # why the disk did not take what it holds at the end
+        )
         self._patience_ended = asyncio.Event()  # of a drain
         self._patience: asyncio.TimerHandle | None = None
 
     async def run(self) -> str:
         """Takes part until the run is finished; returns why it ended. Raises AtollError.
 
-        Cancel it to leave at once, or `drain` it: it says goodbye and stops what it started.
+        Cancel it to leave at once, or `drain` it: it says goodbye and stops what it started. Raises
+        NotSavedError, in both cases, where the disk does not take what it holds at the end.
         """
+        why = "stopped by its owner"
+        try:
+            why = await self._live()
+        except asyncio.CancelledError:
+            if self._unsaved is None:
+                raise
+        except AtollError:  # which whoever has it stop takes for what stopping does to its ranks
+            if self._unsaved is None or not self._duties.is_draining:
+                raise
+        if (refusal := self._unsaved) is not None:
+            raise NotSavedError(
+                f"{why}, and what it held last is not saved: {refusal.what}",
+                next_step=refusal.next_step,
+            ) from refusal
+        return why
+
+    async def _live(self) -> str:
         goodbye, why = "stopped by its owner", ""
         ranks = asyncio.ensure_future(self._bring_ranks_up())
         transport = asyncio.ensure_future(self._transport.start(self._exchange))
@@ -308,16 +329,18 @@ class Daemon:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._session.leave(goodbye)
             await self._exchange.stop()
-            for fault in await asyncio.gather(
+            faults = await asyncio.gather(
                 self._transport.stop(),
                 self._island.stop(why or f"the node was {goodbye}"),
                 self._duties.saves.at_end(),
                 return_exceptions=True,
-            ):
+            )
+            for fault in faults:
                 if isinstance(fault, AtollError):
                     log.error("not stopped cleanly", why=str(fault))
                 elif isinstance(fault, BaseException):
                     log.error("not stopped cleanly", exc_info=fault)
+            self._unsaved = faults[-1] if isinstance(faults[-1], AtollError) else None
 
     async def _bring_ranks_up(self) -> None:
         """Starts the ranks. A node that was here before takes part meanwhile, and trains once they are up.

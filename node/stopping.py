@@ -34,6 +34,10 @@ ENDING_SECONDS = 90.0
 """The same with the last snapshot of a large model: what a service manager should grant beside a drain."""
 
 
+class NotSavedError(SystemRefusedError):
+    """The node has left, and the disk has not taken what it held last: no end in good order."""
+
+
 class StopSignals:
     """Within its `with`, signals end the task that made it, and `is_asked` tells that they did.
 

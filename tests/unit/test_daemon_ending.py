@@ -4,6 +4,7 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from node.disk.snapshots import SnapshotWriting
 from node.duties.work import FINISH_SECONDS
 from node.exchange.state.on_disk import StateOnDisk
 from node.heavy import in_thread
+from node.stopping import NotSavedError
 from protocol.errors import IncompleteError, SystemRefusedError
 from protocol.trust.rulings import NO_DIGEST, ROUNDS, Ruling, RulingKind
 from protocol.wire.messages import (
@@ -289,6 +291,55 @@ def test_a_node_that_cannot_save_says_so_at_once_and_ends_with_the_round_or_alon
             assert "No space left" in life.island.ended, "a loop here is told what the log tells"
 
     run()
+
+
+@pytest.mark.parametrize("is_round_in_flight", [True, False])
+def test_a_node_that_leaves_in_order_and_cannot_save_what_it_holds_does_not_end_well(
+    tmp_path: Path, is_round_in_flight: bool
+) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        disk = StateOnDisk(tmp_path, history=History(None))
+        async with Life(disk=disk) as life:
+            assert life.running is not None
+            plan = await life.opened(1, seconds=60)
+            if is_round_in_flight:
+                assert life.daemon.drain(30)
+            disk.snapshots = FullDisk(tmp_path)
+            life.link.say(RoundCommitted(commit=life.commit(plan)))
+            why = "stopped by its owner, after the commit of round 1"
+            if not is_round_in_flight:
+                await asyncio.sleep(10)
+                life.running.cancel()
+                why = "stopped by its owner"
+            with pytest.raises(NotSavedError) as refused:
+                await asyncio.wait_for(life.running, 30)
+            assert life.link.goodbyes == [why]
+            assert str(refused.value).startswith(f"{why}, and what it held last is not saved: ")
+
+    run()
+
+
+@in_virtual_time
+async def test_a_disk_that_refused_before_a_node_was_stopped_is_its_end_all_the_same() -> None:
+    with TemporaryDirectory() as folder:
+        disk = StateOnDisk(Path(folder), history=History(None))
+        disk.snapshots = FullDisk(Path(folder))
+        async with Life(disk=disk) as life:
+            assert life.running is not None
+            plan = await life.opened(1, seconds=60)
+            life.link.say(RoundCommitted(commit=life.commit(plan)))
+            await asyncio.sleep(10)
+            plan = plan_for(A, B, round=2, base_digest=life.outer.digest)
+            life.link.say(RoundOpened(plan=plan))
+            await asyncio.sleep(5)
+            assert life.daemon.drain(30)
+            await asyncio.sleep(5)
+            void = tuple(outcome_of(part, None) for part in plan.slices)
+            commit = Commit(round=2, fragment=0, base_digest=plan.base_digest, slices=void)
+            life.link.say(RoundCommitted(commit=commit))
+            with pytest.raises(NotSavedError, match="No space left"):
+                await asyncio.wait_for(life.running, 60)
 
 
 def outcome_of(part: Slice, reduced: Reduced | None) -> SliceOutcome:

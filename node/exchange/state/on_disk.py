@@ -229,7 +229,7 @@ class StateOnDisk:
         position, has_moved = outer.position, outer.position != self._durable
         results: tuple[tuple[int, tuple[Payload, ...]], ...] = ()
         leads_here = True
-        if is_last and self._durable is None:  # nothing ever moved
+        if is_last and self._durable is None and not outer.round:  # nothing ever moved
             return Saving(position=position, results=(), snapshot=None, is_awaited=False)
         if has_moved:
             results, leads_here = self._results_to(position, held)
