@@ -244,9 +244,7 @@ class Daemon:
         self._other_data: tuple[str, ...] = ()  # nodes that train on other data
         self._commits_wanted: asyncio.Queue[int] = asyncio.Queue()  # after these rounds
         self._is_ending = False
-        self._unsaved: AtollError | None = (
-            None  # why the disk did not take what it holds at the end
-        )
+        self._unsaved: AtollError | None = None  # why the disk did not take what it held last
         self._patience_ended = asyncio.Event()  # of a drain
         self._patience: asyncio.TimerHandle | None = None
 

@@ -47,9 +47,7 @@ class MemoryNetwork:
         self._cuts: set[frozenset[NodeId]] = set()
         self._bytes_per_second: dict[NodeId, float] = {}
         self.latency_seconds = 0.0  # of each payload, however small
-        self.carry_bytes_per_second = (
-            0.0  # that each node may carry for others; nothing unless told
-        )
+        self.carry_bytes_per_second = 0.0  # that each node may carry for others
 
     def slow_down(self, node_id: NodeId, bytes_per_second: float) -> None:
         """Lets each payload that a node sends take its time, from the next one on; 0 is no end."""

@@ -35,9 +35,7 @@ whoever writes next waits for that."""
 
 _ELEMENT_BYTES = 16  # parameters, momentum, residual, reducer_error
 PIECE_OF_ERROR = "reducer_error."
-_FILE_HEADER_BYTES = (
-    4096  # at most, with room to spare; spans of the error that others keep leave more
-)
+_FILE_HEADER_BYTES = 4096  # at most, with room; spans of the error that others keep leave more
 
 
 def snapshot_bytes(num_elements: int) -> int:

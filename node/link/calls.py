@@ -328,9 +328,7 @@ class RenewingCalls:
         self._identity = identity
         self._counts = counts
         self._channel = open_channel(credentials, counts)
-        self._stream_channel: grpc.aio.Channel | None = (
-            None  # that messages came over the last time
-        )
+        self._stream_channel: grpc.aio.Channel | None = None  # of the messages, the last time
         self._is_at_the_other = False  # than link.toml has first
         self._turn = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()

@@ -89,9 +89,7 @@ class Seen:
     is_on_battery: bool = False
     in_use_by: Sequence[str] = ()  # desktops on which somebody is active, in words
     seconds_since_key: float | None = None  # in a terminal; None: there is none
-    others_share: float = (
-        0.0  # of all processors, by what is not this node's, over the last minutes
-    )
+    others_share: float = 0.0  # of all processors, lately, by what is not this node's
 
 
 def why_not(limits: Limits, seen: Seen, *, was_in_use: bool) -> str:
