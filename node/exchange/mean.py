@@ -4,7 +4,7 @@ Which contributions are in it, and with which factor, is decided in screening.py
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 
@@ -22,7 +22,7 @@ from node.exchange.codecs.codec import (
     kernel,
     read_only,
 )
-from node.exchange.screening import LARGEST_RMS, NOT_HERE
+from node.exchange.screening import LARGEST_RMS, NOT_HERE, Cosine
 from node.outer_state import Vector
 from protocol.wire.rounds import BLOCK
 
@@ -200,22 +200,14 @@ def norm_of(values: Vector, *, passes: Passes = ONE_PASS) -> float:
     return squares.norm()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cosines:
-    """Of pairs of contributions, by their places in order, the cosines of so many of their elements."""
-
-    cosines: Mapping[tuple[int, int], float]
-    num_elements: int
-
-
 def cosines_among(
     contributions: Sequence[Encoded],
     about: Sequence[Collection[int]],
     *,
     seed: bytes,
     passes: Passes = ONE_PASS,
-) -> Cosines:
-    """How far each contribution points the same way as those others, by place; 0 with one that is zero.
+) -> dict[tuple[int, int], Cosine]:
+    """How far each contribution points the same way as those others, by the places of both in order.
 
     Of a large slice the seed draws the tiles that are looked at, by COMPARED. Raises UndecodableError.
     """
@@ -252,12 +244,11 @@ def cosines_among(
 
     passes.tiles.each_run(len(tiles), compare, unit=1)
     norms = [own.norm() for own in squares]
-    cosines = {}
-    for (one, other), sums in products.items():
-        both = norms[one] * norms[other]
-        cosines[one, other] = sums.total() / both if both > 0 else 0.0
     looked_at = sum(min(passes.unit, size - tile * passes.unit) for tile in tiles)
-    return Cosines(cosines=cosines, num_elements=looked_at)
+    return {
+        (one, other): sums.cosine(norms[one] * norms[other], looked_at)
+        for (one, other), sums in products.items()
+    }
 
 
 def agreement(result: Opened, contribution: Encoded, *, drawn: int) -> float | None:
@@ -329,6 +320,21 @@ class BlockSums:
     def norm(self) -> float:
         """The root of the total: where squares were summed, the Euclidean norm."""
         return math.sqrt(self.total())
+
+    def cosine(self, norms: float, num_elements: int) -> Cosine:
+        """Where products of so many elements were summed: by both norms multiplied; 0 where one is zero.
+
+        Its error is that of a sum over clusters (Liang and Zeger 1986, "Longitudinal data analysis using
+        generalized linear models"): blocks are taken for independent, whatever goes on inside them. It is
+        never less than one over the root of the elements, which is that of independent elements.
+        """
+        if norms == 0:
+            return Cosine(value=0.0, error=0.0)
+        num_blocks = -(-num_elements // BLOCK)
+        total = self.total()
+        squares = math.fsum((self._sums * self._sums).tolist())
+        spread = math.sqrt(max(0.0, squares - total * total / num_blocks))
+        return Cosine(value=total / norms, error=max(spread / norms, 1 / math.sqrt(num_elements)))
 
 
 @kernel

@@ -336,8 +336,8 @@ class Reduction:
             drawn.update(self.contributions[sender].header.body_digest)
         seed = drawn.digest()
         about = votes_about(votes, not_here=not_here, seed=seed)
-        found = cosines_among(bodies, about, seed=seed, passes=passes)
-        return contradicted(found.cosines, about, votes, num_elements=found.num_elements)
+        cosines = cosines_among(bodies, about, seed=seed, passes=passes)
+        return contradicted(cosines, about, votes)
 
     def _votes(self, here: Sequence[NodeId]) -> tuple[list[int], int]:
         """What the plan says that words of these count, and those of who is late or left out together.

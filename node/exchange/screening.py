@@ -51,7 +51,7 @@ NOT_HERE = -1
 """The place of all together who have not contributed: they agree with everybody."""
 
 CHANCE = 3.0
-"""Standard deviations of the cosine of two random vectors, which is one over the root of their elements."""
+"""Standard errors below zero that a cosine is by chance: it says nothing against anybody."""
 
 LARGEST_RMS = 100.0
 """No pseudo-gradient of a run has a root mean square above so many times that of its parameters, or 1
@@ -74,6 +74,23 @@ class Verdict:
     factor: int = WHOLE
     why: str = ""
     is_undecodable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cosine:
+    """Of two contributions, and its standard error: how far chance moves it where nothing is in common.
+
+    The elements of a pseudo-gradient are no independent draws: rows are learnt together, and a few make up
+    most of it. One over the root of the elements would be far too small an error.
+    """
+
+    value: float
+    error: float
+
+    @property
+    def against(self) -> float:
+        """The value with its sign turned, where it is more than chance; at most 0 elsewhere."""
+        return 0.0 if 0 > self.value >= -CHANCE * self.error else -self.value
 
 
 def allowances(tokens: Sequence[int], rounds_missed: Sequence[int]) -> list[float]:
@@ -207,20 +224,18 @@ def votes_about(
 
 
 def contradicted(
-    cosines: Mapping[tuple[int, int], float],
+    cosines: Mapping[tuple[int, int], Cosine],
     about: Sequence[Mapping[int, int]],
     votes: Sequence[int],
-    *,
-    num_elements: int,
 ) -> dict[int, Verdict]:
     """Those of three or more contributions, by their places, that most of the votes point against.
 
     `cosines` are of pairs of places in order, `about` what `votes_about` says of `votes`. Each agrees with
     itself, and so does with all who has not contributed. So while the honest have more than half of the votes
     and agree, or are as good as at right angles, none of them is contradicted, however many others there are;
-    and whoever pulls against all of them is, whatever its length. To point against is more than chance gives
-    vectors of so many elements, and than a quarter of how much the larger half agrees. Where that half
-    contradicts itself, nobody says who is right.
+    and whoever pulls against all of them is, whatever its length. To point against is more than chance gives,
+    and than a quarter of how much the larger half agrees. Where that half contradicts itself, nobody says who
+    is right.
     """
     if len(about) < FEWEST_FOR_A_MEDIAN:
         return {}
@@ -233,7 +248,7 @@ def contradicted(
         if 2 * so_far > whole:
             return 0.0
         others = sorted(
-            (-cosines[min(place, other), max(place, other)], vote)
+            (cosines[min(place, other), max(place, other)].against, vote)
             for other, vote in said.items()
             if other not in (place, NOT_HERE)
         )
@@ -246,17 +261,15 @@ def contradicted(
 
     middle = [agreeing(place) for place in range(len(about))]
     usual = -_middle([-each for each in middle], votes)  # the upper one of two
-    by_chance = CHANCE / math.sqrt(num_elements)
-    if usual < -by_chance:
+    if usual < 0:
         return {}
-    least = max(CONTRADICTS_BELOW * usual, by_chance)
     return {
         place: Verdict(
             factor=0,
             why=f"most of the others point against it: cosine {each:.3f}, where {usual:.3f} is usual",
         )
         for place, each in enumerate(middle)
-        if each < -least
+        if each < -CONTRADICTS_BELOW * usual
     }
 
 

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from coordinator.swarm.conviction import spoken_against, votes_of
 from coordinator.swarm.state import Say
-from node.exchange.screening import MOST_COMPARED_WITH, NOT_HERE, contradicted, votes_about
+from node.exchange.screening import (
+    MOST_COMPARED_WITH,
+    NOT_HERE,
+    Cosine,
+    contradicted,
+    votes_about,
+)
 from protocol.wire.rounds import (
     WHOLE,
     Commit,
@@ -22,7 +28,6 @@ from protocol.wire.rounds import (
 from tests.property.effort import examples
 
 DIGEST = Digest(b"d" * 32)
-MANY_ELEMENTS = 1 << 30  # chance explains nothing
 HONEST_COSINES = st.floats(0.0, 1.0)
 MOST_LYING = 0.499  # votes are whole numbers
 
@@ -55,9 +60,11 @@ class Round:
         votes = [told[node_id] for node_id in self.here]
         about = votes_about(votes, not_here=WHOLE - sum(votes), seed=b"seed")
         places = enumerate(self.here)
-        cosines = {(i, j): self.cosines[a, b] for (i, a), (j, b) in combinations(places, 2)}
-        found = contradicted(cosines, about, votes, num_elements=MANY_ELEMENTS)
-        return {self.here[i] for i in found}
+        cosines = {
+            (i, j): Cosine(value=self.cosines[a, b], error=0.0)  # chance explains nothing
+            for (i, a), (j, b) in combinations(places, 2)
+        }
+        return {self.here[i] for i in contradicted(cosines, about, votes)}
 
     def against(self, lies: dict[NodeId, set[NodeId]]) -> frozenset[NodeId]:
         """Whom the round speaks against; liars leave out whom they like."""
@@ -158,6 +165,19 @@ def test_of_many_contributions_words_are_drawn_by_what_they_count(
             assert abs(said - asked * word / whole) < (
                 1 if len(votes) > MOST_COMPARED_WITH + 1 else 1e-9
             )
+
+
+def test_a_cosine_that_chance_gives_speaks_against_nobody() -> None:
+    """Three standard errors: what rows that few samples touch make of honest work."""
+    about = votes_about([1, 1, 1])
+
+    def left_out(error: float) -> set[int]:
+        cosines = {(0, 1): 0.3, (0, 2): -0.1, (1, 2): -0.1}
+        of_error = {pair: Cosine(value=each, error=error) for pair, each in cosines.items()}
+        return set(contradicted(of_error, about, [1, 1, 1]))
+
+    assert left_out(error=0.035) == set()
+    assert left_out(error=0.03) == {2}
 
 
 def test_votes_are_by_work_and_two_thirds_of_invites_decide_before_there_is_any() -> None:

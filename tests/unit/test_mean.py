@@ -18,8 +18,9 @@ from node.exchange.mean import (
     trimmed_mean,
     weighted_sum,
 )
-from node.exchange.screening import NOT_HERE
+from node.exchange.screening import NOT_HERE, Cosine
 from node.outer_state import Vector
+from protocol.wire.rounds import BLOCK
 
 
 def normal(num_elements: int, seed: int) -> np.ndarray:
@@ -227,11 +228,36 @@ def test_cosines_are_of_all_pairs_and_the_same_on_any_number_of_threads() -> Non
     about = [range(4)] * 4
     found = cosines_among(sent, about, seed=b"drawn")
     threaded = cosines_among(sent, about, seed=b"drawn", passes=Passes(tiles=Tiles(3)))
-    assert found == threaded and found.num_elements == values[0].size
+    assert found == threaded
     expected = np.corrcoef([np.concatenate([each, -each]) for each in values])  # of mean zero
-    assert list(found.cosines) == list(combinations(range(4), 2))
-    for pair, cosine in found.cosines.items():
-        assert cosine == pytest.approx(expected[pair], abs=1e-5)
+    assert list(found) == list(combinations(range(4), 2))
+    for pair, cosine in found.items():
+        assert cosine.value == pytest.approx(expected[pair], abs=1e-5)
+
+
+def test_the_error_of_a_cosine_is_how_far_chance_moves_it_where_a_few_rows_make_up_most() -> None:
+    """Of vectors whose rows are long or short, and each of one direction: as those of embeddings are."""
+    fp32 = codec_named("fp32")
+    draws = np.random.default_rng(0)
+    of_rows = draws.lognormal(0, 1.5, size=1000)
+    directions = draws.normal(size=(1000, BLOCK))
+    in_errors, least = [], 1 / np.sqrt(1000 * BLOCK)
+    for _ in range(40):
+        pair = [(of_rows * draws.normal(size=1000))[:, None] * directions for _ in range(2)]
+        sent = [encoded_by(fp32, each.astype(np.float32).ravel()) for each in pair]
+        cosine = cosines_among(sent, [{1: 1}, {0: 1}], seed=b"")[0, 1]
+        assert cosine.error > 10 * least
+        in_errors.append(cosine.value / cosine.error)
+    assert 0.7 < np.std(in_errors) < 1.3 and max(map(abs, in_errors)) < 3
+
+
+def test_the_error_of_a_cosine_is_never_less_than_that_of_independent_elements() -> None:
+    fp32 = codec_named("fp32")
+    values = np.tile(normal(BLOCK, 1), 3)
+    sent = [encoded_by(fp32, each) for each in (values, values, np.zeros_like(values))]
+    found = cosines_among(sent, [{1: 1, 2: 1}, {}, {}], seed=b"")
+    assert found[0, 1] == Cosine(value=pytest.approx(1.0), error=1 / np.sqrt(3 * BLOCK))
+    assert found[0, 2] == Cosine(value=0.0, error=0.0)
 
 
 def test_of_large_contributions_a_part_is_looked_at_which_the_seed_draws(
@@ -243,8 +269,8 @@ def test_of_large_contributions_a_part_is_looked_at_which_the_seed_draws(
     sent = [encoded_by(fp32, each) for each in values]
     about = [{1: 5, NOT_HERE: 2}, {1: 5}, {0: 1}, {}]
     found = cosines_among(sent, about, seed=b"one")
-    assert set(found.cosines) == {(0, 1), (0, 2)}
-    assert found.num_elements == TILE_ELEMENTS
+    assert set(found) == {(0, 1), (0, 2)}
+    assert all(1 / np.sqrt(TILE_ELEMENTS) < each.error < 0.01 for each in found.values())
     seeds = [b"one", b"another", b"a third", b"a fourth"]
-    drawn = {cosines_among(sent, about, seed=seed).cosines[0, 1] for seed in seeds}
+    drawn = {cosines_among(sent, about, seed=seed)[0, 1].value for seed in seeds}
     assert cosines_among(sent, about, seed=b"one") == found and len(drawn) > 1
