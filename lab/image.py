@@ -56,12 +56,10 @@ class Image:
     )
     entrypoint: tuple[str, ...] = ()
 
-    def command(
-        self, *arguments: str, volumes: Mapping[str, Path] | None = None, user: str = ""
-    ) -> list[str]:
+    def command(self, *arguments: str, volumes: Mapping[str, Path] | None = None) -> list[str]:
         """What starts its program with these arguments; `volumes` are folders, by where they appear."""
         line = shlex.join(["exec", *self.entrypoint, *arguments])
-        return self.entered(line, user=user or self.user, volumes=volumes)
+        return self.entered(line, user=self.user, volumes=volumes)
 
     def entered(
         self, line: str, *, user: str = "root", volumes: Mapping[str, Path] | None = None
@@ -81,8 +79,8 @@ class Image:
         return ["unshare", "--mount", "/bin/sh", "-euc", line]
 
 
-def made_image(folder: Path, *, arguments: Mapping[str, str] | None = None) -> Image:
-    """Carries the file out in a folder, which takes some 2 GB; `arguments` are what `--build-arg` would give.
+def made_image(folder: Path) -> Image:
+    """Carries the file out in a folder, which takes some 2 GB, with its own arguments.
 
     Raises ImageUnavailableError without tools or Debian's packages, and ImageBrokenError where a step fails.
     """
@@ -98,7 +96,6 @@ def made_image(folder: Path, *, arguments: Mapping[str, str] | None = None) -> I
     shutil.copy("/etc/resolv.conf", base / "etc/resolv.conf")
     wheels = _fetched(folder / "wheels")
     stages: dict[str, Image] = {}
-    told = dict(arguments or {})
     filled: dict[str, str] = {}
     image: Image | None = None
     for name, rest in _instructions(DOCKERFILE.read_text()):
@@ -106,7 +103,7 @@ def made_image(folder: Path, *, arguments: Mapping[str, str] | None = None) -> I
             rest = _filled(rest, filled)
         if name == "ARG":
             key, _, value = rest.partition("=")
-            filled[key] = told.get(key, value.strip('"'))
+            filled[key] = value.strip('"')
             continue
         if name == "FROM":
             stage = rest.split(" AS ")[1] if " AS " in rest else "last"

@@ -31,6 +31,9 @@ POLL_SECONDS = 0.05
 LEFTOVER_SECONDS = 20.0
 """What came of a killed process may take so long to see that it is alone, and to end."""
 
+LAST_LINES = 12
+"""Of each log that a failure shows."""
+
 _READY = re.compile(r"coordinator ready: control \S+:(\d+), enrolment \S+:(\d+)")
 COORDINATOR = "coordinator"
 
@@ -291,11 +294,11 @@ class RealSwarm:
                 raise TimeoutError(f"no end of waiting for {what}\n{self.last_words()}")
             time.sleep(POLL_SECONDS)
 
-    def last_words(self, num_lines: int = 12) -> str:
+    def last_words(self) -> str:
         """The ends of all logs."""
         return "\n".join(
             f"-- {member.name}, started {member.num_starts} times, exits {member.exit_codes}\n"
-            + "\n".join(member.log.read_text(errors="replace").splitlines()[-num_lines:])
+            + "\n".join(member.log.read_text(errors="replace").splitlines()[-LAST_LINES:])
             for member in self.members
         )
 

@@ -16,6 +16,7 @@ import structlog
 from node.duties.lasting_island import LastingIsland
 from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
+from node.exchange.state.on_disk import tell_unsaved
 from node.island.island import InnerReport, InnerWork, Progress
 from protocol.errors import IncompleteError
 from protocol.wire.messages import (
@@ -334,7 +335,7 @@ class Saves:
         """Makes the state durable that is here now, after the one before. Raises as `done`."""
         await self.done()
         self._saving = asyncio.ensure_future(self._exchange.save())
-        self._saving.add_done_callback(_tell_unsaved)
+        self._saving.add_done_callback(tell_unsaved)
 
     async def done(self) -> None:
         """Waits for the disk; raises what it refused with."""
@@ -364,12 +365,6 @@ class Saves:
         """Makes durable all that is owed, once nothing moves the state any more."""
         await self.done()
         await self._exchange.save(is_last=True)
-
-
-def _tell_unsaved(saving: asyncio.Future[None]) -> None:
-    """Tells at once what will end the node after the round in flight."""
-    if not saving.cancelled() and (error := saving.exception()) is not None:
-        log.error("not saved", why=str(error))
 
 
 FINISH_SECONDS = 120.0

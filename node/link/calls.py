@@ -530,13 +530,7 @@ class _Reasons:
             )
 
 
-async def run_of_coordinator(
-    link: CoordinatorLink,
-    *,
-    waits: bool,
-    rng: random.Random,
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> RunSpec:
+async def run_of_coordinator(link: CoordinatorLink, *, waits: bool, rng: random.Random) -> RunSpec:
     """The run file, once the coordinator answers; without `waits` at once or never.
 
     Raises what no waiting can mend, and without `waits` UnavailableError or TemporaryError as well.
@@ -553,7 +547,7 @@ async def run_of_coordinator(
     if not waits:
         return await ask()
     reasons = _Reasons()
-    spec = await retried(ask, is_wanted=lambda: True, random=rng, sleep=sleep, on_wait=reasons.note)
+    spec = await retried(ask, is_wanted=lambda: True, random=rng, on_wait=reasons.note)
     if reasons.num_tries:
         log.info("the coordinator is there", after_tries=reasons.num_tries)
     return spec

@@ -226,27 +226,20 @@ def _refusal_to_make(path: Path, error: OSError) -> AtollError:
     )
 
 
-def write_atomically(
-    path: Path, *data: bytes | memoryview, mode: int = 0o644, over: Path | None = None
-) -> None:
+def write_atomically(path: Path, *data: bytes | memoryview, mode: int = 0o644) -> None:
     """Writes a file so that a crash leaves the old file or the new one, never a part.
 
     What is given is written piece after piece, without a copy of it. The folder must exist. The file
-    has `mode` from its first byte on, or less. `over` is a file of the same folder that nobody needs: it
-    is written over and renamed. Raises SystemRefusedError when the disk is full and CannotCreateError
-    when the file cannot be written; both leave what was there before, but for `over`.
+    has `mode` from its first byte on, or less. Raises SystemRefusedError when the disk is full and
+    CannotCreateError when the file cannot be written; both leave what was there before.
     """
     try:
-        if over is None:
-            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        else:
-            descriptor, name = os.open(over, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), str(over)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise refusal_to_write(path, error) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.writelines(data)
-            file.truncate()
             file.flush()
             os.fchmod(descriptor, mode)
             os.fsync(descriptor)

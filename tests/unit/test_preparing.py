@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from node.island.data import documents as reading
 from node.island.data import preparing
-from node.island.data.command import KEPT
+from node.island.data.command import HOW_TO_GO_ON
 from node.island.data.documents import Document, parts_of
 from node.island.data.documents import documents_of as read_documents
 from node.island.data.manifest import State, read_manifest
@@ -234,7 +234,7 @@ def test_a_preparation_that_a_signal_ends_leaves_no_process_and_goes_on(
     _, said = process.communicate(timeout=60)
     assert process.returncode == code
     if number != signal.SIGKILL:
-        assert said.strip() == f"stopped; {KEPT}"
+        assert said.strip() == f"stopped; {HOW_TO_GO_ON}"
     assert not (tmp_path / "out").exists()
     while any(_is_running(each) for each in workers):
         assert time.monotonic() < deadline

@@ -206,7 +206,7 @@ class StateOnDisk:
         elif writing is not None:
             write = partial(self.write_snapshot, writing, outer, is_patient=True)
             self._behind = asyncio.ensure_future(self._aside(write))
-            self._behind.add_done_callback(_tell_unwritten)
+            self._behind.add_done_callback(tell_unsaved)
         self._durable = saving.position
         if saving.refusal is not None:
             raise saving.refusal
@@ -421,7 +421,7 @@ class StateOnDisk:
         return self._retention.is_kept(outer.round) and seconds >= apart_seconds
 
 
-def _tell_unwritten(behind: asyncio.Future[None]) -> None:
-    """Tells at once what the next save raises."""
-    if not behind.cancelled() and (error := behind.exception()) is not None:
+def tell_unsaved(saving: asyncio.Future[None]) -> None:
+    """Tells at once what ends the node later: the next save raises it, or the end of the round in flight."""
+    if not saving.cancelled() and (error := saving.exception()) is not None:
         log.error("not saved", why=str(error))

@@ -22,7 +22,7 @@ LINE_SECONDS = 10.0
 """How often progress is told where nobody sees a line change."""
 
 
-KEPT = "what is prepared is kept, and the same command goes on from there"
+HOW_TO_GO_ON = "what is prepared is kept, and the same command goes on from there"
 
 
 def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
@@ -178,7 +178,7 @@ def _kept_when_interrupted(progress: "_Progress") -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         progress.end()
-        click.echo(f"stopped; {KEPT}", err=True)
+        click.echo(f"stopped; {HOW_TO_GO_ON}", err=True)
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
