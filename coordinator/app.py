@@ -3,14 +3,12 @@
 import asyncio
 import secrets
 import shlex
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-import click
 import grpc.aio
 
 from coordinator.authority_key import refuse_damaged
@@ -61,7 +59,8 @@ from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
 from protocol.errors import BadDataError, UnavailableError
 from protocol.service.beside import beside
-from protocol.service.notify import ServiceManager
+from protocol.service.notify import ServiceManager, stop_signals
+from protocol.terminal.console import say
 from protocol.terminal.logging import LogStream, keeping_the_end, start_logging
 from protocol.terminal.status_words import no_backup_in_words
 from protocol.trust.invite import endpoint_of
@@ -421,7 +420,7 @@ async def _serve(
 ) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in stop_signals():
         loop.add_signal_handler(signal_number, stopped.set)
     coordinator = await Coordinator.start(home, config, carriage)
     try:
@@ -430,7 +429,7 @@ async def _serve(
             host = coordinator.through.line.host
         control = endpoint_of(host, coordinator.control_port)
         enrolment = endpoint_of(host, coordinator.enrolment_port)
-        click.echo(f"coordinator ready: control {control}, enrolment {enrolment}")
+        say(f"coordinator ready: control {control}, enrolment {enrolment}", or_else=log.write)
         directory = home.directory
         if coordinator.through is not None:
             log.write(f"nodes come {_through_in_words(coordinator)}\n")
@@ -481,7 +480,7 @@ def run_coordinator(
     carriage: Carriage | None = None,
     settled: Plan | None = None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM; `config` is the folder's, with what the caller overrides.
+    """Serves until a signal stops it; `config` is the folder's, with what the caller overrides.
 
     `settled` is what this start has chosen for a preset, to be logged.
     """

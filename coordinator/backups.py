@@ -27,6 +27,7 @@ from coordinator.remote_backup import RemoteCopies, Restored, back_up_to, is_rem
 from protocol.errors import AtollError, BadDataError, NoInputError, SystemRefusedError, UsageError
 from protocol.files.durable import expanded, make_folder, refusing, remove_folder, write_atomically
 from protocol.service.beside import heed_stdin
+from protocol.service.notify import stop_signals
 from protocol.v1 import status_pb2 as pb
 
 _log = structlog.get_logger()
@@ -290,7 +291,7 @@ class _Stop(BaseException):
 
 @contextmanager
 def until_signals(*, ends_with_stdin: bool) -> Iterator[Callable[[float], bool]]:
-    """Within it, SIGINT and SIGTERM end what is going on, and what it began is cleared up.
+    """Within it, signals that mean stop end what is going on, and what it began is cleared up.
 
     With `ends_with_stdin` so does the end of standard input.
 
@@ -303,7 +304,7 @@ def until_signals(*, ends_with_stdin: bool) -> Iterator[Callable[[float], bool]]
             stopped.set()
             raise _Stop
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
     if ends_with_stdin:
         heed_stdin()
     with suppress(_Stop):

@@ -249,7 +249,7 @@ def backup(
                 next_step="add --every 10m, or leave --keep out",
             )
         made = once(directory, target)
-        _say_copy(made, is_json=is_json)
+        click.echo(_in_words(made, is_json=is_json))
         _noted(lambda: records.note("", made, now=time.time()))
         return
     from coordinator.backups import DEFAULT_KEEP, Series, back_up_for_good, until_signals
@@ -266,12 +266,12 @@ def backup(
         if isinstance(told, Waits):
             return
         if isinstance(told, Made) or is_json:
-            _say_copy(told, is_json=is_json)
+            console.say(_in_words(told, is_json=is_json))
             return
         error, again = told.error, console.seconds_in_words(told.next_seconds)
-        click.echo(f"no copy: {error.what}; tried again in {again}", err=True)
+        console.say(f"no copy: {error.what}; tried again in {again}", err=True)
         if error.next_step:
-            click.echo(f"  next: {error.next_step}", err=True)
+            console.say(f"  next: {error.next_step}", err=True)
 
     with until_signals(ends_with_stdin=ends_with_stdin) as wait:
         back_up_for_good(directory, copies_at(target), series, say=say, wait=wait)
@@ -285,18 +285,17 @@ def _noted(note: "Callable[[], None]") -> None:
     try:
         note()
     except AtollError as error:
-        click.echo(f"not noted for 'atoll status': {error.what}", err=True)
+        console.say(f"not noted for 'atoll status': {error.what}", err=True)
 
 
-def _say_copy(told: "Made | Failed", *, is_json: bool) -> None:
+def _in_words(told: "Made | Failed", *, is_json: bool) -> str:
     from coordinator.backups import Made, in_a_line
 
     if is_json:
-        click.echo(in_a_line(told))
-        return
+        return in_a_line(told)
     assert isinstance(told, Made)
     made = told.backup
-    click.echo(
+    return (
         f"copied run {made.run_name!r} at round {made.committed_round} of {made.total_rounds} "
         f"to {told.place} ({console.bytes_in_words(made.num_bytes)}), {made.authority_key}"
     )

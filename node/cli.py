@@ -23,7 +23,7 @@ from node.installed import HELPER, NODE, require_installed
 from protocol.errors import AtollError, NotPermittedError
 from protocol.files.durable import FolderLock
 from protocol.service.unit import PRINT, SYSTEM, install_service
-from protocol.terminal.console import as_seconds, tell_the_end
+from protocol.terminal.console import as_seconds, say
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Role
@@ -261,7 +261,7 @@ def _run(
         from node.app import run_node
 
         reason = asyncio.run(run_node(home, chosen, waits=waits, ends_with_stdin=ends_with_stdin))
-    tell_the_end(f"{chosen.name} has stopped: {reason}")
+    say(f"{chosen.name} has stopped: {reason}")
 
 
 @click.group()
@@ -390,7 +390,7 @@ def follow(
         reason = asyncio.run(
             run_follower(leader, name=own_name, device=device, checkpoints=folder, data=data)
         )
-    tell_the_end(f"{own_name} has stopped: {reason}")
+    say(f"{own_name} has stopped: {reason}")
 
 
 @node.command()

@@ -23,7 +23,7 @@ from node.config import SETTINGS_FILE, load_settings, require_node_folder
 from node.machine.notices import Leaving
 from protocol.errors import SystemRefusedError, UsageError
 from protocol.files.durable import FolderLock, remove_durably, write_atomically
-from protocol.service.notify import NOBODY, ServiceManager
+from protocol.service.notify import NOBODY, ServiceManager, stop_signals
 
 log = structlog.get_logger()
 
@@ -54,7 +54,7 @@ class StopSignals:
         self._drain_seconds = 0.0
         self._task = task
         self.manager = manager
-        self._numbers = _signals()
+        self._numbers = stop_signals()
 
     def __enter__(self) -> Self:
         for number in self._numbers:
@@ -142,12 +142,6 @@ class StopSignals:
         if not self.is_asked:
             self.is_asked = self._is_signalled = self._is_ending = True
             raise asyncio.CancelledError  # and not a word: it may have come in the midst of one
-
-
-def _signals() -> tuple[signal.Signals, ...]:
-    """Those that mean stop; not a closed terminal's for a node that nohup started."""
-    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if ends_with_terminal else ()))
 
 
 # What the owner of a node asks of it from another process: to leave with its work, or to train nothing.

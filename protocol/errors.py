@@ -99,6 +99,7 @@ NEXT_STEP_FOR_REFUSAL = {
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.EFBIG: "choose a folder on a disk that takes larger files (FAT ends at 4 GB), or raise 'ulimit -f'",
     errno.ELOOP: "links there lead in a circle: remove one",
+    errno.EISDIR: "a folder is where a file should be: move it away",
     errno.ENOTDIR: "a file is where a folder should be: choose another",
     errno.EACCES: "run as the user whose it is, or choose another",
     errno.EPERM: "run as the user whose it is, or choose another",
@@ -153,6 +154,11 @@ class CertificateRefusedError(ProtocolMismatchError):
 
 class OtherSwarmError(ProtocolMismatchError):
     """Another run's coordinator answers where ours is to be: ours may come back."""
+
+
+PASSING = (UnavailableError, TemporaryError, OtherSwarmError)
+"""What may be over by itself, so that who has time waits: the coordinator is away or busy, or another run's
+is in its place."""
 
 
 class NotPermittedError(AtollError):

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 
-import click
 import structlog
 
 from coordinator.config import CoordinatorConfig, Home
@@ -21,6 +20,7 @@ from coordinator.relay.stream import CHUNK_BYTES, Connection, joined
 from coordinator.store import Store
 from protocol.errors import AtollError, NoInputError, SystemRefusedError, UsageError
 from protocol.files.leftovers import require_open_files
+from protocol.terminal.console import say
 from protocol.terminal.logging import start_logging
 from protocol.trust.handshake import fetch_certificate
 from protocol.trust.invite import endpoint_of
@@ -164,7 +164,7 @@ def is_here(host: str, listening: str) -> bool:
 
 
 async def run_forwarding(home: Home, config: CoordinatorConfig, *, log_json: bool) -> None:
-    """Serves until SIGINT or SIGTERM, with the folder held: its coordinator cannot be started meanwhile."""
+    """Serves until a signal stops it, with the folder held: its coordinator cannot be started meanwhile."""
     limits = Limits()
     require_open_files(OWN_OPEN_FILES + 2 * limits.most, of="forwarding")
     if not (home.directory / DATABASE_NAME).is_file():
@@ -185,7 +185,8 @@ async def run_forwarding(home: Home, config: CoordinatorConfig, *, log_json: boo
         forwarding = Forwarding(config.host, ports, to=address.host, limits=limits)
         try:
             there = endpoint_of(address.host, address.control_port)
-            click.echo(f"forwarding ready: ports {', '.join(map(str, sorted(ports)))}, to {there}")
+            named = ", ".join(map(str, sorted(ports)))
+            say(f"forwarding ready: ports {named}, to {there}", or_else=log.write)
             log.write("nodes that come here are told the new address; stop it once all have come\n")
             await until_stopped(f"forwards to {there}")
         finally:

@@ -8,14 +8,12 @@ to those ports it tells the coordinator from where they come, and answers none (
 import asyncio
 import contextlib
 import hmac
-import signal
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import click
 import structlog
 
 from coordinator.relay.doors import Doors, Limits, Pace, Place, Places, listening_socket, source_of
@@ -26,8 +24,8 @@ from protocol.errors import AtollError, ProtocolMismatchError, SystemRefusedErro
 from protocol.files.durable import FolderLock, make_folder, write_atomically
 from protocol.files.leftovers import require_open_files
 from protocol.service.beside import beside
-from protocol.service.notify import ServiceManager
-from protocol.terminal.console import printable
+from protocol.service.notify import ServiceManager, stop_signals
+from protocol.terminal.console import printable, say
 from protocol.terminal.logging import keeping_the_end, start_logging
 from protocol.trust.invite import endpoint_of
 
@@ -388,9 +386,9 @@ class Settings:
 
 
 async def until_stopped(status: str) -> None:
-    """Tells the service manager what is served, and waits for SIGINT or SIGTERM."""
+    """Tells the service manager what is served, and waits for a signal that means stop."""
     stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     manager = ServiceManager.of_environment()
     manager.ready(status)
@@ -404,11 +402,11 @@ def _helping(folder: Path | None) -> contextlib.AbstractAsyncContextManager[None
     if folder is None:
         return contextlib.nullcontext()
     command = ("helper", "start", "--dir", str(folder))
-    return beside("the helper", command, hear=click.echo, end_seconds=HELPER_SECONDS)
+    return beside("the helper", command, hear=say, end_seconds=HELPER_SECONDS)
 
 
 async def run_relay(folder: Path, settings: Settings, *, log_json: bool) -> None:
-    """Serves until SIGINT or SIGTERM. Raises AtollError."""
+    """Serves until a signal stops it. Raises AtollError."""
     require_open_files(OWN_OPEN_FILES + 2 * settings.limits.most, of="the relay")
     make_folder(folder, mode=0o700)
     lock = FolderLock.take(folder, holder="relay", next_step="stop it, or choose another folder")
@@ -429,9 +427,10 @@ async def run_relay(folder: Path, settings: Settings, *, log_json: bool) -> None
                 path = folder / LINE_FILE
                 is_new = not path.exists()
                 write_atomically(path, f"{line.encode()}\n".encode(), mode=0o600)
-                click.echo(f"relay ready at {endpoint_of(settings.host, relay.port)}")
+                ready = f"relay ready at {endpoint_of(settings.host, relay.port)}"
                 if is_new:
-                    click.echo(f"atoll coordinator start DIR --through {line.encode()}")
+                    ready += f"\natoll coordinator start DIR --through {line.encode()}"
+                say(ready, or_else=log.write)
                 log.write(f"the line for coordinators, who dial {line.endpoint}, is in {path}\n")
                 async with _helping(settings.helper):
                     await until_stopped(f"serves coordinators at {line.endpoint}")

@@ -11,8 +11,8 @@ was told. A running one that is away for a while asks those that it is connected
 
 `run_of_coordinator` is a node's first question, asked until it is answered. A machine that boots before the
 coordinator's, or before its own network is up, waits: it has nothing else to do, and nobody may be there to
-start it again. What no waiting can mend ends it at once: another swarm's certificate, a node that is not let
-in any more, another version.
+start it again. So does one that finds another run's coordinator in the place of its own. What no waiting can
+mend ends it at once: a node that is not let in any more, another version.
 """
 
 import asyncio
@@ -527,13 +527,14 @@ class _Reasons:
                 f"waiting for the {'run owner' if held_back else 'coordinator'}; "
                 "Ctrl-C ends it, --no-wait does not wait",
                 why=error.what,
+                next_step=error.next_step,
             )
 
 
 async def run_of_coordinator(link: CoordinatorLink, *, waits: bool, rng: random.Random) -> RunSpec:
     """The run file, once the coordinator answers; without `waits` at once or never.
 
-    Raises what no waiting can mend, and without `waits` UnavailableError or TemporaryError as well.
+    Raises what no waiting can mend, and without `waits` what is PASSING as well.
     """
 
     async def ask() -> RunSpec:

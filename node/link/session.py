@@ -18,6 +18,7 @@ from node.disk.history import KeptRulings
 from node.heavy import cancelled
 from node.link.calls import AskMembers, Attachment, CoordinatorLink
 from protocol.errors import (
+    PASSING,
     AtollError,
     CertificateRefusedError,
     CopyAttachedError,
@@ -202,7 +203,7 @@ class Session:
                 self._take_rulings(attachment)
                 self._node.on_attached(attachment)
                 await self._while_attached(attachment)
-            except (UnavailableError, OtherSwarmError, TemporaryError) as error:
+            except PASSING as error:
                 self._session_id = None
                 absence = Absence(clock()) if absence is None else absence
                 away_seconds = clock() - absence.since
@@ -301,7 +302,7 @@ class Session:
                     return True
         except AtollError as error:
             log.warning("commits not brought back", why=error.what)
-            return not isinstance(error, UnavailableError | TemporaryError)
+            return not isinstance(error, PASSING)
         return False
 
     async def tell_vitals(self) -> None:

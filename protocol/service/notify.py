@@ -1,11 +1,14 @@
 """What a daemon tells the service manager that started it: that it is ready, lives, and is stopping.
 
+And the signals by which whoever started it has it stop.
+
 systemd's protocol (sd_notify(3)): lines in one datagram to the socket that $NOTIFY_SOCKET names.
 """
 
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
@@ -21,6 +24,12 @@ WATCHED_PROCESS_VARIABLE = "WATCHDOG_PID"
 
 SEND_SECONDS = 1.0
 """How long a manager that is busy may let a message wait."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Those that mean stop; not a closed terminal's for a daemon that nohup started."""
+    ends_with_terminal = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if ends_with_terminal else ()))
 
 
 class ServiceManager:

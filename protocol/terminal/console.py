@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 import click
@@ -161,16 +161,22 @@ def _complain(what: str, next_step: str = "") -> None:
         _abandon_if_unwritable(sys.stderr)
 
 
-def tell_the_end(words: str) -> None:
-    """Says how a daemon has ended, where that can be said: it may have ended for its terminal was closed."""
+def say(
+    words: str, *, err: bool = False, or_else: Callable[[str], object] = lambda _: None
+) -> None:
+    """Says a daemon's line on standard output or error, which may be a full disk or a closed terminal.
+
+    No daemon ends for that: `or_else` gets the line, and later ones go nowhere.
+    """
     try:
-        click.echo(words)
+        click.echo(words, err=err)
     except OSError:
-        _abandon_if_unwritable(sys.stdout)
+        _abandon_if_unwritable(sys.stderr if err else sys.stdout)
+        or_else(f"{words}\n")
 
 
 def _abandon_if_unwritable(stream: TextIO) -> None:
-    """Lets a stream that takes nothing any more lead nowhere, for the process is about to end.
+    """Lets a stream that takes nothing any more lead nowhere.
 
     Python would try once more at its end, and then exit with 120 whatever our code is.
     """

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from protocol.errors import OtherSwarmError, TemporaryError, UnavailableError
+from protocol.errors import PASSING
 from protocol.terminal import console
 from protocol.terminal.console import count_in_words
 from protocol.terminal.node_words import (
@@ -374,7 +374,7 @@ def watch(
         pause(REFRESH_SECONDS)
         try:
             status = ask()
-        except (UnavailableError, OtherSwarmError, TemporaryError) as error:
+        except PASSING as error:
             screen.away(error.what)
         else:
             screen.show(status)

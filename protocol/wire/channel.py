@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import grpc
 import grpc.aio
 
-from protocol.errors import AtollError, SessionEndedError, TemporaryError, UnavailableError
+from protocol.errors import PASSING, AtollError, SessionEndedError
 from protocol.trust.credentials import Credentials
 from protocol.trust.handshake import Diagnosis
 from protocol.trust.pki import server_name
@@ -132,7 +132,7 @@ async def retried(
 ) -> _Answer:
     """Calls until it succeeds, fails for good, or is no longer wanted.
 
-    UnavailableError and TemporaryError are tried again, except SessionEndedError: that stays true.
+    What is PASSING is tried again, except SessionEndedError: that stays true.
     Waits a random time up to a bound that doubles from half a second to RETRY_CAP_SECONDS ("full
     jitter": Brooker, Exponential Backoff and Jitter, 2015), so that the nodes of a swarm do not
     all return at once to a coordinator that restarts. `on_wait` is told of each error and wait.
@@ -141,7 +141,7 @@ async def retried(
     while True:
         try:
             return await call()
-        except (UnavailableError, TemporaryError) as error:
+        except PASSING as error:
             if isinstance(error, SessionEndedError) or not is_wanted():
                 raise
             seconds = random.uniform(0.0, min(bound, RETRY_CAP_SECONDS))

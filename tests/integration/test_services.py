@@ -88,6 +88,21 @@ def test_a_coordinator_and_a_node_are_ready_live_and_stop(
             swarm.end()
 
 
+def test_a_coordinator_serves_though_nobody_can_be_told_and_ends_with_its_terminal(
+    folder: Path,
+) -> None:
+    swarm = Swarm(folder / "swarm", RUN)
+    try:
+        swarm.coordinator.stop(signal.SIGTERM)
+        mute = ("sh", "-c", 'exec env --default-signal=HUP "$0" "$@" > /dev/full')
+        told_nobody = swarm.start("coordinator", "start", swarm.home, through=mute)
+        told_nobody.says("coordinator ready")  # in its log
+        assert swarm.status().run.run_name == "served"
+        told_nobody.stop(signal.SIGHUP)
+    finally:
+        swarm.end()
+
+
 @pytest.mark.nightly
 def test_a_node_whose_machine_is_taken_away_leaves_with_its_work(
     folder: Path, monkeypatch: pytest.MonkeyPatch

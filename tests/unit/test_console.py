@@ -157,6 +157,7 @@ def test_json_is_printed_with_its_keys_in_order(capsys: pytest.CaptureFixture[st
     ("error", "words"),
     [
         (OSError(errno.EROFS, "Read-only file system", "/mnt/a"), "/mnt/a: Read-only"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "/data/corpus.json"), "move it away"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "/" + "d" * 300), "shorter name"),
         (PermissionError(errno.EACCES, "Permission denied", "/root/a"), "/root/a: Permission"),
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "'ulimit -u'"),

@@ -17,6 +17,7 @@ from protocol.errors import (
     AtollError,
     IncompleteError,
     NotPermittedError,
+    OtherSwarmError,
     ProtocolMismatchError,
     TemporaryError,
     UnavailableError,
@@ -30,6 +31,9 @@ from tests.unit.exchange_scene import in_virtual_time
 SPEC = RunSpec()
 REFUSED = UnavailableError("no coordinator answers at here:1 (Connection refused)")
 UNREACHABLE = UnavailableError("no coordinator answers at here:1 (Network is unreachable)")
+REPLACED = OtherSwarmError(
+    "the coordinator at here:1 is not of swarm s", next_step="check host and port"
+)
 
 
 class Link(CoordinatorLink):
@@ -69,6 +73,15 @@ async def test_a_coordinator_that_is_away_for_hours_is_waited_for_with_one_line(
     assert lines[-1]["after_tries"] == 1000
     waited = asyncio.get_running_loop().time()
     assert 0.3 * 1000 * RETRY_CAP_SECONDS < waited < 1000 * RETRY_CAP_SECONDS  # half, by the jitter
+
+
+@in_virtual_time
+async def test_another_runs_coordinator_in_the_place_of_its_own_is_waited_out() -> None:
+    lines = await said(link := Link(*[REPLACED] * 10))
+    assert link.num_asked == 11
+    assert (lines[0]["why"], lines[0]["next_step"]) == (REPLACED.what, REPLACED.next_step)
+    with pytest.raises(OtherSwarmError):
+        await run_of_coordinator(Link(REPLACED), waits=False, rng=random.Random(0))
 
 
 @in_virtual_time

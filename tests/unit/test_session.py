@@ -39,7 +39,7 @@ from protocol.trust.rulings import (
 )
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.messages import EvaluationAsked, Held, Message, Report, RulingsTold
-from protocol.wire.rounds import Digest
+from protocol.wire.rounds import Commit, Digest
 from tests.unit.exchange_scene import in_virtual_time
 
 HEARTBEAT_SECONDS = 3.0
@@ -244,6 +244,18 @@ async def test_a_node_waits_while_another_runs_coordinator_is_in_the_place_of_it
     link.error = None
     await asyncio.sleep(RETRY_CAP_SECONDS + 1)
     assert len(link.attached_at) == 2
+    await ended(running)
+
+
+@in_virtual_time
+async def test_commits_are_brought_again_where_another_runs_coordinator_came_between() -> None:
+    class Replaced(Link):
+        async def submit_commits(self, session_id: int, commits: tuple[Commit, ...]) -> int:
+            raise OtherSwarmError("the coordinator at h:1 is not of swarm s")
+
+    session = session_on(Replaced())
+    running = await started(session)
+    assert not await session.bring_back(lambda after: (), 0)
     await ended(running)
 
 
