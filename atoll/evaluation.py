@@ -1,9 +1,10 @@
 """Measures the held-out loss of the global parameters, by a loop's own function."""
 
+import gc
 import hashlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from atoll.errors import ModelMismatchError, SwarmError
 from atoll.optimizers import Optimizers
 from atoll.running_statistics import RunningStatistics
-from atoll.weights import Weights
+from atoll.weights import Place, Weights, tensors_of
 
 Evaluate = Callable[[], float | tuple[float, int]]
 
@@ -45,15 +46,23 @@ def evaluated(
         return float((found - shown).norm()) > share * float(shown.norm())
 
     all_shown, some_shown = weights.few(), values()
+
+    def is_other(copy: nn.Module) -> bool:
+        return differ(weights.few(copy).to(all_shown.device), all_shown)
+
     look = _Look(lambda: differ(values(), some_shown))
-    handle = model.register_forward_pre_hook(look)
+    wrappers, copies = kin_of(model, weights.places)
+    at_copies = {copy: _Look(partial(is_other, copy)) for copy in copies}
+    looks = dict.fromkeys((model, *wrappers), look) | at_copies
+    handles = [module.register_forward_pre_hook(each) for module, each in looks.items()]
     try:
         with statistics.of_these_weights():
             found = evaluate()
         optimizers.evaluate()
         has_changed = differ(weights.few(), all_shown)
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         weights.put_back(own)
         for module, is_training in modes:
             module.training = is_training
@@ -64,7 +73,8 @@ def evaluated(
             next_step="let it measure those, and put back what it changes; an RWKV of transformers does "
             "with rescale_every = 0 in its config",
         )
-    if look.has_seen_others:
+    is_of_a_copy = not look.has_looked and any(one.has_seen_others for one in at_copies.values())
+    if look.has_seen_others or is_of_a_copy:
         raise ModelMismatchError(
             "the function given as evaluate=… has measured other weights than those that it found in the "
             "model, which are the swarm's",
@@ -80,16 +90,37 @@ class _Look:
     """
 
     def __init__(self, are_others: Callable[[], bool]) -> None:
-        self.has_seen_others = False
+        self.has_looked = self.has_seen_others = False
         self._are_others = are_others
 
     def __call__(self, _module: nn.Module, _inputs: object) -> None:
+        self.has_looked = True
         # What is compiled goes without: in one piece it could not stop to compare.
         if not torch.compiler.is_compiling() and self._are_others():
             self.has_seen_others = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, ({}, "get")
+
+
+def kin_of(model: nn.Module, places: Sequence[Place]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Modules of this process around the model, as compiled ones, and copies of what the run trains of it.
+
+    Averages (EMA) and references are copies.
+    """
+    own = {id(module) for module in model.modules()}
+    shapes = {place.name: place.shape for place in places}
+    wrappers, copies = [], []
+    for each in gc.get_objects():
+        if (
+            not issubclass(type(each), nn.Module) or id(each) in own
+        ):  # no isinstance: it asks proxies
+            continue
+        if any(module is model for module in each.modules()):
+            wrappers.append(each)
+        elif {n: tuple(t.shape) or (1,) for n, t in tensors_of(each, places).items()} == shapes:
+            copies.append(each)
+    return wrappers, copies
 
 
 def digest_of_function(function: Callable[..., Any] | None) -> str:

@@ -109,6 +109,8 @@ class Watch:
         self._moves = Moves(held=self.values())
         self._at_work = 0  # optimizers, one within another
         self._gradient: Tensor | None = None  # of the last step, where all that is sampled has one
+        # The largest since steps last changed something; None: no optimizer's step had one.
+        self._largest_gradient: Tensor | None = None
         self._taken_over: float | None = None  # the way of the last adoption; of the first one 0
         self._handles = (
             register_optimizer_step_pre_hook(self._enters),
@@ -177,8 +179,14 @@ class Watch:
                 f"the optimizer has taken {taken} steps in {steps} calls of step(): call it once for each, "
                 "with the tokens of all its micro-batches, unless a GradScaler has skipped the others"
             )
+        nothing = self._largest_gradient is not None and not self._largest_gradient
+        if nothing and self._still_steps >= STILL_STEPS:
+            found["zero"] = (
+                f"{self._still_steps} inner steps had gradients of nothing but zeros, as where all rewards "
+                "are equal: tell such steps as step(tokens=0), else they hold back what others train"
+            )
         still = [(name, steps) for name, steps in self._still.items() if steps >= STILL_STEPS]
-        if still:
+        if still and not found.get("zero"):
             name, steps = still[0]
             more = f" and {len(still) - 1} more" if len(still) > 1 else ""
             found["still"] = (
@@ -206,7 +214,11 @@ class Watch:
             self._still_steps = 0 if is_moved else steps
             same = [name for name, own in now.items() if own == self._bits.get(name)]
             self._still = {name: self._still.get(name, 0) + of_this_round for name in same}
-        if not is_moved and steps >= STILL_STEPS:
+        if is_last and is_moved:
+            self._largest_gradient = None
+        # Without a gradient there is nothing to learn, as of samples whose rewards are all equal.
+        learns = self._largest_gradient is None or bool(self._largest_gradient != 0)
+        if not is_moved and steps >= STILL_STEPS and self._ranks.said_by_any(float(learns)):
             raise ModelMismatchError(
                 f"{steps} inner steps have changed nothing of the model that joined",
                 next_step="call step() after the optimizer's, and let it step this very model's parameters: "
@@ -242,6 +254,9 @@ class Watch:
                 self._moves.came_to(self.values(), by_optimizer=True)
                 gradients = [each.grad for each in self._sample if each.grad is not None]
                 self._gradient = few_of_all(gradients)
+                if len(self._gradient):
+                    largest, before = self._gradient.abs().max(), self._largest_gradient
+                    self._largest_gradient = largest if before is None else largest.max(before)
                 self._optimizers.saw(optimizer)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -187,10 +187,11 @@ class Weights:
         return found
 
     @torch.no_grad()
-    def few(self) -> Tensor:
-        """A few values of each tensor, by which the weights are known again."""
-        reshard(self.model)
-        return few_of_all(tensors_of(self.model, self.places).values())
+    def few(self, of: nn.Module | None = None) -> Tensor:
+        """A few values of each tensor of the model, or of a copy of it, by which they are known again."""
+        reshard(of or self.model)
+        tensors = tensors_of(of or self.model, self.places)
+        return few_of_all(tensors[place.name] for place in self.places)
 
     @torch.no_grad()
     def are_finite(self) -> bool:

@@ -11,7 +11,7 @@ import structlog
 from coordinator.presets.choosing import Plan
 from coordinator.swarm.committed import awaits_first_weights, screenings_of
 from coordinator.swarm.events import EndSession, Tell
-from coordinator.swarm.explain import differing_in_words
+from coordinator.swarm.explain import alike_in_words, differing_in_words
 from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
@@ -124,6 +124,7 @@ def news_of(before: SwarmState, transition: Transition) -> Iterator[News]:
     for message in told:
         yield from _told(after, message)
     yield from _held_out(before, after)
+    yield from _alike(before, after)
     yield from _audits(before, after)
     yield from _start(before, after)
     yield from _phases(before, after)
@@ -187,6 +188,13 @@ def _held_out(before: SwarmState, after: SwarmState) -> Iterator[News]:
         yield _news(
             "info", "evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own
         )
+
+
+def _alike(before: SwarmState, after: SwarmState) -> Iterator[News]:
+    """That loops train on the same samples; once, for as long as they do."""
+    is_new = after.last_closed is not before.last_closed
+    if is_new and (why := alike_in_words(after)) and not alike_in_words(before):
+        yield _news("warning", "loops train on the same samples", why=why)
 
 
 def _audits(before: SwarmState, after: SwarmState) -> Iterator[News]:

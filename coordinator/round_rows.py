@@ -313,8 +313,10 @@ def figures_of(state: SwarmState, closed: ClosedRound) -> pb.RoundSummary:
     # Mostly one set for all slices, and then one object.
     sets = {id(outcome.contributors): outcome.contributors for outcome in committed}
     in_each = [{c.node_id for c in contributors} for contributors in sets.values()]
-    weight = sum(trained.tokens for trained in closed.trained.values())
-    weighted = sum(trained.tokens * trained.loss for trained in closed.trained.values())
+    # Loops need not tell a loss: then it is 0.
+    told = [trained for trained in closed.trained.values() if trained.loss]
+    weight = sum(trained.tokens for trained in told)
+    weighted = sum(trained.tokens * trained.loss for trained in told)
     reason = closed.reason
     return pb.RoundSummary(
         round=commit.round,

@@ -110,6 +110,7 @@ SENTENCES = {
     "node is ahead of us": "{node} knows rounds after {our_round}, and is asked for them",
     "evaluated": "The held-out loss after round {round} is {held_out_loss}",
     "held-out losses of one state differ": "{why}",
+    "loops train on the same samples": "{why}",
     "run finished": "The run is finished after round {round}",
 }
 """How the page says what a line of the log says; of others it shows what the log has."""

@@ -42,6 +42,7 @@ from protocol.terminal.status_words import (
     bits_per_byte,
     clock_in_words,
     compute_share,
+    functions_in_words,
     held_out_in_words,
     ledger_bytes,
     mean_time_in_words,
@@ -49,6 +50,7 @@ from protocol.terminal.status_words import (
     phase_in_words,
     saving_in_words,
     screened_in_words,
+    software_in_words,
     stands_in_words,
     training_loss,
 )
@@ -96,7 +98,8 @@ def _run(status: pb.GetStatusResponse) -> View:
     reach = cut_off(status.nodes)
     cut = reach if "do not reach each other" in reach else ""  # through a helper is well
     trouble = [
-        *filter(None, (run.paused, cut, copies_in_words(status.nodes))),
+        *filter(None, (run.paused, cut, copies_in_words(status.nodes), run.alike, run.differing)),
+        *filter(None, (functions_in_words(status.nodes), software_in_words(status.nodes))),
         *(
             ["the outer state is NOT the same on all nodes"]
             if run.outer_digest and not run.digests_agree
@@ -189,7 +192,7 @@ def _node(node: pb.NodeStatus, run: pb.RunStatus) -> View:
         "does": "-" if is_gone else activity_in_words(node, run),
         "waitsFor": "; ".join(filter(None, (node.standing, "" if is_gone else beat.waiting_for))),
         "device": "helper" if node.is_helper else device_in_words(node),
-        "loss": f"{beat.loss:.3f}" if beat.loss > 0 and not is_gone else "-",
+        "loss": f"{beat.loss:.3f}" if beat.loss and not is_gone else "-",
         "tokensPerSecond": count_in_words(beat.tokens_per_second)
         if beat.tokens_per_second > 0 and not is_gone
         else "-",
@@ -244,7 +247,7 @@ def _round(closed: pb.RoundSummary) -> View:
         "sent": bytes_in_words(ledger_bytes(closed.wire)),
         "took": seconds_in_words(closed.seconds),
         "seconds": round(closed.seconds, 2),
-        "loss": f"{closed.loss:.3f}" if closed.loss > 0 else "-",
+        "loss": f"{closed.loss:.3f}" if closed.loss else "-",
         "digest": digest_in_words(closed.outer_digest),
         "screened": screened_in_words(closed),
         "reason": closed.reason,
@@ -265,7 +268,7 @@ def history_of(run: pb.RunStatus, rounds: Sequence[pb.RoundSummary]) -> View:
 
     Of old rounds only some are kept: those between have the tokens and seconds of the next that is.
     """
-    kept = [closed for closed in reversed(rounds) if closed.loss > 0 or closed.tokens]
+    kept = [closed for closed in reversed(rounds) if closed.loss or closed.tokens]
     numbers = [0, *(closed.round for closed in kept)]
     gaps = [after - before for before, after in pairwise(numbers)]
     tokens = _summed([closed.tokens * gap for closed, gap in zip(kept, gaps, strict=True)])
@@ -278,7 +281,7 @@ def history_of(run: pb.RunStatus, rounds: Sequence[pb.RoundSummary]) -> View:
         "rounds": [kept[place].round for place in places],
         "tokens": [round(tokens[place] * scale) for place in places],
         "seconds": [round(seconds[place], 1) for place in places],
-        "loss": [_number(kept[place].loss) if kept[place].loss > 0 else None for place in places],
+        "loss": [_number(kept[place].loss) if kept[place].loss else None for place in places],
         "took": [round(kept[place].seconds, 2) for place in places],
         "sent": [ledger_bytes(kept[place].wire) for place in places],
         "contributors": [kept[place].num_contributors for place in places],

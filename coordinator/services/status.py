@@ -17,6 +17,7 @@ from coordinator.swarm.checking import unchecked
 from coordinator.swarm.committed import awaits_first_weights, recent_screening
 from coordinator.swarm.conviction import next_round, waiting_in_words
 from coordinator.swarm.explain import (
+    alike_in_words,
     differing_in_words,
     explain,
     paused_in_words,
@@ -268,6 +269,7 @@ class StatusDesk:
             estimated_seconds_left=run_seconds_left(state, now),
             paused="" if state.paused is None else paused_in_words(state.paused),
             differing=differing_in_words(state),
+            alike=alike_in_words(state),
             amendments=[in_words(ruling) for ruling in still_in_force(state.rulings)],
             went_back=[f"{in_words(ruling)} (by {ruling.by})" for ruling in state.rolled_back],
             rounds_in_reach=spans_in_words(rounds_in_reach(state)),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean, median
 
+from coordinator.swarm.checking import Kind, kind_of
 from coordinator.swarm.deadlines import ROUNDS_NEEDED, budgets_in_words, schedule_in_words
 from coordinator.swarm.evaluation import awaited_writers, may_be_evaluated
 from coordinator.swarm.members import Member, MemberState
@@ -32,7 +33,7 @@ from coordinator.swarm.start import (
 from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, names_of, present_members
 from protocol.trust.rulings import Ruling
-from protocol.wire.rounds import training_in
+from protocol.wire.rounds import NodeId, training_in
 
 
 def explain(state: SwarmState, now: float) -> str:
@@ -61,6 +62,34 @@ def differing_in_words(state: SwarmState) -> str:
         f"{name_of(state, low.node_id)} finds {low.loss:.3f} and {name_of(state, high.node_id)} "
         f"{high.loss:.3f} of the state after round {told.round}: they evaluate on other data or by other "
         "code, as that which their functions call, or one of them lies"
+    )
+
+
+def alike_in_words(state: SwarmState) -> str:
+    """That loops have trained on the same samples in the newest round; empty where none have.
+
+    As programs do that draw their batches by one seed: all learn what one of them would alone. Their mean
+    losses are equal to the last bit then, which those of other samples are not.
+    """
+    if (newest := state.last_closed) is None:
+        return ""
+    by_work: dict[tuple[int, int, float], list[NodeId]] = {}
+    for node_id, told in newest.trained.items():
+        member = state.members.get(node_id)
+        if told.loss and told.tokens and member is not None and kind_of(member) is Kind.LOOP:
+            work = told.inner_steps, told.tokens, told.loss
+            by_work.setdefault(work, []).append(node_id)
+    words = [
+        f"{names_of(state, sorted(nodes))} have trained on the same samples in round "
+        f"{newest.commit.round}"
+        for nodes in by_work.values()
+        if len(nodes) > 1
+    ]
+    if not words:
+        return ""
+    return (
+        f"{'; '.join(words)}: their losses are equal to the last digit, so all together learn what one would "
+        "alone; give each loop a seed, or a part of the data, of its own"
     )
 
 

@@ -405,7 +405,7 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
         "evaluates by": beat.evaluates_by,
         "does": activity_in_words(node, status.run),
         "waits for": beat.waiting_for,
-        "loss": f"{beat.loss:.3f}" if beat.loss > 0 else "",
+        "loss": f"{beat.loss:.3f}" if beat.loss else "",
         "speed": f"{count_in_words(beat.tokens_per_second)} {counted_in_words(status.run)} a second"
         if beat.tokens_per_second > 0
         else "",

@@ -132,7 +132,7 @@ def rounds(
             console.count_in_words(closed.tokens),
             console.bytes_in_words(ledger_bytes(closed.wire)),
             console.seconds_in_words(closed.seconds),
-            f"{closed.loss:.3f}" if closed.loss > 0 else "-",
+            f"{closed.loss:.3f}" if closed.loss else "-",
             f"{held_out[closed.round].loss:.3f}" if closed.round in held_out else "-",
             console.digest_in_words(closed.outer_digest),
             screened_in_words(closed),
@@ -178,7 +178,7 @@ def as_csv(
             "round": closed.round,
             "seconds": f"{closed.seconds:.3f}",
             "tokens": closed.tokens,
-            "loss": closed.loss if closed.loss > 0 else "",
+            "loss": closed.loss or "",
             **held_out_of(closed.round),
             "participants": closed.num_participants,
             "contributors": closed.num_contributors,
@@ -226,7 +226,7 @@ def line_of(closed: "pb.RoundSummary", counted: str) -> str:
         f"{console.count_in_words(closed.tokens)} {counted}",
         f"{console.bytes_in_words(ledger_bytes(closed.wire))} sent",
         f"took {console.seconds_in_words(closed.seconds)}",
-        *([f"loss {closed.loss:.3f}"] if closed.loss > 0 else []),
+        *([f"loss {closed.loss:.3f}"] if closed.loss else []),
         *([f"screened {screened_in_words(closed)}"] if closed.screened else []),
         closed.reason,
     ]
@@ -304,7 +304,7 @@ def _facts(answer: "pb.GetRoundResponse", counted: str) -> list[str]:
             f"{told.num_contributors} of {told.num_participants} nodes are in it, "
             f"{told.num_committed_slices} of {told.num_slices} slices are committed, "
             f"{console.count_in_words(told.tokens)} {counted}"
-            + (f", loss {told.loss:.3f}" if told.loss > 0 else "")
+            + (f", loss {told.loss:.3f}" if told.loss else "")
         )
     if told.screened:
         lines.append(f"screened: {screened_in_words(told)}")
@@ -394,7 +394,7 @@ def _row(node: "pb.NodeInRound") -> dict[str, str]:
         if _trains(node)
         else "helper",
         "tokens": console.count_in_words(node.trained_tokens) if node.trained_tokens else "-",
-        "loss": f"{node.loss:.3f}" if node.loss > 0 else "-",
+        "loss": f"{node.loss:.3f}" if node.loss else "-",
         "contributions": taken,
     }
 

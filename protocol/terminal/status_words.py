@@ -57,7 +57,7 @@ def training_loss(nodes: Iterable[pb.NodeStatus]) -> float | None:
 
     None before the first.
     """
-    told = [node for node in nodes if node.heartbeat.loss > 0]
+    told = [node for node in nodes if node.heartbeat.loss]
     here = [node for node in told if node.state not in GONE]
     if not here:  # as after the end of the run: of those that stayed longest
         last = max((node.heartbeat.outer_round for node in told), default=0)

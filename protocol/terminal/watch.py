@@ -82,6 +82,7 @@ def render(status: pb.GetStatusResponse, *, notice: str = "") -> RenderableType:
         ("copies", copies_in_words(status.nodes), "yellow"),
         ("atoll", releases_in_words(status.nodes), "yellow"),
         ("torch", software_in_words(status.nodes), "yellow"),
+        ("data", status.run.alike, "yellow"),
         ("eval", status.run.differing, "yellow"),
         ("eval", functions_in_words(status.nodes), "yellow"),
         ("rates", rates_in_words(status.nodes), ""),
@@ -158,7 +159,7 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
         does, loss, speed, waits_for = Text("-"), "-", "-", node.standing
     else:
         does = _activity(node, run)
-        loss = f"{beat.loss:.3f}" if beat.loss > 0 else "-"
+        loss = f"{beat.loss:.3f}" if beat.loss else "-"
         speed = count_in_words(beat.tokens_per_second) if beat.tokens_per_second > 0 else "-"
         uploads = upload_in_words(beat.upload_pace)
         upload = f"upload: {uploads}" if uploads else ""

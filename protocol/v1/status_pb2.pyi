@@ -163,6 +163,7 @@ class RunStatus(_message.Message):
     COUNTED_FIELD_NUMBER: _builtins.int
     HAS_OWN_LOSS_FIELD_NUMBER: _builtins.int
     DIFFERING_FIELD_NUMBER: _builtins.int
+    ALIKE_FIELD_NUMBER: _builtins.int
     swarm_id: _builtins.str
     """The swarm's id."""
     run_name: _builtins.str
@@ -222,6 +223,8 @@ class RunStatus(_message.Message):
     """Whether losses are those of the run's own function, whose unit its owner knows; else they are nats per token."""
     differing: _builtins.str
     """That those who evaluate do not find the same of one state, in words; empty while they do."""
+    alike: _builtins.str
+    """That loops have trained on the same samples in the newest round, in words; empty where none have."""
     @_builtins.property
     def held_out_losses(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOutLoss]:
         """Held-out losses so far, oldest first; of very many the latest 1000, and 1000 of those before."""
@@ -295,10 +298,11 @@ class RunStatus(_message.Message):
         counted: _builtins.str = ...,
         has_own_loss: _builtins.bool = ...,
         differing: _builtins.str = ...,
+        alike: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "_estimated_seconds_left", b"_estimated_seconds_left", "data", b"data", "disk_free_bytes", b"disk_free_bytes", "estimated_seconds_left", b"estimated_seconds_left", "wire", b"wire", "written", b"written"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "_estimated_seconds_left", b"_estimated_seconds_left", "amendments", b"amendments", "backups", b"backups", "committed_round", b"committed_round", "counted", b"counted", "data", b"data", "differing", b"differing", "digests_agree", b"digests_agree", "disk_free_bytes", b"disk_free_bytes", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "has_own_loss", b"has_own_loss", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "is_disk_low", b"is_disk_low", "is_without_backup", b"is_without_backup", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "relay", b"relay", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire", "written", b"written", "written_rounds", b"written_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes", "_estimated_seconds_left", b"_estimated_seconds_left", "alike", b"alike", "amendments", b"amendments", "backups", b"backups", "committed_round", b"committed_round", "counted", b"counted", "data", b"data", "differing", b"differing", "digests_agree", b"digests_agree", "disk_free_bytes", b"disk_free_bytes", "elapsed_seconds", b"elapsed_seconds", "estimated_seconds_left", b"estimated_seconds_left", "has_own_loss", b"has_own_loss", "held_out_bytes_per_token", b"held_out_bytes_per_token", "held_out_losses", b"held_out_losses", "inner_steps", b"inner_steps", "is_disk_low", b"is_disk_low", "is_without_backup", b"is_without_backup", "min_nodes", b"min_nodes", "num_parameters", b"num_parameters", "open_round", b"open_round", "outer_digest", b"outer_digest", "outer_digest_round", b"outer_digest_round", "paused", b"paused", "phase", b"phase", "reason", b"reason", "relay", b"relay", "rounds_in_reach", b"rounds_in_reach", "run_digest", b"run_digest", "run_name", b"run_name", "swarm_id", b"swarm_id", "token_clock", b"token_clock", "total_rounds", b"total_rounds", "uptime_seconds", b"uptime_seconds", "went_back", b"went_back", "wire", b"wire", "written", b"written", "written_rounds", b"written_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disk_free_bytes: _TypeAlias = _typing.Literal["disk_free_bytes"]  # noqa: Y015
     _WhichOneofArgType__disk_free_bytes: _TypeAlias = _typing.Literal["_disk_free_bytes", b"_disk_free_bytes"]  # noqa: Y015

@@ -218,13 +218,14 @@ class Scene:
         samples: int | None = None,
         inner_steps: int = 5,
         seconds: float = 1.0,
+        loss: float = 2.0,
     ) -> None:
         """All tokens of its samples count, unless `samples` says how many there were."""
         trained = Trained(
             inner_steps=inner_steps,
             samples=self._samples_of(tokens) if samples is None else samples,
             tokens=tokens,
-            loss=2.0,
+            loss=loss,
             seconds=seconds,
         )
         self.report(name, trained)

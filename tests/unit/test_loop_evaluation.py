@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import atoll
 from atoll.evaluation import digest_of_function
@@ -125,6 +126,33 @@ async def test_an_average_that_is_measured_in_the_place_of_the_global_parameters
             found = await one.island.evaluate()
             assert found is not None and found.loss == 1.5
             await one.stops(thread)
+        await ends(thread)
+
+
+@pytest.mark.parametrize("calls_both", [False, True])
+async def test_an_average_in_a_model_of_its_own_is_no_measure_of_the_swarm_and_may_be_beside_it(
+    tmp_path: Path, calls_both: bool
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        forward = torch.compile(model, backend="eager")
+        average = AveragedModel(model)
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+
+        def evaluate() -> float:
+            loss = average(tokens).square().mean().item()
+            return forward(tokens).square().mean().item() if calls_both else loss
+
+        thread = await one.joined(
+            lambda swarm: swarm.step(tokens=1), model=model, evaluate=evaluate
+        )
+        await one.train(work(steps=1))
+        if calls_both:
+            assert (await one.island.evaluate()) is not None
+            await one.stops(thread)
+        else:
+            with pytest.raises(LoopGoneError, match="has measured other weights than those that"):
+                await one.island.evaluate()
         await ends(thread)
 
 

@@ -369,6 +369,38 @@ async def test_what_a_loop_leaves_untrained_of_the_run_is_told_once_by_its_name(
         )
 
 
+@pytest.mark.parametrize("teaches", [False, True])
+async def test_steps_without_anything_to_learn_are_told_and_only_others_that_change_nothing_end_it(
+    tmp_path: Path, teaches: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in GRPO while no answer has a reward; but a gradient and a learning rate of 0 is a mistake."""
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.0 if teaches else 1e-3, weight_decay=0
+        )
+
+        def train(swarm: atoll.Swarm) -> None:
+            while not swarm.is_over:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, float(teaches))
+                optimizer.step()
+                swarm.step(tokens=1)
+
+        thread = await one.joined(train, model=model)
+        if teaches:
+            with pytest.raises(
+                LoopGoneError, match="have changed nothing of the model that joined"
+            ):
+                await rounds(one, 3, steps=10)
+        else:
+            await rounds(one, 4, steps=10)
+            await one.stops(thread)
+            assert caplog.text.count("30 inner steps had gradients of nothing but zeros") == 1
+            assert "have changed nothing of" not in caplog.text
+        await ends(thread)
+
+
 async def test_an_average_that_is_put_in_as_the_loop_leaves_is_not_contributed(
     tmp_path: Path,
 ) -> None:

@@ -38,6 +38,17 @@ def test_what_is_not_known_is_a_dash_and_not_a_number() -> None:
     assert view["run"]["loss"] is None  # type: ignore[index]
 
 
+def test_a_loss_below_zero_is_a_loss_in_all_places() -> None:
+    status = pb.GetStatusResponse()
+    node = status.nodes.add(node_id="1", state=pb.NODE_STATE_READY)
+    node.heartbeat.CopyFrom(session_pb2.HeartbeatRequest(loss=-1.5))
+    rounds = [pb.RoundSummary(round=1, tokens=10, loss=-1.25)]
+    view: Any = view_of(status, rounds)
+    assert (view["run"]["loss"], view["nodes"][0]["loss"]) == (-1.5, "-1.500")
+    assert view["rounds"][0]["loss"] == "-1.250"
+    assert history_of(status.run, rounds)["loss"] == [-1.25]
+
+
 def test_a_run_that_stands_says_so_where_its_time_left_would_run_down() -> None:
     run = pb.RunStatus(phase=pb.RUN_PHASE_WAITING, committed_round=4, total_rounds=9)
     run.estimated_seconds_left = 3700.0
@@ -78,6 +89,18 @@ def test_nodes_that_do_not_reach_each_other_are_a_pair_and_a_sentence() -> None:
     view = view_of(status, [])
     assert view["cutPairs"] == [("one", "two")]
     assert view["run"]["trouble"] == ["one and two do not reach each other"]  # type: ignore[index]
+
+
+def test_what_sets_nodes_apart_in_a_status_is_also_on_the_page() -> None:
+    status = pb.GetStatusResponse(run=pb.RunStatus(alike="a and b …", differing="a finds 2"))
+    for name in ("one", "two"):
+        node = status.nodes.add(node_id=name, node_name=name, state=pb.NODE_STATE_READY)
+        node.heartbeat.CopyFrom(
+            session_pb2.HeartbeatRequest(software=f"torch of {name}", evaluates_by=f"by {name}")
+        )
+    trouble: Any = view_of(status, [])["run"]["trouble"]  # type: ignore[index]
+    assert trouble[:2] == ["a and b …", "a finds 2"]
+    assert ["by one: one" in trouble[2], "torch of one: one" in trouble[3]] == [True, True]
 
 
 @given(

@@ -140,6 +140,7 @@ def test_a_node_that_runs_twice_is_named() -> None:
 def test_evaluators_that_find_other_losses_of_one_state_stand_in_the_line_of_evaluations() -> None:
     assert " eval" not in drawn(a_status())
     assert "eval   a finds 2.0 and b 2.5" in drawn(a_status(differing="a finds 2.0 and b 2.5"))
+    assert "data   a and b have trained" in drawn(a_status(alike="a and b have trained"))
 
 
 def test_the_clock_reads_well_before_in_and_after_a_run() -> None:
@@ -208,6 +209,13 @@ def test_after_the_end_the_training_loss_is_that_of_those_who_stayed_to_it() -> 
     here = a_node("here", loss=4.0, outer_round=12)
     assert "training 4.000" in drawn(a_status(early, one, other, here))
     assert "training -" in drawn(a_status(helper))
+
+
+def test_a_loss_below_zero_is_a_loss() -> None:
+    """As those of likelihoods of what is continuous, and of rewards."""
+    node = a_node("flow", loss=-1.5)
+    assert "training -1.500" in drawn(a_status(node))
+    assert node_details(node, a_status(node))["loss"] == "-1.500"
 
 
 def answers(

@@ -8,7 +8,7 @@ import pytest
 from coordinator.journal import News, news_of
 from coordinator.swarm.evaluation import plausible_losses
 from coordinator.swarm.events import GoBack, Tell
-from coordinator.swarm.explain import differing_in_words
+from coordinator.swarm.explain import alike_in_words, differing_in_words
 from coordinator.swarm.transition import Transition
 from protocol.wire.messages import EvaluationAsked, RoundOpened
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, NodeId
@@ -344,6 +344,31 @@ def test_evaluators_who_find_other_losses_of_one_state_are_told_once_and_until_t
     assert differing_in_words(scene.state) == words, "nobody has evaluated since"
     evaluations_of(scene, {"a": 2.0, "c": 2.0}, 1)
     assert differing_in_words(scene.state) == ""
+
+
+def round_with_losses(scene: Scene, **losses: float) -> tuple[str, int]:
+    """A round whose nodes tell these; what is said of them then, and how often that was news."""
+    before = scene.state
+    for name, loss in losses.items():
+        scene.train(name, loss=loss)
+    scene.commit(*losses)
+    told = news_of(before, Transition(state=scene.state, actions=(), at=scene.now))
+    scene.apply(digest_of(f"state {scene.state.committed_round}"), *losses)
+    return alike_in_words(scene.state), [one.what for one in told].count(
+        "loops train on the same samples"
+    )
+
+
+def test_loops_that_draw_the_same_batches_are_told_once_and_until_they_do_not() -> None:
+    scene = loops(a="", b="", c="")
+    scene.attach("ranks")
+    silent = {"c": 0.0, "ranks": 3.25}  # one does not tell its loss, and one has leased its samples
+    assert round_with_losses(scene, a=3.25, b=3.2500001, **silent) == ("", 0)
+    words, num_news = round_with_losses(scene, a=3.125, b=3.125, **silent)
+    assert words.startswith("a, b have trained on the same samples in round 2: ")
+    assert num_news == 1
+    assert round_with_losses(scene, a=3.0, b=3.0, **silent)[1] == 0
+    assert round_with_losses(scene, a=2.75, b=2.5, **silent) == ("", 0)
 
 
 def test_private_texts_that_are_not_equally_hard_are_no_difference() -> None:

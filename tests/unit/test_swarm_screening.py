@@ -114,3 +114,11 @@ def test_people_read_it_in_words() -> None:
     assert work_in_words(status_pb2.NodeStatus(confirmed_work_share=0.254)) == "25%"
     assert work_in_words(status_pb2.NodeStatus(confirmed_work_share=0)) == "0%"
     assert work_in_words(status_pb2.NodeStatus()) == "-"
+
+
+def test_a_loop_that_tells_no_loss_does_not_lower_that_of_its_round() -> None:
+    scene = after_rounds(1)
+    for name, loss in zip(NAMES, (-2.0, 0.0, -4.0), strict=True):
+        scene.train(name, loss=loss)
+    scene.commit(*NAMES)
+    assert figures_of(scene.state, scene.state.recent[-1]).loss == -3.0
