@@ -71,10 +71,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A text, or a conversation as a list of {"role": …, "content": …}."""
+    """A text, or a conversation as a list of {"role": …, "content": …}.
+
+    `given` is what its chat template is given beside that, such as tools.
+    """
 
     text: bytes
     messages: tuple[dict[str, Any], ...] = ()
+    given: dict[str, Any] = field(default_factory=dict)
     where: str = field(default="", compare=False)  # the file, and the byte that it begins at
 
 
@@ -330,8 +334,14 @@ def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
     if (own is None and record.keys() & {field, "messages"}) or messages == []:
         return Document(text=b"", where=place)
     if isinstance(messages, list) and all(_is_turn(each) for each in messages):
-        canonical = json.dumps(messages, sort_keys=True, ensure_ascii=False)
-        return Document(text=_encoded(canonical, place), messages=tuple(messages), where=place)
+        given = _given_of(record, place)
+        whole = {"messages": messages, **given} if given else messages
+        return Document(
+            text=_encoded(json.dumps(whole, sort_keys=True, ensure_ascii=False), place),
+            messages=tuple(messages),
+            given=given,
+            where=place,
+        )
     if isinstance(text, bytes):
         raise BadDataError(
             f"{place}: {field!r} is a column of bytes, and text is one of strings",
@@ -348,7 +358,40 @@ def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
 
 
 def _is_turn(message: object) -> bool:
-    return isinstance(message, dict) and {"role", "content"} <= message.keys()
+    if not isinstance(message, dict) or "role" not in message:
+        return False
+    return bool(message.keys() & {"content", "tool_calls"})
+
+
+TOOLS, TEMPLATE_ARGUMENTS = "tools", "chat_template_kwargs"
+"""Keys beside 'messages' that a conversation is written out by, as trl and transformers know them."""
+
+
+def _given_of(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """What a record gives its chat template beside the messages; both may be JSON within a string.
+
+    Columns of tables often are that, as tools have no one schema.
+    """
+    found: dict[str, Any] = {}
+    for key, kind in ((TEMPLATE_ARGUMENTS, dict), (TOOLS, list)):
+        value = record.get(key)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value) if value.strip() else None
+            except ValueError as error:
+                raise BadDataError(
+                    f"{place}: {key!r} is no JSON: {error}", next_step="correct that record"
+                ) from error
+        if not value:
+            continue
+        if not isinstance(value, kind):
+            raise BadDataError(
+                f"{place}: {key!r} is a {type(value).__name__}, and not a {kind.__name__}",
+                next_step="write 'tools' as a list of JSON schemas, and what else the chat template takes as "
+                "an object in 'chat_template_kwargs'",
+            )
+        found |= value if kind is dict else {key: value}
+    return found
 
 
 def _row_groups(path: Path, part_bytes: int) -> list[Part]:
@@ -390,21 +433,36 @@ def _stream_of(path: Path) -> Iterator[Any]:
 
 def _arrow_rows(part: Part, field: str) -> Iterator[Document]:
     for batch in itertools.islice(_stream_of(part.path), part.start, part.stop):
-        column = _column_of(set(batch.schema.names), field, part.path)
+        columns = _columns_of(batch.schema.names, field, part.path)
         for start in range(0, batch.num_rows, 256):
-            for record in batch.slice(start, 256).select([column]).to_pylist():
-                yield _document_of(record, field, str(part.path))
+            for record in batch.slice(start, 256).select(columns).to_pylist():
+                yield _document_of(_without_nulls(record), field, str(part.path))
 
 
-def _column_of(names: set[str], field: str, path: Path) -> str:
-    """The column that has the documents; raises BadDataError where none has."""
-    for column in (field, "messages"):
-        if column in names:
-            return column
+def _columns_of(names: Sequence[str], field: str, path: Path) -> list[str]:
+    """Columns that documents are made of; raises BadDataError where none has a text or a conversation."""
+    if field in names or "messages" in names:
+        wanted = dict.fromkeys((field, "messages", TEMPLATE_ARGUMENTS, TOOLS))
+        return [each for each in wanted if each in names]
     raise BadDataError(
         f"{path}: no column {field!r}, and no 'messages'; there are {', '.join(sorted(names)) or 'none'}",
         next_step="name the column that has the text with --field COLUMN",
     )
+
+
+def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    """A table's record as JSON would have it: in a table each message has the keys of all, empty or not."""
+    return {key: _filled(value) for key, value in record.items()}
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _filled(each)
+            for key, each in value.items()
+            if each is not None or key == "content"
+        }
+    return [_filled(each) for each in value] if isinstance(value, list) else value
 
 
 def _compressed_bytes(group: Any) -> int:
@@ -415,13 +473,13 @@ def _rows(part: Part, field: str) -> Iterator[Document]:
     parquet = needs_package("pyarrow.parquet", what=f"{part.path} is a Parquet file")
     try:
         with parquet.ParquetFile(part.path, pre_buffer=False) as file:
-            columns = [_column_of(set(file.schema_arrow.names), field, part.path)]
+            columns = _columns_of(file.schema_arrow.names, field, part.path)
             groups = list(range(part.start, part.stop))
             for batch in file.iter_batches(
                 256, row_groups=groups, columns=columns, use_threads=False
             ):
                 for record in batch.to_pylist():
-                    yield _document_of(record, field, str(part.path))
+                    yield _document_of(_without_nulls(record), field, str(part.path))
     except (OSError, ValueError) as error:
         raise _not_whole(part.path, error) from error
 
