@@ -95,6 +95,7 @@ class FileTokenizer:
         self.vocab_size = vocab_size_of(self._tokenizer)
         self._config = settings_of_tokenizer(folder)
         self.end_of_document = self._end(vocabulary, end_of_document, path)
+        self._begin = _before_a_text(self._tokenizer)
         self._template = _Template.of(folder, self._config)
 
     def _end(self, vocabulary: dict[str, int], named: str | None, path: Path) -> int:
@@ -124,7 +125,7 @@ class FileTokenizer:
             self._conversation(document)
             if document.messages
             else Encoded(
-                tokens=np.array([*next(plain).ids, self.end_of_document], np.uint32),
+                tokens=np.array([*self._begin, *next(plain).ids, self.end_of_document], np.uint32),
                 counted=None,
                 text_bytes=len(document.text),
             )
@@ -270,6 +271,17 @@ class _Template:
                 f"the chat template refuses a conversation: {error}",
                 next_step="correct the conversation, or leave it out",
             ) from error
+
+
+def _before_a_text(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before a text by itself, as <bos>: who asks the model does so as well."""
+    some = "a"
+    alone = tokenizer.encode(some, add_special_tokens=False).ids
+    whole = list(tokenizer.encode(some, add_special_tokens=True).ids)
+    for at in range(len(whole)):
+        if whole[at : at + len(alone)] == alone:
+            return whole[:at]
+    return []
 
 
 def _text_of(document: Document) -> str:
