@@ -7,14 +7,16 @@ where depends on the files alone. A document is one file of text, one line of JS
 table; text files longer than `document_bytes` are several documents, cut at ends of lines.
 """
 
+import codecs
 import glob
 import gzip
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, NoReturn, cast
 
 from node.island.data.extras import needs_package
 from protocol.errors import BadDataError, NoInputError
@@ -138,11 +140,37 @@ def _data_within(folder: Path) -> tuple[list[Path], list[Path]]:
     if (folder / "state.json").is_file():  # datasets' save_to_disk
         named = json.loads((folder / "state.json").read_bytes())["_data_files"]
         return [folder / each["filename"] for each in named], []
-    found = sorted(each for each in folder.rglob("*") if not _is_hidden(each, folder))
-    files = [each for each in found if each.is_file()]
+    files = sorted(_files_below(folder))
     of_kinds = [each for each in files if _suffix_of(each) in _MADE_FOR_DATA]
     others = [each for each in files if each.suffix not in {*_MADE_FOR_DATA, *BESIDE_TOKENS, ".md"}]
+    for each in of_kinds or files:
+        if not each.exists():
+            raise NoInputError(
+                f"{each} is a link to {each.readlink()}, which is not there",
+                next_step=f"fetch that file, or remove the link; {_SOME_OF_A_FOLDER}",
+            )
     return (of_kinds, others) if of_kinds else (files, [])
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """All that are not hidden, also in folders that are linked to; each once, as links may go round."""
+    seen = set[Path]()
+
+    def cannot_be_read(error: OSError) -> NoReturn:
+        raise NoInputError(
+            f"{error.filename} cannot be read: {error.strerror}",
+            next_step="allow this user to read it, or name what else is to be read apart",
+        ) from error
+
+    for place, names, files in os.walk(folder, followlinks=True, onerror=cannot_be_read):
+        real = Path(place).resolve()
+        if real in seen:
+            names.clear()
+            continue
+        seen.add(real)
+        names[:] = sorted(name for name in names if not name.startswith("."))
+        found = (Path(place, name) for name in files if not name.startswith("."))
+        yield from (each for each in found if each.is_file() or each.is_symlink())
 
 
 _MADE_FOR_DATA = frozenset({*_KINDS, ".bin", ".ds"})
@@ -153,10 +181,6 @@ def _suffix_of(path: Path) -> str:
     return suffix.lower()
 
 
-def _is_hidden(path: Path, below: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(below).parts)
-
-
 def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTES) -> list[Part]:
     """A file in parts of about so many bytes. Raises BadDataError for what holds no documents."""
     kind = _kind_of(path)
@@ -165,6 +189,7 @@ def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTE
         return _row_groups(path, part_bytes)
     if kind == "arrow":
         return _record_batches(path, part_bytes)
+    _check_encoding(path)
     if path.suffix == ".gz":  # no reading from the middle
         return [
             Part(
@@ -215,6 +240,30 @@ def _kind_of(path: Path) -> Kind:
     return _KINDS.get(suffix, "text")
 
 
+def _check_encoding(path: Path) -> None:
+    """Raises BadDataError for what says at its beginning that it is no UTF-8."""
+    with _opened(path) as file:
+        try:
+            begins = file.read(4)
+        except (OSError, EOFError) as error:  # gzip.BadGzipFile is an OSError
+            raise _not_whole(path, error) from error
+    for mark, name in _MARKS.items():
+        if begins.startswith(mark):
+            raise BadDataError(
+                f"{path} is {name}, by its first bytes, and text is read as UTF-8",
+                next_step=f"convert it: iconv -f {name} -t UTF-8 FILE > NEWFILE",
+            )
+
+
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Longer ones first: that of UTF-16 begins one of UTF-32."""
+
+
 def _check_is_text(path: Path) -> None:
     with path.open("rb") as file:
         if b"\0" in file.read(LONGEST_LINE_BYTES):
@@ -240,7 +289,7 @@ def _texts(part: Part) -> Iterator[Document]:
             for place in range(part.start + each, part.stop + each, each):
                 stop = _cut_from(file, place)
                 file.seek(start)
-                if text := file.read(stop - start):
+                if text := _without_mark(file.read(stop - start), start):
                     yield Document(text=text, where=f"{part.path}, byte {start}")
                 start = stop
     except (EOFError, gzip.BadGzipFile) as error:
@@ -266,8 +315,14 @@ def _streamed(file: IO[bytes], document_bytes: int, path: Path) -> Iterator[Docu
     start = 0
     while text := file.read(document_bytes):
         text += file.readline(LONGEST_LINE_BYTES)
-        yield Document(text=text, where=f"{path}, byte {start} of what is unpacked")
+        where = f"{path}, byte {start} of what is unpacked"
+        yield Document(text=_without_mark(text, start), where=where)
         start += len(text)
+
+
+def _without_mark(text: bytes, start: int) -> bytes:
+    """Text that begins at byte `start` of its file, without the mark that says there that it is UTF-8."""
+    return text if start else text.removeprefix(codecs.BOM_UTF8)
 
 
 def _lines(part: Part, field: str) -> Iterator[Document]:
