@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
-from node.island.data.documents import Document
+from node.island.data.documents import Document, documents_of, parts_of
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
 from node.island.data.tokenizing import FileTokenizer
@@ -70,6 +72,103 @@ def test_a_conversation_is_prepared_and_read_with_its_mask(tmp_path: Path) -> No
     assert shard.mask is not None
     assert dataset.num_counted("training", np.arange(dataset.num_samples)) == batch.counted.sum()
     assert 0.2 < batch.counted.mean() < 0.7
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"of": "a tówn"}}}]
+WITH_TOOLS = (
+    "{% if tools is not none %}<tools>{{ tools | tojson(indent=1) }}</tools>{% endif %}"
+    "{% if documents is not none %}{{ raise_exception('there are none') }}{% endif %}"
+    "{% if terse %}be terse{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% if 'tool_calls' in m %}{% for call in m.tool_calls %}<call>{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}</call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def calling(content: dict[str, Any]) -> list[dict[str, Any]]:
+    call = {"function": {"name": "weather", "arguments": {"town": "Oslo"}}}
+    return [
+        {"role": "user", "content": "is it cold in Oslo?"},
+        {"role": "assistant", "tool_calls": [call], **content},
+        {"role": "tool", "content": "-3"},
+        {"role": "assistant", "content": "yes"},
+    ]
+
+
+@pytest.mark.parametrize("content", [{"content": ""}, {"content": None}, {}], ids=str)
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None], ids=["list", "text", "none"])
+def test_a_conversation_has_its_tools_and_what_else_its_template_takes(
+    tools: object, content: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    (folder / "chat_template.jinja").write_text(WITH_TOOLS)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    record = {
+        "messages": calling(content),
+        "tools": tools,
+        "chat_template_kwargs": {"terse": True},
+    }
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    [part] = parts_of(tmp_path / "a.jsonl", 1 << 20)
+    [encoded] = FileTokenizer(folder).encode(list(documents_of(part, field="text")))
+    assert encoded.counted is not None
+    learned = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
+    whole = tokenizer.decode(encoded.tokens.tolist(), skip_special_tokens=False)
+    assert learned == '<call>weather {"town": "Oslo"}</call><|im_end|>\nyes<|im_end|>\n'
+    told = f"<tools>{json.dumps(TOOLS, ensure_ascii=False, indent=1)}</tools>" if tools else ""
+    assert whole.startswith(f"{told}be terse<|im_start|>user\nis it cold")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("tools", "[", "'tools' is no JSON"),
+        ("tools", {"name": "weather"}, "'tools' is a dict, and not a list"),
+        ("chat_template_kwargs", [1], "'chat_template_kwargs' is a list, and not a dict"),
+    ],
+)
+def test_what_is_no_list_of_tools_is_refused(
+    key: str, value: object, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS, key: value}) + "\n")
+    [part] = parts_of(tmp_path / "a.jsonl", 1 << 20)
+    with pytest.raises(BadDataError, match=rf"a\.jsonl, byte 0: {words}"):
+        list(documents_of(part, field="text"))
+
+
+def test_a_tables_conversations_are_those_of_json_lines(tmp_path: Path) -> None:
+    records = [
+        {"text": None, "messages": calling({"content": None}), "tools": json.dumps(TOOLS)},
+        {"text": None, "messages": TURNS, "tools": None},
+        {"text": "none of these", "messages": None, "tools": None},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    tables, lines = (
+        [
+            document
+            for part in parts_of(tmp_path / name, 1 << 20)
+            for document in documents_of(part, field="text")
+        ]
+        for name in ("a.parquet", "a.jsonl")
+    )
+    assert tables == lines
+    assert [bool(each.messages) for each in lines] == [True, True, False]
+
+
+def test_a_token_that_the_assistant_shares_with_its_prompt_is_learned(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "word1x1 word1x2"}]
+    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    assert encoded.counted is not None
+    learned = tokenizer.decode(encoded.tokens[encoded.counted].tolist())
+    assert learned == " word1x1 word1x2\n"
 
 
 def test_a_template_that_changes_what_it_wrote_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from node.island.data import documents as reading
 from node.island.data import preparing
@@ -22,6 +22,7 @@ from node.island.data.documents import Document, parts_of
 from node.island.data.documents import documents_of as read_documents
 from node.island.data.manifest import State, read_manifest
 from node.island.data.shard_writing import HASHES, hash_of
+from node.island.data.tokenizing import FileTokenizer
 from protocol.errors import (
     BadDataError,
     CannotCreateError,
@@ -276,6 +277,25 @@ def test_a_tokenizer_makes_tokens_that_it_reads_back(tmp_path: Path) -> None:
     assert "tokenizer_config.json" in made.manifest.files
 
 
+@pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <|endoftext|>"])
+def test_a_document_begins_with_what_its_tokenizer_puts_before_a_text(
+    template: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<bos>"])
+    special = [(each, tokenizer.token_to_id(each)) for each in ("<bos>", END)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=special
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    [encoded] = FileTokenizer(folder).encode([Document(text=b"word1x1 word1x2")])
+    asked = tokenizer.encode("word1x1 word1x2").ids
+    assert encoded.tokens.tolist() == asked + [tokenizer.token_to_id(END)] * (
+        asked[-1] != tokenizer.token_to_id(END)
+    )
+
+
 def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     lines = [json.dumps({"text": f"a {END} b {i}"}) + "\n" for i in range(30)]
@@ -344,6 +364,8 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
         ("a.csv", b"id,text\n1,hello\n", BadDataError, "it is a table"),
         ("a.jsonl.zst", b"x", BadDataError, "compressed"),
         ("a.txt", b"a\0b", BadDataError, "zero bytes"),
+        ("a.txt", "größer".encode("utf-16"), BadDataError, "a.txt is UTF-16, by its first bytes"),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-32"), BadDataError, "a.jsonl is UTF-32"),
         (
             "a.jsonl",
             b'{"text": "x"}\n' * 9,
@@ -409,6 +431,37 @@ def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
         "apart"
     ]
     assert len(every_document(tmp_path / "beside")) == 30
+
+
+def test_folders_that_a_folder_links_to_are_read_once(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
+    (elsewhere / ".hidden").mkdir(parents=True)
+    folder.mkdir()
+    write_jsonl(elsewhere / "a.jsonl", 30)
+    write_jsonl(elsewhere / ".hidden" / "b.jsonl", 3)
+    (folder / "linked").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(folder)
+    prepared(folder, out=tmp_path / "out")
+    assert len(every_document(tmp_path / "out")) == 30
+
+
+def test_a_link_of_a_folder_to_nothing_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", 30)
+    (folder / "b.jsonl").symlink_to("annexed.jsonl")
+    with pytest.raises(NoInputError, match=r"b\.jsonl is a link to annexed\.jsonl, which is not"):
+        prepared(folder, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_the_mark_of_utf_8_is_no_text(name: str, tmp_path: Path) -> None:
+    text = '{"text": "größer"}\n' if name == "a.jsonl" else "größer"
+    written = text.encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(written) if name.endswith("gz") else written)
+    [part] = parts_of(tmp_path / name, 1 << 20)
+    [document] = read_documents(part, field="text")
+    assert document.text.decode() == "größer"
 
 
 def test_text_that_is_not_utf_8_is_refused_for_a_tokenizer(tmp_path: Path) -> None:

@@ -7,14 +7,16 @@ where depends on the files alone. A document is one file of text, one line of JS
 table; text files longer than `document_bytes` are several documents, cut at ends of lines.
 """
 
+import codecs
 import glob
 import gzip
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, NoReturn, cast
 
 from node.island.data.extras import needs_package
 from protocol.errors import BadDataError, NoInputError
@@ -71,10 +73,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A text, or a conversation as a list of {"role": …, "content": …}."""
+    """A text, or a conversation as a list of {"role": …, "content": …}.
+
+    `given` is what its chat template is given beside that, such as tools.
+    """
 
     text: bytes
     messages: tuple[dict[str, Any], ...] = ()
+    given: dict[str, Any] = field(default_factory=dict)
     where: str = field(default="", compare=False)  # the file, and the byte that it begins at
 
 
@@ -134,11 +140,37 @@ def _data_within(folder: Path) -> tuple[list[Path], list[Path]]:
     if (folder / "state.json").is_file():  # datasets' save_to_disk
         named = json.loads((folder / "state.json").read_bytes())["_data_files"]
         return [folder / each["filename"] for each in named], []
-    found = sorted(each for each in folder.rglob("*") if not _is_hidden(each, folder))
-    files = [each for each in found if each.is_file()]
+    files = sorted(_files_below(folder))
     of_kinds = [each for each in files if _suffix_of(each) in _MADE_FOR_DATA]
     others = [each for each in files if each.suffix not in {*_MADE_FOR_DATA, *BESIDE_TOKENS, ".md"}]
+    for each in of_kinds or files:
+        if not each.exists():
+            raise NoInputError(
+                f"{each} is a link to {each.readlink()}, which is not there",
+                next_step=f"fetch that file, or remove the link; {_SOME_OF_A_FOLDER}",
+            )
     return (of_kinds, others) if of_kinds else (files, [])
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """All that are not hidden, also in folders that are linked to; each once, as links may go round."""
+    seen = set[Path]()
+
+    def cannot_be_read(error: OSError) -> NoReturn:
+        raise NoInputError(
+            f"{error.filename} cannot be read: {error.strerror}",
+            next_step="allow this user to read it, or name what else is to be read apart",
+        ) from error
+
+    for place, names, files in os.walk(folder, followlinks=True, onerror=cannot_be_read):
+        real = Path(place).resolve()
+        if real in seen:
+            names.clear()
+            continue
+        seen.add(real)
+        names[:] = sorted(name for name in names if not name.startswith("."))
+        found = (Path(place, name) for name in files if not name.startswith("."))
+        yield from (each for each in found if each.is_file() or each.is_symlink())
 
 
 _MADE_FOR_DATA = frozenset({*_KINDS, ".bin", ".ds"})
@@ -149,10 +181,6 @@ def _suffix_of(path: Path) -> str:
     return suffix.lower()
 
 
-def _is_hidden(path: Path, below: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(below).parts)
-
-
 def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTES) -> list[Part]:
     """A file in parts of about so many bytes. Raises BadDataError for what holds no documents."""
     kind = _kind_of(path)
@@ -161,6 +189,7 @@ def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTE
         return _row_groups(path, part_bytes)
     if kind == "arrow":
         return _record_batches(path, part_bytes)
+    _check_encoding(path)
     if path.suffix == ".gz":  # no reading from the middle
         return [
             Part(
@@ -211,6 +240,30 @@ def _kind_of(path: Path) -> Kind:
     return _KINDS.get(suffix, "text")
 
 
+def _check_encoding(path: Path) -> None:
+    """Raises BadDataError for what says at its beginning that it is no UTF-8."""
+    with _opened(path) as file:
+        try:
+            begins = file.read(4)
+        except (OSError, EOFError) as error:  # gzip.BadGzipFile is an OSError
+            raise _not_whole(path, error) from error
+    for mark, name in _MARKS.items():
+        if begins.startswith(mark):
+            raise BadDataError(
+                f"{path} is {name}, by its first bytes, and text is read as UTF-8",
+                next_step=f"convert it: iconv -f {name} -t UTF-8 FILE > NEWFILE",
+            )
+
+
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Longer ones first: that of UTF-16 begins one of UTF-32."""
+
+
 def _check_is_text(path: Path) -> None:
     with path.open("rb") as file:
         if b"\0" in file.read(LONGEST_LINE_BYTES):
@@ -236,7 +289,7 @@ def _texts(part: Part) -> Iterator[Document]:
             for place in range(part.start + each, part.stop + each, each):
                 stop = _cut_from(file, place)
                 file.seek(start)
-                if text := file.read(stop - start):
+                if text := _without_mark(file.read(stop - start), start):
                     yield Document(text=text, where=f"{part.path}, byte {start}")
                 start = stop
     except (EOFError, gzip.BadGzipFile) as error:
@@ -262,8 +315,14 @@ def _streamed(file: IO[bytes], document_bytes: int, path: Path) -> Iterator[Docu
     start = 0
     while text := file.read(document_bytes):
         text += file.readline(LONGEST_LINE_BYTES)
-        yield Document(text=text, where=f"{path}, byte {start} of what is unpacked")
+        where = f"{path}, byte {start} of what is unpacked"
+        yield Document(text=_without_mark(text, start), where=where)
         start += len(text)
+
+
+def _without_mark(text: bytes, start: int) -> bytes:
+    """Text that begins at byte `start` of its file, without the mark that says there that it is UTF-8."""
+    return text if start else text.removeprefix(codecs.BOM_UTF8)
 
 
 def _lines(part: Part, field: str) -> Iterator[Document]:
@@ -330,8 +389,14 @@ def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
     if (own is None and record.keys() & {field, "messages"}) or messages == []:
         return Document(text=b"", where=place)
     if isinstance(messages, list) and all(_is_turn(each) for each in messages):
-        canonical = json.dumps(messages, sort_keys=True, ensure_ascii=False)
-        return Document(text=_encoded(canonical, place), messages=tuple(messages), where=place)
+        given = _given_of(record, place)
+        whole = {"messages": messages, **given} if given else messages
+        return Document(
+            text=_encoded(json.dumps(whole, sort_keys=True, ensure_ascii=False), place),
+            messages=tuple(messages),
+            given=given,
+            where=place,
+        )
     if isinstance(text, bytes):
         raise BadDataError(
             f"{place}: {field!r} is a column of bytes, and text is one of strings",
@@ -348,7 +413,40 @@ def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
 
 
 def _is_turn(message: object) -> bool:
-    return isinstance(message, dict) and {"role", "content"} <= message.keys()
+    if not isinstance(message, dict) or "role" not in message:
+        return False
+    return bool(message.keys() & {"content", "tool_calls"})
+
+
+TOOLS, TEMPLATE_ARGUMENTS = "tools", "chat_template_kwargs"
+"""Keys beside 'messages' that a conversation is written out by, as trl and transformers know them."""
+
+
+def _given_of(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """What a record gives its chat template beside the messages; both may be JSON within a string.
+
+    Columns of tables often are that, as tools have no one schema.
+    """
+    found: dict[str, Any] = {}
+    for key, kind in ((TEMPLATE_ARGUMENTS, dict), (TOOLS, list)):
+        value = record.get(key)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value) if value.strip() else None
+            except ValueError as error:
+                raise BadDataError(
+                    f"{place}: {key!r} is no JSON: {error}", next_step="correct that record"
+                ) from error
+        if not value:
+            continue
+        if not isinstance(value, kind):
+            raise BadDataError(
+                f"{place}: {key!r} is a {type(value).__name__}, and not a {kind.__name__}",
+                next_step="write 'tools' as a list of JSON schemas, and what else the chat template takes as "
+                "an object in 'chat_template_kwargs'",
+            )
+        found |= value if kind is dict else {key: value}
+    return found
 
 
 def _row_groups(path: Path, part_bytes: int) -> list[Part]:
@@ -390,21 +488,36 @@ def _stream_of(path: Path) -> Iterator[Any]:
 
 def _arrow_rows(part: Part, field: str) -> Iterator[Document]:
     for batch in itertools.islice(_stream_of(part.path), part.start, part.stop):
-        column = _column_of(set(batch.schema.names), field, part.path)
+        columns = _columns_of(batch.schema.names, field, part.path)
         for start in range(0, batch.num_rows, 256):
-            for record in batch.slice(start, 256).select([column]).to_pylist():
-                yield _document_of(record, field, str(part.path))
+            for record in batch.slice(start, 256).select(columns).to_pylist():
+                yield _document_of(_without_nulls(record), field, str(part.path))
 
 
-def _column_of(names: set[str], field: str, path: Path) -> str:
-    """The column that has the documents; raises BadDataError where none has."""
-    for column in (field, "messages"):
-        if column in names:
-            return column
+def _columns_of(names: Sequence[str], field: str, path: Path) -> list[str]:
+    """Columns that documents are made of; raises BadDataError where none has a text or a conversation."""
+    if field in names or "messages" in names:
+        wanted = dict.fromkeys((field, "messages", TEMPLATE_ARGUMENTS, TOOLS))
+        return [each for each in wanted if each in names]
     raise BadDataError(
         f"{path}: no column {field!r}, and no 'messages'; there are {', '.join(sorted(names)) or 'none'}",
         next_step="name the column that has the text with --field COLUMN",
     )
+
+
+def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    """A table's record as JSON would have it: in a table each message has the keys of all, empty or not."""
+    return {key: _filled(value) for key, value in record.items()}
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _filled(each)
+            for key, each in value.items()
+            if each is not None or key == "content"
+        }
+    return [_filled(each) for each in value] if isinstance(value, list) else value
 
 
 def _compressed_bytes(group: Any) -> int:
@@ -415,13 +528,13 @@ def _rows(part: Part, field: str) -> Iterator[Document]:
     parquet = needs_package("pyarrow.parquet", what=f"{part.path} is a Parquet file")
     try:
         with parquet.ParquetFile(part.path, pre_buffer=False) as file:
-            columns = [_column_of(set(file.schema_arrow.names), field, part.path)]
+            columns = _columns_of(file.schema_arrow.names, field, part.path)
             groups = list(range(part.start, part.stop))
             for batch in file.iter_batches(
                 256, row_groups=groups, columns=columns, use_threads=False
             ):
                 for record in batch.to_pylist():
-                    yield _document_of(record, field, str(part.path))
+                    yield _document_of(_without_nulls(record), field, str(part.path))
     except (OSError, ValueError) as error:
         raise _not_whole(part.path, error) from error
 

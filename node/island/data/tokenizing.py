@@ -95,6 +95,7 @@ class FileTokenizer:
         self.vocab_size = vocab_size_of(self._tokenizer)
         self._config = settings_of_tokenizer(folder)
         self.end_of_document = self._end(vocabulary, end_of_document, path)
+        self._begin = _before_a_text(self._tokenizer)
         self._template = _Template.of(folder, self._config)
 
     def _end(self, vocabulary: dict[str, int], named: str | None, path: Path) -> int:
@@ -124,7 +125,7 @@ class FileTokenizer:
             self._conversation(document)
             if document.messages
             else Encoded(
-                tokens=np.array([*next(plain).ids, self.end_of_document], np.uint32),
+                tokens=np.array([*self._begin, *next(plain).ids, self.end_of_document], np.uint32),
                 counted=None,
                 text_bytes=len(document.text),
             )
@@ -138,16 +139,17 @@ class FileTokenizer:
                 next_step="add chat_template.jinja to its folder, and name the folder with --tokenizer",
             )
         try:
-            text, spans = self._template.written_out(document.messages)
+            text, spans = self._template.written_out(document.messages, document.given)
         except BadDataError as error:
             raise BadDataError(
                 f"{document.where}: {error.what}", next_step=error.next_step
             ) from error
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         counted = np.zeros(len(begins), np.bool_)
         for begin, end in spans:
-            counted |= (begins >= begin) & (begins < end)
+            # A word may be one token with the space before it, where the prompt ends in that.
+            counted |= (ends > begin) & (begins < end)
         tokens = np.array(encoding.ids, np.uint32)
         if not len(tokens) or tokens[-1] != self.end_of_document:
             tokens = np.append(tokens, np.uint32(self.end_of_document))
@@ -157,6 +159,23 @@ class FileTokenizer:
             counted=counted,
             text_bytes=sum(len(text[begin:end].encode()) for begin, end in spans),
         )
+
+
+def _as_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` as transformers has it; Jinja's own escapes what HTML would take for its own."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 class _Template:
@@ -172,7 +191,7 @@ class _Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+        environment.filters["tojson"] = _as_json
         environment.globals["raise_exception"] = refuse
         # Marks that transformers reads, and that we do without: see written_out.
         plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
@@ -198,20 +217,20 @@ class _Template:
         return cls(str(source), {"bos_token": "", "eos_token": "", **names})
 
     def written_out(
-        self, messages: tuple[dict[str, Any], ...]
+        self, messages: tuple[dict[str, Any], ...], given: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as text, and where in it the assistant speaks, with the end of each turn.
 
         Templates do not say where: it is what a turn adds to the text up to it, with the prompt that
         asks for it. Raises BadDataError where a template does not write turn after turn.
         """
-        whole = self._rendered(messages)
+        whole = self._rendered(messages, given)
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._rendered(messages[:i], add_generation_prompt=True)
-            after = whole if i == len(messages) - 1 else self._rendered(messages[: i + 1])
+            before = self._rendered(messages[:i], given, add_generation_prompt=True)
+            after = whole if i == len(messages) - 1 else self._rendered(messages[: i + 1], given)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise BadDataError(
                     "the chat template writes a conversation otherwise than turn after turn, so what the "
@@ -222,15 +241,25 @@ class _Template:
         return whole, spans
 
     def _rendered(
-        self, messages: tuple[dict[str, Any], ...], *, add_generation_prompt: bool = False
+        self,
+        messages: tuple[dict[str, Any], ...],
+        given: dict[str, Any],
+        *,
+        add_generation_prompt: bool = False,
     ) -> str:
         from jinja2 import TemplateError, UndefinedError
 
         try:
             return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **self._names,
+                {
+                    # Templates ask whether these two are none, not whether they are there.
+                    "tools": None,
+                    "documents": None,
+                    **self._names,
+                    **given,
+                    "messages": list(messages),
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except UndefinedError as error:  # such as strftime_now: tokens would differ by the day
             raise BadDataError(
@@ -242,6 +271,17 @@ class _Template:
                 f"the chat template refuses a conversation: {error}",
                 next_step="correct the conversation, or leave it out",
             ) from error
+
+
+def _before_a_text(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before a text by itself, as <bos>: who asks the model does so as well."""
+    some = "a"
+    alone = tokenizer.encode(some, add_special_tokens=False).ids
+    whole = list(tokenizer.encode(some, add_special_tokens=True).ids)
+    for at in range(len(whole)):
+        if whole[at : at + len(alone)] == alone:
+            return whole[:at]
+    return []
 
 
 def _text_of(document: Document) -> str:
