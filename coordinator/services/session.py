@@ -39,8 +39,7 @@ from coordinator.swarm.members import Condition
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.start import finished_reason
 from coordinator.swarm.state import Round
-from coordinator.swarm.turn import name_of, present_members
-from coordinator.swarm.weighing import names_with_other_data
+from coordinator.swarm.turn import name_of, names_with_other_data, present_members
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
