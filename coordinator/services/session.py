@@ -52,14 +52,11 @@ from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 from protocol.wire import convert
+from protocol.wire.findings import EquivocationSeen, Finding, LeftOutSeen, ResultRefused
 from protocol.wire.messages import (
-    EquivocationSeen,
-    Finding,
-    LeftOutSeen,
     Message,
     PassedOver,
     Reduced,
-    ResultRefused,
     RoundCommitted,
     RulingsTold,
     message_to_wire,

@@ -39,7 +39,6 @@ from node.exchange.round.state import (
     Reduce,
     ResultFetched,
     ResultUndecodable,
-    RoundNews,
     Rules,
     Send,
     Tell,
@@ -54,7 +53,8 @@ from node.exchange.state.sources import StateHere
 from protocol.errors import BadDataError
 from protocol.run.amendments import LOWER_RATES
 from protocol.trust.receipts import AlreadySignedError, Receipt
-from protocol.wire.messages import EquivocationSeen, Finding, Report, SliceTakenOver
+from protocol.wire.findings import EquivocationSeen, Finding
+from protocol.wire.messages import Report, RoundNews, SliceTakenOver
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
 from protocol.wire.rounds import Commit, NodeId, Plan, Slice
 

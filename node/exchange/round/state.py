@@ -12,14 +12,7 @@ from enum import Enum, auto
 from node.exchange.codecs.codec import Codec
 from node.exchange.peers import Waits
 from node.exchange.reduction import Reduction, SliceResult
-from protocol.wire.messages import (
-    ParticipantsDeparted,
-    ParticipantsIdle,
-    Report,
-    ResultOffered,
-    SliceTakenOver,
-    TrainingEnded,
-)
+from protocol.wire.messages import Report, RoundNews
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome, training_in
 
@@ -373,9 +366,6 @@ class TimePassed:
 class Closed:
     """The commit's results are here, or the round ends without one: the node goes on."""
 
-
-RoundNews = ParticipantsDeparted | ParticipantsIdle | TrainingEnded | SliceTakenOver | ResultOffered
-"""What the coordinator says of a round between its plan and its commit."""
 
 Event = (
     RoundNews
