@@ -49,24 +49,19 @@ from protocol.trust.rulings import (
 )
 from protocol.wire.channel import retried
 from protocol.wire.messages import (
-    AuditAsked,
     CommitsWanted,
     EvaluationAsked,
     Message,
-    ParticipantsDeparted,
     ParticipantsIdle,
     PunchAsked,
     RefetchAsked,
     Report,
-    ResultOffered,
+    RosterChanged,
     RosterTold,
     RoundCommitted,
     RoundOpened,
     RulingsTold,
     RunFinished,
-    SliceTakenOver,
-    SpotCheckAsked,
-    TrainingEnded,
 )
 from protocol.wire.rounds import MOST_MULTIADDRS, Commit, CorpusSummary, NodeId, PeerAddress
 from protocol.wire.vitals import SHORT_WORDS, Announcement, ExchangeSpeed, Vitals
@@ -548,16 +543,6 @@ class Daemon:
                         self._link.moves_to(address)
             case ParticipantsIdle(round=round, node_ids=late) if self._facts.node_id in late:
                 self._duties.hand_in(round)  # others have waited for this node long enough
-            case (
-                ParticipantsDeparted()
-                | ParticipantsIdle()
-                | TrainingEnded()
-                | SliceTakenOver()
-                | ResultOffered()
-                | AuditAsked()
-                | SpotCheckAsked()
-            ):
-                self._exchange.tell(message)
             case CommitsWanted(after_round=after_round):
                 log.warning("the coordinator lacks commits", after_round=after_round)
                 self._commits_wanted.put_nowait(after_round)
@@ -573,6 +558,10 @@ class Daemon:
                 self._transport.punch(peer, multiaddr)
             case EvaluationAsked() | RefetchAsked() | RunFinished():
                 self._duties.put(message)
+            case RosterChanged():
+                pass  # the link tells whole rosters
+            case _:  # news of a round, and checks of others' work
+                self._exchange.tell(message)
 
     async def _bring_back(self) -> None:
         """Gives a coordinator that lost commits those that our state builds on, whenever it asks."""

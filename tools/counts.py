@@ -36,7 +36,7 @@ from node.exchange.peers import (  # noqa: E402
 from node.exchange.transport.libp2p import Libp2pTransport  # noqa: E402
 from protocol.run.run_files import validated  # noqa: E402
 from protocol.trust.identity import Identity  # noqa: E402
-from protocol.wire import messages  # noqa: E402
+from protocol.wire import findings, messages  # noqa: E402
 from protocol.wire.payload import (  # noqa: E402
     RESULT,
     Payload,
@@ -225,13 +225,15 @@ async def entered_by_a_push() -> Entered:
 
 
 def importing_files() -> Counter[str]:
-    """By the name of a message, how many of the product's files take it from the room of messages."""
+    """By the name of a message, how many of the product's files take it from where it is declared."""
     return Counter(
         alias.name
         for room in PRODUCT
         for file in files_of(room)
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module == messages.__name__
+        if isinstance(node, ast.ImportFrom)
+        and node.module in (messages.__name__, findings.__name__)
+        and f"protocol.wire.{file.stem}" != messages.__name__  # which only takes findings in
         for alias in node.names
     )
 

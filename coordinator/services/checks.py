@@ -14,16 +14,13 @@ from protocol.run.run_spec import MOST_PROMPTS
 from protocol.terminal.console import printable
 from protocol.trust.identity import node_id_of
 from protocol.v1.session_pb2 import RoundSpan as RoundSpanWire
+from protocol.wire.findings import Audited, Finding, ResultRefused, SpotChecked
 from protocol.wire.messages import (
     Applied,
-    Audited,
     Evaluated,
-    Finding,
     Reduced,
     Report,
-    ResultRefused,
     ResultsSilent,
-    SpotChecked,
     Trained,
     Wrote,
 )

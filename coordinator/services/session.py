@@ -39,8 +39,7 @@ from coordinator.swarm.members import Condition
 from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.start import finished_reason
 from coordinator.swarm.state import Round
-from coordinator.swarm.turn import name_of, present_members
-from coordinator.swarm.weighing import names_with_other_data
+from coordinator.swarm.turn import name_of, names_with_other_data, present_members
 from protocol.errors import AtollError, BadDataError, CopyAttachedError
 from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
@@ -53,14 +52,11 @@ from protocol.v1 import round_pb2
 from protocol.v1 import session_pb2 as pb
 from protocol.v1.session_pb2_grpc import SessionServiceServicer
 from protocol.wire import convert
+from protocol.wire.findings import EquivocationSeen, Finding, LeftOutSeen, ResultRefused
 from protocol.wire.messages import (
-    EquivocationSeen,
-    Finding,
-    LeftOutSeen,
     Message,
     PassedOver,
     Reduced,
-    ResultRefused,
     RoundCommitted,
     RulingsTold,
     message_to_wire,

@@ -42,7 +42,8 @@ from coordinator.swarm.state import Audit, Finding, Round, Say, SwarmState, Verd
 from coordinator.swarm.turn import Turn, is_held_by, is_present, name_of, names_of
 from coordinator.swarm.weighing import is_enough, rounds_out, say_of, weight_of, weights_of
 from protocol.trust.evidence import of_findings, of_nonsense
-from protocol.wire.messages import AuditAsked, Audited
+from protocol.wire.findings import Audited
+from protocol.wire.messages import AuditAsked
 from protocol.wire.rounds import AUDIT_ROUNDS, Commit, NodeId
 
 MOST_AUDITORS = 16

@@ -13,7 +13,8 @@ from coordinator.swarm.slices import SeenNorms
 from coordinator.swarm.state import Alarm, ClosedRound, Conviction, Rules
 from protocol.trust.receipts import Omission
 from protocol.trust.rulings import Decision, Ruling
-from protocol.wire.messages import Message, Report, ResultRefused
+from protocol.wire.findings import ResultRefused
+from protocol.wire.messages import Message, Report
 from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId
 from protocol.wire.vitals import UNMEASURED, Announcement, LinkRates

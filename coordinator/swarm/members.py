@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 
-from protocol.wire.messages import SpotChecked
+from protocol.wire.findings import SpotChecked
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import CorpusSummary, Digest, NodeId, PeerAddress, RoundSpan
 from protocol.wire.vitals import UNMEASURED, LinkRates

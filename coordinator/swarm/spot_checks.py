@@ -30,7 +30,8 @@ from coordinator.swarm.state import Round, Say, SpotCheck, SwarmState
 from coordinator.swarm.turn import Turn, is_present, present_members
 from coordinator.swarm.weighing import is_enough, say_of, weight_of
 from protocol.trust.evidence import of_spot_checks
-from protocol.wire.messages import SpotCheckAsked, SpotChecked
+from protocol.wire.findings import SpotChecked
+from protocol.wire.messages import SpotCheckAsked
 from protocol.wire.rounds import (
     AUDIT_ROUNDS,
     LEAST_CHECKED,

@@ -14,7 +14,8 @@ from coordinator.swarm.members import Member, Members
 from coordinator.swarm.slices import SeenNorms
 from protocol.run.schedule import ALWAYS_ALIKE, Schedule, StepsTaken
 from protocol.trust.rulings import Ruling
-from protocol.wire.messages import Audited, Reduced, ResultRefused, Trained
+from protocol.wire.findings import Audited, ResultRefused
+from protocol.wire.messages import Reduced, Trained
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
     Assignment,

@@ -29,7 +29,7 @@ from itertools import islice
 
 from coordinator.swarm.conviction import convict, is_void_again, may_reduce, note_unmade, rest
 from coordinator.swarm.events import RefusalSeen, Tell
-from coordinator.swarm.members import Member, MemberState
+from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.reach import best_reducers, cut_off_from, newcomers
 from coordinator.swarm.rounds import (
     deciders,
@@ -300,16 +300,16 @@ def _is_its_own_backup(state: SwarmState, current: Round, progress: SliceProgres
 
 def _has_reducer(state: SwarmState, current: Round, progress: SliceProgress) -> bool:
     """Whether the slice is empty, or in the hands of a node that stays and remembers it."""
-    reducer = state.members.get(progress.slice.reducer_id)
     if progress.is_empty:
         return True
-    is_excused = current.is_excused and progress.slice.reducer_id in current.on_trial
-    if progress.is_orphaned or not is_present(state, progress.slice.reducer_id):
+    reducer = state.members.get(progress.slice.reducer_id)
+    if progress.is_orphaned or reducer is None or reducer.state not in PRESENT:
         return False
-    if is_excused and progress.digest is None:
+    if progress.digest is not None:
+        return True  # also of one that is leaving: it hands out what it has made
+    if current.is_excused and reducer.node_id in current.on_trial:
         return False
-    # One that is leaving hands out a result that it has made already.
-    if reducer is None or not reducer.is_draining or progress.digest is not None:
+    if not reducer.is_draining:
         return True
     return reducer.is_helper and not _is_reached_by_all(state, current)
 

@@ -82,15 +82,14 @@ from coordinator.swarm.takeover import (
 )
 from coordinator.swarm.turn import Turn, members_of
 from coordinator.swarm.weighing import excuse, excuses_at, tell_training_ended
+from protocol.wire.findings import Audited, SpotChecked
 from protocol.wire.messages import (
     Applied,
-    Audited,
     Draining,
     Evaluated,
     Held,
     Reduced,
     ResultsSilent,
-    SpotChecked,
     Trained,
     Wrote,
 )

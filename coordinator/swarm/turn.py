@@ -212,3 +212,19 @@ def name_of(state: SwarmState, node_id: NodeId) -> str:
 def names_of(state: SwarmState, node_ids: Iterable[NodeId]) -> str:
     """What people call several nodes, in their order."""
     return ", ".join(name_of(state, node_id) for node_id in node_ids)
+
+
+def names_with_other_data(state: SwarmState, node_id: NodeId) -> list[str]:
+    """Members present whose data differ from those of this one, where numbers should name the same samples.
+
+    Helpers tell of no data, and neither do members that have yet to get theirs, or bring their own.
+    """
+    own = state.members[node_id].corpus
+    if state.rules.has_private_data or not own.num_samples:
+        return []
+    return sorted(
+        member.node_name
+        for member in state.members.values()
+        if member.state in PRESENT and not member.is_helper and member.corpus.num_samples
+        if not member.corpus.is_same(own)
+    )

@@ -229,10 +229,6 @@ def weights_of(say: Say, node_ids: Iterable[NodeId]) -> list[int]:
     return weights if any(weights) else [1] * len(weights)
 
 
-def _whole(say: Say, among: Collection[NodeId]) -> int:
-    return weight_of(say, among)
-
-
 def is_enough(say: Say, some: Collection[NodeId], among: Collection[NodeId]) -> bool:
     """Whether some nodes decide for all those among whom they are.
 
@@ -240,13 +236,13 @@ def is_enough(say: Say, some: Collection[NodeId], among: Collection[NodeId]) -> 
     """
     if len(some) < min(2, len(among)) or not among:
         return False
-    held, whole = weight_of(say, some), _whole(say, among)
+    held, whole = weight_of(say, some), weight_of(say, among)
     return 2 * held > whole if say.is_confirmed else 3 * held >= 2 * whole
 
 
 def say_in(state: SwarmState, current: Round, among: Collection[NodeId]) -> Say:
     """What participants of a round weigh: as when it was opened, while any of those asked for does."""
-    if current.say is not None and _whole(current.say, among):
+    if current.say is not None and weight_of(current.say, among):
         return current.say
     return say_of((state.members[n] for n in among), current.number - 1, unchecked(state))
 
@@ -257,22 +253,6 @@ def heaviest(say: Say, reports: Mapping[NodeId, Told]) -> Told:
     for node_id in sorted(reports):
         votes.setdefault(reports[node_id], []).append(node_id)
     return min(votes, key=lambda told: (-weight_of(say, votes[told]), votes[told][0]))
-
-
-def names_with_other_data(state: SwarmState, node_id: NodeId) -> list[str]:
-    """Members present whose data differ from those of this one, where numbers should name the same samples.
-
-    Helpers tell of no data, and neither do members that have yet to get theirs, or bring their own.
-    """
-    own = state.members[node_id].corpus
-    if state.rules.has_private_data or not own.num_samples:
-        return []
-    return sorted(
-        member.node_name
-        for member in state.members.values()
-        if member.state in PRESENT and not member.is_helper and member.corpus.num_samples
-        if not member.corpus.is_same(own)
-    )
 
 
 def common_corpus(state: SwarmState) -> CorpusSummary | None:

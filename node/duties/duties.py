@@ -6,7 +6,6 @@ business.
 """
 
 import asyncio
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -24,6 +23,7 @@ from node.duties.work import (
     RunEnd,
     Saves,
     Work,
+    by_rules,
     counted,
     counted_anew,
     incomplete,
@@ -37,7 +37,7 @@ from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
 from node.exchange.peers import Patience
 from node.heavy import Meters
-from node.island.island import InnerReport, InnerWork, Progress
+from node.island.island import InnerReport, Progress
 from node.link.session import Session
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, in_words
@@ -362,7 +362,7 @@ class Duties:
             self._published_round = plan.round
             await self._island.keep(plan.round)
             ahead = None if self.is_draining else work_ahead_of(plan, self._node_id)
-            self._ahead.lease(None if ahead is None else self._by_rules(ahead))
+            self._ahead.lease(None if ahead is None else by_rules(ahead, self._rulings, self._spec))
             await self._ahead.resume()
         self._doing = "contributing"
         log.debug("phase", phase="contributing", round=plan.round)
@@ -386,7 +386,9 @@ class Duties:
         log.debug("phase", phase="training", round=plan.round)
         self._trains_for = plan.round
         report = await self._island.train_and_publish(
-            self._by_rules(work_of(plan, assignment)), plan.fragment, self._on_progress
+            by_rules(work_of(plan, assignment), self._rulings, self._spec),
+            plan.fragment,
+            self._on_progress,
         )
         trained = counted(report, assignment)
         self._trains_for = None
@@ -401,23 +403,6 @@ class Duties:
                 of=trained.inner_steps,
             )
         return trained
-
-    def _by_rules(self, work: InnerWork) -> InnerWork:
-        """The work by the rules of its round, where amendments have changed them."""
-        if not self._rulings.are_amending:
-            return work
-        rules = self._rulings.spec_in(work.round)
-        was, inner = self._spec.inner, rules.inner
-        span = self._rulings.span_in(work.round)
-        return replace(
-            work,
-            progress_begin=span.begin,
-            progress_end=span.end,
-            rate_factor=inner.learning_rate / was.learning_rate,
-            muon_rate_factor=inner.muon_peak_rate / was.muon_peak_rate,
-            final_fraction=inner.final_fraction,
-            num_rounds=rules.run.rounds,
-        )
 
     async def _take_part_again(self, received: PlanReceived, assignment: Assignment) -> None:
         """A plan comes again after every break of the session, and then nothing need be done.

@@ -14,7 +14,8 @@ import structlog
 from node.duties.lasting_island import LastingIsland
 from node.exchange.auditing import SpotCheckReady, piece_of
 from node.exchange.exchange import Exchange
-from protocol.wire.messages import Evaluated, EvaluationAsked, Report, SpotChecked, Wrote
+from protocol.wire.findings import SpotChecked
+from protocol.wire.messages import Evaluated, EvaluationAsked, Report, Wrote
 from protocol.wire.rounds import AUDIT_ROUNDS, LEAST_CHECKED, NodeId
 
 log = structlog.get_logger()

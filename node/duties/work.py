@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from node.disk.history import KeptRulings
 from node.duties.lasting_island import LastingIsland
 from node.exchange.auditing import SpotCheckReady
 from node.exchange.exchange import Exchange
 from node.exchange.state.on_disk import tell_unsaved
 from node.island.island import InnerReport, InnerWork, Progress
 from protocol.errors import IncompleteError
+from protocol.run.run_spec import RunSpec
 from protocol.wire.messages import (
     EvaluationAsked,
     RefetchAsked,
@@ -108,6 +110,23 @@ def work_ahead_of(plan: Plan, node_id: NodeId) -> InnerWork | None:
         round=plan.round + 1,
         token_clock=plan.token_clock + plan.round_tokens,
         max_seconds=math.inf,
+    )
+
+
+def by_rules(work: InnerWork, rulings: KeptRulings, first: RunSpec) -> InnerWork:
+    """The work by the rules of its round, where amendments have changed the first ones."""
+    if not rulings.are_amending:
+        return work
+    rules, span = rulings.spec_in(work.round), rulings.span_in(work.round)
+    was, inner = first.inner, rules.inner
+    return replace(
+        work,
+        progress_begin=span.begin,
+        progress_end=span.end,
+        rate_factor=inner.learning_rate / was.learning_rate,
+        muon_rate_factor=inner.muon_peak_rate / was.muon_peak_rate,
+        final_fraction=inner.final_fraction,
+        num_rounds=rules.run.rounds,
     )
 
 

@@ -33,7 +33,8 @@ from node.exchange.round.state import RoundState, Rules, misfit
 from node.exchange.state.sources import StateHere
 from node.heavy import Heavy, cancelled
 from node.outer_state import Vector
-from protocol.wire.messages import AuditAsked, Audited, Reduced, Report, SpotCheckAsked, SpotChecked
+from protocol.wire.findings import Audited, SpotChecked
+from protocol.wire.messages import AuditAsked, Reduced, Report, SpotCheckAsked
 from protocol.wire.payload import REDUCER_ERROR, Payload, PayloadError, PayloadHeader
 from protocol.wire.rounds import (
     AUDIT_ROUNDS,

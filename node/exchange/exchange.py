@@ -26,13 +26,13 @@ from node.exchange.peers import (
     WantResult,
     WantTokens,
 )
-from node.exchange.round.state import RoundNews, Rules, refusal
+from node.exchange.round.state import Rules, refusal
 from node.exchange.round.transition import waiting_for
 from node.exchange.runner import RoundRunner
 from node.exchange.state.catch_up import CatchUp, CoordinatorCalls
 from node.exchange.state.sources import StateHere
 from node.outer_state import Vector
-from protocol.wire.messages import AuditAsked, SliceTakenOver, SpotCheckAsked
+from protocol.wire.messages import AuditAsked, RoundNews, SliceTakenOver, SpotCheckAsked
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, RosterEntry, RoundSpan
 

@@ -206,16 +206,15 @@ class Pushes:
     async def _push(self, push: Push, lot: _Lot) -> None:
         retry_seconds, turns = self._waits.first_retry_seconds, push.turns
         clock = asyncio.get_running_loop().time
-        while push.is_wanted():
-            left = push.deadline - clock()
-            if left <= 0:
-                lot.num_late += 1
-                return
+        while True:
             try:
                 async with nullcontext() if turns is None else turns.turn():
                     left = push.deadline - clock()
-                    if not push.is_wanted() or left <= 0:
-                        continue
+                    if not push.is_wanted():
+                        return
+                    if left <= 0:
+                        lot.num_late += 1
+                        return
                     receipt = await self._transport.push(
                         push.peer, push.payload, timeout_seconds=left
                     )

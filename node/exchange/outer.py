@@ -34,7 +34,7 @@ from protocol.run.models import Layout
 from protocol.run.run_spec import WANTS_FEEDBACK, RunSpec
 from protocol.trust.identity import Identity
 from protocol.trust.receipts import PayloadSigner
-from protocol.wire.messages import SignedT
+from protocol.wire.findings import SignedT
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import BLOCK, WHOLE, Commit, Digest, NodeId, Plan, Slice, SliceOutcome
 

@@ -20,15 +20,8 @@ from protocol.trust.receipts import omission_in
 from protocol.trust.rulings import Ruling
 from protocol.v1 import session_pb2 as pb
 from protocol.wire.convert import from_wire
-from protocol.wire.messages import (
-    Audited,
-    Finding,
-    Reduced,
-    ResultRefused,
-    SpotChecked,
-    reduced_from_wire,
-    reduced_to_wire,
-)
+from protocol.wire.findings import Audited, Finding, ResultRefused, SpotChecked
+from protocol.wire.messages import Reduced, reduced_from_wire, reduced_to_wire
 from protocol.wire.payload import RESULT, PayloadError, PayloadHeader
 from protocol.wire.rounds import Digest, NodeId
 

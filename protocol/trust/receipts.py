@@ -21,7 +21,8 @@ from typing import Self
 from protocol.errors import BadDataError
 from protocol.trust.identity import Identity, is_signed_by, node_id_of
 from protocol.v1 import transfer_pb2
-from protocol.wire.messages import Reduced, SignedT
+from protocol.wire.findings import SignedT
+from protocol.wire.messages import Reduced
 from protocol.wire.payload import RESULT, Payload, PayloadError, PayloadHeader, Slot
 from protocol.wire.rounds import (
     ContributionDigest,

@@ -1534,7 +1534,7 @@ class AuditedReport(_message.Message):
     signer_key: _builtins.bytes
     """Ed25519 public key of the auditor, 32 bytes; its digest is the auditor's id."""
     signature: _builtins.bytes
-    """The key's signature over protocol.wire.messages.Audited.statement, 64 bytes."""
+    """The key's signature over protocol.wire.findings.Audited.statement, 64 bytes."""
     def __init__(
         self,
         *,
@@ -1618,7 +1618,7 @@ class SpotCheckedReport(_message.Message):
     signer_key: _builtins.bytes
     """Ed25519 public key of the checker, 32 bytes; its digest is the checker's id."""
     signature: _builtins.bytes
-    """The key's signature over protocol.wire.messages.SpotChecked.statement, 64 bytes."""
+    """The key's signature over protocol.wire.findings.SpotChecked.statement, 64 bytes."""
     def __init__(
         self,
         *,
@@ -1856,7 +1856,7 @@ class ResultRefusedReport(_message.Message):
     signer_key: _builtins.bytes
     """Ed25519 public key of who refuses it, 32 bytes; its digest is that node's id."""
     signature: _builtins.bytes
-    """The key's signature over protocol.wire.messages.ResultRefused.statement, 64 bytes."""
+    """The key's signature over protocol.wire.findings.ResultRefused.statement, 64 bytes."""
     def __init__(
         self,
         *,

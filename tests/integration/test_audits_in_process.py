@@ -30,7 +30,7 @@ from node.exchange.reduction import Reduction, Sender, SliceResult
 from node.island.data.dataset import Corpus
 from protocol.trust.evidence import proven_by
 from protocol.trust.rulings import RulingKind
-from protocol.wire.messages import Audited
+from protocol.wire.findings import Audited
 from protocol.wire.payload import Payload
 from protocol.wire.rounds import AUDIT_ROUNDS, NodeId
 from tests.tiny_runs import tiny

@@ -30,7 +30,7 @@ from protocol.trust.evidence import proven_by
 from protocol.trust.receipts import PayloadSigner, Receipt
 from protocol.trust.rulings import RulingKind
 from protocol.v1 import session_pb2
-from protocol.wire.messages import LeftOutSeen
+from protocol.wire.findings import LeftOutSeen
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import OWN_LOOP, WHOLE, ContributionDigest, Digest, NodeId
 from tests.integration.liars_scene import CALLED, LIAR, NUM_NODES, SHORT, nonsense, run

@@ -15,9 +15,8 @@ import pytest
 from lab.simulation.virtual_time import run_in_virtual_time
 from node.exchange.peers import Limits, TransferRefusedError
 from node.exchange.transport import sender as sender_room
-from node.exchange.transport.outgoing import FIRST_WINDOW_BYTES
 from node.exchange.transport.rates.traffic import Traffic
-from node.exchange.transport.rates.uplink import UnderWay, Uplink
+from node.exchange.transport.rates.uplink import FIRST_WINDOW_BYTES, UnderWay, Uplink
 from node.exchange.transport.receiver import MOST_KEPT_FROM_ONE, Receiver
 from node.exchange.transport.sender import MOST_BODIES, WORTH_KEEPING, PartStream
 from node.exchange.transport.sending import Sending

@@ -11,7 +11,8 @@ from coordinator.swarm.events import QuarantineAsked, Reported
 from coordinator.swarm.members import Member, Work
 from coordinator.swarm.state import Verdict
 from coordinator.swarm.weighing import say_of, weight_of
-from protocol.wire.messages import AuditAsked, Audited
+from protocol.wire.findings import Audited
+from protocol.wire.messages import AuditAsked
 from protocol.wire.rounds import NodeId, RoundSpan
 from tests.property.effort import examples
 from tests.unit.swarm_scene import Scene, asked_of, digest_of

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.exchange.peers import LEAST_PART_BYTES
-from node.exchange.transport.outgoing import OutgoingBody
 from node.exchange.transport.receiver import Assembly
+from node.exchange.transport.sender import OutgoingBody
 from node.exchange.transport.streams import part_bytes_for
 from tests.property.effort import examples
 

@@ -43,13 +43,13 @@ from node.exchange.round.transition import (
     step,
     waiting_for,
 )
+from protocol.wire.findings import ResultRefused
 from protocol.wire.messages import (
     Held,
     ParticipantsDeparted,
     ParticipantsIdle,
     Reduced,
     ResultOffered,
-    ResultRefused,
     ResultsSilent,
     TrainingEnded,
 )

@@ -13,7 +13,8 @@ from coordinator.swarm.members import Member, Work
 from coordinator.swarm.spot_checks import evidence
 from coordinator.swarm.state import Say
 from coordinator.swarm.weighing import cap_of
-from protocol.wire.messages import SpotCheckAsked, SpotChecked
+from protocol.wire.findings import SpotChecked
+from protocol.wire.messages import SpotCheckAsked
 from protocol.wire.rounds import NodeId
 from tests.property.effort import examples
 from tests.unit.swarm_scene import Scene, digest_of

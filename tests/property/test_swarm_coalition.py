@@ -22,7 +22,8 @@ from coordinator.swarm.members import PRESENT
 from coordinator.swarm.state import RoundPhase
 from coordinator.swarm.weighing import say_of, weight_of
 from protocol.trust.rulings import RulingKind
-from protocol.wire.messages import Held, Reduced, ResultRefused, Trained
+from protocol.wire.findings import ResultRefused
+from protocol.wire.messages import Held, Reduced, Trained
 from protocol.wire.payload import RESULT, PayloadHeader
 from protocol.wire.rounds import OWN_LOOP, ContributionDigest, Contributor, Digest, NodeId, Slice
 from tests.property.effort import examples

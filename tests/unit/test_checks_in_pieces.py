@@ -7,7 +7,8 @@ import pytest
 
 from node.duties.measuring import Checks
 from node.exchange.auditing import SpotCheckReady, piece_of
-from protocol.wire.messages import SpotCheckAsked, SpotChecked
+from protocol.wire.findings import SpotChecked
+from protocol.wire.messages import SpotCheckAsked
 from protocol.wire.rounds import AUDIT_ROUNDS, LEAST_CHECKED, NodeId
 
 BATCH = 16

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import ProtocolMismatchError
 from protocol.v1 import round_pb2, session_pb2
-from protocol.wire import convert, messages, rounds
+from protocol.wire import convert, findings, messages, rounds
 from protocol.wire.messages import (
     message_from_wire,
     message_to_wire,
@@ -154,7 +154,7 @@ def test_an_agreement_that_is_no_number_is_none() -> None:
 
 
 def test_what_an_auditor_found_is_a_digest_or_nothing() -> None:
-    finding = messages.Audited(slice_index=1, digest=Digest(bytes(32)), found=b"short")
+    finding = findings.Audited(slice_index=1, digest=Digest(bytes(32)), found=b"short")
     with pytest.raises(ProtocolMismatchError, match="what an auditor found has 5 bytes"):
         report_from_wire(report_to_wire(7, finding), most_contributors=8)
 

@@ -10,7 +10,8 @@ from protocol.trust.evidence import equivocation_in, of_nonsense, of_refusals, p
 from protocol.trust.identity import Identity
 from protocol.trust.receipts import AlreadySignedError, PayloadSigner
 from protocol.trust.rulings import Ruling, RulingKind
-from protocol.wire.messages import Audited, Reduced, ResultRefused
+from protocol.wire.findings import Audited, ResultRefused
+from protocol.wire.messages import Reduced
 from protocol.wire.payload import CHUNK, CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import ContributionDigest, Contributor, Digest, NodeId
 

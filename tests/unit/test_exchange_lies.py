@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from node.exchange.peers import TransferRefusedError
-from protocol.wire.messages import EquivocationSeen, Reduced
+from protocol.wire.findings import EquivocationSeen
+from protocol.wire.messages import Reduced
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import BLOCK
 from tests.unit.exchange_scene import A, B, C, Scene, contribution_of, in_virtual_time, result_of

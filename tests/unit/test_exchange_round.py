@@ -21,13 +21,8 @@ from node.exchange.peers import (
 )
 from node.exchange.state.chunks import Manifest
 from node.exchange.state.on_disk import StateOnDisk
-from protocol.wire.messages import (
-    EquivocationSeen,
-    Held,
-    ParticipantsDeparted,
-    Reduced,
-    ResultRefused,
-)
+from protocol.wire.findings import EquivocationSeen, ResultRefused
+from protocol.wire.messages import Held, ParticipantsDeparted, Reduced
 from protocol.wire.payload import Payload, PayloadHeader
 from protocol.wire.rounds import BLOCK, Digest, NodeId, cut_into_slices
 from tests.unit.exchange_scene import (

@@ -23,7 +23,8 @@ from protocol.trust.receipts import (
     omission_in,
 )
 from protocol.trust.rulings import Ruling, RulingKind
-from protocol.wire.messages import Audited, Reduced
+from protocol.wire.findings import Audited
+from protocol.wire.messages import Reduced
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import (
     ContributionDigest,

@@ -5,7 +5,7 @@ from coordinator.round_rows import PACKED_FROM, packed, unpacked
 from coordinator.store import Store
 from coordinator.swarm.events import Event, RefusalSeen
 from protocol.trust.identity import Identity
-from protocol.wire.messages import ResultRefused
+from protocol.wire.findings import ResultRefused
 from protocol.wire.payload import RESULT as RESULT_KIND
 from protocol.wire.payload import PayloadHeader
 from tests.unit.swarm_scene import RUN, TOKENS, Scene, digest_of

@@ -17,7 +17,8 @@ from node.exchange.round.state import (
     refusal,
 )
 from node.exchange.round.transition import step
-from protocol.wire.messages import ParticipantsIdle, ResultRefused
+from protocol.wire.findings import ResultRefused
+from protocol.wire.messages import ParticipantsIdle
 from protocol.wire.rounds import BLOCK, Commit, Digest, SliceOutcome
 from tests.unit.exchange_scene import RUN, A, B, C
 from tests.unit.round_scene import (

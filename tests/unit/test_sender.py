@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.exchange.peers import LEAST_PART_BYTES, PARTS_IN_WINDOW, Limits, TransferRefusedError
-from node.exchange.transport.outgoing import OutgoingBody
 from node.exchange.transport.rates.uplink import Evenness, Uplink
 from node.exchange.transport.sender import (
     MOST_BODIES,
@@ -19,6 +18,7 @@ from node.exchange.transport.sender import (
     Close,
     Fail,
     Open,
+    OutgoingBody,
     PartStream,
     PeerSender,
     PeerState,

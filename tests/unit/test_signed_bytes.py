@@ -11,15 +11,11 @@ from protocol.trust.identity import Identity
 from protocol.trust.receipts import Receipt
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.v1 import session_pb2
+from protocol.wire.findings import Audited, Finding, LeftOutSeen, ResultRefused, SpotChecked
 from protocol.wire.messages import (
-    Audited,
-    Finding,
-    LeftOutSeen,
     Reduced,
     Report,
-    ResultRefused,
     SpotCheckAsked,
-    SpotChecked,
     message_from_wire,
     message_to_wire,
     report_from_wire,

@@ -22,7 +22,8 @@ from coordinator.swarm.state import Audit, Verdict
 from coordinator.swarm.transition import initial_state
 from protocol.trust.rulings import Ruling, RulingKind
 from protocol.trust.rulings import digest_of as digest_of_rulings
-from protocol.wire.messages import AuditAsked, Audited
+from protocol.wire.findings import Audited
+from protocol.wire.messages import AuditAsked
 from protocol.wire.rounds import Digest, LayoutSummary, NodeId, RoundSpan
 from tests.unit.swarm_scene import LAYOUT, RUN, Scene, asked_of, digest_of, of_kind
 

@@ -18,7 +18,8 @@ from protocol.errors import BadDataError
 from protocol.trust.evidence import of_spot_checks, proven_by
 from protocol.trust.identity import Identity
 from protocol.trust.rulings import OWN, Ruling, RulingKind
-from protocol.wire.messages import SpotCheckAsked, SpotChecked
+from protocol.wire.findings import SpotChecked
+from protocol.wire.messages import SpotCheckAsked
 from protocol.wire.rounds import OWN_LOOP, CorpusSummary, Digest, NodeId
 from tests.unit.swarm_scene import CORPUS, Scene, digest_of, of_kind
 

@@ -13,12 +13,8 @@ from coordinator.swarm.weighing import MOST_ROUNDS_OUT
 from protocol.trust.evidence import proven_by
 from protocol.trust.identity import Identity
 from protocol.trust.rulings import Ruling, RulingKind
-from protocol.wire.messages import (
-    ResultOffered,
-    ResultRefused,
-    ResultsSilent,
-    SliceTakenOver,
-)
+from protocol.wire.findings import ResultRefused
+from protocol.wire.messages import ResultOffered, ResultsSilent, SliceTakenOver
 from protocol.wire.payload import RESULT as RESULT_KIND
 from protocol.wire.payload import PayloadHeader
 from protocol.wire.rounds import Digest, NodeId

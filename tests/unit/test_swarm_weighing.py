@@ -6,12 +6,12 @@ import pytest
 
 from coordinator.swarm.committed import book, unbook
 from coordinator.swarm.members import Member, MemberState, Work
+from coordinator.swarm.turn import names_with_other_data
 from coordinator.swarm.weighing import (
     HALF_LIFE_ROUNDS,
     cap_of,
     credited,
     earned,
-    names_with_other_data,
     say_of,
     taken_back,
     worth,

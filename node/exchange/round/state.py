@@ -5,22 +5,14 @@ may bring to it. What an event does is in transition.py; who carries actions out
 Payloads are referred to here, and their bodies never looked into.
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from node.exchange.codecs.codec import Codec
 from node.exchange.peers import Waits
 from node.exchange.reduction import Reduction, SliceResult
-from protocol.wire.messages import (
-    ParticipantsDeparted,
-    ParticipantsIdle,
-    Report,
-    ResultOffered,
-    SliceTakenOver,
-    TrainingEnded,
-)
+from protocol.wire.messages import Report, RoundNews
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutcome, training_in
 
@@ -261,23 +253,6 @@ def opened(
     )
 
 
-def in_order_of_sending(slices: Sequence[Slice], node_id: NodeId) -> list[Slice]:
-    """Each reducer's first slice, then each one's second, and so on: all begin to reduce at once.
-
-    Our own slices come after the others', which have a way to go, and not all nodes begin with
-    the same reducer.
-    """
-    reducers = list(dict.fromkeys(part.reducer_id for part in slices))
-    own = reducers.index(node_id) if node_id in reducers else 0
-    seen: Counter[NodeId] = Counter()
-    places: dict[int, tuple[int, int]] = {}
-    for part in slices:
-        after_own = (reducers.index(part.reducer_id) - own - 1) % len(reducers)
-        places[part.index] = seen[part.reducer_id], after_own
-        seen[part.reducer_id] += 1
-    return sorted(slices, key=lambda part: places[part.index])
-
-
 # Events
 
 
@@ -391,9 +366,6 @@ class TimePassed:
 class Closed:
     """The commit's results are here, or the round ends without one: the node goes on."""
 
-
-RoundNews = ParticipantsDeparted | ParticipantsIdle | TrainingEnded | SliceTakenOver | ResultOffered
-"""What the coordinator says of a round between its plan and its commit."""
 
 Event = (
     RoundNews

@@ -48,14 +48,13 @@ from node.exchange.round.state import (
     TimePassed,
     refusal,
 )
+from protocol.wire.findings import LeftOutSeen, ResultRefused
 from protocol.wire.messages import (
     Held,
-    LeftOutSeen,
     ParticipantsDeparted,
     ParticipantsIdle,
     Reduced,
     ResultOffered,
-    ResultRefused,
     ResultsSilent,
     SliceTakenOver,
     TrainingEnded,

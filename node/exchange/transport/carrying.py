@@ -18,8 +18,8 @@ from dataclasses import replace
 import structlog
 
 from node.exchange.peers import Limits, PeerUnreachableError, TransferRefusedError
-from node.exchange.transport.outgoing import FIRST_BYTES_PER_SECOND
 from node.exchange.transport.rates.traffic import TokenBucket, Traffic
+from node.exchange.transport.rates.uplink import FIRST_BYTES_PER_SECOND
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.streams import BROKEN, FrameError, TransferStream, expect
 from node.heavy import cancelled

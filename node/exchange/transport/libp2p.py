@@ -23,9 +23,9 @@ from node.exchange.peers import (
 )
 from node.exchange.transport.carrying import Carrying
 from node.exchange.transport.connections import Connections, Punching, punching_daemon
-from node.exchange.transport.outgoing import first_streams
 from node.exchange.transport.p2pd import DaemonError, P2pd, StreamCallback
 from node.exchange.transport.rates.traffic import Traffic
+from node.exchange.transport.rates.uplink import first_streams
 from node.exchange.transport.receiver import StreamAdmission
 from node.exchange.transport.sending import Sending
 from node.exchange.transport.serving import Server, fetch_over

@@ -9,19 +9,26 @@ One libp2p stream fills its window and waits for a round trip; several fill the 
 acknowledged. When a stream breaks, its parts go over another one. Between two rounds a few of them stay
 open, at rest: libp2p has widened their windows by then, and a new one would begin with a narrow one.
 
-PeerSender puts together what outgoing.py has: bodies, how much may be under way, over how many streams. Pure:
-no streams, no waiting, no clock. Events come in with the time, in seconds of any clock that only rises, and
-actions go out; node.exchange.transport.sending carries them out.
+First a body and a stream, then PeerSender, which has all of them. How much may be under way, and over how
+many streams, rates/uplink.py says. Pure: no streams, no waiting, no clock. Events come in with the time, in
+seconds of any clock that only rises, and actions go out; node.exchange.transport.sending carries them out.
 """
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from node.exchange.peers import PARTS_IN_WINDOW, Limits, TransferRefusedError
-from node.exchange.transport.outgoing import OutgoingBody, Widening, Window
-from node.exchange.transport.rates.uplink import Evenness, UnderWay, Uplink
+from node.exchange.transport.rates.uplink import Evenness, UnderWay, Uplink, Widening, Window
+from node.exchange.transport.streams import (
+    WHOLE_BYTES,
+    held_in,
+    num_parts_of,
+    part_bytes_for,
+    span_of,
+)
 
 SHARE_OF_PROMPT = 1 / 2
 """Of the first window, for bodies that are waited for one by one: what libp2p has of several it sends side by
@@ -39,6 +46,99 @@ WORTH_KEEPING = 8
 several times. One that is not may be only half free in the next round, and a fresh one is better."""
 
 _LENGTHENING = 1.25  # by which a round trip may be longer than the one that was known before
+
+
+class OutgoingBody:
+    """One body for a peer.
+
+    Each part waits, or is under way, or is acknowledged, or is kept early by the receiver. Small bodies go
+    whole, on the stream of their offer, and have no parts.
+    """
+
+    def __init__(
+        self, num_bytes: int, *, even_in: int | None = None, is_prompt: bool = False
+    ) -> None:
+        self.num_bytes = num_bytes
+        self.is_prompt = is_prompt
+        """Whether it is waited for before any later one is."""
+        self.even_in = even_in
+        """The round in which all peers are to get on equally; None: each goes as fast as it can."""
+        self.part_bytes = part_bytes_for(num_bytes) if num_bytes >= WHOLE_BYTES else 0
+        """Of each part but the last; 0: the body goes whole."""
+        num_parts = num_parts_of(num_bytes, self.part_bytes) if self.part_bytes else 0
+        self.missing = set(range(num_parts))
+        """Parts that the receiver has not acknowledged: those that wait are among them."""
+        self.has_passed = False
+        """Whether the next body may begin: nothing waited here at least once. It stays so."""
+        self._waiting = deque(range(num_parts))  # on no stream; what was given back is first
+        self._held: frozenset[int] | None = None  # by the receiver, when it accepted the offer
+        self._kept: set[int] = set()  # by the receiver for the offer; empty once that is accepted
+        self._is_held_up = False  # until the offer is accepted: parts would be dropped
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the receiver has accepted the offer."""
+        return self._held is not None
+
+    @property
+    def num_waiting(self) -> int:
+        """Parts that no stream carries, and one may."""
+        return 0 if self._is_held_up else len(self._waiting)
+
+    def span(self, index: int) -> slice:
+        """Where a part lies in the body; raises PartError when there is no such part."""
+        return span_of(index, self.num_bytes, self.part_bytes)
+
+    def take(self) -> int | None:
+        """The next part to send, which is under way from now on; None when none may go."""
+        if self._is_held_up or not self._waiting:
+            return None
+        index = self._waiting.popleft()
+        self.has_passed |= not self._waiting
+        return index
+
+    def accept(self, held_map: bytes) -> None:
+        """The offer was accepted; the receiver has these parts of an earlier one.
+
+        Some of them may be under way once more. What it kept for the offer it may have no more.
+        """
+        self._held, kept = held_in(held_map), self._kept
+        self._kept, self._is_held_up = set(), False
+        self.missing -= self._held
+        self._waiting = deque(index for index in self._waiting if index in self.missing)
+        self.give_back(kept)
+        self.has_passed |= not self._waiting
+
+    def acknowledge(self, index: int) -> int:
+        """The receiver has a part; returns how many bytes more it has than before."""
+        span = self.span(index)
+        if index not in self.missing:
+            return 0
+        self.missing.discard(index)
+        return int(span.stop - span.start)
+
+    def keep(self, index: int) -> int:
+        """The receiver has a part whose offer it had not; returns how many bytes that are."""
+        if self._held is None:
+            self._kept.add(index)
+        elif index not in self._held:
+            self.give_back([index])
+        span = self.span(index)
+        return int(span.stop - span.start)
+
+    def drop(self, index: int) -> None:
+        """The receiver did not take a part.
+
+        Unless the offer was answered, the part came before it, and there was no room for it: then
+        all of them wait for that answer, and other bodies do not.
+        """
+        if self._held is None:
+            self._is_held_up = self.has_passed = True
+        self.give_back([index])
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """These did not get through: what was not acknowledged goes first now."""
+        self._waiting.extendleft(sorted(self.missing.intersection(indices), reverse=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

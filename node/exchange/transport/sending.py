@@ -9,7 +9,6 @@ from typing import Any
 import structlog
 
 from node.exchange.peers import Limits, PeerUnreachableError, TransferRefusedError
-from node.exchange.transport.outgoing import OutgoingBody
 from node.exchange.transport.rates.traffic import Traffic
 from node.exchange.transport.rates.uplink import UnderWay
 from node.exchange.transport.sender import (
@@ -19,6 +18,7 @@ from node.exchange.transport.sender import (
     Close,
     Fail,
     Open,
+    OutgoingBody,
     PartStream,
     PeerSender,
     PeerState,

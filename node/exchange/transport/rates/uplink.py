@@ -1,4 +1,4 @@
-"""What links carry: the one estimate of the uplink, and who is ahead of the others.
+"""What links carry: the one estimate of the uplink, who is ahead, and how much may be under way to a peer.
 
 Pure: it is told the time, in seconds of any clock that only rises, and what moves.
 
@@ -29,7 +29,7 @@ from itertools import pairwise
 from statistics import median, median_low
 from typing import NamedTuple
 
-from node.exchange.peers import LEAST_PART_BYTES, Limits
+from node.exchange.peers import LEAST_PART_BYTES, PARTS_IN_WINDOW, WINDOW_BYTES, Limits
 
 LEAST_BYTES = 4 << 20
 """A busy time with less, shorter than `Limits.measured_seconds`, says more of round trips than of a link."""
@@ -406,3 +406,115 @@ class Evenness:
             return False
         behind = others[max(1, int(_SLOWEST * len(others)))]
         return self._num_bytes[peer] - behind > self._most_lead_bytes
+
+
+# To one peer
+
+
+FIRST_BYTES_PER_SECOND = 12.5e6
+"""What a link is thought to carry before anything is known of it."""
+
+BOTH_WAYS = 2.0
+"""When a link is full in both directions, acknowledgements wait behind what goes the same way as they
+do, and a round trip takes so many times longer than the offer's did."""
+
+FIRST_WINDOW_BYTES = 2 * PARTS_IN_WINDOW * LEAST_PART_BYTES
+"""Under way to a peer at first: more than TCP's own first windows are."""
+
+ROUND_TRIPS_IN_WINDOW = 2
+"""What was answered in so many round trips may be under way besides: TCP never waits for us."""
+
+_GAIN = 1.1  # a stream more must have brought this for yet another one
+
+
+class Window:
+    """How many bytes may be under way to one peer.
+
+    p2pd takes megabytes off us, whatever the link carries. All of it is lost with the connection,
+    which p2pd gives up when nothing gets through for some seconds, and what is small waits behind it.
+    The room grows as TCP's window does: each answered part lets two more go. It stays over a pause.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._memory_seconds = limits.window_seconds
+        self._num_bytes = 0
+        self._lately: deque[tuple[float, int]] = deque()  # when so much was answered
+        self._lately_bytes = 0
+        self._busy_seconds = 0.0  # until it was empty last
+        self._busy_since = 0.0
+
+    def goes_round_in(self, seconds: float) -> None:
+        """A few bytes to the peer and back take so long."""
+        self._memory_seconds = max(self._limits.window_seconds, ROUND_TRIPS_IN_WINDOW * seconds)
+
+    def begin(self, num_bytes: int, *, now: float) -> None:
+        """So much is sent."""
+        if not self._num_bytes:
+            self._busy_since = now
+        self._num_bytes += num_bytes
+
+    def end(self, num_bytes: int, *, now: float, is_answered: bool = False) -> None:
+        """So much is not under way any more: it was answered, or lost with its stream."""
+        time = self._time(now)
+        self._num_bytes -= num_bytes
+        if not self._num_bytes:
+            self._busy_seconds = time
+        if is_answered:
+            self._lately.append((time, num_bytes))
+            self._lately_bytes += num_bytes
+
+    def has_room(self, now: float, *, share: float = 1.0) -> bool:
+        """Whether one part more may go, where only such a share of the first window is taken."""
+        time = self._time(now)
+        while self._lately and self._lately[0][0] <= time - self._memory_seconds:
+            self._lately_bytes -= self._lately.popleft()[1]
+        return self._num_bytes < share * FIRST_WINDOW_BYTES + self._lately_bytes
+
+    def _time(self, now: float) -> float:
+        """It stands still while nothing is under way: nothing can be answered then."""
+        return self._busy_seconds + (now - self._busy_since if self._num_bytes else 0.0)
+
+
+def first_streams(
+    *,
+    round_trip_seconds: float,
+    num_others: int,
+    bytes_per_second: float | None = None,
+    most: int,
+) -> int:
+    """How many streams a body begins with.
+
+    So many that their windows fill the link, `bytes_per_second` or what links are thought to carry,
+    of which as many other uploads as are under way take their share. One where the way is short.
+    """
+    rate = FIRST_BYTES_PER_SECOND if bytes_per_second is None else bytes_per_second
+    needed = math.ceil(BOTH_WAYS * rate * round_trip_seconds / WINDOW_BYTES / (1 + num_others))
+    return max(1, min(needed, most))
+
+
+class Widening:
+    """Whether one stream more pays, told from time to time how many bytes were acknowledged.
+
+    Streams are added as long as each brings a tenth more than there was before it. A transfer that
+    was slowed by others stops growing, and its share is its streams'.
+    """
+
+    def __init__(self, limits: Limits, *, now: float) -> None:
+        self._look_seconds = limits.widen_seconds
+        self._since = now
+        self._bytes_then = 0
+        self._best = 0.0  # bytes per second
+        self._is_over = False
+
+    def is_wider_better(self, acknowledged_bytes: int, now: float) -> bool:
+        """Whether to open another stream now; never twice within `Limits.widen_seconds`."""
+        if self._is_over or now < self._since + self._look_seconds:
+            return False
+        rate = (acknowledged_bytes - self._bytes_then) / (now - self._since)
+        self._since, self._bytes_then = now, acknowledged_bytes
+        if rate < _GAIN * self._best:
+            self._is_over = True
+            return False
+        self._best = rate
+        return True

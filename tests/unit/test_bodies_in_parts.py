@@ -3,15 +3,15 @@
 import pytest
 
 from node.exchange.peers import LEAST_PART_BYTES, WINDOW_BYTES, Limits
-from node.exchange.transport.outgoing import (
+from node.exchange.transport.rates.uplink import (
     FIRST_BYTES_PER_SECOND,
     FIRST_WINDOW_BYTES,
-    OutgoingBody,
     Widening,
     Window,
     first_streams,
 )
 from node.exchange.transport.receiver import Assembly
+from node.exchange.transport.sender import OutgoingBody
 from node.exchange.transport.streams import (
     MOST_PARTS,
     PartError,
