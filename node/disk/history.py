@@ -238,7 +238,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class History:
-    """Adding is cheap and only remembers; `save` writes what is new."""
+    """Adding is cheap and only remembers; `save` writes what is new.
+
+    A commit is looked through once somebody asks for it: 64 MB of them take five seconds. A damaged one ends
+    what is known, as a cut file does.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """Reads the file, if there is one; None keeps everything in memory."""
@@ -270,23 +274,31 @@ class History:
         """The commits of later rounds, oldest first: as many as fit, but one in any case."""
         commits: list[Commit] = []
         for place in range(bisect_right(self._rounds, round), len(self._rounds)):
-            encoded = self._commits[self._rounds[place]]
-            max_bytes -= len(encoded)
+            max_bytes -= len(self._commits[self._rounds[place]])
             if commits and max_bytes < 0:
                 break
-            commits.append(_commit_of(encoded))
+            if (commit := self.at(self._rounds[place])) is None:
+                break
+            commits.append(commit)
         return tuple(commits)
 
     def at(self, round: int) -> Commit | None:
-        """The commit of a round; None where it is not kept."""
-        encoded = self._commits.get(round)
-        return None if encoded is None else _commit_of(encoded)
+        """The commit of a round; None where it is not kept, or damaged."""
+        if (encoded := self._commits.get(round)) is None:
+            return None
+        try:
+            return convert.commit_from_wire(round_pb2.Commit.FromString(encoded))
+        except AtollError as error:
+            log.warning("history damaged", round=round, why=str(error))
+            return None
 
     @property
     def commits(self) -> Iterator[Commit]:
         """All that are kept, oldest first."""
         for number in self._rounds:
-            yield _commit_of(self._commits[number])
+            if (commit := self.at(number)) is None:
+                return
+            yield commit
 
     def incarnation_at(self, round: int) -> int:
         """Of the commit that led to the state at this round; 0 when it is not known."""
@@ -349,17 +361,13 @@ class History:
         data = file.read()
         for encoded, end in _frames(data):
             try:
-                commit = _commit_of(encoded)
-            except (DecodeError, AtollError):
+                wire = round_pb2.Commit.FromString(encoded)
+            except DecodeError:
                 break
-            self._put(commit.round, commit.incarnation, encoded)
+            self._put(wire.round, wire.incarnation, encoded)
             file.num_bytes = end
         if file.num_bytes < len(data):
             log.warning("history damaged", path=str(file.path), kept_rounds=len(self._rounds))
-
-
-def _commit_of(encoded: bytes) -> Commit:
-    return convert.commit_from_wire(round_pb2.Commit.FromString(encoded))
 
 
 # Rulings

@@ -92,6 +92,19 @@ def test_a_write_that_was_cut_off_costs_the_last_commit_only(
     assert kept(History(path)) == [(3, 0), (4, 0), (5, 0)]
 
 
+def test_a_file_is_read_without_looking_through_commits_and_a_damaged_one_ends_what_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "history"
+    wrong = replace(commit_of(4), base_digest=Digest(b"short"))
+    saved(path, commit_of(3), wrong, commit_of(5))
+    with monkeypatch.context() as patched:
+        patched.setattr(history.convert, "commit_from_wire", None)
+        again = History(path)
+    assert kept(again) == [(3, 0)] == [(one.round, one.incarnation) for one in again.commits]
+    assert again.at(4) is None and kept(again, after=4) == [(5, 0)]
+
+
 def test_a_batch_holds_what_fits_but_never_nothing() -> None:
     in_memory = History(None)
     for number in (1, 2, 3):
