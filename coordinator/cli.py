@@ -20,6 +20,7 @@ from protocol.service.beside import ENDS_WITH_STDIN
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal import console
 from protocol.terminal.console import as_seconds
+from protocol.terminal.lazy_group import WholeGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ _PORT = click.IntRange(0, 65535)
 _CONFIG_FILE = "coordinator.toml"
 
 
-@click.group()
+@click.group(cls=WholeGroup)
 def coordinator() -> None:
     """Set up and start the coordinator of a run."""
 

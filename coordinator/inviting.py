@@ -12,12 +12,13 @@ from coordinator.cli import DIR_OPTION, operator_of
 from protocol.errors import UsageError
 from protocol.terminal import console
 from protocol.terminal.console import as_seconds
+from protocol.terminal.lazy_group import WholeGroup
 
 if TYPE_CHECKING:
     from protocol.v1.operator_pb2 import InviteStatus
 
 
-@click.group()
+@click.group(cls=WholeGroup)
 def invite() -> None:
     """Make, list and revoke invites. The coordinator must be running."""
 

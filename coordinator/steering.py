@@ -12,6 +12,7 @@ import click
 from coordinator.cli import DIR_OPTION, operator_of
 from protocol.errors import UsageError
 from protocol.terminal import console
+from protocol.terminal.lazy_group import WholeGroup
 
 if TYPE_CHECKING:
     from protocol.trust.rulings import SignedRuling
@@ -131,7 +132,7 @@ readmit = _node_command(
 )
 
 
-@click.group()
+@click.group(cls=WholeGroup)
 def run() -> None:
     """Pause, resume, stop, extend, amend, advise, move or roll back the run. The coordinator runs."""
 

@@ -24,6 +24,7 @@ from protocol.errors import AtollError, NotPermittedError
 from protocol.files.durable import FolderLock
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal.console import as_seconds, say
+from protocol.terminal.lazy_group import WholeGroup
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.invite import Invite
 from protocol.trust.pki import Role
@@ -161,7 +162,7 @@ def _look_around(home: Path, command: list[str], *, is_helper: bool) -> None:
         click.echo(f"next: {shlex.join(command)}")
 
 
-@click.group()
+@click.group(cls=WholeGroup)
 def node() -> None:
     """Start and stop this machine's node, and look at the machine."""
 
@@ -264,7 +265,7 @@ def _run(
     say(f"{chosen.name} has stopped: {reason}")
 
 
-@click.group()
+@click.group(cls=WholeGroup)
 def helper() -> None:
     """Start this machine's helper, which reduces for nodes that cannot be dialled."""
 

@@ -8,6 +8,7 @@ import click
 from protocol.errors import UsageError
 from protocol.service.unit import PRINT, SYSTEM, install_service
 from protocol.terminal.console import bits_per_second_of
+from protocol.terminal.lazy_group import WholeGroup
 
 DEFAULT_PORT = 7720
 DEFAULT_PORTS = "7700-7719"
@@ -15,7 +16,7 @@ DEFAULT_PORTS = "7700-7719"
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
-@click.group()
+@click.group(cls=WholeGroup)
 def relay() -> None:
     """Carry coordinators that nobody can dial: behind a router, or on a laptop."""
 

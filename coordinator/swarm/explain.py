@@ -33,6 +33,7 @@ from coordinator.swarm.start import (
 from coordinator.swarm.state import Awaited, Measured, Round, RoundPhase, SwarmState
 from coordinator.swarm.turn import is_present, name_of, names_of, present_members
 from protocol.trust.rulings import Ruling
+from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId, training_in
 
 
@@ -76,7 +77,7 @@ def alike_in_words(state: SwarmState) -> str:
     by_work: dict[tuple[int, int, float], list[NodeId]] = {}
     for node_id, told in newest.trained.items():
         member = state.members.get(node_id)
-        if told.loss and told.tokens and member is not None and kind_of(member) is Kind.LOOP:
+        if told.tokens and _is_fine(told) and member is not None and kind_of(member) is Kind.LOOP:
             work = told.inner_steps, told.tokens, told.loss
             by_work.setdefault(work, []).append(node_id)
     words = [
@@ -90,6 +91,14 @@ def alike_in_words(state: SwarmState) -> str:
     return (
         f"{'; '.join(words)}: their losses are equal to the last digit, so all together learn what one would "
         "alone; give each loop a seed, or a part of the data, of its own"
+    )
+
+
+def _is_fine(told: Trained) -> bool:
+    """Whether samples are known again by the loss: none of 16 bits, nor of few decimals, as 0 for no loss."""
+    of_all_steps = told.loss * told.inner_steps
+    return all(
+        abs(part - round(part)) > 1e-3 for part in (of_all_steps * 2**14, of_all_steps * 1e5)
     )
 
 

@@ -531,8 +531,10 @@ def finished_reason(state: SwarmState) -> str:
             "the only round is committed" if total == 1 else f"all {total} rounds are committed"
         )
     if is_evaluated(state):
-        return f"{reason}; the held-out loss is {state.held_out[-1].loss:.3f}"
-    return f"{reason}; no node that can evaluate the final state did so in time"
+        loss = f"the held-out loss is {state.held_out[-1].loss:.3f}"
+    else:
+        loss = "no node that can evaluate the final state did so in time"
+    return f"{reason}; {loss}; 'atoll export' on a machine that trained writes the model out"
 
 
 def _wait_for_evaluation(turn: Turn) -> None:

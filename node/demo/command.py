@@ -7,6 +7,7 @@ language model on the Python standard library's own source.
 import itertools
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -370,6 +371,9 @@ class _Demonstration:
             f"logs          {self.folder / 'logs'}",
             "it writes:",
             *(f"  {line}" for line in printable(text, most=4000).splitlines()),
+            "next:",
+            f"  atoll sample --dir {shlex.quote(str(self.folder / 'node-1'))} --prompt 'class '",
+            "  atoll init my-run      # a run of your own: README.md goes on from there",
         ]
 
     def _start_coordinator(self, run_file: Path) -> Child:

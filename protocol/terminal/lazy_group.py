@@ -5,6 +5,7 @@ that no import leads from protocol to them.
 """
 
 import difflib
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import NamedTuple
@@ -114,6 +115,22 @@ class LazyGroup(click.Group):
             with formatter.section(title):
                 # Padding all names to one width keeps the summaries aligned over the sections.
                 formatter.write_dl([(entry.name.ljust(width), entry.summary) for entry in entries])
+
+
+class WholeGroup(click.Group):
+    """A group whose help has the first sentence of each command whole: click's own cuts them to one line."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands, in the order of their names."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, command.get_short_help_str(limit=sys.maxsize))
+                    for name, command in found
+                    if command is not None and not command.hidden
+                ]
+            )
 
 
 def no_such_command(context: click.Context, name: str) -> UsageError:

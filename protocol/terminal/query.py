@@ -316,7 +316,7 @@ def watch_until_finished(
 
 
 _NODES_COMMANDS: Sections = {
-    "Everybody": (
+    "Anyone": (
         Entry("show", "protocol.terminal.query:show_node", "Show all that is known of a node."),
     ),
     "Run owner": (

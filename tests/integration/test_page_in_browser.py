@@ -41,12 +41,19 @@ prompts = ["Once ", "The sea"]
 HOSTILE = "<img src=x onerror=document.title='taken'>"[:60]
 
 A_CROWD = """() => {
-  const crowd = Array.from({ length: 24 }, (_, place) => ({
+  const crowd = Array.from({ length: 60 }, (_, place) => ({
     id: `id-${10 + place}`, name: `contributor-at-home-${place}`, state: "ready", tone: "good",
     isHelper: false, workShare: 0, committed: "1", committedTokens: place < 20 ? 100 : 5 }));
   showBoard(crowd);
-  showMap({ nodes: crowd, run: { reach: "two do not" }, cutPairs: [["id-10", "id-11"]] });
+  showNodes({ nodes: crowd, moreNodes: 5 });
+  const rows = [document.querySelectorAll("#node-rows tr").length, byId("more-nodes").textContent];
+  byId("all-nodes").click();
+  showNodes({ nodes: crowd, moreNodes: 5 });
+  rows.push(document.querySelectorAll("#node-rows tr").length);
+  byId("all-nodes").click();
+  showMap({ nodes: crowd.slice(0, 24), run: { reach: "two do not" }, cutPairs: [["id-10", "id-11"]] });
   return {
+    rows,
     board: [...document.querySelectorAll("#board li")].map((line) => line.textContent),
     named: [...document.querySelectorAll("#map text")].map((name) => name.textContent),
     marks: document.querySelectorAll("#map circle").length };
@@ -139,7 +146,8 @@ async def test_a_death_a_late_node_a_joiner_and_a_refused_contribution_are_seen_
 
             drawn = await page.evaluate(A_CROWD)
             assert len(drawn["board"]) == 21
-            assert drawn["board"][-1] == "and 4 more, who gave 1 % of the tokens"
+            assert drawn["board"][-1] == "and 40 more, who gave 9 % of the tokens"
+            assert drawn["rows"] == [40, "and 25 more", 60]
             assert drawn["named"] == ["contributor-at-…"] * 2, (
                 "the two that do not reach each other"
             )

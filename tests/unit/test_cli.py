@@ -62,6 +62,15 @@ def test_the_help_names_every_command_under_its_section(capsys: pytest.CaptureFi
             assert entry.summary in out
 
 
+def test_no_help_cuts_what_a_command_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for name in ("coordinator", "helper", "invite", "node", "relay", "run"):
+        assert console.run(cli.root, [name, "--help"]) == 0
+        assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
 def test_every_command_of_the_table_exists() -> None:
     context = cli.root.make_context("atoll", [], resilient_parsing=True)
     for name in cli.root.list_commands(context):

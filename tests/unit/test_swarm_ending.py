@@ -50,7 +50,10 @@ def test_the_run_finishes_after_the_last_state_is_evaluated() -> None:
     scene.evaluate("node-b", round=1)
     (finished,) = scene.asked(RunFinished)
     assert (finished.round, finished.outer_digest) == (1, digest_of("state 1"))
-    assert scene.reason == "the only round is committed; the held-out loss is 1.500"
+    assert scene.reason == (
+        "the only round is committed; the held-out loss is 1.500; "
+        "'atoll export' on a machine that trained writes the model out"
+    )
     assert len(of_kind(scene.log, RoundOpened)) == len(of_kind(scene.log, RoundCommitted)) == 1
 
 
@@ -76,7 +79,7 @@ def test_the_run_finishes_without_an_evaluation_when_its_time_is_over() -> None:
     assert not scene.state.is_finished
     scene.wait(1)
     assert scene.state.is_finished
-    assert scene.reason.endswith("no node that can evaluate the final state did so in time")
+    assert "; no node that can evaluate the final state did so in time; " in scene.reason
     scene.attach("node-c", at=1, digest=digest_of("state 1"))
     assert not scene.asked(RoundOpened)
 
@@ -117,7 +120,7 @@ def test_a_node_that_stays_behind_holds_the_end_up_no_longer_than_applying_may_t
     assert not scene.state.is_finished
     scene.wait(1)
     assert scene.state.is_finished
-    assert scene.reason.endswith("the held-out loss is 1.500")
+    assert "; the held-out loss is 1.500; " in scene.reason
 
 
 def slow_at_the_end(*, lease_seconds: float) -> Scene:
@@ -248,7 +251,7 @@ def test_the_loss_of_a_final_state_that_is_taken_back_does_not_count_as_the_runs
     assert asked_of(scene.actions, EvaluationAsked) == ["node-c"]
     scene.evaluate("node-c", round=2, loss=2.5)
     assert losses(scene) == [(2, 2.5)]
-    assert scene.reason.endswith("the held-out loss is 2.500")
+    assert "; the held-out loss is 2.500; " in scene.reason
 
 
 def test_when_nobody_applies_what_was_taken_back_the_run_ends_without_a_loss() -> None:
@@ -258,7 +261,7 @@ def test_when_nobody_applies_what_was_taken_back_the_run_ends_without_a_loss() -
         scene.leave(name)
     scene.wait(2 * scene.state.rules.apply_seconds)
     assert scene.state.is_finished
-    assert scene.reason.endswith("no node that can evaluate the final state did so in time")
+    assert "; no node that can evaluate the final state did so in time; " in scene.reason
 
 
 def test_who_returns_with_the_final_state_has_the_others_waited_for_anew() -> None:

@@ -98,9 +98,16 @@ function nodeRow(node) {
     cell("link", node.link), cell("screened", node.screened), cell("heard", node.heard, true));
 }
 
+const MOST_ROWS = 40;  // of more a page is long, and those that need somebody stand first
+let showsAllNodes = false;
+
 function showNodes(view) {
-  byId("node-rows").replaceChildren(...view.nodes.map(nodeRow));
-  byId("more-nodes").textContent = view.moreNodes ? `and ${view.moreNodes} more nodes, all well or gone` : "";
+  const shown = showsAllNodes ? view.nodes : view.nodes.slice(0, MOST_ROWS);
+  const hidden = view.nodes.length + view.moreNodes - shown.length;
+  byId("node-rows").replaceChildren(...shown.map(nodeRow));
+  byId("more-nodes").textContent = hidden ? `and ${hidden} more` : "";
+  byId("all-nodes").hidden = view.nodes.length <= MOST_ROWS;
+  byId("all-nodes").textContent = showsAllNodes ? "show fewer" : "show all";
 }
 
 // ---- the latest rounds ----
@@ -153,7 +160,7 @@ const MOST_NAMED = 14;  // of more, whose names would lie over each other, those
 
 function showMap(view) {
   const nodes = view.nodes.filter((node) => !["lost", "left", "expelled", "quarantined", "unapproved"].includes(node.state));
-  byId("map-words").textContent = nodes.length < 2 ? "One node has nobody to reach."
+  byId("map-words").textContent = !nodes.length ? "No node is here." : nodes.length < 2 ? "One node has nobody to reach."
     : view.run.reach ? `${view.run.reach}.` : "All nodes reach each other.";
   if (nodes.length < 2 || nodes.length > MOST_DRAWN) return byId("map").replaceChildren();
   const svg = drawn("svg", { viewBox: "0 0 400 260", role: "img", "aria-label": byId("map-words").textContent });
@@ -313,6 +320,11 @@ byId("older").addEventListener("click", async () => {
   byId("older").textContent = showsAllNews ? "show the latest" : "show all that is kept";
   if (showsAllNews) showNews(await (await fetch("news")).json());
   else if (latest) showNews(latest.news);
+});
+
+byId("all-nodes").addEventListener("click", () => {
+  showsAllNodes = !showsAllNodes;
+  if (latest) showNodes(latest);
 });
 
 let showsAllTexts = false, textsOf = null;
