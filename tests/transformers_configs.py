@@ -100,8 +100,26 @@ ODD = {
         head_dim=8,
         n_groups=2,
     ),
+    "bamba": lambda: small(
+        "bamba", mamba_n_heads=6, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1
+    ),
+    "ernie4_5_moe": lambda: small(
+        "ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=8
+    ),
 }
-"""Kinds with something that others do not have: a buffer in their checkpoints, no order of time, infinity."""
+"""Kinds with something that others do not have: a buffer in their checkpoints, no order of time, infinity, a
+part of their loss, a parameter that is not trained."""
+
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
+
+ROUTED = {
+    "mixtral": lambda: small(
+        "mixtral", output_router_logits=True, router_aux_loss_coef=0.5, **_EXPERTS
+    ),
+    "jetmoe": lambda: small("jetmoe", output_router_logits=True, aux_loss_coef=0.5, **_EXPERTS),
+    "a router that there is none of": lambda: small("doge", output_router_logits=True),
+}
+"""Kinds that say in different words how much of a router's own loss is trained."""
 
 _MORE: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
@@ -109,9 +127,9 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def small(model_type: str) -> Any:
+def small(model_type: str, **more: Any) -> Any:
     """A config of any type, small; its layers slide where the type has such layers."""
-    keys = SIZES | _MORE.get(model_type, {})
+    keys = SIZES | _MORE.get(model_type, {}) | more
     if not hasattr(AutoConfig.for_model(model_type), "head_dim"):
         keys.pop("head_dim")
     config = AutoConfig.for_model(model_type, **keys)

@@ -27,11 +27,11 @@ from node.island.models.transformers import (
     KEEPS_DOCUMENTS_APART,
     NextToken,
     built,
-    check_looks_back,
     config_of,
     saved_model,
     sizes_of,
 )
+from node.island.models.transformers_described import check_looks_back, check_loss
 from node.island.models.transformers_plans import CUT_INTO_STAGES, run_alone, stages_of
 from node.island.parallel.mesh import Mesh
 from node.island.parallel.mesh_shape import PLAIN, LocalTraining, MeshShape, check_shape
@@ -40,8 +40,14 @@ from node.island.training import engine
 from node.island.training.trainer import Trainer
 from protocol.errors import AtollError, BadDataError, ConfigError, ExitCode, NoInputError
 from protocol.run.models import TransformersModel, layout_of
-from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
-from tests.transformers_configs import CONFIGS, ODD, small
+from protocol.run.run_spec import (
+    DataSection,
+    EvaluationSection,
+    InnerSection,
+    LoraSection,
+    RunSpec,
+)
+from tests.transformers_configs import CONFIGS, ODD, ROUTED, small
 
 
 def run_of(config: Any, folder: Path, **inner: Any) -> RunSpec:
@@ -156,6 +162,48 @@ def test_a_routers_own_loss_is_trained_where_the_config_asks_for_it_and_never_me
     assert one.evaluate() == other.evaluate()
     losses = [trainer.train(work_of(1), lambda progress: None).loss for trainer in (one, other)]
     assert losses[1] > losses[0] + 0.5  # at least 0.5 · the number of experts that a token takes
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_a_routers_own_loss_is_as_much_of_the_whole_as_in_transformers(kind: str) -> None:
+    model: Any = with_values(ROUTED[kind]()).train()
+    tokens = torch.randint(1, 64, (2, 17))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+    theirs = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
+    assert NextToken(model)(inputs, targets).item() == pytest.approx(theirs.loss.item(), abs=1e-5)
+    check_loss(model)
+    if kind != "a router that there is none of":
+        assert theirs.aux_loss > 0.1
+        model.router_aux_loss_coef = model.aux_loss_coef = 0.0
+        assert NextToken(model)(inputs, targets).item() < theirs.loss.item() - 0.1
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5])
+def test_a_model_whose_loss_has_a_part_that_is_not_trained_here_is_refused(
+    coefficient: float,
+) -> None:
+    model: Any = with_values(ODD["bamba"]())
+    model.z_loss_coefficient = coefficient
+    if not coefficient:
+        check_loss(model)
+        return
+    with pytest.raises(ConfigError, match="loss of BambaForCausalLM has a part that") as caught:
+        check_loss(model)
+    assert "z_loss_coefficient" in caught.value.next_step
+
+
+def test_a_model_that_leaves_parameters_as_they_are_is_refused_but_for_adapters(
+    tmp_path: Path,
+) -> None:
+    config = ODD["ernie4_5_moe"]()
+    with pytest.raises(ConfigError, match=r"does not train its .*e_score_corr") as caught:
+        run_of(config, tmp_path)
+    assert "--lora" in caught.value.next_step
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    plain = run_of(CONFIGS["gpt2"], tmp_path / "other")
+    spec = plain.model_copy(update={"lora": LoraSection(rank=4), "description": None})
+    described = describe(spec, tmp_path)
+    assert any("e_score_correction_bias" in name for name in described.frozen_values)
 
 
 def test_dropout_draws_the_same_again_for_the_same_work_and_none_when_measuring(

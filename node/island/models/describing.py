@@ -37,7 +37,7 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
         case "decoder":
             return Description()
         case "transformers":
-            from node.island.models.transformers import described
+            from node.island.models.transformers_described import described
 
             assert folder is not None
             model, found = described(spec, folder)
@@ -77,12 +77,11 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
     Raises AtollError where they do not fit the run's description.
     """
     from node.island.models.architecture import check_tensors, refuse_shared_memory
-    from node.island.models.transformers import (
-        built,
+    from node.island.models.transformers import built, random_model, saved_model
+    from node.island.models.transformers_described import (
         check_buffers,
         check_looks_back,
-        random_model,
-        saved_model,
+        check_loss,
     )
 
     model: nn.Module
@@ -103,6 +102,7 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
         assert spec.description is not None
         model = of_transformers = random_model(spec) if folder is None else saved_model(folder)
         check_looks_back(of_transformers, spec.model.context)
+        check_loss(of_transformers)
         if folder is not None:
             check_buffers(of_transformers, spec.description.config)
     check_tensors(model, spec)

@@ -1,9 +1,10 @@
 """Causal language models that transformers builds from a config: source = "transformers".
 
 Its config stands in the run's description, and nothing of a model folder is ever executed. What lives
-elsewhere: the loss over windows of tokens (node.island.models.decoder_modules), finding layers and roles
-(node.island.models.architecture), plans for tensor parallel and pipelines
-(node.island.models.transformers_plans).
+elsewhere: what is found out and refused of one before there is a run
+(node.island.models.transformers_described), the loss over windows of tokens
+(node.island.models.decoder_modules), finding layers and roles (node.island.models.architecture), plans for
+tensor parallel and pipelines (node.island.models.transformers_plans).
 """
 
 import importlib.util
@@ -22,17 +23,13 @@ from node.island.models.architecture import (
     Tree,
     check_frozen,
     check_tensors,
-    digest_of_values,
-    few_values_of,
-    keeping_parameters,
     kept_buffers,
     without_memory,
 )
 from node.island.models.decoder_modules import TokenInputs, mean_nats
 from node.island.models.generic import GenericArchitecture
-from node.island.models.transformers_plans import run_alone, stages_of, tensor_plan_of
+from node.island.models.transformers_plans import run_alone
 from protocol.errors import BadDataError, ConfigError, NoInputError
-from protocol.run.models import Description
 from protocol.run.run_spec import LoraSection, RunSpec
 
 if TYPE_CHECKING:
@@ -85,8 +82,9 @@ class TransformersArchitecture(TokenInputs, GenericArchitecture):
 class NextToken(nn.Module):
     """Mean nats per token; a router's own loss is added in training where the config asks for it.
 
-    That is config's `output_router_logits` times `router_aux_loss_coef`, of the samples that go through
-    the model together: it is no sum over samples, so it depends a little on how they are shared out.
+    That is with `output_router_logits`, and as much of it as transformers itself adds, of the samples that
+    go through the model together: it is no sum over samples, so it depends a little on how they are shared
+    out. A model whose own loss has other parts is refused (`check_loss`).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +92,9 @@ class NextToken(nn.Module):
         self.model = model
         config: Any = model.config
         asks = getattr(config, "output_router_logits", False)
-        self._router_share = float(getattr(config, "router_aux_loss_coef", 0.0)) if asks else 0.0
+        own: Any = model
+        shares = (getattr(own, name, 0.0) for name in ("router_aux_loss_coef", "aux_loss_coef"))
+        self._router_share = float(next(filter(None, shares), 0.0)) if asks else 0.0
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Over tokens and targets, each [B, T]; with `documents` [B, T], a token sees its own one only."""
@@ -102,9 +102,12 @@ class NextToken(nn.Module):
         apart = {} if documents is None else {"position_ids": positions_within(documents)}
         output: Any = self.model(input_ids=tokens, use_cache=False, **apart)
         loss = mean_nats(output.logits, targets)
-        if self._router_share and self.model.training:
-            loss = loss + self._router_share * output.aux_loss
-        return loss
+        return loss + self.router_loss(output) if self.model.training else loss
+
+    def router_loss(self, output: Any) -> Tensor | float:
+        """What is added to the nats; kinds that may do without a router give none then."""
+        found = getattr(output, "aux_loss", None)
+        return 0.0 if found is None else self._router_share * found
 
 
 def positions_within(documents: Tensor) -> Tensor:
@@ -158,7 +161,7 @@ def config_of(folder: Path) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise BadDataError(
-            f"{folder / 'config.json'} is not a config that transformers knows: {_first_line(error)}",
+            f"{folder / 'config.json'} is not a config that transformers knows: {first_line(error)}",
             next_step="install a newer transformers; models with code of their own are not run: use "
             'source = "function"',
         ) from error
@@ -203,15 +206,16 @@ def frozen_values(names: Iterable[str], base: Path | None) -> dict[str, Tensor]:
     """Values of what is not trained, from the folder of the model that is adapted. It is read whole."""
     if base is None:
         raise _no_base()
-    return _values_in(saved_model(base), names)
+    return values_in(saved_model(base), names)
 
 
-def _values_in(saved: "PreTrainedModel", names: Iterable[str]) -> dict[str, Tensor]:
+def values_in(saved: "PreTrainedModel", names: Iterable[str]) -> dict[str, Tensor]:
+    """Values of a model that was not adapted, by the names that they have in the adapted one."""
     own = dict(saved.named_parameters()) | kept_buffers(saved)
     return {name: own[base_name(name)].detach() for name in names}
 
 
-def _left_alone(adapted: nn.Module) -> dict[str, Tensor]:
+def left_alone(adapted: nn.Module) -> dict[str, Tensor]:
     """What adapters leave as it is: frozen parameters, and buffers that checkpoints have."""
     frozen = {name: p.detach() for name, p in adapted.named_parameters() if not p.requires_grad}
     return frozen | kept_buffers(adapted)
@@ -244,13 +248,13 @@ def _require_causal_kind(config: Mapping[str, Any]) -> None:
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
             f"transformers makes no causal language model of type {kind!r}",
-            next_step=f"name the folder of one, {_BY_FUNCTION}",
+            next_step=f"name the folder of one, {BY_FUNCTION}",
         )
     if config.get("is_encoder_decoder"):
         raise ConfigError(
             f"a model of type {kind!r} is an encoder and a decoder, and of those a causal language model has "
             "the decoder alone",
-            next_step=f"name the folder of a causal language model, {_BY_FUNCTION}",
+            next_step=f"name the folder of a causal language model, {BY_FUNCTION}",
         )
 
 
@@ -263,7 +267,7 @@ def _decoded(value: Any) -> Any:
     return [_decoded(each) for each in value] if isinstance(value, list) else value
 
 
-_BY_FUNCTION = (
+BY_FUNCTION = (
     "or train any other model with a loss of yours: --function MODULE:NAME "
     "(docs/models-and-data.md, 'A model from a function')"
 )
@@ -281,7 +285,7 @@ def _from_config(config: Mapping[str, Any]) -> "PreTrainedModel":
         )
     except (KeyError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"transformers makes no causal language model of this config: {_first_line(error)}",
+            f"transformers makes no causal language model of this config: {first_line(error)}",
             next_step="install the transformers that the run was made with, or name the folder of a "
             "causal language model",
         ) from error
@@ -308,145 +312,11 @@ def _refuse_foreign_code(config: Mapping[str, Any]) -> None:
             _refuse_foreign_code(value)
 
 
-def described(spec: RunSpec, folder: Path) -> tuple["PreTrainedModel", Description]:
-    """The module, and what can be said of it without computing anything."""
-    config = (spec.description.config if spec.description else {}) or config_of(folder)
-    model = built(config)
-    _check_context(model, spec)
-    if not spec.data.across_documents and config["model_type"] not in KEEPS_DOCUMENTS_APART:
-        raise ConfigError(
-            f"[data] across_documents = false does not go with models of type {config['model_type']!r}: "
-            "no test shows that they keep documents apart",
-            next_step="write across_documents = true, or choose another model",
-        )
-    plan, why_not = tensor_plan_of(model)
-    stages, no_stages = stages_of(model, spec.model.context)
-    frozen: dict[str, Tensor] = {}
-    if spec.adapters is not None:
-        model, plan, why_not = built(config, spec.adapters), {}, "adapters are not cut"
-        stages, no_stages = (), why_not
-        saved = saved_model(folder)
-        check_looks_back(saved, spec.model.context)
-        frozen = _values_in(saved, _left_alone(model))
-    return model, Description(
-        config={**config, "architectures": [type(model).__name__]},
-        generation_config=_generation_config_of(folder),
-        tensor_plan=plan,
-        no_tensor_plan=why_not,
-        stages=stages,
-        no_stages=no_stages,
-        frozen_digest=digest_of_values(frozen) if frozen else None,
-        frozen_values=few_values_of(frozen),
-    )
-
-
-def _generation_config_of(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadDataError(
-            f"{path} is no JSON: {error}", next_step="copy the folder again"
-        ) from error
-    return found
-
-
-def _check_context(model: "PreTrainedModel", spec: RunSpec) -> None:
-    most = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < spec.model.context:
-        raise ConfigError(
-            f"[model] context = {spec.model.context}, and the model has {most} positions",
-            next_step=f"write context = {most} or less",
-        )
-
-
 def random_model(spec: RunSpec) -> "PreTrainedModel":
     """The model with weights that its own rules draw, from the run's seed."""
     assert spec.description is not None
     torch.manual_seed(spec.run.seed)
     return _from_config(spec.description.config)
-
-
-_LOOKED_AT = 16
-"""Tokens that a model is tried with; one that wants more at once is tried with a sample of the run."""
-
-_NO_INFLUENCE = 1e-6
-"""Of the largest influence on an answer, what rounding alone may leave."""
-
-
-def check_looks_back(model: "PreTrainedModel", context: int) -> None:
-    """Raises ConfigError for a model whose answers depend on later tokens, or that fails to give any.
-
-    Such a model would learn to copy the token that it should predict: BERT's kinds are built as causal
-    language models too. What an answer depends on shows in the gradients of the embedded tokens.
-    """
-    tokens = min(context, _LOOKED_AT)
-    with keeping_parameters(model):
-        try:
-            before, after = _influences(model, tokens)
-        except Exception:
-            try:
-                before, after = _influences(model, context)
-            except Exception as error:  # whatever a model does with what it does not take
-                raise ConfigError(
-                    f"{type(model).__name__} fails with a sample of {context} tokens: {_first_line(error)}",
-                    next_step=f"try it in transformers itself as model(input_ids=…), {_BY_FUNCTION}",
-                ) from error
-    if after > _NO_INFLUENCE * before:
-        is_encoder = not getattr(model.config, "is_decoder", True)
-        raise ConfigError(
-            f"{type(model).__name__} sees the tokens that it should predict: its answers depend on later "
-            "ones, and it would learn to copy them",
-            next_step=f"name the folder of a causal language model, {_BY_FUNCTION}"
-            + ("; to make a decoder of it write is_decoder = true into config.json" * is_encoder),
-        )
-
-
-def _influences(model: "PreTrainedModel", num_tokens: int) -> tuple[float, float]:
-    """How much answers of the first half depend on tokens of that half, and of the other one."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    was_training = model.training
-    embedded: list[Tensor] = []
-
-    def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        embedded.append(output.detach().requires_grad_())
-        return embedded[-1]
-
-    handle = model.get_input_embeddings().register_forward_hook(keep)
-    half = num_tokens // 2
-    draws = torch.Generator().manual_seed(0)
-    try:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        tokens = torch.randint(vocabulary, (1, num_tokens), generator=draws)
-        logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
-        # Some sum of them: a plain one is the same for all inputs, often.
-        answers = logits[:, :half]
-        (answers * torch.randn(answers.shape, generator=draws)).sum().backward()  # type: ignore[no-untyped-call]
-    finally:
-        handle.remove()
-        model.train(was_training)
-        for parameter in trained:
-            parameter.requires_grad_()
-    size = sum(each.grad.abs() for each in embedded if each.grad is not None)
-    assert isinstance(size, Tensor)
-    return float(size[:, :half].max()), float(size[:, half:].max())
-
-
-def check_buffers(saved: "PreTrainedModel", config: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a folder has buffers that its config does not give: nodes build by that."""
-    given = kept_buffers(built(config))
-    for name, buffer in kept_buffers(saved).items():
-        own = given[name]
-        if own.is_meta or not torch.equal(buffer, own.to(buffer.dtype)):
-            raise ConfigError(
-                f"the folder has values of its own for the buffer {name}, and those are no parameters: no "
-                "node would get them",
-                next_step="train adapters with --lora RANK, where each node reads the folder",
-            )
 
 
 def saved_model(folder: Path) -> "PreTrainedModel":
@@ -477,7 +347,7 @@ def saved_model(folder: Path) -> "PreTrainedModel":
         )
     except Exception as error:  # safetensors and transformers have no error in common
         raise BadDataError(
-            f"the weights in {folder} cannot be read: {_first_line(error)}",
+            f"the weights in {folder} cannot be read: {first_line(error)}",
             next_step="copy the folder again",
         ) from error
     finally:
@@ -491,7 +361,7 @@ def saved_model(folder: Path) -> "PreTrainedModel":
                 f"the weights in {folder} do not fit its config: {what.replace('_', ' ')} "
                 f"{sorted(map(str, names))[0]}"
                 + (f"; they are of a {kinds[0]}, not of a {type(saved).__name__}" * is_other),
-                next_step=f"name the folder of a causal language model, {_BY_FUNCTION}"
+                next_step=f"name the folder of a causal language model, {BY_FUNCTION}"
                 if is_other
                 else "copy the folder again",
             )
@@ -511,7 +381,7 @@ def merged_model(
     if base is None:
         raise _no_base()
     model = adapt(saved_model(base), spec.adapters)
-    check_frozen(_left_alone(model), spec.description.frozen_digest, where=str(base))
+    check_frozen(left_alone(model), spec.description.frozen_digest, where=str(base))
     with torch.no_grad():
         for name, value in values.items():
             model.get_parameter(name).copy_(value)
@@ -539,6 +409,7 @@ def _quietly() -> None:
     logging.disable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What a library's error says first, with its kind."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
