@@ -35,7 +35,6 @@ from node.exchange.codecs.codec import Tiles
 from node.exchange.mean import norm_of
 from node.exchange.outer import Outer
 from node.exchange.reduction import Reduction
-from node.outer_state import Vector
 from protocol.run.models import Layout, NamedShape
 from protocol.run.run_spec import ExchangeSection, Merge, OuterSection, RunSpec
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload
@@ -121,7 +120,7 @@ class RoundsOfOneNode:
         self.outer.compile_kernels()
         least = least_elements_of_a_slice(values, nodes, USUAL_ELEMENTS)
         self.slices = cut_into_slices(values, self.ids, least_elements=least)
-        others = _drift(rng, values) * np.float32(1e-3)
+        others = rng.standard_normal(values, dtype=np.float32) * np.float32(1e-3)
         self._norms: dict[int, float] = {}  # of what comes, by slice
         # What comes of the others: their contributions to our slices, and results of theirs.
         self._arriving = {
@@ -232,10 +231,6 @@ class RoundsOfOneNode:
                 for part in self.slices
             ),
         )
-
-
-def _drift(rng: np.random.Generator, num_elements: int) -> Vector:
-    return rng.standard_normal(num_elements, dtype=np.float32)
 
 
 def _sealed(

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import structlog  # noqa: E402  # after the path to our own packages
 
+from lab.run_files import TINY_MODEL  # noqa: E402
 from lab.simulation.swarm import Life, simulate  # noqa: E402
 from node.exchange.peers import (  # noqa: E402
     Admission,
@@ -50,14 +51,7 @@ ROOMS = (*PRODUCT, "node/exchange", "node/island", "lab", "benchmarks", "tests")
 PUSHED_BYTES = 1_000_000
 TINY = {
     "run": {"rounds": 4, "min_nodes": 3, "seed": 1},
-    "model": {
-        "hidden_size": 32,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "ffn_size": 64,
-        "context": 32,
-    },
+    "model": TINY_MODEL,
     "inner": {"steps": 5, "batch": 4},
     "evaluation": {"every_rounds": 2, "samples": 16},
 }

@@ -68,10 +68,10 @@ class Run:
     output: str
 
 
-def all_mutants(root: Path = ROOT) -> list[Mutant]:
+def all_mutants() -> list[Mutant]:
     """The lists of all rooms, in the order of their names."""
     mutants = []
-    for path in sorted((root / "tools" / "mutants_by_room").glob("*.toml")):
+    for path in sorted((ROOT / "tools" / "mutants_by_room").glob("*.toml")):
         for entry in tomllib.loads(path.read_text())["mutant"]:
             mutants.append(Mutant(**{**entry, "tests": tuple(entry["tests"])}))
     return mutants

@@ -92,7 +92,7 @@ def error_of_keeping(groups: Iterator[Vector], share: float) -> float:
     return float(np.sqrt(lost / total))
 
 
-def in_chunks(values: Vector, layout: Layout) -> Iterator[Vector]:
+def in_chunks(values: Vector) -> Iterator[Vector]:
     """The flat vector's."""
     yield from (values[start : start + CHUNK] for start in range(0, values.size, CHUNK))
 
@@ -102,7 +102,7 @@ def in_tiles(values: Vector, layout: Layout) -> Iterator[Vector]:
     for tensor in layout.places:
         part = values[tensor.offset : tensor.offset + tensor.num_elements]
         if len(tensor.shape) != 2:
-            yield from in_chunks(part, layout)
+            yield from in_chunks(part)
             continue
         matrix = part.reshape(tensor.shape)
         for row in range(0, matrix.shape[0], TILE):
@@ -130,7 +130,7 @@ def main() -> None:
     for index, values in enumerate(pseudo_gradients_of(spec)):
         errors = ", ".join(
             f"{TILE * TILE // kept} in {TILE * TILE}: chunks "
-            f"{error_of_keeping(in_chunks(values, layout), 1 / kept):.4f}, tiles "
+            f"{error_of_keeping(in_chunks(values), 1 / kept):.4f}, tiles "
             f"{error_of_keeping(in_tiles(values, layout), 1 / kept):.4f}"
             for kept in (64, 16)
         )

@@ -101,10 +101,10 @@ def cases(pseudo_gradients: Vector) -> dict[str, tuple[Vector, Chosen]]:
     return found
 
 
-def owed_after(way: Way, turns: int, *, stays: bool, num_chunks: int = 16) -> tuple[float, float]:
+def owed_after(way: Way, turns: int, *, stays: bool) -> tuple[float, float]:
     """Of the others and of the outliers: the residual's norm by that of what a round adds."""
     rng = np.random.default_rng(1)
-    others = np.arange(num_chunks * CHUNK) % (CHUNK // 4) != 77
+    others = np.arange(16 * CHUNK) % (CHUNK // 4) != 77
     owed = np.zeros(others.size, dtype=np.float32)
     for turn in range(turns):
         added = rng.standard_normal(others.size, dtype=np.float32)

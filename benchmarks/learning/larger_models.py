@@ -249,13 +249,11 @@ def tries_of(
     return found
 
 
-def best_rates(known: dict[Try, float], size: str, text: str = "") -> dict[str, float]:
+def best_rates(known: dict[Try, float], size: str) -> dict[str, float]:
     """By the tuning runs, of each optimizer."""
     found: dict[str, float] = {}
     for optimizer in SIZES[size].rates:
-        runs = [
-            tried for tried in tuning(size, text) if tried.optimizer == optimizer and tried in known
-        ]
+        runs = [t for t in tuning(size, "") if t.optimizer == optimizer and t in known]
         if runs:
             found[optimizer] = min(runs, key=known.__getitem__).rate
     return found

@@ -153,19 +153,7 @@ def print_table(case: Case, rows: list[Measured], target: float | None, *, of: s
 
 def chosen_case(chosen: argparse.Namespace, case: Case) -> Chosen:
     """What a figure is of."""
-    return Chosen(
-        num_nodes=case.num_nodes,
-        mbit=case.mbit,
-        up_share=case.up_share,
-        round_trip_ms=case.round_trip_ms,
-        step_seconds=case.step_seconds,
-        seconds=case.seconds,
-        most_steps=case.most_steps,
-        inner_steps=case.tables["inner"]["steps"],
-        outer=(case.tables["outer"]["learning_rate"], case.tables["outer"]["momentum"]),
-        model=chosen.model_size,
-        seed=case.tables["run"]["seed"],
-    )
+    return Chosen.of({**asdict(case), "model": chosen.model_size})
 
 
 def report(chosen: argparse.Namespace) -> None:

@@ -69,6 +69,7 @@ from protocol.wire.rounds import (
     Digest,
     NodeId,
     Plan,
+    Planned,
     Result,
     SliceOutcome,
     same_fields,
@@ -78,21 +79,12 @@ from protocol.wire.rounds import (
 def plan_of(current: Round, now: float) -> Plan:
     """The round's plan with what remains of its durations: who reconnects gets no extra time."""
     return Plan(
+        **same_fields(current, Planned),
         round=current.number,
-        fragment=current.fragment,
-        base_digest=current.base_digest,
-        assignments=current.assignments,
         slices=tuple(progress.slice for progress in current.slices),
-        token_clock=current.token_clock,
-        round_tokens=current.round_tokens,
         train_seconds=max(0.0, current.train_deadline - now),
         contribute_seconds=max(0.0, current.contribute_deadline - now),
         commit_seconds=max(0.0, current.commit_deadline - now),
-        reason=current.reason,
-        ahead=current.ahead,
-        num_rulings=current.num_rulings,
-        opened_at=current.opened_at,
-        ways=current.ways,
         votes=votes_of(current.say, [a.node_id for a in current.assignments]),
     )
 

@@ -18,15 +18,14 @@ from protocol.wire.findings import Audited, ResultRefused
 from protocol.wire.messages import Reduced, Trained
 from protocol.wire.payload import WireTotals
 from protocol.wire.rounds import (
-    Assignment,
     Commit,
     Digest,
     LayoutSummary,
     NodeId,
     Plan,
+    Planned,
     Result,
     Slice,
-    Way,
 )
 
 
@@ -139,25 +138,16 @@ class SliceProgress(Result):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class Round(Planned):
     """The round in flight."""
 
     number: int
-    fragment: int
-    base_digest: Digest
     phase: RoundPhase
-    opened_at: float
     train_deadline: float
     contribute_deadline: float
     commit_deadline: float
-    assignments: tuple[Assignment, ...]
     slices: tuple[SliceProgress, ...]
-    token_clock: int
-    reason: str
     cannot_commit: str = ""  # why nothing of it can, or empty
-    ahead: tuple[Assignment, ...] = ()  # told with the plan, for the round after
-    round_tokens: int = 0  # how far the plan takes the token clock
-    num_rulings: int = 0  # made when it opened
     trained: Mapping[NodeId, Trained] = field(default_factory=dict)
     # Which results of which slices each node holds, as one report tells of all, and how far these agree.
     held: Mapping[NodeId, Mapping[int, Digest]] = field(default_factory=dict)
@@ -186,7 +176,6 @@ class Round:
     trained_at: Mapping[NodeId, float] = field(default_factory=dict)  # when `trained` came
     reduced_at: float | None = None  # when the latest slice was reduced
     gone_at: float | None = None  # when the latest participant left or was given up
-    ways: tuple[Way, ...] = ()  # between participants that do not reach each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,7 +277,6 @@ def take_over(turn: Turn) -> None:
     current = turn.current
     staying = _staying(turn.state, current, at_most=2)
     for progress in current.slices:
-        current = turn.current
         overdue_at = _overdue_at(current, progress, staying)
         is_overdue = overdue_at is not None and turn.now >= overdue_at
         is_in_hands = _has_reducer(turn.state, current, progress)
@@ -289,6 +288,7 @@ def take_over(turn: Turn) -> None:
             _offer(turn, progress, holders)
         elif is_overdue or not _is_its_own_backup(turn.state, current, progress):
             _hand_over(turn, progress)
+        current = turn.current
 
 
 def _is_its_own_backup(state: SwarmState, current: Round, progress: SliceProgress) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,7 +167,7 @@ class SimulatedCoordinator:
             o.copied_at: first.with_name(f"copy-{o.copied_at:g}") for o in outages if o.copied_at
         }
         events = sorted(
-            [(at, None) for at in copies] + [(o.dies_at, o) for o in outages], key=_when
+            [(at, None) for at in copies] + [(o.dies_at, o) for o in outages], key=itemgetter(0)
         )
         for at, outage in events:
             await asyncio.sleep(at - clock())
@@ -187,10 +188,6 @@ class SimulatedCoordinator:
             if outage.copied_at is not None:
                 shutil.copy(copies[outage.copied_at] / DATABASE_NAME, serves / DATABASE_NAME)
             self.begin(Store.open(serves))
-
-
-def _when(event: tuple[float, Outage | None]) -> float:
-    return event[0]
 
 
 class DeskStream:

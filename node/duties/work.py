@@ -28,7 +28,7 @@ from protocol.wire.messages import (
     RunFinished,
     Trained,
 )
-from protocol.wire.rounds import BOOK_PLACES, Assignment, NodeId, Plan
+from protocol.wire.rounds import BOOK_PLACES, Assignment, NodeId, Plan, same_fields
 from protocol.wire.vitals import Utilisation
 
 log = structlog.get_logger()
@@ -148,13 +148,7 @@ def counted(report: InnerReport, assignment: Assignment) -> InnerReport:
 
 def trained_of(report: InnerReport) -> Trained:
     """What the coordinator is told of it."""
-    return Trained(
-        inner_steps=report.inner_steps,
-        samples=report.samples,
-        tokens=report.tokens,
-        loss=report.loss,
-        seconds=report.seconds,
-    )
+    return Trained(**same_fields(report, Trained))
 
 
 def progress_of(report: InnerReport) -> Progress:

@@ -118,8 +118,8 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Opens a round. The durations count from the moment a node receives the plan.
+class Planned:
+    """What a plan says that stays as it is for as long as the round lasts.
 
     `token_clock` is where schedules in tokens stand when the round begins, and `round_tokens` how far
     they get in it, evenly over each participant's own inner steps. Together they end where the clock
@@ -130,21 +130,27 @@ class Plan:
     plan asks it of those who take part in it. Empty without overlap.
     """
 
-    round: int
     fragment: int
     base_digest: Digest
     assignments: tuple[Assignment, ...]
-    slices: tuple[Slice, ...]
     token_clock: int
-    train_seconds: float
-    contribute_seconds: float
-    commit_seconds: float
     reason: str
     ahead: tuple[Assignment, ...] = ()
     round_tokens: int = 0  # as in databases that do not hold it
     num_rulings: int = 0  # made when the round opened: who lacks one does not take part
     opened_at: float = 0.0  # by the coordinator's clock: tells plans of one round apart
     ways: tuple[Way, ...] = ()  # between participants that do not reach each other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Planned):
+    """Opens a round. The durations count from the moment a node receives the plan."""
+
+    round: int
+    slices: tuple[Slice, ...]
+    train_seconds: float
+    contribute_seconds: float
+    commit_seconds: float
     votes: tuple[int, ...] = ()
     """What the word of each participant counts about others' contributions, in order and in 65,536ths of all.
 
