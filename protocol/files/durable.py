@@ -36,7 +36,7 @@ def refusal_to_write(path: Path, error: OSError) -> AtollError:
             f"cannot write {path}: {error.strerror}", next_step=NEXT_STEP_FOR_REFUSAL[error.errno]
         )
     next_step = f"make {path.parent} a folder that you may write to, or choose another"
-    if error.errno in (errno.EROFS, errno.ENAMETOOLONG):
+    if error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.EISDIR):
         next_step = NEXT_STEP_FOR_REFUSAL[error.errno]
     return CannotCreateError(f"cannot write {path}: {error.strerror or error}", next_step=next_step)
 

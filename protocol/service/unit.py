@@ -79,6 +79,8 @@ class Unit:
                 "# The daemon ends what it started: ranks that are signalled hand in no work.",
                 "KillMode=mixed",
                 f"TimeoutStopSec={round(self.stop_seconds)}",
+                "# What the kernel kills for want of memory, a rank or a backup, the daemon starts again.",
+                "OOMPolicy=continue",
                 f"WatchdogSec={WATCHDOG_SECONDS}",
                 "# A run that is finished stays so, and these codes want a person.",
                 "Restart=on-failure",

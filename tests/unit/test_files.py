@@ -93,6 +93,7 @@ def test_what_is_in_the_way_is_not_replaced(tmp_path: Path) -> None:
         (errno.EFBIG, SystemRefusedError, "FAT ends at 4 GB"),
         (errno.EIO, SystemRefusedError, "dmesg"),
         (errno.EROFS, CannotCreateError, "mount it for writing"),
+        (errno.EISDIR, CannotCreateError, "move it away"),
         (errno.EACCES, CannotCreateError, "a folder that you may write to"),
     ],
 )

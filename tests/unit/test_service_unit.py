@@ -65,6 +65,10 @@ def test_it_is_started_again_unless_that_wants_a_person() -> None:
     assert told and {int(code) for code in re.findall(r"\d+", told[1])} == set(map(int, codes))
 
 
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_does_not_end_its_daemon() -> None:
+    assert read(UNIT)["Service"]["OOMPolicy"] == "continue", "systemd would stop the whole unit"
+
+
 def test_a_service_of_the_machine_runs_as_the_folders_owner(tmp_path: Path) -> None:
     user = read(UNIT)
     assert "User" not in user["Service"] and user["Install"]["WantedBy"] == "default.target"
