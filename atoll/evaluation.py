@@ -48,7 +48,11 @@ def evaluated(
     all_shown, some_shown = weights.few(), values()
 
     def is_other(copy: nn.Module) -> bool:
-        return differ(weights.few(copy).to(all_shown.device), all_shown)
+        found = weights.few(copy).to(all_shown.device)
+        # One of another type is made of these weights for the evaluation, and rounded.
+        is_rounded = weights.types_of(copy) != weights.types_of(model)
+        most = (SAME if is_rounded else share) * float(all_shown.norm())
+        return float((found - all_shown).norm()) > most
 
     look = _Look(lambda: differ(values(), some_shown))
     wrappers, copies = kin_of(model, weights.places)

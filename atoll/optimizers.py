@@ -66,6 +66,11 @@ class Optimizers:
         """One has stepped the model: also such as nobody gave, or made later."""
         self._seen.add(optimizer)
 
+    def rates(self) -> list[float]:
+        """Their learning rates, by their groups."""
+        groups = [group for each in self._all() for group in each.param_groups]
+        return [float(group["lr"]) for group in groups if "lr" in group]
+
     def find_copies(self, weights: Iterable[Tensor]) -> set[str]:
         """Looks which keys of the states hold copies of the weights, and returns what is new.
 

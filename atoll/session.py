@@ -91,6 +91,7 @@ class Session:
         self.over = ""  # why there will be no further order
         self.is_replaced = False  # weights were taken over; the loop sets it back
         self.steps_at_risk = 0  # trained, and not published yet
+        self.follows = False  # the loop has asked how far the run is, or what it wants of rates
         self._has_told_wait = False  # since it trained last
 
     def come_in(self) -> None:
@@ -118,7 +119,7 @@ class Session:
         assert watch is not None and weights is not None
         if training is not None:
             watch.ends(training.steps, weights.bits)
-            self._tell(watch.advice())
+            self._tell(watch.advice(follows=self.follows))
             self.log.tell(logging.INFO, "trained", round=training.round, inner_steps=training.steps)
         own = watch.values()
         self._optimizers.evaluate()

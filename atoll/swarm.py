@@ -77,6 +77,7 @@ class Swarm:
     @property
     def progress(self) -> float:
         """How far the run has come, from 0 to 1: what a schedule of one's own may follow."""
+        self._session.follows = True
         training = self._session.training or self._last
         return 0.0 if training is None else training.progress
 
@@ -95,6 +96,7 @@ class Swarm:
         return self._rate("inner.muon_learning_rate")
 
     def _rate(self, key: str) -> float:
+        self._session.follows = True
         training = self._session.training or self._last
         if training is None or key not in training.rates:
             raise SwarmError(

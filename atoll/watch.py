@@ -107,6 +107,7 @@ class Watch:
         self.has_moved = False  # a step has changed the weights since the loop came in
         self._sample = self._sampled()
         self._moves = Moves(held=self.values())
+        self._rates: list[float] = []  # when the loop was given its weights
         self._at_work = 0  # optimizers, one within another
         self._gradient: Tensor | None = None  # of the last step, where all that is sampled has one
         # The largest since steps last changed something; None: no optimizer's step had one.
@@ -129,6 +130,7 @@ class Watch:
         self._sample = self._sampled()
         now = self.values()
         self._moves = Moves(held=now)
+        self._rates = self._optimizers.rates()
         self._bits = bits
         self._at_work = 0
         if own is not None and len(own) == len(now):
@@ -170,9 +172,20 @@ class Watch:
         if self._went_astray:
             raise self._moves.refusal()
 
-    def advice(self) -> list[str]:
-        """What to tell of a round that does no harm, and less good than it could; each but once."""
+    def advice(self, *, follows: bool) -> list[str]:
+        """What to tell of a round that does no harm, and less good than it could; each but once.
+
+        `follows`: whether the loop asks how far the run is.
+        """
         found = {}
+        rates = self._optimizers.rates()
+        if not follows and len(rates) == len(self._rates) and rates != self._rates:
+            found["rates"] = (
+                "the learning rate changes by a schedule of this loop's own, which ends too early or too "
+                "late: plans say how many steps come, and a node that joins late begins anew. Let it follow "
+                "swarm.progress, or take swarm.learning_rate over, as "
+                "TrainerCallback(follows_learning_rate=True) does"
+            )
         taken, steps = self._moves.optimizer_steps, self._moves.steps
         if 0 < 3 * taken <= 2 * steps:  # of micro-batches a half, at most
             found["step"] = (

@@ -193,6 +193,10 @@ class Weights:
         tensors = tensors_of(of or self.model, self.places)
         return few_of_all(tensors[place.name] for place in self.places)
 
+    def types_of(self, model: nn.Module) -> set[torch.dtype]:
+        """Types of what the run trains of the model, or of a copy of it."""
+        return {tensor.dtype for tensor in tensors_of(model, self.places).values()}
+
     @torch.no_grad()
     def are_finite(self) -> bool:
         """Whether all values held are numbers."""

@@ -269,7 +269,7 @@ def _answered(wanted: "Wanted") -> "Wanted":
     asked = _answered_function(wanted, model) if ":" in model else _answered_model(wanted, model)
     nodes = click.prompt("nodes that you expect", default=2, type=click.IntRange(1, 10_000))
     link = wanted.link or _right_answer(
-        "the slowest node's link, such as 100mbit",
+        "the slowest node's link, such as 100mbit [not said]",
         default="",
         check=lambda told: told and told_link(told),
     )
@@ -279,7 +279,7 @@ def _answered(wanted: "Wanted") -> "Wanted":
 def _right_answer(question: str, *, default: str, check: "Callable[[str], object]") -> str:
     """An answer that holds: one that does not is asked for again, with what is wrong."""
     while True:
-        answer = str(click.prompt(question, default=default))
+        answer = str(click.prompt(question, default=default, show_default=bool(default)))
         try:
             check(answer)
             return answer
@@ -315,8 +315,10 @@ def _answered_model(wanted: "Wanted", model: str) -> "Wanted":
             "rank of adapters, or 0 to train all of it", default=0, type=click.IntRange(0, 4096)
         )
     data = click.prompt(
-        "data: a folder of 'atoll data prepare', text files, or 'private' for each node's own",
+        "data: a folder of 'atoll data prepare', text files, or 'private' for each node's own [Python's "
+        "own source]",
         default="",
+        show_default=False,
     )
     is_private = data.strip() == "private"
     return replace(
@@ -330,7 +332,9 @@ def _answered_model(wanted: "Wanted", model: str) -> "Wanted":
 
 
 def _answered_function(wanted: "Wanted", function: str) -> "Wanted":
-    folder = click.prompt("the folder of its code; empty where it is installed", default="")
+    folder = click.prompt(
+        "the folder of its code [it is installed]", default="", show_default=False
+    )
     data = click.prompt("data: module:function, or a folder of 'atoll data prepare'")
     is_function = ":" in data
     context = wanted.context

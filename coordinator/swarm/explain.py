@@ -61,8 +61,8 @@ def differing_in_words(state: SwarmState) -> str:
     low, high = told.holders[0], told.holders[-1]
     return (
         f"{name_of(state, low.node_id)} finds {low.loss:.3f} and {name_of(state, high.node_id)} "
-        f"{high.loss:.3f} of the state after round {told.round}: they evaluate on other data or by other "
-        "code, as that which their functions call, or one of them lies"
+        f"{high.loss:.3f} of the state after round {told.round}: they evaluate on other data, as batches "
+        "drawn anew each time, or by other code, as that which their functions call, or one of them lies"
     )
 
 

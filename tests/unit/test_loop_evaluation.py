@@ -129,30 +129,33 @@ async def test_an_average_that_is_measured_in_the_place_of_the_global_parameters
         await ends(thread)
 
 
-@pytest.mark.parametrize("calls_both", [False, True])
+@pytest.mark.parametrize("measures", ["average", "both", "rounded copy"])
 async def test_an_average_in_a_model_of_its_own_is_no_measure_of_the_swarm_and_may_be_beside_it(
-    tmp_path: Path, calls_both: bool
+    tmp_path: Path, measures: str
 ) -> None:
     async with scene(tmp_path) as one:
         model = Decoder(one.spec.decoder)
         forward = torch.compile(model, backend="eager")
-        average = AveragedModel(model)
+        average, rounded = AveragedModel(model), copy.deepcopy(model).bfloat16()
         tokens = torch.zeros(1, 4, dtype=torch.int64)
 
         def evaluate() -> float:
+            if measures == "rounded copy":
+                rounded.load_state_dict(model.state_dict())
+                return rounded(tokens).float().square().mean().item()
             loss = average(tokens).square().mean().item()
-            return forward(tokens).square().mean().item() if calls_both else loss
+            return forward(tokens).square().mean().item() if measures == "both" else loss
 
         thread = await one.joined(
             lambda swarm: swarm.step(tokens=1), model=model, evaluate=evaluate
         )
         await one.train(work(steps=1))
-        if calls_both:
-            assert (await one.island.evaluate()) is not None
-            await one.stops(thread)
-        else:
+        if measures == "average":
             with pytest.raises(LoopGoneError, match="has measured other weights than those that"):
                 await one.island.evaluate()
+        else:
+            assert (await one.island.evaluate()) is not None
+            await one.stops(thread)
         await ends(thread)
 
 

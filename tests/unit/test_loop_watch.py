@@ -350,6 +350,30 @@ async def test_a_loop_that_calls_step_for_each_micro_batch_is_told_once(
         assert caplog.text.count("the optimizer has taken 3 steps in 6 calls of step()") == 1
 
 
+@pytest.mark.parametrize("follows", [False, True])
+async def test_a_schedule_by_the_steps_of_a_loop_is_told_once_unless_it_follows_the_run(
+    tmp_path: Path, follows: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as one:
+        model = Decoder(one.spec.decoder)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def train(swarm: atoll.Swarm) -> None:
+            number = 0
+            while not swarm.is_over:
+                far = swarm.progress if follows else number / 100
+                optimizer.param_groups[0]["lr"] = 1e-4 * (1 - far / 2)
+                take_steps(model, optimizer, 1)
+                swarm.step(tokens=1)
+                number += 1
+
+        thread = await one.joined(train, model=model, optimizer=optimizer)
+        await rounds(one, 4, steps=5)
+        await one.stops(thread)
+        words = "the learning rate changes by a schedule of this loop's own"
+        assert caplog.text.count(words) == (not follows)
+
+
 async def test_what_a_loop_leaves_untrained_of_the_run_is_told_once_by_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

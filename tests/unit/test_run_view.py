@@ -1,6 +1,7 @@
 """What the page is told: the figures of the status, curves that fit a screen, and news as sentences."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.dashboard import run_view
 from coordinator.dashboard.news_file import KEPT, KEPT_ROUTINE, SENTENCES, NewsFile, sentence_of
 from coordinator.dashboard.run_view import (
     MOST_NODES,
@@ -279,3 +281,28 @@ def test_images_are_samples_and_what_a_function_makes_of_text_is_tokens() -> Non
     rows = FunctionModel(source="function", function=net, context=64)
     assert RunSpec(model=rows, data=data).counted == "tokens"
     assert (RunSpec().counted, RunSpec().has_own_loss) == ("tokens", False)
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours, as WCAG 2 has it."""
+
+    def luminance(colour: str) -> float:
+        parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_what_the_page_says_and_draws_stands_out_by_day_and_at_night() -> None:
+    page = Path(run_view.__file__).parent / "site" / "page.css"
+    schemes = re.findall(r":root \{([^}]*)\}", page.read_text())
+    assert len(schemes) == 2
+    for scheme in schemes:
+        colours = dict(re.findall(r"--([a-z0-9]+): (#[0-9a-f]{6})", scheme))
+        sheet, ground = colours["sheet"], colours["ground"]
+        for words in ("ink", "quiet", "accent", "good", "busy", "bad"):  # and the sheet's on those
+            assert contrast(colours[words], sheet) >= 4.5, words
+        assert all(contrast(colours[words], ground) >= 4.5 for words in ("ink", "quiet", "accent"))
+        assert all(contrast(colours[drawn], sheet) >= 3 for drawn in ("s0", "s1", "s2", "held"))
