@@ -515,10 +515,6 @@ class Owing:
         """All that is owed, no copy of it: the next commit changes it."""
         return Owed(residual=self.residual.values, reducer_error=self.reducer_error.values)
 
-    def kept_elements(self) -> int:
-        """Of how many elements this node, as their reducer, still has to add an error to a mean."""
-        return self.reducer_error.num_kept()
-
 
 def _tokens_of(outcome: SliceOutcome, node_id: NodeId) -> int:
     """What a node's contribution to a slice weighed; 0 when the slice did not take any."""
