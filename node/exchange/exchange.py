@@ -117,7 +117,7 @@ class Exchange:
     async def open_round(self, plan: Plan) -> None:
         """Begins to take contributions and results of a round.
 
-        Of another plan of the same round nothing is kept: results of its slices would stand in the way.
+        Nothing of another plan of the same round is kept: results of its slices would stand in the way.
         """
         await self._break_off_round()
         await self._pushes.stop(from_round=plan.round)
@@ -251,7 +251,7 @@ class Exchange:
         await self._disk.save(
             self.outer, self._held, lock=self._lock, heavy=self._heavy, is_last=is_last
         )
-        # Who asks for earlier ones gets them from the disk.
+        # A peer that asks for earlier ones gets them from the disk.
         self._held.forget_before(self.outer.round - 1)
 
     async def gains(
