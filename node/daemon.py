@@ -295,7 +295,7 @@ class Daemon:
                 if task.done():
                     task.result()  # raises what went wrong
             if self._duties.is_draining:
-                tasks.append(asyncio.ensure_future(self._exchange.answer_auditors()))
+                tasks.append(asyncio.ensure_future(self._exchange.audits.answer()))
                 await asyncio.wait((tasks[-1], patience), return_when=asyncio.FIRST_COMPLETED)
                 goodbye = self._duties.how_drained()
                 return goodbye

@@ -1,8 +1,8 @@
 """What follows from a proven lie, from a result that nobody can make again, and from contradiction. Pure.
 
-Who is convicted is put in quarantine by a ruling, with the evidence. The run goes back to before the round,
-by the ruling that the run owner would make, or as near as nodes reach. A reducer whose results are in doubt
-stays away from slices for 1, 2, 4, … rounds.
+A ruling puts a member that is convicted in quarantine, with the evidence. The run goes back to before the
+round, by the ruling that the run owner would make, or as near as nodes reach. A reducer whose results are in
+doubt stays away from slices for 1, 2, 4, … rounds.
 
 The error that a reducer adds must be what a committed result of its own has left.
 """

@@ -495,7 +495,7 @@ _MOVING_LOSSES = ("inner.", "outer.", "evaluation.go_back")
 def middle_loss(state: SwarmState, found: Sequence[HolderLoss]) -> HolderLoss:
     """Of losses of one state on one text: the middle one, and of two that of more confirmed work.
 
-    Who is asked is drawn by confirmed work, so each counts alike.
+    Members are drawn by confirmed work, so each counts alike.
     """
     ranked = sorted(found, key=lambda one: (_or_infinite(one.loss), one.node_id))
     if len(ranked) == 2:
@@ -511,7 +511,7 @@ def _or_infinite(loss: float) -> float:
 def alarm_of(state: SwarmState, round: int, found: Sequence[HolderLoss]) -> Alarm | None:
     """What follows from what members found of the state after a round; None where all is well.
 
-    Of one member alone nothing follows, unless the swarm has no other.
+    Nothing follows from one member alone, unless the swarm has no other.
     """
     good, known = plausible_losses(state, round)
     on = {one.node_id: known[_held_by(state, one.node_id)] for one in found}

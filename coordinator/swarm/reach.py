@@ -365,7 +365,7 @@ def wait_after(num_tries: int) -> float:
 def _is_one_network(one: str, other: str) -> bool:
     """Whether both are in the internet, or in one network that is not.
 
-    Who is seen in the coordinator's own network is not let in there from elsewhere.
+    A member that is seen in the coordinator's own network is not let in there from elsewhere.
     """
     first, second = ip_address(one), ip_address(other)
     if first.is_global or second.is_global:

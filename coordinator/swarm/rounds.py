@@ -127,9 +127,9 @@ def training_done(turn: Turn, node_id: NodeId, round: int, report: Trained) -> N
 def slice_reduced(turn: Turn, node_id: NodeId, round: int, report: Reduced) -> None:
     """Fixes a slice's digest or that it is empty: the first valid report of its reducer counts.
 
-    Who encoded a result holds it, so the report counts as the reducer's Held too. A report with
-    contributors who did not take part, with more samples than they were leased or more tokens than
-    these have, or without saying which bytes each of them contributed, leaves the slice open.
+    The reducer holds what it has encoded, so the report counts as its Held too. A report with contributors
+    who did not take part, with more samples than they were leased or more tokens than these have, or without
+    saying which bytes each of them contributed, leaves the slice open.
     """
     current = in_exchange(turn.state, round, node_id)
     if current is None or not 0 <= report.slice_index < len(current.slices):
@@ -457,9 +457,9 @@ def close_round(turn: Turn) -> None:
 def awaited_appliers(state: SwarmState, current: Round) -> list[NodeId]:
     """Whose reports settle a committed round, in the order of their ids.
 
-    The present participants, and the ready members that joined during the round: these fetch the
-    results rather than being sent them, and would miss the start of every next round by that little.
-    Of either not those on trial, as long as there is anybody else.
+    The present participants, and the ready members that joined during the round: these fetch the results
+    rather than being sent them, and would miss the start of every next round by that little. Those on trial
+    are not awaited, as long as there is anybody else.
     """
     joined = (member.node_id for member in available_members(state))
     here = sorted({*present_participants(state, current), *joined})

@@ -1,13 +1,14 @@
 """Whether members have trained what they were leased: who checks whom, and what follows. Pure.
 
-A checker measures how much more a member's contribution has learned of its lease than of other samples.
-Who trained on its lease has learned more of it; who copies others, trains a part, or makes something up has
-not (Lidin et al. 2025, "Incentivizing Permissionless Distributed Learning of LLMs"; docs/decisions.md has our
-figures). One check shows little, so scores add up as in Wald's sequential test (1945): each finding moves a
-member's balance by the logarithm of how much likelier its score is for a member that trains than for one that
-does not. Liars may be among the checkers, so the half of the weight that accuses most is not counted. Where
-what is left comes to one in CHANCE, the member is put in quarantine and its confirmed work counts no more. So
-liars of less than half of the weight add nothing: without them the others would convict it all the same.
+A checker measures how much more a member's contribution has learned of its lease than of other samples. A
+member that trained on its lease has learned more of it; who copies others, trains a part, or makes something
+up has not (Lidin et al. 2025, "Incentivizing Permissionless Distributed Learning of LLMs"; docs/decisions.md
+has our figures). One check shows little, so scores add up as in Wald's sequential test (1945): each finding
+moves a member's balance by the logarithm of how much likelier its score is for a member that trains than for
+one that does not. Liars may be among the checkers, so the half of the weight that accuses most is not
+counted. Where what is left comes to one in CHANCE, the member is put in quarantine and its confirmed work
+counts no more. So liars of less than half of the weight add nothing: without them the others would convict it
+all the same.
 
 What training scores depends on the run, and is taken from the other members: the middle one by weight, and
 a part of that. So nobody is convicted where honest members score nothing either, and lies of less than half

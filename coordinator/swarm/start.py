@@ -152,7 +152,7 @@ def bringing(state: SwarmState) -> list[Member]:
 def end_waiting(turn: Turn) -> None:
     """The run goes on once all are back and nobody has commits to bring, or at the time limit.
 
-    Who has not come back by then counts as lost, whatever its lease was in the database.
+    A node that has not come back by then counts as lost, whatever its lease was in the database.
     """
     awaited = turn.state.awaited
     if awaited is None:

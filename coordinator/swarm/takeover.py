@@ -337,7 +337,7 @@ def _is_for_a_helper(state: SwarmState, current: Round, progress: SliceProgress)
 def _is_reached_by_all(state: SwarmState, current: Round) -> bool:
     """Whether one that stays is known to be reached by all. Else a helper that leaves reduces to its end.
 
-    Of newcomers nobody has said yet that they are not reached.
+    Nobody has said yet that newcomers are not reached.
     """
     staying = _staying(state, current)
     cut, new = cut_off_from(staying), _newcomers(state, current, staying)

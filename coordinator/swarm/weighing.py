@@ -23,8 +23,9 @@ part on trial: it reduces nothing, decides nothing, and nobody waits for it much
 Once it has done its part in a round it is as before; every so many rounds in time one fault is forgotten.
 What the others were given meanwhile does not grow by it.
 
-Who has no confirmed work yet is waited for no longer than those on trial, once members who decide have
-trained. All that are late then are first told to hand in what they have: a slow node loses nothing.
+Members without confirmed work are waited for no longer than those on trial, once members who decide have
+trained. The coordinator first tells all that are late then to hand in what they have: a slow node loses
+nothing.
 
 A helper trains nothing, and one whom no plan asks to reduce does its part by being there. It is late in a
 round in which a slice of its own is overdue.

@@ -133,7 +133,7 @@ def by_rules(work: InnerWork, rulings: KeptRulings, first: RunSpec) -> InnerWork
 def counted(report: InnerReport, assignment: Assignment) -> InnerReport:
     """No more than was asked: a plan may ask less than was trained ahead, and reports are checked.
 
-    Of the tokens an even part, as nobody keeps those of each step.
+    An even part of the tokens counts, as nobody keeps those of each step.
     """
     if report.inner_steps <= assignment.inner_steps:
         return report

@@ -93,9 +93,9 @@ class Exchange:
             forgery=forgery,
             process_of=lambda node_id: self._processes.get(node_id, 0),
         )
-        self._audits = Audits(rules, here, donors=self._donors, report=coordinator.report)
+        self.audits = Audits(rules, here, donors=self._donors, report=coordinator.report)
         self.spot_checks = SpotChecks(
-            here, audits=self._audits, donors=self._donors, result=self._result
+            here, audits=self.audits, donors=self._donors, result=self._result
         )
         self._catch_up = CatchUp(
             here, run_digest=rules.run_digest, coordinator=coordinator, donors=self._donors
@@ -117,7 +117,7 @@ class Exchange:
     async def open_round(self, plan: Plan) -> None:
         """Begins to take contributions and results of a round.
 
-        Of another plan of the same round nothing is kept: results of its slices would stand in the way.
+        Nothing of another plan of the same round is kept: results of its slices would stand in the way.
         """
         await self._break_off_round()
         await self._pushes.stop(from_round=plan.round)
@@ -165,7 +165,7 @@ class Exchange:
     def tell(self, news: RoundNews | AuditAsked | SpotCheckAsked) -> None:
         """Takes in what the coordinator says of a round, which may not be open here yet."""
         if isinstance(news, AuditAsked):
-            self._audits.ask(news)
+            self.audits.ask(news)
         elif isinstance(news, SpotCheckAsked):
             self.spot_checks.ask(news)
         elif self._round is not None and self._round.state.plan.round == news.round:
@@ -187,11 +187,11 @@ class Exchange:
     async def stop(self) -> None:
         """Ends everything in flight, results that peers still wait for included."""
         self._donor.drop()
-        await self._audits.stop()
+        await self.audits.stop()
         await self.spot_checks.stop()
         await self._break_off_round()
         await self._pushes.stop()
-        if kept := await self._heavy(self.outer.owing.kept_elements):
+        if kept := await self._heavy(self.outer.owing.reducer_error.num_kept):
             # Nobody else can owe it: lost with this node, unless it comes back with its folder.
             log.info("rounding error leaves", round=self.outer.round, elements=kept)
 
@@ -200,7 +200,7 @@ class Exchange:
         if self._round is not None and self._round.state.plan.round == commit.round:
             await self._round.complete(commit)
             async with self._lock:
-                await self._audits.keep(self._round.state)
+                await self.audits.keep(self._round.state)
         await self._close_round()
         async with self._lock:
             await self._catch_up.to_commit(commit)
@@ -229,7 +229,7 @@ class Exchange:
         """Later rounds are undone: nothing of theirs is kept, here or for peers."""
         self._early = []
         self._held.forget_from(round + 1)
-        await self._audits.forget_after(round)
+        await self.audits.forget_after(round)
         if self._disk is None:
             self.history.forget_after(round)
         else:
@@ -251,7 +251,7 @@ class Exchange:
         await self._disk.save(
             self.outer, self._held, lock=self._lock, heavy=self._heavy, is_last=is_last
         )
-        # Who asks for earlier ones gets them from the disk.
+        # A peer that asks for earlier ones gets them from the disk.
         self._held.forget_before(self.outer.round - 1)
 
     async def gains(
@@ -275,13 +275,9 @@ class Exchange:
             losses.append(measured)
         return [before - after for before, after in zip(*losses, strict=True)]
 
-    async def answer_auditors(self) -> None:
-        """See Audits.answer."""
-        await self._audits.answer()
-
     def reach_back(self) -> tuple[RoundSpan, ...]:
         """Rounds to whose states this node can go back by itself, in order. Looks at the folder."""
-        return self._catch_up.reach_back()
+        return self._catch_up.own.reach_back()
 
     @property
     def is_sending(self) -> bool:
@@ -325,9 +321,9 @@ class Exchange:
             case WantChunk():
                 return await self._donor.chunk(want)
             case WantInput():
-                self._audits.note_asked()
+                self.audits.note_asked()
                 state = None if self._round is None else self._round.state
-                return await self._heavy(partial(self._audits.supply, want, state))
+                return await self._heavy(partial(self.audits.supply, want, state))
             case WantTokens():
                 return None if self._give_tokens is None else await self._give_tokens(sender, want)
 

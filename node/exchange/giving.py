@@ -3,7 +3,7 @@
 Results are of the round in flight, and of the latest ones for nodes that missed them. What is pushed is sent
 again until it has arrived, or is no longer wanted.
 
-Of the outer state whole rounds are served, chunk by chunk. Joiners need one round for as long as their
+Whole rounds of the outer state are served, chunk by chunk. Joiners need one round for as long as their
 download takes, while this node goes on to others. So what is served is a copy: the node's own snapshot file,
 which stays readable while it is open, also once the folder has newer ones. It costs no memory, and the outer
 state is neither locked nor copied. A node without a folder copies its state into memory, once for all who

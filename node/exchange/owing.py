@@ -110,7 +110,8 @@ class Owing:
         """Of a round: amendments change them."""
         self.sender = sender
         self._sent = sent or SentLog(None)
-        # Of these fragments work of earlier rounds may be owed, and not only what encoding left out.
+        # The residual of these fragments may hold work of earlier rounds, and not only what encoding left
+        # out.
         self._late_fragments = set(range(len(layout.fragments)))
         self._settled_round = 0
         self._aside: _Aside | None = None
@@ -306,7 +307,7 @@ class Owing:
         header = result.payload.header
         if result.error is not None and header.round > self._settled_round:
             tokens = {c.node_id: c.tokens for c in result.made_of.contributors}
-            # Who only reduces will weigh as much as the others next time.
+            # A node that only reduces will weigh as much as the others next time.
             own_tokens = tokens.get(self.sender.node_id) or sum(tokens.values()) / len(tokens)
             self.reducer_error.stage(
                 header.round,
@@ -514,10 +515,6 @@ class Owing:
     def held(self) -> Owed:
         """All that is owed, no copy of it: the next commit changes it."""
         return Owed(residual=self.residual.values, reducer_error=self.reducer_error.values)
-
-    def kept_elements(self) -> int:
-        """Of how many elements this node, as their reducer, still has to add an error to a mean."""
-        return self.reducer_error.num_kept()
 
 
 def _tokens_of(outcome: SliceOutcome, node_id: NodeId) -> int:

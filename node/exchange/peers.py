@@ -320,7 +320,7 @@ class Limits:
     # What peers may take.
     floor_bytes_per_second: float = 2048.0
     ahead_seconds: float = 1.0
-    """Whoever is ahead of others waits so long for them, before each part, at most."""
+    """A sender that is ahead of others waits so long for them, before each part, at most."""
     max_streams_per_peer: int = 24
     max_streams: int = 128
     """That are served at once: 64 contributors with a body in parts each."""

@@ -1,8 +1,8 @@
 """The run's tokens between members: what this node gives to peers, and what it asks them for.
 
-Peers ask each other what they have, as a bit for each piece, and remember the answers; nobody else
-has to know. Where tokens lie on this machine, and which are wanted, is node.island.data's business.
-Of private data there is no HeldTokens, so there is nothing to give.
+Peers ask each other what they have, as a bit for each piece, and remember the answers; nobody else has to
+know. Where tokens lie on this machine, and which are wanted, is node.island.data's business. A run of private
+data has no HeldTokens, so there is nothing to give.
 """
 
 import asyncio

@@ -211,8 +211,7 @@ class Screen(Protocol):
 class LiveScreen:
     """A picture on a terminal that is drawn anew in its place."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._live = Live(console=console.terminal(), auto_refresh=False)
         self._last: pb.GetStatusResponse | None = None
         self._away_since: float | None = None
@@ -241,8 +240,8 @@ class LiveScreen:
     def away(self, why: str) -> None:
         """Draws the last status again, and for how long it has been the last one."""
         if self._away_since is None:
-            self._away_since = self._clock()
-        seconds = console.seconds_in_words(self._clock() - self._away_since)
+            self._away_since = time.monotonic()
+        seconds = console.seconds_in_words(time.monotonic() - self._away_since)
         notice = f"coordinator away for {seconds}, retrying ({why})"
         self._live.update(render(self._last or pb.GetStatusResponse(), notice=notice), refresh=True)
 

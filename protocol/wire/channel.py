@@ -95,7 +95,7 @@ def open_channel(credentials: Credentials, counts: WireCounts | None = None) -> 
     Every call raises AtollErrors. Unary calls have a deadline of DEADLINE_SECONDS unless they name
     another; streams have none. Bytes are counted as "control" into `counts`.
 
-    Who stops reading a stream early must `cancel()` the call: gRPC's calls are reference cycles, so
+    A caller that stops reading a stream early must `cancel()` the call: gRPC's calls are reference cycles, so
     a `break` alone leaves the stream open until the garbage collector comes by.
     """
     diagnosis = Diagnosis(credentials)

@@ -113,7 +113,8 @@ class SpotChecked(Finding):
 class ResultRefused(Finding):
     """A result does not decode as its `header`, which its reducer has signed, says that it does.
 
-    Whoever gets the same bytes finds the same. The header is not signed again, and no part of evidence.
+    Every member that gets the same bytes finds the same. The header is not signed again, and no part of
+    evidence.
     """
 
     MESSAGE = pb.ResultRefusedReport

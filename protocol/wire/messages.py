@@ -82,7 +82,7 @@ class ParticipantsDeparted:
 class ParticipantsIdle:
     """Participants of a round have nothing to contribute: the others do not wait for it.
 
-    Who is told of itself hands in what it has trained, before the others are told.
+    A node that is told of itself hands in what it has trained, before the others are told.
     """
 
     round: int

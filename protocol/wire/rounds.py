@@ -109,7 +109,7 @@ def training_in(assignments: Iterable[Assignment]) -> tuple[NodeId, ...]:
 class Way:
     """Two participants that do not reach each other, in order, and who carries what they exchange.
 
-    Of the one or two that carry the first is asked first.
+    The first of the one or two that carry is asked first.
     """
 
     one: NodeId

@@ -1,6 +1,6 @@
 """Versions: one number for what goes over the wire to the coordinator, one for each kind of file in a folder.
 
-Who changes what is written or sent raises its number, and keeps the one before readable: nodes of this
+A change of what is written or sent raises its number, and keeps the one before readable: nodes of this
 release and of the one before take part in one run, and folders of the one before open. Transfers between
 peers and codecs have versions in their names, and never differ within a run.
 """

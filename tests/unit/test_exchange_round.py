@@ -133,7 +133,7 @@ async def test_each_reducer_keeps_and_saves_what_its_own_results_rounded_away(
     with capture_logs() as logs:
         await scene.stop()
     left = [entry["elements"] for entry in logs if entry["event"] == "rounding error leaves"]
-    assert left == [node.outer.owing.kept_elements() for node in scene.nodes.values()]
+    assert left == [node.outer.owing.reducer_error.num_kept() for node in scene.nodes.values()]
     assert all(0 < elements <= BLOCK for elements in left)
 
 

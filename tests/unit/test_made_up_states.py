@@ -133,7 +133,7 @@ def test_where_a_result_is_missing_nothing_moves_and_all_stays_owed(tmp_path: Pa
 async def test_first_weights_that_a_node_draws_itself_are_taken_from_nobody() -> None:
     scene = await Scene.of(A, B)
     node = scene.nodes[A]
-    node.exchange._catch_up._own._first_state = lambda: ZEROS
+    node.exchange._catch_up.own._first_state = lambda: ZEROS
     made_up = made_up_by(scene, B)
     assert not await node.exchange.refetch(0, made_up)
     assert node.outer.digest == outer_digest(ZEROS, ZEROS)

@@ -14,11 +14,11 @@ reach is reached by at least k values, and by few more. A bisection over so few 
 another over those values, for the exact bound. All by their bits: magnitudes are ordered like these, and
 integers are compared faster.
 
-Of the places the gaps between them are sent, with a Huffman code. For 64 of 4096 that takes about 7.5 bits
-a place in slices of a million values and more, where log2 of the number of choices is 7.4, and hardly more
-than 8 in small ones, for which the code's table is too large. The places themselves would have 12 bits. A
-gap is the number of values between two chosen ones; a section's first counts from its beginning. Gaps are
-bytes: 255 stands for 255 values without a chosen one, and the gap goes on.
+The gaps between the places are sent, with a Huffman code. For 64 of 4096 that takes about 7.5 bits a place in
+slices of a million values and more, where log2 of the number of choices is 7.4, and hardly more than 8 in
+small ones, for which the code's table is too large. The places themselves would have 12 bits. A gap is the
+number of values between two chosen ones; a section's first counts from its beginning. Gaps are bytes: 255
+stands for 255 values without a chosen one, and the gap goes on.
 
 Body: for each chunk the small and the big magnitude (two bf16, little-endian); two bits for each
 chosen value as dense.py packs them, 1 for minus and 2 for big; for each section of 1,048,576 values the

@@ -26,9 +26,10 @@ from protocol.wire.rounds import Commit, Digest, NodeId, Plan, Slice, SliceOutco
 # work was in time in 1, 2, 4, ... rounds. What comes in time counts, whoever was waited for. Of whom the plan
 # asks more steps than of those that are here, as they check somebody's work, it waits as many times as long.
 #
-# Who has the slowest link would never be in time again, nor would what another member carries. So it waits a
-# quarter as long again while something of theirs comes, and in any case for those whom the plan says to be
-# carried here; and no longer: who only lets it trickle costs others what an honest slow link does.
+# The member with the slowest link would never be in time again, nor would one whose work another member
+# carries. So it waits a quarter as long again while something of theirs comes, and in any case for those whom
+# the plan says to be carried here; and no longer: who only lets it trickle costs others what an honest slow
+# link does.
 #
 # Also who is waited for in full is not waited for to the deadline where less than half are late, and nothing
 # of its comes or has come. The first deadlines of a run are the run file's, a hundred times a quick round.
@@ -217,7 +218,7 @@ class RoundState:
             (p.round, p.base_digest, p.assignments, [(s.start, s.num_elements) for s in p.slices])
             for p in (self.plan, plan)
         )
-        # Of two plans that ask the same, peers take nothing that is signed for the other.
+        # Peers take nothing that is signed for another plan, even one that asks the same.
         return ours == theirs and self.plan.opened_at == plan.opened_at
 
 

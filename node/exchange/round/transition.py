@@ -159,7 +159,7 @@ def collects_until(state: RoundState, known: SliceState) -> float:
 def _times_as_many_steps(state: RoundState, known: SliceState, late: Collection[NodeId]) -> float:
     """What the plan asks of those that are late, over what it asks of those that are here; 1 at least.
 
-    Who checks others' work is asked for fewer steps, and is here sooner.
+    A member that checks others' work is asked for fewer steps, and is here sooner.
     """
     steps = {a.node_id: a.inner_steps for a in state.plan.assignments}
     here = (steps.get(n, 0) for n in known.contributions if n not in state.awaited)

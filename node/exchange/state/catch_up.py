@@ -30,7 +30,7 @@ from node.exchange.state.download import Download
 from node.exchange.state.sources import Listed, OwnStates, StateHere, is_same
 from protocol.wire.messages import Report
 from protocol.wire.payload import Payload
-from protocol.wire.rounds import Commit, Digest, RoundSpan, SliceOutcome
+from protocol.wire.rounds import Commit, Digest, SliceOutcome
 
 log = structlog.get_logger()
 
@@ -75,7 +75,7 @@ class CatchUp:
         self._brought_for: tuple[Position, object] | None = None
         self._donors = donors
         self._listed = Listed(coordinator.list_commits, here, donors.waits)
-        self._own = OwnStates(here, self._listed, run_digest=run_digest)
+        self.own = OwnStates(here, self._listed, run_digest=run_digest)
         self._results = ResultsHere(here, donors, say=self._say)
         self._download = Download(
             run_digest=run_digest,
@@ -86,10 +86,6 @@ class CatchUp:
             folder=None if here.disk is None else here.disk.path,
             say=self._say,
         )
-
-    def reach_back(self) -> tuple[RoundSpan, ...]:
-        """Rounds up to ours to whose states we can go back by ourselves, in order. Looks at the folder."""
-        return self._own.reach_back()
 
     async def to_commit(self, commit: Commit) -> None:
         """Reaches the commit's round or a later one."""
@@ -110,7 +106,7 @@ class CatchUp:
             if commits[0].round > self._outer.round + 1 and self._outer.round:
                 self._say_too_far_behind(commits[0].round)
             if not self._outer.is_base_of(commits[0]) and (
-                await self._brought_own(commits[0]) or await self._own.go_back()
+                await self._brought_own(commits[0]) or await self.own.go_back()
             ):
                 continue
             for place, commit in enumerate(commits):
@@ -158,7 +154,7 @@ class CatchUp:
         if await self.is_right(round, digest):
             return True
         is_later = self._outer.round > round
-        if await self._own.stepped_back() or (not is_later and await self._own.go_back()):
+        if await self.own.stepped_back() or (not is_later and await self.own.go_back()):
             await self.to_round(round)
         elif is_later:  # the run went back: ours may be wanted again, until we have that one
             await self._remade(round, from_before=round + 1)
@@ -216,7 +212,7 @@ class CatchUp:
         It begins with a state of ours of a round before `from_before`. All results are looked for before
         anything moves.
         """
-        kept = await self._own.before(from_before)
+        kept = await self.own.before(from_before)
         if kept is None:
             return False
         start, _ = kept
@@ -225,7 +221,7 @@ class CatchUp:
         )
         if len(commits) < round - start.round or not await self._results.are_here(commits):
             return False
-        await self._own.take_up(kept)
+        await self.own.take_up(kept)
         for commit in commits:
             if not await self._replayed(commit):
                 return False  # a file was damaged meanwhile

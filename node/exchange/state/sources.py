@@ -127,7 +127,7 @@ class Listed:
     async def from_ours_to(self, snapshot: Snapshot) -> list[Commit]:
         """All commits from our state to a later one; none when ours does not lead there.
 
-        Of those that do not name this node only what says so is kept: there may be thousands.
+        A commit that does not name this node is cut to what says so: there may be thousands.
         """
         passed = await self.chain(
             self._outer.round,

@@ -62,7 +62,7 @@ MOST_AT_REST = 16
 MOST_ASKED = 16
 """Members that are asked at once where the coordinator is; the next time others are."""
 
-# Who is turned away is told why, as far as that costs little.
+# A peer that is turned away is told why, as far as that costs little.
 _TURNED_AWAY = Limits(idle_seconds=2.0, max_streams_per_peer=2, max_streams=16)
 
 _log = structlog.get_logger(__name__)

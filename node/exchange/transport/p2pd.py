@@ -85,9 +85,9 @@ class P2pd:
     ) -> "P2pd":
         """Starts p2pd and listens; raises SystemRefusedError when it does not come up.
 
-        Streams that peers open go to whom `on_streams` names for their protocol.
-        With `asks_router` it asks the router, by UPnP and NAT-PMP, to forward its port while it runs.
-        Whom it cannot dial itself, it dials through the `proxy`.
+        Streams that peers open go to whom `on_streams` names for their protocol. With `asks_router` it asks
+        the router, by UPnP and NAT-PMP, to forward its port while it runs. Peers that it cannot dial itself,
+        it dials through the `proxy`.
         """
         _load_hivemind()
         folder = TemporaryFolder("p2pd", has_sockets=True)

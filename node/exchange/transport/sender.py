@@ -109,22 +109,18 @@ class OutgoingBody:
         self.give_back(kept)
         self.has_passed |= not self._waiting
 
-    def acknowledge(self, index: int) -> int:
-        """The receiver has a part; returns how many bytes more it has than before."""
-        span = self.span(index)
-        if index not in self.missing:
-            return 0
+    def acknowledge(self, index: int) -> bool:
+        """The receiver has a part; returns whether it had not said so before."""
+        is_new = index in self.missing
         self.missing.discard(index)
-        return int(span.stop - span.start)
+        return is_new
 
-    def keep(self, index: int) -> int:
-        """The receiver has a part whose offer it had not; returns how many bytes that are."""
+    def keep(self, index: int) -> None:
+        """The receiver has a part whose offer it had not."""
         if self._held is None:
             self._kept.add(index)
         elif index not in self._held:
             self.give_back([index])
-        span = self.span(index)
-        return int(span.stop - span.start)
 
     def drop(self, index: int) -> None:
         """The receiver did not take a part.
@@ -360,7 +356,11 @@ class PeerSender:
         if is_held:
             stream.under_way[0].under_way.lost(now)
         part = self._answered(stream, now)
-        num_bytes = part.body.keep(part.index) if is_kept else part.body.acknowledge(part.index)
+        num_bytes = part.num_bytes
+        if is_kept:
+            part.body.keep(part.index)
+        elif not part.body.acknowledge(part.index):
+            num_bytes = 0
         self._acknowledged_bytes += num_bytes
         if part.body.even_in is not None:
             self._evenness.moved(self, part.body.even_in, num_bytes)

@@ -154,7 +154,7 @@ class TcpShares:
         self.is_holding_back = any(count.is_held_back for count in busy.values())
         self._has_held_back |= self.is_holding_back
         self.bytes_per_second = allowed = self._gain * seen
-        # Who has nothing to send may begin at any time, and is given its share at the next look.
+        # A connection with nothing to send may begin at any time, and gets its share at the next look.
         return dict.fromkeys(counts, allowed) | _dealt(
             allowed, {name: count.usable_bytes_per_second for name, count in busy.items()}
         )

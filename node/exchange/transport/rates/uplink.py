@@ -258,9 +258,9 @@ class Uplink:
     def _least(self) -> float:
         """How far a queue is yielded to: it may be before a peer's link, to which others send too.
 
-        Who yielded to that would get ever less of the peer's link, and ours has carried more. So it is before
-        an only peer. Of many all may be full, or send so much themselves that their answers wait for it, as a
-        helper's do. Where TCP finds the rate, that is not undone for what may be a peer's.
+        A sender that yielded to that would get ever less of the peer's link, and ours has carried more. So it
+        is before an only peer. Of many all may be full, or send so much themselves that their answers wait
+        for it, as a helper's do. Where TCP finds the rate, that is not undone for what may be a peer's.
         """
         seen = self.meter.most_bytes_per_second or 0.0
         if self._is_paced_below():
