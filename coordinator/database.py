@@ -77,6 +77,7 @@ CREATE TABLE enrolled (
 
 ADDED_TABLES = """
 CREATE TABLE IF NOT EXISTS written (round INTEGER PRIMARY KEY, node_id, texts, why_not, digest);
+CREATE INDEX IF NOT EXISTS enrolled_by_node ON enrolled (node_id);
 """
 """What releases that open the same files do without."""
 

@@ -74,7 +74,8 @@ class Invites:
     def add(self, invite: Invite) -> None:
         """Remembers a new invite."""
         with self._database.writing() as connection:
-            place = 1 + max((known.place for known in _invites(connection)), default=0)
+            (latest,) = connection.execute("SELECT MAX(place) FROM invites").fetchone()
+            place = 1 + (latest or 0)
             _put(connection, "invites", replace(invite, place=place))
 
     def records(self) -> tuple[InviteRecord, ...]:
@@ -119,13 +120,11 @@ class Invites:
             if now >= invite.expires_utc_seconds:
                 expired_at = datetime.fromtimestamp(invite.expires_utc_seconds, UTC)
                 raise _refused(f"invite {invite_id} expired at {expired_at:%Y-%m-%d %H:%M} UTC")
-            known = {one.node_id: one for one in enrolled(connection, invite_id)}
-            if node_id not in known and len(known) >= invite.max_uses:
+            before = _enrolled_by(connection, invite_id, node_id)
+            if before is None and (uses := _uses_of(connection, invite_id)) >= invite.max_uses:
                 raise _refused(
-                    f"invite {invite_id} is used up: {len(known)} of {invite.max_uses} "
-                    "nodes joined with it"
+                    f"invite {invite_id} is used up: {uses} of {invite.max_uses} nodes joined with it"
                 )
-            before = known.get(node_id)
             joined = Enrolled(
                 invite_id=invite_id,
                 node_id=node_id,
@@ -134,8 +133,8 @@ class Invites:
                 certificate_serial="" if before is None else before.certificate_serial,
             )
             _put(connection, "enrolled", joined)
-            members = _members(connection)
-        self._members = members  # only now, when it is on the disk
+            members = _members(connection, node_id)
+        self._members |= members  # only now, when it is on the disk
         return invite
 
     def readmit(self, invite_id: str, *, node_id: NodeId, node_name: str) -> bool:
@@ -146,21 +145,20 @@ class Invites:
         """
         with self._database.writing() as connection:
             is_known = _invite(connection, invite_id) is not None
-            if is_known and all(one.node_id != node_id for one in enrolled(connection, invite_id)):
+            if is_known and _enrolled_by(connection, invite_id, node_id) is None:
                 joined = Enrolled(
                     invite_id=invite_id, node_id=node_id, node_name=node_name, public_key=b""
                 )
                 _put(connection, "enrolled", joined)
-            members = _members(connection)
-        self._members = members
+            members = _members(connection, node_id)
+        self._members |= members
         return is_known
 
     def record_certificate(self, invite_id: str, node_id: NodeId, serial: int) -> None:
         """Remembers which certificate an enrolled node got last."""
         with self._database.writing() as connection:
-            for one in enrolled(connection, invite_id):
-                if one.node_id == node_id:
-                    _put(connection, "enrolled", replace(one, certificate_serial=f"{serial:x}"))
+            if (one := _enrolled_by(connection, invite_id, node_id)) is not None:
+                _put(connection, "enrolled", replace(one, certificate_serial=f"{serial:x}"))
 
     def members(self) -> tuple[EnrolledMember, ...]:
         """All who have ever redeemed an invite, in the order of their ids."""
@@ -185,11 +183,19 @@ def _records(connection: sqlite3.Connection) -> tuple[InviteRecord, ...]:
     )
 
 
-def _members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
-    invites = {invite.invite_id: invite for invite in _invites(connection)}
+def _members(
+    connection: sqlite3.Connection, node_id: NodeId | None = None
+) -> dict[NodeId, EnrolledMember]:
+    """All who joined, or that one alone: whoever joins is not to wait for a look at all others."""
+    if node_id is None:
+        joined, invites = list(enrolled(connection)), list(_invites(connection))
+    else:
+        joined = list(enrolled(connection, "WHERE node_id = ?", (node_id,)))
+        invites = [made for one in joined if (made := _invite(connection, one.invite_id))]
+    by_id = {invite.invite_id: invite for invite in invites}
     found: dict[NodeId, EnrolledMember] = {}
-    for one in enrolled(connection):
-        invite, before = invites[one.invite_id], found.get(one.node_id)
+    for one in joined:
+        invite, before = by_id[one.invite_id], found.get(one.node_id)
         roles = [invite.role] if before is None else [invite.role, before.role]
         needs_approval = invite.needs_approval and (before is None or before.needs_approval)
         found[one.node_id] = EnrolledMember(
@@ -203,17 +209,32 @@ def _members(connection: sqlite3.Connection) -> dict[NodeId, EnrolledMember]:
     return found
 
 
-def enrolled(connection: sqlite3.Connection, invite_id: str | None = None) -> Iterator[Enrolled]:
-    """Who joined, with one invite or with any, in the order of node ids."""
-    rest = "" if invite_id is None else "WHERE invite_id = ?"
-    parameters = () if invite_id is None else (invite_id,)
-    for row in list(rows_of(connection, "enrolled", rest, parameters)):
+def enrolled(
+    connection: sqlite3.Connection, rest: str = "", parameters: Sequence[str] = ()
+) -> Iterator[Enrolled]:
+    """Who joined, by invites and then node ids; `rest` is what follows the table's name in the SELECT."""
+    order = "ORDER BY invite_id, node_id"
+    for row in list(rows_of(connection, "enrolled", f"{rest} {order}", parameters)):
         yield Enrolled(**_named(Enrolled, row))
 
 
-def _invites(connection: sqlite3.Connection) -> Iterator[Invite]:
-    """All of them, in the order in which they were made."""
-    for row in rows_of(connection, "invites", "ORDER BY place"):
+def _enrolled_by(
+    connection: sqlite3.Connection, invite_id: str, node_id: NodeId
+) -> Enrolled | None:
+    both = "WHERE invite_id = ? AND node_id = ?"
+    return next(enrolled(connection, both, (invite_id, node_id)), None)
+
+
+def _uses_of(connection: sqlite3.Connection, invite_id: str) -> int:
+    counted = connection.execute("SELECT COUNT(*) FROM enrolled WHERE invite_id = ?", (invite_id,))
+    return int(counted.fetchone()[0])
+
+
+def _invites(
+    connection: sqlite3.Connection, rest: str = "", parameters: Sequence[str] = ()
+) -> Iterator[Invite]:
+    """Them in the order in which they were made; `rest` as above."""
+    for row in rows_of(connection, "invites", f"{rest} ORDER BY place", parameters):
         told = _named(Invite, row)
         flags = {name: bool(told[name]) for name in ("is_revoked", "needs_approval")}
         yield Invite(**(told | flags | {"role": Role(told["role"])}))
@@ -225,7 +246,7 @@ def _named(kind: type[Invite | Enrolled], row: Sequence[Any]) -> dict[str, Any]:
 
 
 def _invite(connection: sqlite3.Connection, invite_id: str) -> Invite | None:
-    return next((one for one in _invites(connection) if one.invite_id == invite_id), None)
+    return next(_invites(connection, "WHERE invite_id = ?", (invite_id,)), None)
 
 
 def _with_secret(

@@ -41,7 +41,7 @@ class Given:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Of all nodes that ever took part."""
+    """Of all nodes that ever took part, or are here."""
 
     through_round: int = 0
     by_node: dict[NodeId, Given] = field(default_factory=dict)
@@ -77,6 +77,14 @@ class Tally:
             self.by_node[member.node_id] = _looked_at(
                 before or Given(), member, seconds=seconds if is_present else 0.0
             )
+
+    def forget_idle(self, members: Mapping[NodeId, Member]) -> None:
+        """Forgets who had a part in no round and is gone: anybody with an invite makes keys without end."""
+        self.by_node = {
+            node_id: given
+            for node_id, given in self.by_node.items()
+            if given.num_rounds or node_id in members
+        }
 
 
 def _looked_at(before: Given, member: Member, *, seconds: float) -> Given:
@@ -125,6 +133,7 @@ class GivenFile:
         self._look(state, at)
         if at - self._saved_at >= SAVE_SECONDS:
             self._saved_at = at
+            self.tally.forget_idle(state.members)
             self.save()
 
     def _look(self, state: SwarmState, at: float) -> None:

@@ -116,6 +116,21 @@ def test_a_round_of_a_run_that_went_back_is_counted_when_it_is_made_again(
     assert scene.of(A).num_rounds == 3
 
 
+def test_who_had_a_part_in_no_round_is_forgotten_once_gone(scene: CountedScene) -> None:
+    scene.attach("idle")
+    scene.go_through_a_round()
+    tally = scene.file.tally
+    tally.forget_idle(scene.state.members)
+    assert tally.by_node.keys() == {A, B, NodeId("idle")}
+    scene.state = replace(
+        scene.state, members={A: scene.member("a")}
+    )  # as long after the others left
+    scene.now += given.SAVE_SECONDS
+    scene.beat("a", at=1, digest=digest_of("state 1"))
+    assert tally.by_node.keys() == {A, B}
+    assert json.loads(scene.path.read_text())["by_node"].keys() == {"a", "b"}
+
+
 def test_a_damaged_file_is_counted_anew_and_a_full_disk_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from node.disk import history
 from node.disk.history import History
 from protocol.errors import SystemRefusedError
 from protocol.trust.signing import CommitSigner, commit_statement
+from protocol.wire import convert
 from protocol.wire.convert import commit_to_wire
 from protocol.wire.rounds import Assignment, Commit, Contributor, Digest, NodeId, SliceOutcome
 
@@ -99,7 +100,7 @@ def test_a_file_is_read_without_looking_through_commits_and_a_damaged_one_ends_w
     wrong = replace(commit_of(4), base_digest=Digest(b"short"))
     saved(path, commit_of(3), wrong, commit_of(5))
     with monkeypatch.context() as patched:
-        patched.setattr("node.disk.history.convert.commit_from_wire", None)
+        patched.setattr(convert, "commit_from_wire", None)
         again = History(path)
     assert kept(again) == [(3, 0)] == [(one.round, one.incarnation) for one in again.commits]
     assert again.at(4) is None and kept(again, after=4) == [(5, 0)]

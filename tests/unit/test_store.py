@@ -1,19 +1,23 @@
 """The store: what was saved is there after a crash, and an invite is worth what it says."""
 
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from coordinator.database import DATABASE_NAME
+from coordinator import invite_rows
+from coordinator.database import DATABASE_NAME, rows_of
 from coordinator.invite_rows import Invite
 from coordinator.store import CLOCK_SAVE_SECONDS, Store
 from coordinator.swarm.events import Attached, Detached, Event, HeartbeatSeen, Reported
 from coordinator.swarm.state import SwarmState, Written
 from coordinator.swarm.transition import initial_state, step
 from protocol.errors import BadDataError, ConfigError, NotPermittedError, SystemRefusedError
+from protocol.trust.pki import Role
 from protocol.wire.channel import RETRY_CAP_SECONDS
 from protocol.wire.messages import Applied, Evaluated, Held, Reduced, Trained, Wrote
 from protocol.wire.rounds import (
@@ -313,6 +317,49 @@ def test_an_invite_enrols_as_many_nodes_as_it_says_and_each_as_often_as_it_likes
         redeem(store, NodeId("c" * 32))
     assert store.invites.member(A) is not None and store.invites.member(NodeId("c" * 32)) is None
     assert [invite.node_ids for invite in store.invites.records()] == [(A, B)]
+
+
+def test_who_joins_is_let_in_without_a_look_at_all_who_joined_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, num_read = invited(max_uses=100), 0
+
+    def counted(*asked: Any) -> Iterator[tuple[Any, ...]]:
+        nonlocal num_read
+        for row in rows_of(*asked):
+            num_read += 1
+            yield row
+
+    monkeypatch.setattr(invite_rows, "rows_of", counted)
+    took = []
+    for number in range(60):
+        node_id, num_read = NodeId(f"{number:032x}"), 0
+        redeem(store, node_id)
+        store.invites.record_certificate("inv", node_id, number)
+        took.append(num_read)
+    assert len(set(took)) == 1, took
+    assert len(store.invites.members()) == 60
+
+
+def test_who_joined_with_two_invites_is_what_both_make_of_it() -> None:
+    store = invited()
+    store.invites.add(
+        Invite(
+            invite_id="helping",
+            secret_hash=SECRET,
+            max_uses=1,
+            expires_utc_seconds=1e9,
+            host="h",
+            role=Role.HELPER,
+        )
+    )
+    redeem(store, A, invite_id="helping")
+    helper = store.invites.member(A)
+    assert helper is not None and helper.role is Role.HELPER
+    redeem(store, A)
+    member = store.invites.member(A)
+    assert member is not None and (member.role, member.invite_id) == (Role.NODE, "helping")
+    assert [invite.place for invite in store.invites.records()] == [2, 1]
 
 
 def test_a_wrong_secret_reads_like_an_unknown_invite_and_enrols_nobody() -> None:
