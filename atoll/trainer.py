@@ -201,12 +201,6 @@ class TrainerCallback(Base):
         if self.swarm is None:
             return
         self._let_go()
-        if not self.swarm.is_over:
-            _log.warning(
-                "the trainer has ended after %d steps, and the run goes on: raise max_steps to stay to its "
-                "end",
-                state.global_step,
-            )
         self.swarm.__exit__(None, None, None)
 
     def _count_in(self, model: nn.Module, context: int, how: TrainingArguments) -> None:
