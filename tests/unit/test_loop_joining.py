@@ -434,3 +434,20 @@ def test_a_word_is_read_strictly_and_refused_in_a_sentence() -> None:
         word_of(json.dumps({**hello, "rank": "0"}).encode())
     with pytest.raises(ValueError, match="kind"):
         word_of(b'{"kind": "pickle"}')
+
+
+@pytest.mark.parametrize("is_meant", [False, True])
+async def test_a_loop_that_ends_by_itself_before_the_run_is_told_that_the_run_goes_on(
+    tmp_path: Path, is_meant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene(tmp_path) as one:
+
+        def train(swarm: atoll.Swarm) -> None:
+            swarm.step(tokens=1)
+            if is_meant:
+                swarm.leave("it was told to")
+
+        thread = await one.joined(train)
+        await one.train(work(steps=9))
+        await ends(thread)
+        assert caplog.text.count("the run goes on without it: let it train until") == (not is_meant)

@@ -64,12 +64,12 @@ def train(
     rows = rows or rows_of([CONTEXT] * 16)
     callback = atoll.TrainerCallback(folder=one.home, wait_seconds=1.0, **how)
     defaults: dict[str, Any] = {"save_strategy": "no", "max_steps": 1000, "seed": 7}
+    defaults["logging_steps"] = 1
     defaults["per_device_train_batch_size"] = 4
     trainer = Trainer(
         model,
         TrainingArguments(
             output_dir=str(one.home / "trainer"),
-            logging_steps=1,
             learning_rate=0.5,
             report_to=[],
             use_cpu=True,
@@ -115,6 +115,24 @@ async def test_it_takes_the_run_s_rate_and_tells_losses_between_its_own_evaluati
         assert "seed" not in caplog.text
 
 
+@pytest.mark.parametrize("logging_steps", [1, 500])  # 500 is the default of transformers
+async def test_the_losses_of_all_steps_are_told_however_seldom_the_trainer_logs(
+    tmp_path: Path, logging_steps: int
+) -> None:
+    """Over the micro-batches of each, by the targets of all."""
+    async with scene(tmp_path) as one:
+        how: dict[str, Any] = {"logging_steps": logging_steps, "max_steps": 3}
+        how["gradient_accumulation_steps"] = 2
+        thread = train(one, how={}, rows=rows_of([CONTEXT, 3, 5, 9] * 8), **how)
+        await one.is_here()
+        report = await one.train(work(steps=100))
+        await one.island.publish(0)
+        await ends(thread)
+        (state,) = one.ended
+        (mean,) = (told["train_loss"] for told in state.log_history if "train_loss" in told)
+        assert report.inner_steps == 3 and report.loss == pytest.approx(mean, rel=1e-4)
+
+
 async def test_a_trainer_that_ends_before_the_run_contributes_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,7 +143,7 @@ async def test_a_trainer_that_ends_before_the_run_contributes_and_says_so(
         await one.island.publish(0)
         await ends(thread)
         assert report.inner_steps == 2
-        assert "ended after 2 steps, and the run goes on: raise max_steps" in caplog.text
+        assert caplog.text.count("this loop has ended, and the run goes on without it") == 1
         assert "the trainer shuffles by its default seed, 42" in caplog.text
 
 

@@ -43,7 +43,9 @@ function showRun(run) {
   progress.setAttribute("aria-valuemax", run.total);
   progress.setAttribute("aria-valuenow", run.committed);
   progress.firstElementChild.style.width = `${run.total ? (100 * run.committed) / run.total : 0}%`;
-  byId("trouble").replaceChildren(...run.trouble.map((text) => element("li", { text })));
+  // Read out to who cannot see it, so not each second: the sentence has seconds that run down.
+  const told = [...byId("trouble").children].map((line) => line.textContent);
+  if (told.join("\n") !== run.trouble.join("\n")) byId("trouble").replaceChildren(...run.trouble.map((text) => element("li", { text })));
   byId("digest").textContent = `Outer state ${run.digest}.`;
   byId("backup").textContent = run.backup ? `Backup: ${run.backup}.` : "";
   byId("rules").textContent = run.rules.length ? `Rules changed: ${run.rules.join("; ")}.` : "";
