@@ -134,7 +134,8 @@ class Invites:
             )
             _put(connection, "enrolled", joined)
             members = _members(connection, node_id)
-        self._members |= members  # only now, when it is on the disk
+        # Only now, when it is on the disk; a new one, for others read this on a thread of their own.
+        self._members = {**self._members, **members}
         return invite
 
     def readmit(self, invite_id: str, *, node_id: NodeId, node_name: str) -> bool:
@@ -151,7 +152,7 @@ class Invites:
                 )
                 _put(connection, "enrolled", joined)
             members = _members(connection, node_id)
-        self._members |= members
+        self._members = {**self._members, **members}
         return is_known
 
     def record_certificate(self, invite_id: str, node_id: NodeId, serial: int) -> None:
