@@ -1,9 +1,7 @@
-"""A model for swarms that are not there for its loss; run files are made of tables."""
+"""A model for swarms that are not there for its loss."""
 
 from collections.abc import Mapping
 from typing import Any
-
-from protocol.files.durable import toml_of as toml_of
 
 TINY_MODEL: Mapping[str, Any] = {
     "hidden_size": 32,

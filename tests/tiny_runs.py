@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lab.run_files import TINY_MODEL, toml_of
+from lab.run_files import TINY_MODEL
+from protocol.files.durable import toml_of
 from protocol.run.models import DecoderModel
 from protocol.run.run_files import validated
 from protocol.run.run_spec import ExchangeSection, RunSection, RunSpec

@@ -35,8 +35,9 @@ from lab.processes.faults import Fault, Faults
 from lab.processes.invariants import broken, gather
 from lab.processes.logs import Entry
 from lab.processes.swarm import CommandFailedError, Member, RealSwarm
-from lab.run_files import TINY_MODEL, toml_of
+from lab.run_files import TINY_MODEL
 from protocol.errors import ExitCode
+from protocol.files.durable import toml_of
 
 STARTING_ROUNDS = 2
 """The first nodes begin before the last are there. Neither faults nor figures count these rounds."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from lab.run_files import toml_of
 from node.kept import kept_model
+from protocol.files.durable import toml_of
 from protocol.run.models import FIRST_WEIGHTS
 from tests.integration.own_loops_scene import Loop
 from tests.integration.typed_commands import ROOT, Swarm

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lab.run_files import toml_of
 from node.kept import kept_model
+from protocol.files.durable import toml_of
 from protocol.run.models import FIRST_WEIGHTS
 from tests.integration.own_loops_scene import Scene, assert_holds
 from tests.integration.test_any_model_swarm import DIGITS, EXAMPLES, RESIDUAL, RULES, TRANSFORMERS

@@ -17,13 +17,13 @@ from benchmarks.wan.peers.contender import BY_NAME, CONTENDERS, PUBLISHED, Conte
 from benchmarks.wan.peers.order import ORDER_VARIABLE, Order, Teller
 from benchmarks.wan.peers.training import first_sample
 from benchmarks.wan.run import Case, measure
-from lab.run_files import toml_of
 from lab.simulation.inline_island import lone_work, unseen
 from node.island.data.dataset import read_corpus
 from node.island.models.first_weights import initial_parameters
 from node.island.parallel.mesh import Mesh
 from node.island.training.trainer import Trainer
 from protocol.errors import UsageError
+from protocol.files.durable import toml_of
 from protocol.run.run_files import validated
 from protocol.run.run_spec import InnerSection, RunSpec
 from tests.tiny_runs import tiny

@@ -4,7 +4,7 @@ import re
 
 from benchmarks.wan.peers.order import ORDER_VARIABLE
 from benchmarks.wan.peers.stage import MIDDLE, Stage
-from lab.run_files import toml_of
+from protocol.files.durable import toml_of
 
 _CLI = "protocol.terminal.cli"
 
