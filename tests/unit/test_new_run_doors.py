@@ -534,7 +534,7 @@ def test_a_terminal_asks_for_what_goes_with_the_model_that_is_named(
     def answered(*answers: str) -> Wanted:
         left = iter(answers)
 
-        def prompt(text: str, default: object = "", type: object = None) -> object:
+        def prompt(text: str, default: object = "", **how: object) -> object:
             answer = next(left)
             return default if answer == "" else type_of(default)(answer)
 
