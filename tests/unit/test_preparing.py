@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from node.island.data import documents as reading
 from node.island.data import preparing
@@ -22,7 +22,6 @@ from node.island.data.documents import Document, parts_of
 from node.island.data.documents import documents_of as read_documents
 from node.island.data.manifest import State, read_manifest
 from node.island.data.shard_writing import HASHES, hash_of
-from node.island.data.tokenizing import FileTokenizer
 from protocol.errors import (
     BadDataError,
     CannotCreateError,
@@ -275,25 +274,6 @@ def test_a_tokenizer_makes_tokens_that_it_reads_back(tmp_path: Path) -> None:
     kept = (tmp_path / "out" / "tokenizer.json").read_bytes()
     assert kept == (folder / "tokenizer.json").read_bytes()
     assert "tokenizer_config.json" in made.manifest.files
-
-
-@pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <|endoftext|>"])
-def test_a_document_begins_with_what_its_tokenizer_puts_before_a_text(
-    template: str, tmp_path: Path
-) -> None:
-    folder = write_tokenizer(tmp_path / "tokenizer")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<bos>"])
-    special = [(each, tokenizer.token_to_id(each)) for each in ("<bos>", END)]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=special
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    [encoded] = FileTokenizer(folder).encode([Document(text=b"word1x1 word1x2")])
-    asked = tokenizer.encode("word1x1 word1x2").ids
-    assert encoded.tokens.tolist() == asked + [tokenizer.token_to_id(END)] * (
-        asked[-1] != tokenizer.token_to_id(END)
-    )
 
 
 def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) -> None:

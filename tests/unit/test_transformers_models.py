@@ -206,6 +206,14 @@ def test_a_model_that_leaves_parameters_as_they_are_is_refused_but_for_adapters(
     assert any("e_score_correction_bias" in name for name in described.frozen_values)
 
 
+def test_a_parameter_that_no_loss_reaches_is_refused_with_what_trains_the_others(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"not depend on .* bert\.pooler\.weight") as caught:
+        run_of(small("big_bird", attention_type="original_full"), tmp_path)
+    assert "--lora" in caught.value.next_step
+
+
 def test_dropout_draws_the_same_again_for_the_same_work_and_none_when_measuring(
     tmp_path: Path,
 ) -> None:

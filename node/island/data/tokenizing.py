@@ -5,6 +5,7 @@ token in it is no end of a document. A conversation is written out by the tokeni
 only what the assistant says is to be learned.
 """
 
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.documents import Document
+from node.island.data.documents import DOCUMENT_BYTES, LONGEST_LINE_BYTES, Document
 from node.island.data.extras import needs_package
 from node.island.data.manifest import TOKENIZER_FILE
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
@@ -118,19 +119,30 @@ class FileTokenizer:
     def encode(self, documents: list[Document]) -> list[Encoded]:
         """See Tokenizer."""
         self._tokenizer.encode_special_tokens = True  # as letters, in spite of its name
-        texts = [_text_of(document) for document in documents if not document.messages]
-        plain = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        plain = self._plain([_text_of(each) for each in documents if not each.messages])
         self._tokenizer.encode_special_tokens = False
         return [
             self._conversation(document)
             if document.messages
-            else Encoded(
-                tokens=np.array([*self._begin, *next(plain).ids, self.end_of_document], np.uint32),
-                counted=None,
-                text_bytes=len(document.text),
-            )
+            else Encoded(tokens=plain.pop(0), counted=None, text_bytes=len(document.text))
             for document in documents
         ]
+
+    def _plain(self, texts: list[str]) -> list[npt.NDArray[np.uint32]]:
+        """Tokens of texts, with their ends. A long one is encoded a piece at a time: see _pieces_of."""
+        pieces = [_pieces_of(text) for text in texts]
+        whole = [own[0] for own in pieces if len(own) == 1]
+        encoded = iter(self._tokenizer.encode_batch_fast(whole, add_special_tokens=False))
+        found = []
+        for own in pieces:
+            parts = (
+                [next(encoded).ids]
+                if len(own) == 1
+                else (self._tokenizer.encode(each, add_special_tokens=False).ids for each in own)
+            )
+            joined = itertools.chain([self._begin], parts, [[self.end_of_document]])
+            found.append(np.concatenate([np.array(each, np.uint32) for each in joined]))
+        return found
 
     def _conversation(self, document: Document) -> Encoded:
         if self._template is None:
@@ -271,6 +283,27 @@ class _Template:
                 f"the chat template refuses a conversation: {error}",
                 next_step="correct the conversation, or leave it out",
             ) from error
+
+
+LONGEST_ENCODED = DOCUMENT_BYTES + LONGEST_LINE_BYTES
+"""Characters that are encoded at once, as many as a document of plain text has bytes."""
+
+PIECE_ENCODED = LONGEST_LINE_BYTES
+"""Of longer ones. A tokenizer takes 200 bytes of memory for each character, and leaves it in pieces."""
+
+
+def _pieces_of(text: str) -> list[str]:
+    """A text in pieces that end with a line, or before a space, where they do; most texts are one."""
+    if len(text) <= LONGEST_ENCODED:
+        return [text]
+    pieces, start = [], 0
+    while len(text) - start > PIECE_ENCODED:
+        most = start + PIECE_ENCODED
+        at = text.rfind("\n", start, most) + 1 or text.rfind(" ", start + 1, most)
+        at = at if at > start else most
+        pieces.append(text[start:at])
+        start = at
+    return [*pieces, text[start:]]
 
 
 def _before_a_text(tokenizer: Any) -> list[int]:

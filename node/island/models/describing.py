@@ -37,15 +37,18 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
         case "decoder":
             return Description()
         case "transformers":
+            from node.island.models.transformers import BY_FUNCTION
             from node.island.models.transformers_described import described
 
             assert folder is not None
             model, found = described(spec, folder)
             loss, batch = _loss_of_tokens(model, spec)
+            to_leave_out = f"train adapters with --lora RANK, {BY_FUNCTION}"
         case "function":
             from node.island.models.function import described_function
 
             model, found, loss, batch = described_function(spec, folder)
+            to_leave_out = "remove it, or set its requires_grad to False"
     tensors = tensors_of(model)
     if not tensors:
         raise ConfigError(
@@ -53,7 +56,7 @@ def describe(spec: RunSpec, folder: Path | None) -> Description:
             next_step="leave requires_grad at True for those that are",
         )
     _refuse_other_types(model)
-    counted = _counted(model, loss, batch)
+    counted = _counted(model, loss, batch, to_leave_out)
     if counted is None and spec.model.source == "function":
         from node.island.models.function import compute_once
 
@@ -211,11 +214,12 @@ def _loss_of_tokens(model: nn.Module, spec: RunSpec) -> tuple[Callable[[Tree], T
 
 
 def _counted(
-    model: nn.Module, loss: Callable[[Tree], Tensor], batch: Tree
+    model: nn.Module, loss: Callable[[Tree], Tensor], batch: Tree, to_leave_out: str
 ) -> tuple[int, int] | None:
     """Operations and bytes kept of a sample, on shapes; None where values are looked at.
 
-    Raises ConfigError for parameters that get no gradient, and for buffers that change.
+    Raises ConfigError for parameters that get no gradient, with `to_leave_out` as the next step, and for
+    buffers that change.
     """
     buffers = {name: (b.to("meta"), b._version) for name, b in model.named_buffers()}
     for name, (on_meta, _) in buffers.items():
@@ -255,7 +259,7 @@ def _counted(
         if parameter.requires_grad and parameter.grad is None:
             raise ConfigError(
                 f"the loss does not depend on the parameter {name}: it would never be trained",
-                next_step="remove it, or set its requires_grad to False",
+                next_step=to_leave_out,
             )
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     num_samples = len(tree_flatten(batch)[0][0])

@@ -1,0 +1,47 @@
+"""What a tokenizer makes of a text does not depend on how long it is, nor does the memory that it takes."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from node.island.data import tokenizing
+from node.island.data.documents import Document
+from node.island.data.tokenizing import FileTokenizer
+from tests.unit.tokens_scene import END, words, write_tokenizer
+
+
+@pytest.mark.parametrize("template", ["$A", "<bos> $A", "<bos> $A <|endoftext|>"])
+def test_a_document_begins_with_what_its_tokenizer_puts_before_a_text(
+    template: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<bos>"])
+    special = [(each, tokenizer.token_to_id(each)) for each in ("<bos>", END)]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=special
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    [encoded] = FileTokenizer(folder).encode([Document(text=b"word1x1 word1x2")])
+    asked = tokenizer.encode("word1x1 word1x2").ids
+    assert encoded.tokens.tolist() == asked + [tokenizer.token_to_id(END)] * (
+        asked[-1] != tokenizer.token_to_id(END)
+    )
+
+
+@pytest.mark.parametrize("text", [words(3), words(3).replace(" ", "\n"), "x" * 999])
+def test_a_long_text_is_encoded_a_piece_at_a_time_and_stays_one_document(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    documents = [Document(text=each.encode()) for each in ("before", text, "behind")]
+    whole = [each.tokens.tolist() for each in FileTokenizer(folder).encode(documents)]
+    monkeypatch.setattr(tokenizing, "LONGEST_ENCODED", 64)
+    monkeypatch.setattr(tokenizing, "PIECE_ENCODED", 64)
+    assert len(tokenizing._pieces_of(text)) > 4
+    found = FileTokenizer(folder).encode(documents)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [tokenizer.decode(each.tokens.tolist(), skip_special_tokens=False) for each in found]
+    assert texts == [f"before{END}", f"{text}{END}", f"behind{END}"]
+    assert "x" * 99 in text or [each.tokens.tolist() for each in found] == whole
