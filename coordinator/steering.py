@@ -275,7 +275,7 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
 
     \b
     Example:
-      atoll run amend outer.learning_rate=0.5 deadlines.train=900
+      atoll run amend outer.learning_rate=0.5 deadlines.train=300
     """
     import json
 
