@@ -360,7 +360,8 @@ def _add_member_services(
         rulings,
         entrance=Entrance(
             host=config.advertise if through is None else through.line.host,
-            port=ports.enrolment_port,
+            control_port=ports.control_port,
+            enrolment_port=ports.enrolment_port,
             pin=pin_of(home.server_pem),
         ),
         batch=home.run.inner.batch,

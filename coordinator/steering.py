@@ -203,16 +203,14 @@ def move(
 
     Example: atoll run move train2.example.org
     """
-    from protocol.trust.credentials import Credentials, find_home
     from protocol.v1 import operator_pb2 as pb
 
-    here = Credentials.load(find_home(directory))
     request = pb.SteerRunRequest(
         verdict=pb.RUN_VERDICT_MOVE,
         reason=reason,
         host=host,
-        control_port=port or here.control_port,
-        enrolment_port=enrolment_port or here.enrolment_port,
+        control_port=port or 0,
+        enrolment_port=enrolment_port or 0,
     )
     with operator_of(directory) as stub:
         _say(stub.SteerRun(request).ruling)
@@ -278,7 +276,7 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
 
     \b
     Example:
-      atoll run amend outer.learning_rate=0.5 deadlines.train=900
+      atoll run amend outer.learning_rate=0.5 deadlines.train=300
     """
     import json
 

@@ -60,10 +60,11 @@ _OF_RUNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrance:
-    """Where invites send nodes, and the pin of the certificate that they are to expect there."""
+    """Where others find the coordinator, and the pin of the certificate that they are to expect there."""
 
     host: str
-    port: int
+    control_port: int
+    enrolment_port: int
     pin: bytes
 
 
@@ -103,7 +104,7 @@ class OperatorDesk:
         helpers = [m.address for m in present_members(self._driver.state) if m.is_helper]
         invite = Invite(
             host=request.host or self._entrance.host,
-            port=self._entrance.port,
+            port=self._entrance.enrolment_port,
             pin=self._entrance.pin,
             invite_id=self._random_bytes(INVITE_ID_BYTES).hex(),
             secret=self._random_bytes(SECRET_BYTES),
@@ -287,7 +288,11 @@ class OperatorDesk:
     async def _move(self, request: pb.SteerRunRequest) -> pb.SteerRunResponse:
         """Tells where the coordinator will be. Raises UsageError for no address, or that told last."""
         host = checks.words(request.host, of="the host", max_length=MOST_HOST_LENGTH)
-        ports = (request.control_port, request.enrolment_port)
+        here = self._entrance
+        ports = (
+            request.control_port or here.control_port,
+            request.enrolment_port or here.enrolment_port,
+        )
         if not host or not all(0 < port < 1 << 16 for port in ports):
             raise UsageError(
                 f"{host!r} with ports {ports[0]} and {ports[1]} is no address",

@@ -36,8 +36,9 @@ MEMBER_SECONDS = 24 * 3600.0
 AT_ONCE_SECONDS = 1.0
 """Until a certificate is renewed that has no end: 0 would say that there is none."""
 
-EARLY_SECONDS = 3600.0
-"""Before its making it holds as well: the coordinator's clock may be set back a little meanwhile."""
+EARLY_SECONDS = 24 * 3600.0
+"""Before its making it holds as well, for the coordinator's clock may be set back: one that keeps local time
+is hours off until the network sets it. No longer: made while it is years ahead, one would hold for years."""
 
 _SWARM_ID = re.compile(r"[0-9a-f]{32}")
 _NODE_ID = re.compile(r"[0-9a-f]{32}")

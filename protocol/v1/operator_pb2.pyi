@@ -567,9 +567,9 @@ class SteerRunRequest(_message.Message):
     host: _builtins.str
     """Of RUN_VERDICT_MOVE: the name or address by which nodes will reach the coordinator."""
     control_port: _builtins.int
-    """Its port for members."""
+    """Its port for members; 0: as it is now."""
     enrolment_port: _builtins.int
-    """Its port for joining."""
+    """Its port for joining; 0: as it is now."""
     def __init__(
         self,
         *,

@@ -270,6 +270,8 @@ def test_all_that_a_run_owner_types_is_obeyed_before_anybody_trains_and_told_in_
         atoll("run", "amend", "inner.learning_rate=-1", "--dir", swarm.home), 78, "learning_rate"
     )
     refused(atoll("run", "rollback", "300", "--dir", swarm.home), 64, "round 300 is not behind")
+    said = owner(swarm, "run", "move", "train2.example.org")
+    assert f"moves to train2.example.org, port {swarm.control_port}" in said
     move = ("run", "move", "127.0.0.1", "--port", "7710", "--enrolment-port", "7711")
     owner(swarm, *move, "--reason", "a larger machine")
     refused(atoll(*move, "--dir", swarm.home), 64, "told already", "127.0.0.1, port 7710")
@@ -284,11 +286,11 @@ def test_all_that_a_run_owner_types_is_obeyed_before_anybody_trains_and_told_in_
     refused(atoll("run", "stop", "--dir", swarm.home), 64, "no round has begun")
     told: list[dict[str, Any]] = json.loads(owner(swarm, "audit", "--json"))
     assert [ruling["kind"] for ruling in told] == [
-        *("invited", "joined", "paused", "resumed", "amended", "amended", "moved"),
+        *("invited", "joined", "paused", "resumed", "amended", "amended", "moved", "moved"),
         *("approved", "quarantined", "readmitted", "expelled"),
     ]
     assert [ruling["before"] for ruling in told[1:]] == [ruling["digest"] for ruling in told[:-1]]
-    assert "11 rulings, all signed, none missing" in owner(swarm, "audit")
+    assert "12 rulings, all signed, none missing" in owner(swarm, "audit")
 
 
 def test_a_viewer_looks_on_and_may_do_nothing_else(swarm: Swarm) -> None:

@@ -1,12 +1,15 @@
 """What amendments make of a run's rules, and how a schedule goes on from where it is."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator import steering
 from coordinator.config import rules_of
 from node.exchange.outer_optimizer import outer_rules_of
 from node.island.island import InnerWork
@@ -53,6 +56,18 @@ def test_an_amendment_holds_from_its_round_on_and_the_digest_of_the_run_stays() 
     assert rates == [0.7, 0.7, 0.5, 0.5, 0.4, 0.4]
     assert in_force(SPEC, rulings).outer.learning_rate == 0.4
     assert in_force(SPEC, rulings, round=2) == SPEC
+
+
+def test_the_amendments_that_docs_and_help_show_can_be_made_of_a_plain_run_file() -> None:
+    root = Path(steering.__file__).parents[1]
+    texts = [path.read_text() for path in (root / "docs").glob("*.md")]
+    shown = re.findall(
+        r"atoll run amend ((?:[\w.]+=\S+ ?)+)", "\n".join([*texts, steering.amend.help or ""])
+    )
+    assert len(shown) > 4
+    for words in shown:
+        changes = changes_of([word.rstrip("`.") for word in words.split()])
+        assert amended(SPEC, changes)
 
 
 def test_the_share_of_audits_changes_at_the_coordinator_alone() -> None:
