@@ -116,9 +116,10 @@ def kin_of(model: nn.Module, places: Sequence[Place]) -> tuple[list[nn.Module], 
     shapes = {place.name: place.shape for place in places}
     wrappers, copies = [], []
     for each in gc.get_objects():
-        if (
-            not issubclass(type(each), nn.Module) or id(each) in own
-        ):  # no isinstance: it asks proxies
+        # By its type, for proxies answer for others; and one that is being unpickled is not whole.
+        if not issubclass(type(each), nn.Module) or "_modules" not in vars(each):
+            continue
+        if id(each) in own:
             continue
         if any(module is model for module in each.modules()):
             wrappers.append(each)

@@ -5,18 +5,19 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import atoll
 
 CONTEXT, BATCH = 128, 8  # [model] context and [inner] batch of the run
-SIZES = LlamaConfig(  # the run's [model]: here that of the template
+SIZES = Qwen3Config(  # the run's [model]: here that of the template
     vocab_size=256,
     hidden_size=64,
     intermediate_size=192,
     num_hidden_layers=3,
     num_attention_heads=4,
     num_key_value_heads=2,
+    head_dim=16,
     max_position_embeddings=CONTEXT,
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
@@ -25,7 +26,7 @@ folder, text = Path(sys.argv[1]), Path(sys.argv[2]).read_bytes()
 data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 data = data[: len(data) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)  # [windows, T + 1]
 held_out, training = data[:16], data[16:]
-model = LlamaForCausalLM(SIZES)
+model = Qwen3ForCausalLM(SIZES)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 

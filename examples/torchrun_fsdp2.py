@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import atoll
 
@@ -14,14 +14,16 @@ is_on_gpu = torch.cuda.is_available()
 dist.init_process_group("nccl" if is_on_gpu else "gloo")
 if is_on_gpu:
     torch.cuda.set_device(dist.get_rank())
-model = LlamaForCausalLM(
-    LlamaConfig(
+model = Qwen3ForCausalLM(
+    Qwen3Config(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     )
 )

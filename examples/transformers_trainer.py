@@ -5,22 +5,24 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 import atoll
 
 CONTEXT = 128  # [model] context of the run
 folder, text = Path(sys.argv[1]), Path(sys.argv[2]).read_bytes()
 windows = [list(text[i : i + CONTEXT]) for i in range(0, len(text) - CONTEXT, CONTEXT)]
-model = LlamaForCausalLM(
-    LlamaConfig(
+model = Qwen3ForCausalLM(
+    Qwen3Config(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     )
 )

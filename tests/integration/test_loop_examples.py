@@ -1,26 +1,27 @@
 """The examples as people run them: each is an island of a swarm to its end."""
 
+import ast
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from node.island.models.decoder_modules import Decoder
 from tests.integration.own_loops_scene import Scene
 from tests.integration.typed_commands import ROOT
+from tests.tiny_runs import tiny
 
 EXAMPLES = ROOT / "examples"
-# The template's model, which the examples bring.
+PROGRAMS = ("plain_torch.py", "torchrun_fsdp2.py", "transformers_trainer.py")
+# What `atoll init` makes, and whose model the examples bring.
+TEMPLATE = tomllib.loads((ROOT / "coordinator" / "run_template.toml").read_text())
 RUN: dict[str, dict[str, Any]] = {
     "run": {"name": "examples", "rounds": 2, "min_nodes": 2},
-    "model": {
-        "hidden_size": 64,
-        "num_layers": 3,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_size": 192,
-        "context": 128,
-    },
+    "model": TEMPLATE["model"],
     "inner": {"steps": 4, "batch": 8},
     "evaluation": {"every_rounds": 2},
 }
@@ -39,6 +40,23 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text"
     path.write_text(" ".join(str(i * i) for i in range(20_000)))
     return path
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_example_brings_the_model_of_a_run_that_init_makes(name: str) -> None:
+    program = ast.parse((EXAMPLES / name).read_text())
+    (config,) = (
+        node
+        for node in ast.walk(program)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Qwen3Config"
+    )
+    code = compile(ast.Expression(config), name, "eval")
+    model = Qwen3ForCausalLM(eval(code, {"Qwen3Config": Qwen3Config, "CONTEXT": 128}))
+    spec = tiny(**RUN)
+    ranks = Decoder(spec.decoder)
+    ranks.load_state_dict(dict(model.named_parameters()))
+    tokens = torch.arange(32)[None]
+    torch.testing.assert_close(model(tokens).logits, ranks(tokens))
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import atoll
@@ -137,6 +138,7 @@ async def test_an_average_in_a_model_of_its_own_is_no_measure_of_the_swarm_and_m
         model = Decoder(one.spec.decoder)
         forward = torch.compile(model, backend="eager")
         average, rounded = AveragedModel(model), copy.deepcopy(model).bfloat16()
+        unmade = nn.Module.__new__(Decoder)  # as while it is unpickled
         tokens = torch.zeros(1, 4, dtype=torch.int64)
 
         def evaluate() -> float:
@@ -157,6 +159,7 @@ async def test_an_average_in_a_model_of_its_own_is_no_measure_of_the_swarm_and_m
             assert (await one.island.evaluate()) is not None
             await one.stops(thread)
         await ends(thread)
+        del unmade
 
 
 async def test_a_model_that_is_saved_whole_as_it_is_evaluated_loads_and_runs(

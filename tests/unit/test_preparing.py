@@ -498,7 +498,7 @@ def test_the_command_prints_what_a_run_file_needs(
     assert 'source = "tokens"' in said
     digest = spec_of(Path("tokens")).data.digest
     assert digest is not None and digest in said
-    assert "vocab_size = 256" in said
+    assert "vocab_size = 256" in said and "next: atoll init my-run --data " in said
     assert console.run(cli.root, ["data", "check", "tokens"]) == ExitCode.OK
     assert console.run(cli.root, command) == ExitCode.CANNOT_CREATE
     assert console.run(cli.root, [*command[:-4], "--held-out", "2"]) == ExitCode.USAGE

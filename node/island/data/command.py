@@ -1,6 +1,7 @@
 """atoll data prepare and atoll data check. What they do is imported when they do it."""
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -220,7 +221,9 @@ def _tell(out: Path, manifest: "Manifest", *, num_empty: int = 0) -> None:
             "them, or name those that are held out: --held-out FILE",
             err=True,
         )
-    click.echo("in the run file:\n")
+    click.echo(
+        f"next: atoll init my-run --data {shlex.quote(str(out))}; or in a run file of yours:\n"
+    )
     click.echo(as_run_file(out, manifest), nl=False)
     if manifest.tokenizer_digest is not None:
         click.echo(
