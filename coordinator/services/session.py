@@ -68,7 +68,7 @@ from protocol.wire.messages import (
 )
 from protocol.wire.payload import PayloadError, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId
-from protocol.wire.versions import WIRE, refuse_foreign_wire
+from protocol.wire.versions import COORDINATOR, NODE, WIRE, refuse_foreign_wire
 from protocol.wire.vitals import Announcement, LinkRates
 
 MAX_COMMITS = 64
@@ -168,7 +168,7 @@ class SessionDesk:
 
         Raises CopyAttachedError while another process of the node is attached.
         """
-        refuse_foreign_wire(request.wire_version, whose="the node")
+        refuse_foreign_wire(request.wire_version, whose=NODE, here=COORDINATOR)
         checks.said(request, of="the attaching node")
         joined = self._driver.store.invites.member(node_id)  # None: never did, as in a simulation
         event = Attached(
