@@ -51,7 +51,7 @@ REJOIN_SECONDS = 60.0
 """After a start members bring back rulings that the database lacks: also who joined by which invite."""
 
 MOST_TOLD = 64
-"""Nodes that joined after a copy was made, and that its log names."""
+"""Nodes that are not let in, and that the log names: of those that joined after a copy was made, for one."""
 
 
 class CallRates:

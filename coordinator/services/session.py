@@ -16,9 +16,10 @@ from typing import Any, cast
 import structlog
 
 from coordinator.driver import Driver, Session
+from coordinator.invite_rows import EnrolledMember
 from coordinator.journal import log_copy
 from coordinator.services import checks
-from coordinator.services.answering import Context, Gate, for_all, refuse, service
+from coordinator.services.answering import MOST_TOLD, Context, Gate, for_all, refuse, service
 from coordinator.services.enrolment import Certificates
 from coordinator.services.outside import Lookout
 from coordinator.services.ruling import Rulings
@@ -40,7 +41,7 @@ from coordinator.swarm.membership import HEARTBEATS_PER_LEASE
 from coordinator.swarm.start import finished_reason
 from coordinator.swarm.state import Round
 from coordinator.swarm.turn import name_of, names_with_other_data, present_members
-from protocol.errors import AtollError, BadDataError, CopyAttachedError
+from protocol.errors import AtollError, BadDataError, CopyAttachedError, ProtocolMismatchError
 from protocol.run.amendments import in_force
 from protocol.run.run_spec import RunSpec
 from protocol.trust.evidence import equivocation_in, of_equivocation, of_omission
@@ -64,7 +65,7 @@ from protocol.wire.messages import (
 )
 from protocol.wire.payload import PayloadError, PayloadHeader
 from protocol.wire.rounds import Commit, Digest, NodeId
-from protocol.wire.versions import WIRE, refuse_foreign_wire
+from protocol.wire.versions import COORDINATOR, NODE, WIRE, refuse_foreign_wire
 from protocol.wire.vitals import Announcement, LinkRates
 
 MAX_COMMITS = 64
@@ -141,6 +142,7 @@ class SessionDesk:
         self._sent = SentMessages(signer)
         self._passed_over: set[str] = set()  # names that the log has
         self._brought: dict[NodeId, Commit] = {}  # the last one that each node brought back
+        self._told_unfit: set[NodeId] = set()
 
     def get_run(self, node_id: NodeId, request: pb.GetRunRequest) -> pb.GetRunResponse:
         """The run file, and how a run that is over is held here."""
@@ -164,9 +166,21 @@ class SessionDesk:
 
         Raises CopyAttachedError while another process of the node is attached.
         """
-        refuse_foreign_wire(request.wire_version, whose="the node")
-        checks.said(request, of="the attaching node")
         joined = self._driver.store.invites.member(node_id)  # None: never did, as in a simulation
+        try:
+            return await self._attach(node_id, request, joined)
+        except ProtocolMismatchError as error:
+            if node_id not in self._told_unfit and len(self._told_unfit) < MOST_TOLD:
+                self._told_unfit.add(node_id)
+                name = node_id if joined is None else joined.node_name
+                _log.warning("a node is not let in, and ends", node=name, why=error.what)
+            raise
+
+    async def _attach(
+        self, node_id: NodeId, request: pb.AttachRequest, joined: EnrolledMember | None
+    ) -> pb.AttachResponse:
+        refuse_foreign_wire(request.wire_version, whose=NODE, here=COORDINATOR)
+        checks.said(request, of="the attaching node")
         event = Attached(
             **convert.values_from_wire(request, Announcement),
             node_id=node_id,

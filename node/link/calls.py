@@ -66,7 +66,7 @@ from protocol.wire.messages import (
 )
 from protocol.wire.payload import WireCounts
 from protocol.wire.rounds import Commit, Digest, NodeId, RosterEntry
-from protocol.wire.versions import WIRE, refuse_foreign_wire
+from protocol.wire.versions import COORDINATOR, NODE, WIRE, refuse_foreign_wire
 from protocol.wire.vitals import LONG_WORDS, Announcement, Vitals, heartbeat_of, words_for_people
 
 log = structlog.get_logger()
@@ -195,7 +195,7 @@ class CoordinatorLink:
         request.num_rulings, request.rulings_digest = num_rulings, rulings_digest
         request.wire_version = WIRE
         answer = await self._stub.Attach(request)
-        refuse_foreign_wire(answer.wire_version, whose="the coordinator")
+        refuse_foreign_wire(answer.wire_version, whose=COORDINATOR, here=NODE)
         return convert.from_wire(answer, Attachment)
 
     async def heartbeat(self, session_id: int, vitals: Vitals) -> bool:

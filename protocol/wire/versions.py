@@ -17,6 +17,9 @@ end, and no renewal."""
 OLDEST_WIRE = 1
 """What it still understands."""
 
+NODE, COORDINATOR = "the node", "the coordinator"
+"""Who speaks it."""
+
 
 def release() -> str:
     """Which Atoll this is, for people; run from sources that nobody installed, it has no number."""
@@ -55,13 +58,21 @@ MANIFEST_MAGIC = b"atollmf1"
 """What a manifest of a state begins with, likewise."""
 
 
-def refuse_foreign_wire(told: int, *, whose: str) -> None:
-    """Raises ProtocolMismatchError for the version of another side that this one does not understand."""
+def refuse_foreign_wire(told: int, *, whose: str, here: str) -> None:
+    """Raises ProtocolMismatchError for the version of another side that this one does not understand.
+
+    Whichever of the two finds it, the node's owner reads it: it says "the node" and "the coordinator".
+    """
     theirs = told or 1  # a release that tells none is of version 1
     if OLDEST_WIRE <= theirs <= WIRE:
         return
-    older, newer = ("this side", whose) if theirs > WIRE else (whose, "this side")
+    older, newer = (here, whose) if theirs > WIRE else (whose, here)
+    installs = (
+        "ask the run owner to install a later release of Atoll there, or install an earlier one here"
+        if older == COORDINATOR
+        else "install a later release of Atoll here"
+    )
     raise ProtocolMismatchError(
-        f"{whose} speaks version {theirs} of the protocol, and this side versions {OLDEST_WIRE} to {WIRE}",
-        next_step=f"install a later release of Atoll for {older}: {newer} knows one version before its own",
+        f"{whose} speaks version {theirs} of the protocol, and {here} versions {OLDEST_WIRE} to {WIRE}",
+        next_step=f"{installs}: {newer} knows one version before its own",
     )

@@ -36,6 +36,7 @@ from protocol.wire import convert
 from protocol.wire.messages import Reduced
 from protocol.wire.payload import RESULT, Payload
 from protocol.wire.rounds import Commit, Digest, NodeId, SliceOutcome
+from protocol.wire.versions import WIRE
 from protocol.wire.vitals import LONG_WORDS, Vitals, heartbeat_of, words_for_people
 
 T = TypeVar("T")
@@ -119,6 +120,19 @@ async def test_an_attach_that_cannot_be_is_refused(name: str, value: object) -> 
     assert not driver.state.members
     await desk.attach(NODE.node_id, attach_request())
     assert driver.state.members
+
+
+async def test_the_run_owner_reads_once_that_a_node_of_another_release_is_not_let_in() -> None:
+    desk, _ = new_desk()
+    later = attach_request()
+    later.wire_version = WIRE + 1
+    with capture_logs() as logs:
+        for _ in range(3):
+            with pytest.raises(ProtocolMismatchError):
+                await desk.attach(NODE.node_id, later)
+    assert [line["why"] for line in logs if "not let in" in line["event"]] == [
+        f"the node speaks version {WIRE + 1} of the protocol, and the coordinator versions 1 to {WIRE}"
+    ]
 
 
 async def test_reports_of_numbers_that_are_none_are_refused() -> None:

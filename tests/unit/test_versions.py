@@ -24,6 +24,7 @@ from protocol.run.run_spec import LATER_KEYS, DataSection, RunSpec
 from protocol.terminal.status_words import functions_in_words, releases_in_words, software_in_words
 from protocol.trust.rulings import RUN_OWNER, RulingKind
 from protocol.v1 import session_pb2, status_pb2
+from protocol.wire import versions
 from protocol.wire.rounds import OWN_LOOP, Digest, NodeId
 from protocol.wire.versions import DATABASE, OLDEST_WIRE, WIRE, refuse_foreign_wire, release
 from tests.unit.golden.golden_file import golden_bytes, matches_golden
@@ -60,15 +61,23 @@ def test_messages_of_the_version_before_are_read_and_understood(
     assert matches_golden(name, message.SerializeToString(deterministic=True))
     read = type(message).FromString(golden_bytes(name))
     assert read == message
-    refuse_foreign_wire(read.wire_version, whose="the node")  # type: ignore[attr-defined]
+    refuse_foreign_wire(read.wire_version, whose="the node", here="the coordinator")  # type: ignore[attr-defined]
 
 
-def test_this_side_takes_its_own_version_and_the_one_before_and_names_what_to_install() -> None:
+def test_each_takes_its_own_version_and_the_one_before_and_the_nodes_owner_reads_who_is_older(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    both = ("the node", "the coordinator")
     for told in (0, OLDEST_WIRE, WIRE):
-        refuse_foreign_wire(told, whose="the node")
+        refuse_foreign_wire(told, whose=both[0], here=both[1])
     assert WIRE - OLDEST_WIRE <= 1
-    with pytest.raises(ProtocolMismatchError, match="later release of Atoll for this side"):
-        refuse_foreign_wire(WIRE + 1, whose="the node")
+    monkeypatch.setattr(versions, "OLDEST_WIRE", WIRE)
+    for whose, here in (both, both[::-1]):
+        for told, older in ((WIRE + 1, here), (WIRE - 1, whose)):
+            with pytest.raises(ProtocolMismatchError, match=f"^{whose} .*, and {here} ") as refused:
+                refuse_foreign_wire(told, whose=whose, here=here)
+            asks = refused.value.next_step.startswith("ask the run owner")
+            assert asks == (older == "the coordinator"), refused.value.next_step
 
 
 def database_in(folder: Path) -> None:
