@@ -231,14 +231,18 @@ def sizes_of(folder: Path) -> tuple[int | None, int]:
     values = config_of(folder)
     _require_causal_kind(values)
     _refuse_foreign_code(values)
-    text: Any = AutoConfig.for_model(**_decoded(values)).get_text_config()
-    found = [getattr(text, key, None) for key in LONGEST_CONTEXT]
-    longest = next((each for each in found if isinstance(each, int) and each > 0), None)
-    return longest, int(getattr(text, "vocab_size", 0))
+    config: Any = AutoConfig.for_model(**_decoded(values))
+    return longest_context(config), int(getattr(config.get_text_config(), "vocab_size", 0))
 
 
-LONGEST_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""How configs call the most positions of a sample."""
+def longest_context(config: Any) -> int | None:
+    """The most positions of a sample, as configs of several kinds call them."""
+    text = config.get_text_config()
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        longest = getattr(text, key, None)
+        if isinstance(longest, int) and longest > 0:
+            return longest
+    return None
 
 
 def _require_causal_kind(config: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from node.island.models.transformers import (
     config_of,
     first_line,
     left_alone,
+    longest_context,
     saved_model,
     values_in,
 )
@@ -98,8 +99,8 @@ def _generation_config_of(folder: Path) -> dict[str, Any]:
 
 
 def _check_context(model: "PreTrainedModel", spec: RunSpec) -> None:
-    most = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < spec.model.context:
+    most = longest_context(model.config)
+    if most is not None and most < spec.model.context:
         raise ConfigError(
             f"[model] context = {spec.model.context}, and the model has {most} positions",
             next_step=f"write context = {most} or less",
