@@ -81,6 +81,15 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
 }
 
+_LATENT: dict[str, Any] = {
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "n_routed_experts"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size"), 16),
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+
 ODD = {
     "gemma4": lambda: AutoConfig.for_model(
         "gemma4_text",
@@ -103,6 +112,7 @@ ODD = {
     "bamba": lambda: small(
         "bamba", mamba_n_heads=6, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1
     ),
+    "deepseek_v3": lambda: small("deepseek_v3", num_key_value_heads=4, **_LATENT),
     "ernie4_5_moe": lambda: small(
         "ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=8
     ),

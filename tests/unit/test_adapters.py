@@ -120,6 +120,21 @@ def test_adapters_load_in_peft_and_merged_ones_in_transformers(kind: str, tmp_pa
     torch.testing.assert_close(logits_of(adapted), logits_of(merged), rtol=0, atol=1e-4)
 
 
+def test_buffers_of_a_base_are_exported_with_all_their_bits(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model = AutoModelForCausalLM.from_config(ODD["deepseek_v3"](), dtype=torch.float32)
+    model.get_buffer(name).copy_(0.3 + torch.arange(8) / 1e4)  # which bf16 has as one value
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    spec = described(tmp_path / "base")
+    merged = tmp_path / "merged"
+    export_state(spec, first_vector(spec), merged, base=tmp_path / "base", dtype="bfloat16")
+    for loaded in (saved_model(merged), AutoModelForCausalLM.from_pretrained(merged)):
+        assert torch.equal(loaded.get_buffer(name), model.get_buffer(name))
+    assert loaded.dtype == torch.bfloat16
+
+
 def test_an_export_of_adapters_or_merged_is_a_whole_folder_that_loads(tmp_path: Path) -> None:
     from peft import PeftModel
 

@@ -1,9 +1,12 @@
-"""What a tokenizer makes of a text does not depend on how long it is, nor does the memory that it takes."""
+"""A tokenizer.json makes of texts what it makes elsewhere: long ones too, with its special tokens."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
 
 from node.island.data import tokenizing
 from node.island.data.documents import Document
@@ -45,3 +48,23 @@ def test_a_long_text_is_encoded_a_piece_at_a_time_and_stays_one_document(
     texts = [tokenizer.decode(each.tokens.tolist(), skip_special_tokens=False) for each in found]
     assert texts == [f"before{END}", f"{text}{END}", f"behind{END}"]
     assert "x" * 99 in text or [each.tokens.tolist() for each in found] == whole
+
+
+@pytest.mark.parametrize("settings", [{}, {"added_tokens_decoder": {}}], ids=["older", "newer"])
+def test_special_tokens_are_found_where_transformers_looks_for_them(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", is_chat=True)
+    told = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told | settings))
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    theirs = AutoTokenizer.from_pretrained(folder)
+    talk = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
+    [encoded] = FileTokenizer(folder).encode([Document(text=b"x", messages=talk)])
+    text = theirs.apply_chat_template(list(talk), tokenize=False)
+    assert encoded.tokens.tolist() == theirs(text, add_special_tokens=False).input_ids
+    assert encoded.tokens[-1] == theirs.eos_token_id
+    assert theirs.eos_token == (END if settings else "<|im_end|>")

@@ -28,11 +28,12 @@ def tokenizer_folder(cache: Path, digest: str | None) -> Path:
 
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
 
 COPIED_FILES = (
     TOKENIZER_FILE,
     TOKENIZER_SETTINGS,
-    "special_tokens_map.json",
+    _SPECIAL_TOKENS,
     "chat_template.jinja",
     "generation_config.json",
 )
@@ -330,18 +331,29 @@ def _text_of(document: Document) -> str:
 
 
 def settings_of_tokenizer(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, where there is one, with tokens as their texts."""
-    path = folder / TOKENIZER_SETTINGS
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BadDataError(f"{path} is no JSON: {error}", next_step="fetch it again") from error
+    """tokenizer_config.json, where there is one, with tokens as their texts.
+
+    Of an older folder, with what special_tokens_map.json says: transformers looks there where the settings do
+    not list added tokens.
+    """
+    config = _object_in(folder / TOKENIZER_SETTINGS)
+    if "added_tokens_decoder" not in config:
+        config |= _object_in(folder / _SPECIAL_TOKENS)
     return {
         key: value["content"] if isinstance(value, dict) and "content" in value else value
         for key, value in config.items()
     }
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """What a JSON file says; nothing where it is not there."""
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadDataError(f"{path} is no JSON: {error}", next_step="fetch it again") from error
+    return found
 
 
 def open_tokenizer(path: Path) -> Any:

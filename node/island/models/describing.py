@@ -155,7 +155,7 @@ def export_state(
         model = model_with(spec, vector, base=base)
         for name, parameter in model.named_parameters():
             parameter.data = narrowed(name, parameter.data, dtype)
-        export_model(model.to(getattr(torch, dtype)), out)
+        export_model(model, out)  # buffers as they are: a router's corrections want all their bits
 
 
 def only_read(values: Vector) -> Tensor:
