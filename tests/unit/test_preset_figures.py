@@ -184,7 +184,7 @@ def test_the_table_of_the_race_in_the_docs_is_of_its_results(
     (table,) = [
         table
         for title, table in zip(printed[::2], printed[1::2], strict=True)
-        if title.startswith(f"R = {ratio},")
+        if title.startswith(f"R = {ratio}, 2 nodes")
     ]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     assert len(rows) == num_contenders
