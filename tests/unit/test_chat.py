@@ -44,6 +44,28 @@ def test_only_the_assistants_turns_with_their_ends_are_learned(tmp_path: Path) -
     assert encoded.text_bytes == len(learned.encode())
 
 
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    first, told, second, last = TURNS
+    turns = [first, told | {"weight": 0}, second, last | {"weight": 1}]
+    plain, weighed = FileTokenizer(folder).encode([conversation(TURNS), conversation(turns)])
+    assert weighed.counted is not None and np.array_equal(plain.tokens, weighed.tokens)
+    learned = tokenizer.decode(weighed.tokens[weighed.counted].tolist(), skip_special_tokens=False)
+    assert learned == "likewise<|im_end|>\n"
+
+
+def test_a_weight_between_is_refused(tmp_path: Path) -> None:
+    turns = [TURNS[0], TURNS[1] | {"weight": 0.5}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    [part] = parts_of(tmp_path / "a.jsonl", 1 << 20)
+    with pytest.raises(
+        BadDataError, match=r"a\.jsonl, byte 0: a message has 'weight' 0\.5"
+    ) as refused:
+        list(documents_of(part, field="text"))
+    assert "write 0" in refused.value.next_step
+
+
 def test_texts_and_conversations_come_back_in_their_order(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "chat", is_chat=True)
     plain = Document(text=b"word1x1 word1x2")

@@ -389,6 +389,7 @@ def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
     if (own is None and record.keys() & {field, "messages"}) or messages == []:
         return Document(text=b"", where=place)
     if isinstance(messages, list) and all(_is_turn(each) for each in messages):
+        _check_weights(messages, place)
         given = _given_of(record, place)
         whole = {"messages": messages, **given} if given else messages
         return Document(
@@ -416,6 +417,20 @@ def _is_turn(message: object) -> bool:
     if not isinstance(message, dict) or "role" not in message:
         return False
     return bool(message.keys() & {"content", "tool_calls"})
+
+
+WEIGHT = "weight"
+"""Of an answer: with 0 it is not learned, as OpenAI's and Mistral's formats have it."""
+
+
+def _check_weights(messages: list[dict[str, Any]], place: str) -> None:
+    for message in messages:
+        weight = message.get(WEIGHT)
+        if weight is not None and weight not in (0, 1):
+            raise BadDataError(
+                f"{place}: a message has {WEIGHT!r} {weight!r}, and an answer is learned whole or not at all",
+                next_step="write 0 for one that is not to be learned; without a weight it is",
+            )
 
 
 TOOLS, TEMPLATE_ARGUMENTS = "tools", "chat_template_kwargs"

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.documents import DOCUMENT_BYTES, LONGEST_LINE_BYTES, Document
+from node.island.data.documents import DOCUMENT_BYTES, LONGEST_LINE_BYTES, WEIGHT, Document
 from node.island.data.extras import needs_package
 from node.island.data.manifest import TOKENIZER_FILE
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
@@ -240,7 +240,7 @@ class _Template:
         whole = self._rendered(messages, given)
         spans = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get(WEIGHT) == 0:
                 continue
             before = self._rendered(messages[:i], given, add_generation_prompt=True)
             after = whole if i == len(messages) - 1 else self._rendered(messages[: i + 1], given)
