@@ -173,18 +173,26 @@ def test_late_results_are_blended_for_the_optimizer_that_ended_lower_so() -> Non
     assert [round(lower_by("muon", *late), 1) for late in ((4, 2), (10, 10))] == [-0.6, -0.4]
 
 
-@pytest.mark.parametrize(("ratio", "num_contenders"), [(5, 8), (50, 8), (300, 8)])
+@pytest.mark.parametrize(
+    ("taking", "race_of", "num_contenders"),
+    [
+        ("5", "R = 5, 2 nodes", 8),
+        ("50", "R = 50, 2 nodes", 8),
+        ("300", "R = 300, 2 nodes", 8),
+        ("four nodes 50", "R = 50, 4 nodes", 4),
+    ],
+)
 def test_the_table_of_the_race_in_the_docs_is_of_its_results(
-    ratio: int, num_contenders: int
+    taking: str, race_of: str, num_contenders: int
 ) -> None:
     pages = (DOCS / "performance.md").read_text() + (RESULTS / "tables.md").read_text()
     section = pages.partition("## As fast to a loss as peers")[2]
-    said = section.partition(f"would take {ratio} inner steps")[2].partition("It would take")[0]
+    said = section.partition(f"would take {taking} inner steps")[2].partition("It would take")[0]
     printed = list(report(known_in(race.RESULTS)))
     (table,) = [
         table
         for title, table in zip(printed[::2], printed[1::2], strict=True)
-        if title.startswith(f"R = {ratio}, 2 nodes")
+        if title.startswith(race_of)
     ]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     assert len(rows) == num_contenders
