@@ -1,13 +1,12 @@
 """Carries out what the round's core decides: arithmetic beside the loop, transfers, reports, timers.
 
 Whatever happens is an event to the core (node.exchange.round), and whatever follows from it is an action
-here. All that is decided in this file is the order in which contributions leave.
+here; nothing is decided in this file.
 """
 
 import asyncio
 import secrets
-from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -44,6 +43,7 @@ from node.exchange.round.state import (
     Tell,
     TimePassed,
     contradicted,
+    in_order_of_sending,
     misfit_of_result,
     opened,
     refusal,
@@ -56,7 +56,7 @@ from protocol.trust.receipts import AlreadySignedError, Receipt
 from protocol.wire.findings import EquivocationSeen, Finding
 from protocol.wire.messages import Report, RoundNews, SliceTakenOver
 from protocol.wire.payload import CONTRIBUTION, RESULT, Payload, PayloadHeader, Slot
-from protocol.wire.rounds import Commit, NodeId, Plan, Slice
+from protocol.wire.rounds import Commit, NodeId, Plan
 
 log = structlog.get_logger()
 
@@ -380,23 +380,6 @@ class RoundRunner:
             self.feed(ResultUndecodable(header=payload.header))
             raise
         self.feed(ResultFetched(payload=payload, agreement=agreement))
-
-
-def in_order_of_sending(slices: Sequence[Slice], node_id: NodeId) -> list[Slice]:
-    """Each reducer's first slice, then each one's second, and so on: all begin to reduce at once.
-
-    Our own slices come after the others', which have a way to go, and not all nodes begin with
-    the same reducer.
-    """
-    reducers = list(dict.fromkeys(part.reducer_id for part in slices))
-    own = reducers.index(node_id) if node_id in reducers else 0
-    seen: Counter[NodeId] = Counter()
-    places: dict[int, tuple[int, int]] = {}
-    for part in slices:
-        after_own = (reducers.index(part.reducer_id) - own - 1) % len(reducers)
-        places[part.index] = seen[part.reducer_id], after_own
-        seen[part.reducer_id] += 1
-    return sorted(slices, key=lambda part: places[part.index])
 
 
 def turns_of(plan: Plan, rules: Rules, transport: Transport) -> Turns | None:

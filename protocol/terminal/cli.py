@@ -48,7 +48,7 @@ SECTIONS: Sections = {
         ),
     ),
     "Contributor": (
-        Entry("join", "node.cli:join", "Trade an invite for membership."),
+        Entry("join", "node.joining:join", "Trade an invite for membership."),
         Entry("node", "node.cli:node", "Start and stop this machine's node."),
         Entry(
             "helper", "node.cli:helper", "Start a helper, which reduces for nodes behind routers."

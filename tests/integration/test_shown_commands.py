@@ -19,7 +19,7 @@ from tests.otlp_receiver import Receiver
 from tests.ports import free_port
 from tests.shown_lines import shown
 from tests.tiny_runs import tiny_text
-from tests.unit.tokens_scene import write_jsonl, write_tokenizer
+from tests.unit.tokens_scene import write_jsonl, write_llama
 
 LM_EVAL = "lm-eval is not installed where tests run: test_evaluate"
 STORAGE = "it needs an object storage: test_remote_backup"
@@ -175,7 +175,6 @@ def _lay_out(folder: Path) -> None:
     """What a reader has before the first line: text, a model, code, a run file."""
     import pyarrow
     import pyarrow.parquet
-    import transformers  # takes seconds
 
     corpus = folder / "corpus"
     corpus.mkdir()
@@ -183,18 +182,8 @@ def _lay_out(folder: Path) -> None:
     (corpus / "one.txt").write_text("\n".join(texts))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), corpus / "one.parquet")
     shutil.copy(corpus / "one.jsonl", folder / "records.jsonl")
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
     model = folder / "SmolLM2-135M"
-    transformers.LlamaForCausalLM(config).save_pretrained(model)
-    write_tokenizer(model)
+    write_llama(model)
     shutil.copy(model / "tokenizer.json", folder)
     code = folder / "code"
     code.mkdir()

@@ -25,7 +25,7 @@ from protocol.errors import CannotCreateError, ConfigError, NoInputError
 from protocol.run.run_files import load_run_file, load_run_folder
 from protocol.run.run_spec import RunSpec
 from protocol.terminal import cli, console
-from tests.unit.tokens_scene import prepared, write_jsonl, write_tokenizer
+from tests.unit.tokens_scene import prepared, write_jsonl, write_llama
 
 SIZES = "hidden_size = 32\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nffn_size = 48\n"
 NEXT_TOKEN = """
@@ -42,21 +42,8 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "functions"
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama in bf16 with its tokenizer, and beside it tokens of that tokenizer."""
-    import transformers  # takes seconds
-
     folder = tmp_path_factory.mktemp("models") / "llama"
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    write_tokenizer(folder)
+    write_llama(folder, dtype=torch.bfloat16)
     write_jsonl(folder.parent / "text.jsonl", 300)
     prepared(folder.parent / "text.jsonl", out=folder.parent / "tokens", tokenizer=folder)
     return folder

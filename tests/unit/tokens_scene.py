@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from node.island.data.manifest import (
@@ -130,3 +131,21 @@ def documents_of(folder: Path, split: str) -> list[bytes]:
             assert tokens[stop - 1] == 0
             found.append(tokens[start : stop - 1].tobytes())
     return found
+
+
+def write_llama(folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
+    """A small Llama as transformers saves it, with a tokenizer of its own."""
+    import transformers  # takes seconds
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    write_tokenizer(folder)

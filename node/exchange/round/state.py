@@ -5,7 +5,8 @@ may bring to it. What an event does is in transition.py; who carries actions out
 Payloads are referred to here, and their bodies never looked into.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -252,6 +253,23 @@ def opened(
             for part in plan.slices
         },
     )
+
+
+def in_order_of_sending(slices: Sequence[Slice], node_id: NodeId) -> list[Slice]:
+    """Each reducer's first slice, then each one's second, and so on: all begin to reduce at once.
+
+    Our own slices come after the others', which have a way to go, and not all nodes begin with
+    the same reducer.
+    """
+    reducers = list(dict.fromkeys(part.reducer_id for part in slices))
+    own = reducers.index(node_id) if node_id in reducers else 0
+    seen: Counter[NodeId] = Counter()
+    places: dict[int, tuple[int, int]] = {}
+    for part in slices:
+        after_own = (reducers.index(part.reducer_id) - own - 1) % len(reducers)
+        places[part.index] = seen[part.reducer_id], after_own
+        seen[part.reducer_id] += 1
+    return sorted(slices, key=lambda part: places[part.index])
 
 
 # Events
