@@ -280,7 +280,8 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         notes.append(f"batch {trained.batch}: {trained.why_batch}")
     plan = None
     if wanted.link is not None or wanted.measured is not None:
-        has_weights = bool(facts.first_digest) or (is_given and wanted.function is None)
+        # A function's have a digest as well, but are new: its rate is that of a new model, too.
+        has_weights = is_given and wanted.function is None
         plan, advice = _planned(wanted, trained, has_weights=has_weights)
         notes.append(advice)
         values[("run", "min_nodes")] = (plan.situation.num_nodes, "")
