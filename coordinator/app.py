@@ -38,6 +38,7 @@ from coordinator.journal import (
 )
 from coordinator.ports import Ports, bind, require_files_for
 from coordinator.presets.choosing import Plan
+from coordinator.presets.costly import costs_in_words
 from coordinator.relay.forwarding import refuse_beside_the_moved
 from coordinator.relay.line import Carriage
 from coordinator.relay.through import Through
@@ -53,7 +54,7 @@ from coordinator.services.outside import Lookout, listen
 from coordinator.services.ruling import Rulings, refuse_replaced_key, tell_of_clock
 from coordinator.services.session import SessionDesk, session_service
 from coordinator.services.status import Past, StatusDesk, status_service
-from coordinator.store import Store
+from coordinator.store import Store, may_have_begun
 from coordinator.streams import Telemetry
 from coordinator.swarm.state import KEPT_ROUNDS, SwarmState
 from coordinator.swarm.transition import Transition
@@ -442,6 +443,12 @@ async def _serve(
         log.write(f"watch the run: atoll status --watch --dir {named}\n")
         if not has_any(BackupRecords(directory).latest(), configured=config.backup):
             log.write(f"backup: {no_backup_in_words(named)}\n")
+        if not may_have_begun(directory) and (costs := list(costs_in_words(home.run))):
+            for told in (
+                *costs,
+                "run.toml may change until the first invite: stop this, and start again",
+            ):
+                log.write(f"loss: {told}\n")
         try:
             refuse_damaged(directory / AUTHORITY_KEY_FILE, home.authority_pem)
         except BadDataError as error:  # nothing that a running coordinator does needs it

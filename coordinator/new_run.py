@@ -211,6 +211,7 @@ def init(
     """
     from coordinator.config import CoordinatorConfig, advertised_host, create_home, require_free
     from coordinator.presets.composing import new_run, run_of_file
+    from coordinator.presets.costly import costs_in_words
     from coordinator.presets.wanted import Wanted
 
     wanted = Wanted(**asked)
@@ -246,13 +247,16 @@ def init(
         ),
         text=text_of,
     )
-    start = _way_to_start(directory, home, made[0], wanted)
+    new = replace(
+        made[0], notes=(*made[0].notes, *map("loss: {}".format, costs_in_words(home.run)))
+    )
+    start = _way_to_start(directory, home, new, wanted)
     if is_json:
-        console.print_json({"folder": str(directory), **_as_json(made[0]), "start": start})
+        console.print_json({"folder": str(directory), **_as_json(new), "start": start})
         return
     if others is not None:
         click.echo(f"the usual ports are in use here, so this run has {others[0]} and {others[1]}")
-    _tell(directory, home, made[0], start)
+    _tell(directory, home, new, start)
 
 
 def _answered(wanted: "Wanted") -> "Wanted":

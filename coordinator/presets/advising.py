@@ -152,7 +152,7 @@ def advice_for(
         congestion_control=None,
         arithmetic=links.arithmetic,
         inner_optimizer=spec.inner.optimizer,
-        has_weights=spec.first_digest is not None,
+        has_weights=spec.goes_on_with_weights,
         flops_per_second=6.0 * run.num_parameters * spec.tokens_per_inner_step / step_seconds,
     )
     given = _given(spec)

@@ -355,7 +355,7 @@ def _situation(
         batch=spec.inner.batch,
         congestion_control=keys.congestion,
         inner_optimizer=spec.inner.optimizer,
-        has_weights=spec.first_digest is not None,
+        has_weights=spec.goes_on_with_weights,
         flops_per_second=6.0 * spec.num_parameters * spec.tokens_per_inner_step / step_seconds,
     )
 

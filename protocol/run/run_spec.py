@@ -494,6 +494,12 @@ class RunSpec(Section):
         return None if text is None else Digest(bytes.fromhex(text))
 
     @property
+    def goes_on_with_weights(self) -> bool:
+        """Whether the state at round 0 was trained before: a function's was drawn, but for a fork's."""
+        is_fork = self.description is not None and self.description.first_fragments is not None
+        return self.first_digest is not None and (self.model.source != "function" or is_fork)
+
+    @property
     def beginning(self) -> Beginning:
         """What the run goes on with of another one."""
         given = None if self.description is None else self.description.beginning

@@ -15,6 +15,7 @@ from coordinator.presets.cost import (
     Situation,
     predicted,
 )
+from coordinator.presets.costly import costs_in_words
 from coordinator.presets.loss import SLOPE, SPARSE, Given, above, settings_of
 from coordinator.presets.settling import settled, with_values
 from protocol.run.run_files import validated
@@ -219,3 +220,19 @@ def test_editing_a_file_changes_what_is_asked_and_nothing_else(
     for (table, key), (value, _) in values.items():
         expected.setdefault(table, {})[key] = value
     assert edited == expected
+
+
+@examples(200)
+@given(situations, st.integers(16, 10**7), st.sampled_from(["adamw", "muon"]))
+def test_what_is_chosen_is_never_said_to_cost_loss(
+    situation: Situation, total_steps: int, optimizer: str
+) -> None:
+    situation = replace(situation, total_steps=total_steps, inner_optimizer=optimizer)
+    tables: dict[str, dict[str, Value]] = {
+        "run": {"min_nodes": situation.num_nodes},
+        "model": {"num_layers": situation.num_layers},
+        "inner": {"optimizer": optimizer},
+    }
+    for choice in chosen(situation).choices:
+        tables.setdefault(choice.table, {})[choice.key] = choice.value
+    assert list(costs_in_words(validated(tables, origin="what is chosen"))) == []

@@ -21,6 +21,7 @@ from coordinator.presets.advising import (
 from coordinator.presets.loss import SPARSE
 from protocol.errors import TemporaryError, UsageError
 from protocol.run.amendments import amended, changes_of
+from protocol.run.models import Description, TensorShape
 from protocol.run.run_files import validated
 from protocol.run.run_spec import RunSpec
 from protocol.trust.rulings import Ruling, RulingKind
@@ -146,6 +147,22 @@ def test_a_run_with_outer_momentum_is_not_advised_to_exchange_so_often_that_it_o
     )
     advice = asked(plain, **fast)
     assert advice.better.setting.interval <= 12 and not advice.wants_fork
+
+
+def test_weights_that_a_function_has_drawn_are_no_steps_that_a_run_has_behind_it() -> None:
+    """They have a digest, as given ones do, for one node starts with them; a fork's were trained."""
+    tensor = TensorShape(name="module.weight", shape=(512, 2048))
+    model = {"source": "function", "function": "net:model"}
+    spec = validated({"run": {"rounds": 90, "min_nodes": 3}, "model": model}, origin="the test")
+
+    def seldom(**told: Any) -> float:
+        description = Description(tensors=(tensor,), **told)
+        of_function = spec.model_copy(update={"description": description})
+        return asked(of_function, mbit=100).now.above.seldom
+
+    drawn = {"first_digest": "ab" * 32}
+    assert seldom(**drawn) == seldom()
+    assert seldom(**drawn, first_fragments=1) < seldom()
 
 
 def test_fragments_overlap_sparse_codecs_and_shared_steps_stay_as_the_run_has_them() -> None:

@@ -219,6 +219,25 @@ def test_inner_steps_that_are_given_stay(
     assert told["meets_goal"] is False and "nodes compute for only" in told["verdict"]
 
 
+def test_short_rounds_that_are_given_come_with_the_plain_mean_also_without_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(tmp_path, "--steps", "5") == 0
+    outer = load_run_file(tmp_path / "run.toml").outer
+    assert (outer.optimizer, outer.learning_rate, outer.momentum) == ("sgd", 1.0, 0.0)
+    assert "loss: " not in capsys.readouterr().out
+    assert init(tmp_path, "--steps", "15") == 0
+    assert load_run_file(tmp_path / "run.toml").outer.optimizer == "nesterov"
+
+
+def test_a_run_file_of_ones_own_is_told_which_of_its_settings_cost_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text("[run]\nrounds = 8\nmin_nodes = 2\n[inner]\nsteps = 15\n")
+    assert init(tmp_path, "--run", str(tmp_path / "mine.toml")) == 0
+    assert "loss: [outer] momentum = 0.6 overshoots" in capsys.readouterr().out
+
+
 def test_a_run_of_hardly_any_steps_exchanges_after_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

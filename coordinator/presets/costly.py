@@ -1,0 +1,76 @@
+"""What settings of a run file cost in loss, before the run begins, with what to write instead. Pure.
+
+Presets choose by the same rules, so nothing is said of what they chose. Only what cost more than seeds differ
+is said, and of runs that are like the measured ones: with new weights, dense codecs, and two nodes or more.
+"""
+
+from collections.abc import Iterator
+
+from coordinator.presets.choosing import BLENDS, MERGES_BY_MOMENTUM, OFTEN_STEPS, SOME_EXCHANGES
+from coordinator.presets.loss import LEAST_EXCHANGES, SPARSE
+from coordinator.presets.reasons import counted, every
+from protocol.run.run_spec import RunSpec
+
+SHORT_STEPS, LEAST_IN_SHORT, ENOUGH_IN_SHORT = 300, 4, 8
+"""In 120 inner steps 8 exchanges ended as low as 24, and 2 ended 5 % higher; in 360, 12 ended 4 % higher
+than 24 (benchmarks.learning.intervals)."""
+
+SOME_MOMENTUM, MUCH_MOMENTUM = 0.3, 0.8
+"""Above the first it costs where exchanges are few or frequent; from the second on it does so by far."""
+
+
+def costs_in_words(run: RunSpec) -> Iterator[str]:
+    """A sentence for each setting that costs loss; nothing where none does."""
+    steps, rounds, fragments = run.node_steps, run.run.rounds, run.exchange.fragments
+    if run.run.min_nodes < 2:
+        return
+    exchanges, total_steps = rounds // fragments, rounds * steps
+    is_short = total_steps < SHORT_STEPS
+    if exchanges < (LEAST_IN_SHORT if is_short else LEAST_EXCHANGES):
+        enough = ENOUGH_IN_SHORT if is_short else LEAST_EXCHANGES
+        times = "once" if exchanges == 1 else counted(exchanges, "time")
+        yield (
+            f"each parameter is exchanged {times} in the whole run, and runs of small models ended 4 % "
+            f"lower or more with {enough} exchanges: write {_oftener(run, enough)}"
+        )
+        if rounds >= enough:
+            fragments = max(1, rounds // enough)
+        else:
+            fragments, steps = 1, max(1, total_steps // enough)
+        exchanges = total_steps // (fragments * steps)
+    yield from _of_momentum(run, interval=fragments * steps, exchanges=exchanges)
+
+
+def _oftener(run: RunSpec, enough: int) -> str:
+    """What makes as many exchanges of as many inner steps: fewer fragments, or else shorter rounds."""
+    if run.run.rounds >= enough:
+        return f"[exchange] fragments = {max(1, run.run.rounds // enough)}"
+    total_steps = run.run.rounds * run.node_steps
+    steps = max(1, total_steps // enough)
+    rounds = f"[run] rounds = {-(-total_steps // steps)}"
+    fewer = "" if run.exchange.fragments == 1 else ", and [exchange] fragments = 1"
+    if run.inner.round_tokens is not None:
+        share = run.inner.round_tokens * steps // run.node_steps
+        return f"{rounds} and [inner] round_tokens = {share}{fewer}"
+    return f"{rounds} and [inner] steps = {steps}{fewer}"
+
+
+def _of_momentum(run: RunSpec, *, interval: int, exchanges: int) -> Iterator[str]:
+    outer, exchange = run.outer, run.exchange
+    momentum = outer.momentum if outer.optimizer == "nesterov" else 0.0
+    may_be_blended = exchange.overlap == "blend" and run.inner.optimizer == BLENDS
+    if momentum <= SOME_MOMENTUM or run.goes_on_with_weights or exchange.uplink in SPARSE:
+        return
+    far = ", and 0.9 about 15 %" if momentum >= MUCH_MOMENTUM else ""
+    if interval <= OFTEN_STEPS and not may_be_blended and outer.merge not in MERGES_BY_MOMENTUM:
+        yield (
+            f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged "
+            f"{every(interval, 'inner step')}: 0.6 ended 2 to 9 % higher than the plain mean; write "
+            'optimizer = "sgd" and learning_rate = 1.0 there, and leave momentum out'
+        )
+    elif exchanges < SOME_EXCHANGES and not may_be_blended:
+        yield (
+            f"[outer] momentum = {momentum:g} overshoots where each parameter is exchanged only "
+            f"{counted(exchanges, 'time')}: 0.6 ended 1 to 4 % higher than 0.3{far}; write momentum = "
+            f"{SOME_MOMENTUM:g}"
+        )
