@@ -59,7 +59,10 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
     help="The token that ends each document. Default: the tokenizer's eos_token.",
 )
 @click.option(
-    "--field", default="text", show_default=True, help="The key or column that has the text."
+    "--field",
+    default="text",
+    show_default=True,
+    help="The key or column that has the text; raw.text is that of 'text' within 'raw'.",
 )
 @click.option(
     "--held-out",
@@ -98,8 +101,9 @@ def prepare(
 ) -> None:
     """Make tokens of text, once, for a run.
 
-    INPUT is a file, a folder or a glob: text, .jsonl with "text" or "messages" (both also .gz),
-    .parquet, or a folder that Hugging Face's datasets saved. Where it is interrupted, the same command
+    INPUT is a file, a folder or a glob: text, .jsonl, .csv or .tsv (all also .gz, .bz2, .xz, .zst),
+    .parquet, .arrow, or a folder that Hugging Face's datasets saved. A record has a "text", "messages",
+    ShareGPT's "conversations", or "prompt" and "completion". Where it is interrupted, the same command
     goes on. The folder is there when it is complete.
 
     Tokens that other software wrote are linked, not copied: Megatron's .bin with .idx, datatrove's
@@ -187,8 +191,8 @@ def _kept_when_interrupted(progress: "_Progress") -> Iterator[None]:
 
 def _files_of_tokens(inputs: tuple[str, ...], *, but_for: tuple[str, ...] = ()) -> tuple[Path, ...]:
     """The inputs, where they are tokens already; none where they are text. Raises UsageError for both."""
-    from node.island.data.documents import BESIDE_TOKENS, input_files
     from node.island.data.foreign import TOKEN_SUFFIXES
+    from node.island.data.inputs import BESIDE_TOKENS, input_files
 
     files = [
         path for path in input_files(inputs, but_for=but_for) if path.suffix not in BESIDE_TOKENS

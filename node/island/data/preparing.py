@@ -27,16 +27,16 @@ from node.island.data.documents import (
     DOCUMENT_BYTES_OF_LITTLE_TEXT,
     LITTLE_TEXT_BYTES,
     Part,
-    input_files,
     parts_of,
-    passed_over,
 )
+from node.island.data.inputs import input_files, passed_over
 from node.island.data.manifest import (
     MANIFEST_FILE,
     OFFSET_BYTES,
     FileEntry,
     Manifest,
     ShardEntry,
+    Split,
     State,
     check_pieces,
     check_sizes,
@@ -149,6 +149,7 @@ def prepare(
                 next_step="hold out another share, as --held-out 0.1, or files of their own, as "
                 "--held-out FILE; where all documents are equal, give others: equal ones stay together",
             )
+        _check_something_is_learned(manifest)
         with refusing(wanted.out):
             write_atomically(work / MANIFEST_FILE, manifest.as_written())
             for each in work.iterdir():
@@ -163,6 +164,17 @@ def prepare(
         manifest=manifest,
         num_empty=sum(receipt.num_empty for receipt in receipts),
     )
+
+
+def _check_something_is_learned(manifest: Manifest) -> None:
+    splits: tuple[tuple[Split, str], ...] = (("training", "train on"), ("held_out", "hold out"))
+    for split, what in splits:
+        if not manifest.num_tokens(split):
+            raise BadDataError(
+                f"of the documents to {what} not one token is to be learned: none has an answer that is",
+                next_step="let answers have the role 'assistant' and no 'weight' or 'train' of 0, or see "
+                "what {% generation %} marks in the tokenizer's chat_template.jinja",
+            )
 
 
 def plan_jobs(wanted: Wanted) -> list[ShardJob]:

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from node.island.data.documents import Document, Part, documents_of
+from node.island.data.documents import Part, documents_of
 from node.island.data.manifest import OFFSET_BYTES, PIECE_BYTES, FileEntry, ShardEntry
+from node.island.data.records import Document
 from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, Tokenizer
 from protocol.files.durable import refusing
 from protocol.run.models import Section
