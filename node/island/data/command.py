@@ -71,6 +71,12 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
     help="What no node trains on: a share of the documents, by their hash, or files. Default: 0.01.",
 )
 @click.option(
+    "--repeat",
+    multiple=True,
+    metavar="PATTERN=TIMES",
+    help="How often documents of some of the files are trained on: 2.5, or 0.3 for some of them.",
+)
+@click.option(
     "--pack",
     type=click.IntRange(8, 1 << 20),
     metavar="CONTEXT",
@@ -94,6 +100,7 @@ def prepare(
     end_of_document: str | None,
     field: str,
     held_out: tuple[str, ...],
+    repeat: tuple[str, ...],
     pack: int | None,
     vocab_size: int | None,
     token_bytes: str | None,
@@ -123,17 +130,19 @@ def prepare(
             next_step="add --tokenizer FILE, or leave it out: a zero byte ends documents of bytes",
         )
     share, held_out_inputs = _share_or_files(held_out)
+    repeated = tuple(map(_repetition, repeat))
     progress = _Progress("prepared")
     tokens = _files_of_tokens(inputs, but_for=held_out_inputs)
     jobs = jobs or len(os.sched_getaffinity(0))
     if tokens:
         from node.island.data.foreign import Adopted, adopt
 
-        if pack is not None:
-            raise UsageError(
-                f"--pack {pack} arranges documents anew, and tokens of other software are read as they are",
-                next_step="leave it out, or prepare the text itself",
-            )
+        for option, given in ((f"--pack {pack}", pack), (f"--repeat {' '.join(repeat)}", repeat)):
+            if given:
+                raise UsageError(
+                    f"{option} arranges documents anew, and tokens of other software are read as they are",
+                    next_step="leave it out, or prepare the text itself",
+                )
         adopted = Adopted(
             files=tokens,
             out=out,
@@ -165,6 +174,7 @@ def prepare(
                 field=field,
                 held_out=share,
                 held_out_inputs=held_out_inputs,
+                repeated=repeated,
                 row=None if pack is None else pack + 1,
                 jobs=jobs,
             ),
@@ -172,7 +182,39 @@ def prepare(
             say=lambda line: click.echo(line, err=True),
         )
     progress.end()
+    if repeated:
+        _tell_sources(repeated, made.tokens_of)
     _tell(out, made.manifest, num_empty=made.num_empty)
+
+
+def _repetition(text: str) -> tuple[str, float]:
+    """A pattern of files, and how often they are read."""
+    pattern, _, times = text.rpartition("=")
+    try:
+        value = float(times)
+    except ValueError:
+        value = 0.0
+    if not (pattern and 0 < value <= MOST_TIMES):
+        raise UsageError(
+            f"--repeat {text} is no pattern with a number above 0 and up to {MOST_TIMES}",
+            next_step="write it as --repeat 'code/*.jsonl=2.5'",
+        )
+    return pattern, value
+
+
+MOST_TIMES = 100
+
+
+def _tell_sources(repeated: tuple[tuple[str, float], ...], tokens_of: dict[str, int]) -> None:
+    """What is trained on of each source, and its share of the whole."""
+    total = sum(tokens_of.values())
+    named = {pattern: f"{pattern}, {times:g} times" for pattern, times in repeated}
+    for source, num_tokens in tokens_of.items():
+        if source or num_tokens:
+            click.echo(
+                f"{named.get(source, 'others, once')}: {console.count_in_words(num_tokens)} tokens to train "
+                f"on, {num_tokens / total:.1%} of all"
+            )
 
 
 @contextmanager

@@ -47,6 +47,9 @@ class Part:
     stop: int
     num_bytes: int  # on the disk: what progress counts
     document_bytes: int = DOCUMENT_BYTES  # of plain text; start is a multiple of it
+    repetition: int = 0  # how often it was read before
+    share: float = 1.0  # of its documents, by their hash, that are taken
+    source: str = ""  # the pattern that says how often it is read
 
 
 def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTES) -> list[Part]:

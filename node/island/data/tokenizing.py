@@ -56,6 +56,11 @@ class Encoded:
     counted: npt.NDArray[np.bool_] | None  # None: all
     text_bytes: int  # of what is to be learned
 
+    @property
+    def num_counted(self) -> int:
+        """Tokens that are to be learned."""
+        return len(self.tokens) if self.counted is None else int(self.counted.sum())
+
 
 class Tokenizer(Protocol):
     """Turns documents into tokens, the same on every machine."""
