@@ -165,6 +165,9 @@ def _not_ours(config: Config, family: Family) -> Iterator[tuple[str, Any]]:
     kind = _kind_of(rope)
     if kind not in ("default", "llama3"):
         yield "rope_type", kind
+    for key, value in rope.items():
+        if isinstance(value, Mapping):
+            yield key, value  # of layers of that kind
     for table in (rope, config):
         if table.get("partial_rotary_factor", 1.0) != 1.0:
             yield "partial_rotary_factor", table["partial_rotary_factor"]
@@ -174,15 +177,21 @@ def _not_ours(config: Config, family: Family) -> Iterator[tuple[str, Any]]:
         yield "attention_dropout", config["attention_dropout"]
     if config.get("quantization_config") is not None:
         yield "quantization_config", config["quantization_config"]
-    if family.windows == "layers":
+    if config.get("is_causal", True) is not True:
+        yield "is_causal", config["is_causal"]
+    if family.windows != "none":
+        kinds = ("full_attention", "sliding_attention") if family.windows == "layers" else ()
         for kind in config.get("layer_types") or ():
-            if kind not in ("full_attention", "sliding_attention"):
+            if kind not in kinds:
                 yield "layer_types", kind
 
 
 def _rope_of(config: Config) -> dict[str, Any]:
-    """How positions are written down: `rope_parameters` today, `rope_scaling` and a theta before."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    """How positions are written down: `rope_parameters` today, `rope_scaling` and a theta before.
+
+    Of both transformers takes the latter.
+    """
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     return {"rope_theta": config.get("rope_theta", _THETA)} | rope
 
 
@@ -193,7 +202,8 @@ def _kind_of(rope: Config) -> str:
 def _scaling_of(rope: Config, config: Config) -> RopeScaling | None:
     if _kind_of(rope) == "default":
         return None
-    longest = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    original = "original_max_position_embeddings"  # the config's own comes first in transformers
+    longest = config.get(original) or rope.get(original) or config["max_position_embeddings"]
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],

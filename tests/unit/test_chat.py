@@ -10,9 +10,10 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
-from node.island.data.documents import Document, documents_of, parts_of
+from node.island.data.documents import documents_of, parts_of
 from node.island.data.opening import open_dataset
 from node.island.data.places import DataPlaces
+from node.island.data.records import Document, document_of
 from node.island.data.tokenizing import FileTokenizer
 from protocol.errors import BadDataError, ConfigError
 from tests.unit.tokens_scene import prepared, spec_of, write_tokenizer
@@ -26,7 +27,7 @@ TURNS: list[dict[str, Any]] = [
 
 
 def conversation(turns: list[dict[str, Any]]) -> Document:
-    return Document(text=json.dumps(turns).encode(), messages=tuple(turns))
+    return document_of({"messages": turns}, "text", "a record")
 
 
 def test_only_the_assistants_turns_with_their_ends_are_learned(tmp_path: Path) -> None:
@@ -215,20 +216,109 @@ def test_conversations_without_a_template_are_refused(tmp_path: Path) -> None:
         FileTokenizer(folder).encode([conversation(TURNS)])
 
 
-def test_the_marks_of_transformers_templates_are_passed_over(tmp_path: Path) -> None:
+MARKED = {
+    "answers alone": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
+    "{% endif %}\n{% endfor %}",
+    "with lines trimmed": "{%- for m in messages %}\n    {{- m.role + ': ' }}"
+    "\n    {%- if m.role == 'assistant' %}"
+    "\n        {%- generation -%}\n        {{- m.content + '<|im_end|>' -}}\n        {%- endgeneration -%}"
+    "\n    {%- else %}\n        {{- m.content }}\n    {%- endif %}\n{% endfor %}",
+    "the last answer, though earlier ones are written otherwise": "{{ messages | length }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }} {% if loop.last %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+    "nothing": "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if false %}{% generation %}{% endgeneration %}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("template", MARKED.values(), ids=MARKED.keys())
+def test_what_a_template_marks_is_learned_as_transformers_masks_it(
+    template: str, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     folder = write_tokenizer(tmp_path / "chat", is_chat=True)
-    marked = (
-        (folder / "chat_template.jinja")
-        .read_text()
-        .replace(
-            "{{ message.content }}", "{%- generation %}{{ message.content }}{% endgeneration -%}"
-        )
+    (folder / "chat_template.jinja").write_text(template)
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
+        TURNS, return_assistant_tokens_mask=True, return_dict=True
     )
-    plain = FileTokenizer(folder).encode([conversation(TURNS)])[0].tokens
-    (folder / "chat_template.jinja").write_text(marked)
-    again = FileTokenizer(folder).encode([conversation(TURNS)])[0]
-    assert len(again.tokens) and again.counted is not None
-    assert abs(len(again.tokens) - len(plain)) <= len(TURNS)  # trimmed line breaks apart
+    [encoded] = FileTokenizer(folder).encode([conversation(TURNS)])
+    assert encoded.counted is not None
+    num = len(theirs["input_ids"])
+    assert encoded.tokens[:num].tolist() == theirs["input_ids"]
+    assert encoded.counted[:num].tolist() == [bool(each) for each in theirs["assistant_masks"]]
+    assert len(encoded.tokens) <= num + 1 and not encoded.counted[num:].any()
+
+
+def test_of_marked_answers_those_of_weight_0_are_not_learned(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    turns = [TURNS[0], TURNS[1] | {"weight": 0}, *TURNS[2:]]
+    (folder / "chat_template.jinja").write_text(MARKED["answers alone"])
+    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    learned = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
+    assert learned == "likewise<|im_end|>"
+    (folder / "chat_template.jinja").write_text(MARKED["nothing"])
+    with pytest.raises(BadDataError, match="marks 0 parts of a conversation with 2 answers"):
+        FileTokenizer(folder).encode([conversation(turns)])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}",
+        "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '\n' }}{% endfor %}",
+        "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}{{ '\n' }}"
+        "{% endfor %}",
+    ],
+    ids=["shows a list", "fails", "takes both", "takes parts alone"],
+)
+def test_content_in_parts_is_the_text_that_they_have(template: str, tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    (folder / "chat_template.jinja").write_text(
+        template + "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    turns = [
+        {
+            "role": role,
+            "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}],
+        }
+        for role in ("user", "assistant")
+    ]
+    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    written = tokenizer.decode(encoded.tokens.tolist())
+    assert written.startswith("user: one two\nassistant: one two\n")
+
+
+@pytest.mark.parametrize("own", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("templates", ["reasoning_content", "thinking"])
+def test_what_a_model_thought_is_learned_by_whatever_name_it_has(
+    own: str, templates: str, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m."
+        + templates
+        + " %}<think>{{ m."
+        + templates
+        + " }}</think>{% endif %}{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    turns = [TURNS[0], TURNS[1] | {own: "let me see"}]
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
+        turns, return_dict=True
+    )
+    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    assert encoded.tokens[:-1].tolist() == theirs["input_ids"]
+    assert "let me see" in Tokenizer.from_file(str(folder / "tokenizer.json")).decode(
+        encoded.tokens[encoded.counted].tolist()
+    )
 
 
 def test_a_template_may_leave_a_loop_as_those_of_transformers_may(tmp_path: Path) -> None:

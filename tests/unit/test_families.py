@@ -201,6 +201,22 @@ def test_an_imported_model_comes_out_as_what_it_was(name: str, tmp_path: Path) -
             {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3},
             "says layer_types = 'chunked_attention'",
         ),
+        (
+            {"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"]},
+            "says layer_types = 'sliding_attention'",
+        ),
+        ({"is_causal": False}, "says is_causal = False"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            r"says full_attention = \{'rope_theta': 5\.0\}",
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "default"},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
+            "says rope_type = 'linear'",
+        ),
     ],
 )
 def test_what_the_decoder_cannot_be_is_refused_with_key_and_value(
@@ -211,6 +227,35 @@ def test_what_the_decoder_cannot_be_is_refused_with_key_and_value(
         read_config(tmp_path)
     assert str(tmp_path / "config.json") in refused.value.what
     assert "--by transformers" in refused.value.next_step
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": LLAMA_3_ROPE, "original_max_position_embeddings": 8},
+        {"rope_parameters": LLAMA_3_ROPE, "original_max_position_embeddings": 8},
+        {"rope_parameters": {**LLAMA_3_ROPE, "factor": 9.0}, "rope_scaling": LLAMA_3_ROPE},
+        {"rope_parameters": LLAMA_3_ROPE, "rope_scaling": None, "rope_theta": 77.0},
+        {"rope_parameters": {"rope_theta": 300.0}, "rope_scaling": {"type": "default"}},
+    ],
+    ids=str,
+)
+def test_positions_that_a_config_says_twice_are_those_that_transformers_takes(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    import transformers  # takes seconds
+
+    write(tmp_path, {"model_type": "llama", **SIZES, **config})
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    # What the model computes with: reading a config alone is not yet all that transformers does with it.
+    theirs = transformers.AutoModelForCausalLM.from_config(read).config.rope_parameters
+    ours = read_config(tmp_path)
+    assert ours.rope_theta == theirs["rope_theta"]
+    if ours.rope_scaling is None:
+        assert theirs["rope_type"] == "default"
+    else:
+        assert ours.rope_scaling.factor == theirs["factor"]
+        assert ours.rope_scaling.original_context == theirs["original_max_position_embeddings"]
 
 
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification", "Model"])

@@ -18,9 +18,10 @@ from tokenizers import Tokenizer
 from node.island.data import documents as reading
 from node.island.data import preparing
 from node.island.data.command import HOW_TO_GO_ON
-from node.island.data.documents import Document, parts_of
 from node.island.data.documents import documents_of as read_documents
+from node.island.data.documents import parts_of
 from node.island.data.manifest import State, read_manifest
+from node.island.data.records import Document
 from node.island.data.shard_writing import HASHES, hash_of
 from protocol.errors import (
     BadDataError,
@@ -340,9 +341,24 @@ def test_text_that_spells_a_special_token_is_no_special_token(tmp_path: Path) ->
             "is damaged",
         ),
         ("a.parquet", b"PAR1 no", BadDataError, "is damaged"),
-        ("a.json", b"{}", BadDataError, "one JSON value"),
-        ("a.csv", b"id,text\n1,hello\n", BadDataError, "it is a table"),
-        ("a.jsonl.zst", b"x", BadDataError, "compressed"),
+        ("a.json", b'[{"text": "x"}]', BadDataError, "one JSON value"),
+        ("a.jsonl.zst", b"x", BadDataError, "is damaged"),
+        ("a.jsonl.bz2", b"x", BadDataError, "is damaged"),
+        ("a.jsonl.xz", b"x", BadDataError, "is damaged"),
+        (
+            "a.csv",
+            b"id,body\n1,x\n",
+            BadDataError,
+            r"a\.csv: no column 'text'.* there are body, id",
+        ),
+        (
+            "a.csv",
+            b"id,text\n1,x,y\n",
+            BadDataError,
+            "ends in line 2 has 3 fields.*first line names 2",
+        ),
+        ("a.csv", b'text\nx\n"y\n', BadDataError, "what follows line 2 cannot be read"),
+        ("a.csv", "text\ngrö\n".encode("latin-1"), BadDataError, "cannot be read: 'utf-8' codec"),
         ("a.txt", b"a\0b", BadDataError, "zero bytes"),
         ("a.txt", "größer".encode("utf-16"), BadDataError, "a.txt is UTF-16, by its first bytes"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-32"), BadDataError, "a.jsonl is UTF-32"),

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from node.island.data import tokenizing
-from node.island.data.documents import Document
+from node.island.data.records import Document
 from node.island.data.tokenizing import FileTokenizer
 from tests.unit.tokens_scene import END, words, write_tokenizer
 

@@ -59,13 +59,22 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
     help="The token that ends each document. Default: the tokenizer's eos_token.",
 )
 @click.option(
-    "--field", default="text", show_default=True, help="The key or column that has the text."
+    "--field",
+    default="text",
+    show_default=True,
+    help="The key or column that has the text; raw.text is that of 'text' within 'raw'.",
 )
 @click.option(
     "--held-out",
     multiple=True,
     metavar="SHARE|FILE",
     help="What no node trains on: a share of the documents, by their hash, or files. Default: 0.01.",
+)
+@click.option(
+    "--repeat",
+    multiple=True,
+    metavar="PATTERN=TIMES",
+    help="How often documents of some of the files are trained on: 2.5, or 0.3 for some of them.",
 )
 @click.option(
     "--pack",
@@ -91,6 +100,7 @@ def prepare(
     end_of_document: str | None,
     field: str,
     held_out: tuple[str, ...],
+    repeat: tuple[str, ...],
     pack: int | None,
     vocab_size: int | None,
     token_bytes: str | None,
@@ -98,8 +108,9 @@ def prepare(
 ) -> None:
     """Make tokens of text, once, for a run.
 
-    INPUT is a file, a folder or a glob: text, .jsonl with "text" or "messages" (both also .gz),
-    .parquet, or a folder that Hugging Face's datasets saved. Where it is interrupted, the same command
+    INPUT is a file, a folder or a glob: text, .jsonl, .csv or .tsv (all also .gz, .bz2, .xz, .zst),
+    .parquet, .arrow, or a folder that Hugging Face's datasets saved. A record has a "text", "messages",
+    ShareGPT's "conversations", or "prompt" and "completion". Where it is interrupted, the same command
     goes on. The folder is there when it is complete.
 
     Tokens that other software wrote are linked, not copied: Megatron's .bin with .idx, datatrove's
@@ -119,17 +130,19 @@ def prepare(
             next_step="add --tokenizer FILE, or leave it out: a zero byte ends documents of bytes",
         )
     share, held_out_inputs = _share_or_files(held_out)
+    repeated = tuple(map(_repetition, repeat))
     progress = _Progress("prepared")
     tokens = _files_of_tokens(inputs, but_for=held_out_inputs)
     jobs = jobs or len(os.sched_getaffinity(0))
     if tokens:
         from node.island.data.foreign import Adopted, adopt
 
-        if pack is not None:
-            raise UsageError(
-                f"--pack {pack} arranges documents anew, and tokens of other software are read as they are",
-                next_step="leave it out, or prepare the text itself",
-            )
+        for option, given in ((f"--pack {pack}", pack), (f"--repeat {' '.join(repeat)}", repeat)):
+            if given:
+                raise UsageError(
+                    f"{option} arranges documents anew, and tokens of other software are read as they are",
+                    next_step="leave it out, or prepare the text itself",
+                )
         adopted = Adopted(
             files=tokens,
             out=out,
@@ -161,6 +174,7 @@ def prepare(
                 field=field,
                 held_out=share,
                 held_out_inputs=held_out_inputs,
+                repeated=repeated,
                 row=None if pack is None else pack + 1,
                 jobs=jobs,
             ),
@@ -168,7 +182,39 @@ def prepare(
             say=lambda line: click.echo(line, err=True),
         )
     progress.end()
+    if repeated:
+        _tell_sources(repeated, made.tokens_of)
     _tell(out, made.manifest, num_empty=made.num_empty)
+
+
+def _repetition(text: str) -> tuple[str, float]:
+    """A pattern of files, and how often they are read."""
+    pattern, _, times = text.rpartition("=")
+    try:
+        value = float(times)
+    except ValueError:
+        value = 0.0
+    if not (pattern and 0 < value <= MOST_TIMES):
+        raise UsageError(
+            f"--repeat {text} is no pattern with a number above 0 and up to {MOST_TIMES}",
+            next_step="write it as --repeat 'code/*.jsonl=2.5'",
+        )
+    return pattern, value
+
+
+MOST_TIMES = 100
+
+
+def _tell_sources(repeated: tuple[tuple[str, float], ...], tokens_of: dict[str, int]) -> None:
+    """What is trained on of each source, and its share of the whole."""
+    total = sum(tokens_of.values())
+    named = {pattern: f"{pattern}, {times:g} times" for pattern, times in repeated}
+    for source, num_tokens in tokens_of.items():
+        if source or num_tokens:
+            click.echo(
+                f"{named.get(source, 'others, once')}: {console.count_in_words(num_tokens)} tokens to train "
+                f"on, {num_tokens / total:.1%} of all"
+            )
 
 
 @contextmanager
@@ -187,8 +233,8 @@ def _kept_when_interrupted(progress: "_Progress") -> Iterator[None]:
 
 def _files_of_tokens(inputs: tuple[str, ...], *, but_for: tuple[str, ...] = ()) -> tuple[Path, ...]:
     """The inputs, where they are tokens already; none where they are text. Raises UsageError for both."""
-    from node.island.data.documents import BESIDE_TOKENS, input_files
     from node.island.data.foreign import TOKEN_SUFFIXES
+    from node.island.data.inputs import BESIDE_TOKENS, input_files
 
     files = [
         path for path in input_files(inputs, but_for=but_for) if path.suffix not in BESIDE_TOKENS

@@ -1,26 +1,32 @@
 """Documents of the files that people have, a part of a file at a time.
 
-Plain text, JSON lines, Parquet, and the Arrow files that Hugging Face's datasets saves to the disk.
+Plain text, JSON lines, CSV, Parquet, and the Arrow files that Hugging Face's datasets writes.
 
 A part can be read without what comes before it, so that processes share a large file. What is cut
 where depends on the files alone. A document is one file of text, one line of JSON or one row of a
 table; text files longer than `document_bytes` are several documents, cut at ends of lines.
+Which files there are is found in node.island.data.inputs, and what a record says in
+node.island.data.records.
 """
 
+import bz2
 import codecs
-import glob
+import csv
 import gzip
+import io
 import itertools
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn, cast
+from typing import IO, Any, cast
 
 from node.island.data.extras import needs_package
-from protocol.errors import BadDataError, NoInputError
-from protocol.files.durable import expanded
+from node.island.data.inputs import KINDS, SOME_OF_A_FOLDER, Kind, is_compressed, suffix_of
+from node.island.data.records import Document, columns_of, document_of
+from protocol.errors import BadDataError
 
 DOCUMENT_BYTES = 1 << 20
 DOCUMENT_BYTES_OF_LITTLE_TEXT = 64 << 10
@@ -29,34 +35,6 @@ LITTLE_TEXT_BYTES = 64 << 20
 
 LONGEST_LINE_BYTES = 1 << 16
 """How far behind its place a cut in plain text looks for the end of a line."""
-
-_SOME_OF_A_FOLDER = "name the others: 'folder/**/*.txt', in quotes, takes all such below a folder"
-
-Kind = Literal["text", "jsonl", "parquet", "arrow"]
-
-_KINDS: dict[str, Kind] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-BESIDE_TOKENS = (".idx", ".index", ".metadata", ".loss")
-"""What lies beside files of tokens and is read with them."""
-
-_AS_RECORDS = "write a record a row, as pandas' to_json(…, orient='records', lines=True) does"
-_REFUSED = {
-    ".json": (
-        "one JSON value",
-        "write a record a line, and name it .jsonl; of a list of records jq -c '.[]' makes that",
-    ),
-    ".csv": ("a table", _AS_RECORDS),
-    ".tsv": ("a table", _AS_RECORDS),
-    ".zst": ("compressed", "unpack it with 'zstd -d', or compress it with gzip"),
-    ".xz": ("compressed", "unpack it with 'unxz', or compress it with gzip"),
-    ".bz2": ("compressed", "unpack it with 'bunzip2', or compress it with gzip"),
-    ".zip": ("an archive", "unpack it, and name the folder"),
-    ".tar": ("an archive", "unpack it, and name the folder"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,116 +47,9 @@ class Part:
     stop: int
     num_bytes: int  # on the disk: what progress counts
     document_bytes: int = DOCUMENT_BYTES  # of plain text; start is a multiple of it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """A text, or a conversation as a list of {"role": …, "content": …}.
-
-    `given` is what its chat template is given beside that, such as tools.
-    """
-
-    text: bytes
-    messages: tuple[dict[str, Any], ...] = ()
-    given: dict[str, Any] = field(default_factory=dict)
-    where: str = field(default="", compare=False)  # the file, and the byte that it begins at
-
-
-def input_files(patterns: Iterable[str], *, but_for: Sequence[str] = ()) -> list[Path]:
-    """Files that paths, folders and globs name, each once: all below a folder, sorted.
-
-    What `but_for` names as well is left out: a file that is held out is not trained on.
-    Raises NoInputError for what matches nothing.
-    """
-    found: dict[Path, Path] = {}
-    for pattern in patterns:
-        path = expanded(pattern)
-        if path.is_file():
-            matches = [path]
-        elif path.is_dir():
-            matches, _ = _data_within(path)
-        else:
-            matches = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 - Path.glob takes no absolute patterns
-        files = [each for each in matches if each.is_file()]
-        if not files:
-            raise NoInputError(
-                f"{pattern} names no file",
-                next_step="correct the path; 'folder/**/*.txt', in quotes, takes all below a folder",
-            )
-        for each in files:
-            found.setdefault(each.resolve(), each)
-    for each in input_files(but_for) if but_for else ():
-        found.pop(each.resolve(), None)
-    if but_for and not found:
-        raise NoInputError(
-            f"all that is to be trained on is held out: {' '.join(but_for)}",
-            next_step="hold other files out, or a share, as --held-out 0.01",
-        )
-    return list(found.values())
-
-
-def passed_over(patterns: Iterable[str]) -> Iterator[str]:
-    """For each folder of which not all files are read a sentence with how many, and one of the others."""
-    for folder in filter(Path.is_dir, map(expanded, patterns)):
-        taken, others = _data_within(folder)
-        if others:
-            kinds = " and ".join(sorted({_suffix_of(each) for each in taken}))
-            yield (
-                f"{folder}: {len(taken):,} of {len(taken) + len(others):,} files are read, as {kinds}; to "
-                f"read others, such as {others[0].relative_to(folder)}, name them apart"
-            )
-
-
-def _data_within(folder: Path) -> tuple[list[Path], list[Path]]:
-    """All files below a folder, and the others where some are of a kind made for data: then those alone."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(each.parent.name for each in folder.glob("*/state.json"))
-        raise NoInputError(
-            f"{folder} holds several splits: {', '.join(splits)}",
-            next_step=f"name one, as {folder / splits[0] if splits else folder}; --held-out takes another",
-        )
-    if (folder / "state.json").is_file():  # datasets' save_to_disk
-        named = json.loads((folder / "state.json").read_bytes())["_data_files"]
-        return [folder / each["filename"] for each in named], []
-    files = sorted(_files_below(folder))
-    of_kinds = [each for each in files if _suffix_of(each) in _MADE_FOR_DATA]
-    others = [each for each in files if each.suffix not in {*_MADE_FOR_DATA, *BESIDE_TOKENS, ".md"}]
-    for each in of_kinds or files:
-        if not each.exists():
-            raise NoInputError(
-                f"{each} is a link to {each.readlink()}, which is not there",
-                next_step=f"fetch that file, or remove the link; {_SOME_OF_A_FOLDER}",
-            )
-    return (of_kinds, others) if of_kinds else (files, [])
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """All that are not hidden, also in folders that are linked to; each once, as links may go round."""
-    seen = set[Path]()
-
-    def cannot_be_read(error: OSError) -> NoReturn:
-        raise NoInputError(
-            f"{error.filename} cannot be read: {error.strerror}",
-            next_step="allow this user to read it, or name what else is to be read apart",
-        ) from error
-
-    for place, names, files in os.walk(folder, followlinks=True, onerror=cannot_be_read):
-        real = Path(place).resolve()
-        if real in seen:
-            names.clear()
-            continue
-        seen.add(real)
-        names[:] = sorted(name for name in names if not name.startswith("."))
-        found = (Path(place, name) for name in files if not name.startswith("."))
-        yield from (each for each in found if each.is_file() or each.is_symlink())
-
-
-_MADE_FOR_DATA = frozenset({*_KINDS, ".bin", ".ds"})
-
-
-def _suffix_of(path: Path) -> str:
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    return suffix.lower()
+    repetition: int = 0  # how often it was read before
+    share: float = 1.0  # of its documents, by their hash, that are taken
+    source: str = ""  # the pattern that says how often it is read
 
 
 def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTES) -> list[Part]:
@@ -190,7 +61,7 @@ def parts_of(path: Path, part_bytes: int, *, document_bytes: int = DOCUMENT_BYTE
     if kind == "arrow":
         return _record_batches(path, part_bytes)
     _check_encoding(path)
-    if path.suffix == ".gz":  # no reading from the middle
+    if kind == "csv" or is_compressed(path):  # no reading from the middle
         return [
             Part(
                 path=path,
@@ -223,21 +94,47 @@ def documents_of(part: Part, *, field: str) -> Iterator[Document]:
         yield from _texts(part)
     elif part.kind == "jsonl":
         yield from _lines(part, field)
+    elif part.kind == "csv":
+        yield from _table_lines(part, field)
     elif part.kind == "parquet":
         yield from _rows(part, field)
     else:
         yield from _arrow_rows(part, field)
 
 
+_REFUSED = {
+    ".json": (
+        "one JSON value",
+        "write a record a line, as jq -c '.[]' does with a list of records",
+    ),
+    ".zip": ("an archive", "unpack it, and name the folder"),
+    ".tar": ("an archive", "unpack it, and name the folder"),
+}
+
+
 def _kind_of(path: Path) -> Kind:
-    suffix = _suffix_of(path)
+    """By its name, but .json may have a record a line. Raises BadDataError for what holds no documents."""
+    suffix = suffix_of(path)
+    if suffix == ".json" and _has_lines(path):
+        return "jsonl"  # as C4 and Dolma have it
     if suffix in _REFUSED:
         what, next_step = _REFUSED[suffix]
         raise BadDataError(
             f"{path} cannot be read: it is {what}",
-            next_step=f"{next_step}. To leave it out, {_SOME_OF_A_FOLDER}",
+            next_step=f"{next_step}. To leave it out, {SOME_OF_A_FOLDER}",
         )
-    return _KINDS.get(suffix, "text")
+    return KINDS.get(suffix, "text")
+
+
+def _has_lines(path: Path) -> bool:
+    """Whether a file begins with a line that is a whole record."""
+    with _opened(path) as file:
+        try:
+            return isinstance(json.loads(file.readline(LONGEST_FIELD)), dict)
+        except (ValueError, RecursionError):
+            return False
+        except _NOT_UNPACKED as error:
+            raise _not_whole(path, error) from error
 
 
 def _check_encoding(path: Path) -> None:
@@ -245,7 +142,7 @@ def _check_encoding(path: Path) -> None:
     with _opened(path) as file:
         try:
             begins = file.read(4)
-        except (OSError, EOFError) as error:  # gzip.BadGzipFile is an OSError
+        except _NOT_UNPACKED as error:
             raise _not_whole(path, error) from error
     for mark, name in _MARKS.items():
         if begins.startswith(mark):
@@ -269,19 +166,35 @@ def _check_is_text(path: Path) -> None:
         if b"\0" in file.read(LONGEST_LINE_BYTES):
             raise BadDataError(
                 f"{path} is no text: it has zero bytes",
-                next_step=f"name files of text, .jsonl or .parquet; {_SOME_OF_A_FOLDER}",
+                next_step=f"name files of text, .jsonl or .parquet; {SOME_OF_A_FOLDER}",
             )
 
 
 def _opened(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+    opener = _OPENERS.get(path.suffix, open)
+    return cast("IO[bytes]", opener(path, "rb"))
+
+
+def _zstandard(path: Path, _mode: str) -> IO[bytes]:
+    arrow = needs_package("pyarrow", what=f"{path} is compressed with zstd")
+    return io.BufferedReader(arrow.input_stream(str(path), compression="zstd"))
+
+
+_OPENERS: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _zstandard,
+}
+
+_NOT_UNPACKED = (EOFError, OSError, lzma.LZMAError, zlib.error)  # gzip.BadGzipFile is an OSError
 
 
 def _texts(part: Part) -> Iterator[Document]:
     """Documents from cut to cut; both ends of a part are cuts."""
     try:
         with _opened(part.path) as file:
-            if part.path.suffix == ".gz":
+            if is_compressed(part.path):
                 yield from _streamed(file, part.document_bytes, part.path)
                 return
             start = _cut_from(file, part.start)
@@ -292,7 +205,7 @@ def _texts(part: Part) -> Iterator[Document]:
                 if text := _without_mark(file.read(stop - start), start):
                     yield Document(text=text, where=f"{part.path}, byte {start}")
                 start = stop
-    except (EOFError, gzip.BadGzipFile) as error:
+    except _NOT_UNPACKED as error:
         raise _not_whole(part.path, error) from error
 
 
@@ -333,14 +246,14 @@ def _lines(part: Part, field: str) -> Iterator[Document]:
             if place:
                 file.seek(place - 1)
                 place += len(file.readline()) - 1  # the line that began before it
-            is_whole = part.path.suffix == ".gz"
+            is_whole = is_compressed(part.path)
             while (is_whole or place < part.stop) and (line := file.readline()):
                 if line.strip():
-                    yield _document_of(
+                    yield document_of(
                         _record_of(line, part.path, place), field, f"{part.path}, byte {place}"
                     )
                 place += len(line)
-    except (EOFError, gzip.BadGzipFile) as error:
+    except _NOT_UNPACKED as error:
         raise _not_whole(part.path, error) from error
 
 
@@ -364,104 +277,43 @@ def _record_of(line: bytes, path: Path, place: int) -> dict[str, Any]:
     )
 
 
-def _encoded(text: str, place: str) -> bytes:
-    """Raises BadDataError for half of a character, which JSON can write, and no text can hold."""
+def _table_lines(part: Part, field: str) -> Iterator[Document]:
+    """Rows of a table in text, of which the first has the names; what is quoted may hold ends of lines."""
+    csv.field_size_limit(LONGEST_FIELD)
+    separator = "\t" if ".tsv" in part.path.suffixes else ","
+    line = 1
     try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        near = text[max(0, error.start - 20) : error.start]
+        with (
+            _opened(part.path) as file,
+            io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
+        ):
+            rows = csv.reader(text, delimiter=separator, strict=True)
+            names = next(rows, [])
+            columns_of(names, field, part.path)
+            for row in rows:
+                if row and len(row) != len(names):
+                    raise BadDataError(
+                        f"{part.path}: the row that ends in line {rows.line_num} has {len(row)} fields, and "
+                        f"the first line names {len(names)}",
+                        next_step="correct that row: a field with a separator or an end of line in it is "
+                        "written in quotes",
+                    )
+                if row:
+                    yield document_of(
+                        dict(zip(names, row, strict=True)), field, f"{part.path}, line {line + 1}"
+                    )
+                line = rows.line_num
+    except (csv.Error, UnicodeDecodeError) as error:
         raise BadDataError(
-            f"{place}: after {near!r} stands \\u{ord(text[error.start]):04x}, which is half of a character: "
-            "JSON writes those beyond \\uffff as two halves, and the other one is not there",
-            next_step="write both, as \\ud83d\\ude00, or remove that half: a text that was cut may end in it",
+            f"{part.path}: what follows line {line} cannot be read: {error}",
+            next_step="write the table as UTF-8 with quotes, as pandas' to_csv does",
         ) from error
+    except _NOT_UNPACKED as error:
+        raise _not_whole(part.path, error) from error
 
 
-def _document_of(record: dict[str, Any], field: str, place: str) -> Document:
-    """A record's text, or its conversation. Raises BadDataError for one that has neither.
-
-    One with nothing in its place has an empty text.
-    """
-    if isinstance(text := record.get(field), str):
-        return Document(text=_encoded(text, place), where=place)
-    messages = record.get("messages")
-    own = text if messages is None else messages
-    if (own is None and record.keys() & {field, "messages"}) or messages == []:
-        return Document(text=b"", where=place)
-    if isinstance(messages, list) and all(_is_turn(each) for each in messages):
-        _check_weights(messages, place)
-        given = _given_of(record, place)
-        whole = {"messages": messages, **given} if given else messages
-        return Document(
-            text=_encoded(json.dumps(whole, sort_keys=True, ensure_ascii=False), place),
-            messages=tuple(messages),
-            given=given,
-            where=place,
-        )
-    if isinstance(text, bytes):
-        raise BadDataError(
-            f"{place}: {field!r} is a column of bytes, and text is one of strings",
-            next_step="write it as strings, as pandas' df[column].str.decode('utf-8') makes them, or name "
-            "the column that has the text with --field COLUMN",
-        )
-    kind = f"a {type(text).__name__}" if text is not None else "no text"
-    raise BadDataError(
-        f"{place}: the record has {kind} in {field!r}, and no conversation in 'messages'; its keys "
-        f"are {', '.join(map(repr, record)) or 'none'}",
-        next_step="name the key that has the text with --field KEY; questions and answers are written as "
-        "'messages', a list of {'role': …, 'content': …}",
-    )
-
-
-def _is_turn(message: object) -> bool:
-    if not isinstance(message, dict) or "role" not in message:
-        return False
-    return bool(message.keys() & {"content", "tool_calls"})
-
-
-WEIGHT = "weight"
-"""Of an answer: with 0 it is not learned, as OpenAI's and Mistral's formats have it."""
-
-
-def _check_weights(messages: list[dict[str, Any]], place: str) -> None:
-    for message in messages:
-        weight = message.get(WEIGHT)
-        if weight is not None and weight not in (0, 1):
-            raise BadDataError(
-                f"{place}: a message has {WEIGHT!r} {weight!r}, and an answer is learned whole or not at all",
-                next_step="write 0 for one that is not to be learned; without a weight it is",
-            )
-
-
-TOOLS, TEMPLATE_ARGUMENTS = "tools", "chat_template_kwargs"
-"""Keys beside 'messages' that a conversation is written out by, as trl and transformers know them."""
-
-
-def _given_of(record: dict[str, Any], place: str) -> dict[str, Any]:
-    """What a record gives its chat template beside the messages; both may be JSON within a string.
-
-    Columns of tables often are that, as tools have no one schema.
-    """
-    found: dict[str, Any] = {}
-    for key, kind in ((TEMPLATE_ARGUMENTS, dict), (TOOLS, list)):
-        value = record.get(key)
-        if isinstance(value, str):
-            try:
-                value = json.loads(value) if value.strip() else None
-            except ValueError as error:
-                raise BadDataError(
-                    f"{place}: {key!r} is no JSON: {error}", next_step="correct that record"
-                ) from error
-        if not value:
-            continue
-        if not isinstance(value, kind):
-            raise BadDataError(
-                f"{place}: {key!r} is a {type(value).__name__}, and not a {kind.__name__}",
-                next_step="write 'tools' as a list of JSON schemas, and what else the chat template takes as "
-                "an object in 'chat_template_kwargs'",
-            )
-        found |= value if kind is dict else {key: value}
-    return found
+LONGEST_FIELD = 1 << 30
+"""Characters of a field of a table; Python's own limit is 128 Ki."""
 
 
 def _row_groups(path: Path, part_bytes: int) -> list[Part]:
@@ -491,33 +343,31 @@ def _record_batches(path: Path, part_bytes: int) -> list[Part]:
     return _neighbours(path, "arrow", [batch.nbytes for batch in _stream_of(path)], part_bytes)
 
 
+_ARROW_FILE = b"ARROW1"
+
+
 def _stream_of(path: Path) -> Iterator[Any]:
-    """Record batches of a file that datasets wrote; mapped, so one that is passed over costs nothing."""
+    """Record batches of an Arrow file; mapped, so one that is passed over costs nothing."""
     arrow = needs_package("pyarrow", what=f"{path} is an Arrow file")
     try:
-        with arrow.memory_map(str(path)) as mapped, arrow.ipc.open_stream(mapped) as stream:
-            yield from stream
+        with arrow.memory_map(str(path)) as mapped:
+            if mapped.read(len(_ARROW_FILE)) == _ARROW_FILE:  # as polars and Feather write it
+                with arrow.ipc.open_file(mapped) as file:
+                    yield from map(file.get_batch, range(file.num_record_batches))
+                return
+            mapped.seek(0)
+            with arrow.ipc.open_stream(mapped) as stream:
+                yield from stream
     except (OSError, ValueError) as error:
         raise _not_whole(path, error) from error
 
 
 def _arrow_rows(part: Part, field: str) -> Iterator[Document]:
     for batch in itertools.islice(_stream_of(part.path), part.start, part.stop):
-        columns = _columns_of(batch.schema.names, field, part.path)
+        columns = columns_of(batch.schema.names, field, part.path)
         for start in range(0, batch.num_rows, 256):
             for record in batch.slice(start, 256).select(columns).to_pylist():
-                yield _document_of(_without_nulls(record), field, str(part.path))
-
-
-def _columns_of(names: Sequence[str], field: str, path: Path) -> list[str]:
-    """Columns that documents are made of; raises BadDataError where none has a text or a conversation."""
-    if field in names or "messages" in names:
-        wanted = dict.fromkeys((field, "messages", TEMPLATE_ARGUMENTS, TOOLS))
-        return [each for each in wanted if each in names]
-    raise BadDataError(
-        f"{path}: no column {field!r}, and no 'messages'; there are {', '.join(sorted(names)) or 'none'}",
-        next_step="name the column that has the text with --field COLUMN",
-    )
+                yield document_of(_without_nulls(record), field, str(part.path))
 
 
 def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
@@ -543,16 +393,20 @@ def _rows(part: Part, field: str) -> Iterator[Document]:
     parquet = needs_package("pyarrow.parquet", what=f"{part.path} is a Parquet file")
     try:
         with parquet.ParquetFile(part.path, pre_buffer=False) as file:
-            columns = _columns_of(file.schema_arrow.names, field, part.path)
+            columns = columns_of(file.schema_arrow.names, field, part.path)
             groups = list(range(part.start, part.stop))
             for batch in file.iter_batches(
                 256, row_groups=groups, columns=columns, use_threads=False
             ):
                 for record in batch.to_pylist():
-                    yield _document_of(_without_nulls(record), field, str(part.path))
+                    yield document_of(_without_nulls(record), field, str(part.path))
     except (OSError, ValueError) as error:
         raise _not_whole(part.path, error) from error
 
 
 def _not_whole(path: Path, error: Exception) -> BadDataError:
+    if isinstance(error, OSError) and error.errno is not None:
+        return BadDataError(
+            f"{path} cannot be read: {error.strerror}", next_step="make it a file that you may read"
+        )
     return BadDataError(f"{path} is damaged: {error}", next_step="fetch that file again")

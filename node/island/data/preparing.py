@@ -7,12 +7,13 @@ number of processes or on what was interrupted.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -27,16 +28,16 @@ from node.island.data.documents import (
     DOCUMENT_BYTES_OF_LITTLE_TEXT,
     LITTLE_TEXT_BYTES,
     Part,
-    input_files,
     parts_of,
-    passed_over,
 )
+from node.island.data.inputs import input_files, passed_over
 from node.island.data.manifest import (
     MANIFEST_FILE,
     OFFSET_BYTES,
     FileEntry,
     Manifest,
     ShardEntry,
+    Split,
     State,
     check_pieces,
     check_sizes,
@@ -54,7 +55,13 @@ from node.island.data.shard_writing import (
     write_shard,
 )
 from node.island.data.tokenizing import Encoded, Tokenizer, tokenizer_files
-from protocol.errors import AtollError, BadDataError, CannotCreateError, SystemRefusedError
+from protocol.errors import (
+    AtollError,
+    BadDataError,
+    CannotCreateError,
+    SystemRefusedError,
+    UsageError,
+)
 from protocol.files.durable import (
     LOCK_NAME,
     FolderLock,
@@ -86,6 +93,7 @@ class Wanted:
     field: str = "text"
     held_out: float = 0.01
     held_out_inputs: tuple[str, ...] = ()  # in place of a share
+    repeated: tuple[tuple[str, float], ...] = ()  # patterns, and how often what they name is read
     row: int | None = None
     jobs: int = 1
 
@@ -96,6 +104,7 @@ class Prepared:
 
     manifest: Manifest
     num_empty: int
+    tokens_of: dict[str, int]  # to train on, for each pattern that is repeated; "" has the others'
 
 
 def prepare(
@@ -149,6 +158,7 @@ def prepare(
                 next_step="hold out another share, as --held-out 0.1, or files of their own, as "
                 "--held-out FILE; where all documents are equal, give others: equal ones stay together",
             )
+        _check_something_is_learned(manifest)
         with refusing(wanted.out):
             write_atomically(work / MANIFEST_FILE, manifest.as_written())
             for each in work.iterdir():
@@ -162,11 +172,29 @@ def prepare(
     return Prepared(
         manifest=manifest,
         num_empty=sum(receipt.num_empty for receipt in receipts),
+        tokens_of={
+            source: sum(receipt.tokens_of.get(source, 0) for receipt in receipts)
+            for source in (*(pattern for pattern, _ in wanted.repeated), "")
+        },
     )
 
 
+def _check_something_is_learned(manifest: Manifest) -> None:
+    splits: tuple[tuple[Split, str], ...] = (("training", "train on"), ("held_out", "hold out"))
+    for split, what in splits:
+        if not manifest.num_tokens(split):
+            raise BadDataError(
+                f"of the documents to {what} not one token is to be learned: none has an answer that is",
+                next_step="let answers have the role 'assistant' and no 'weight' or 'train' of 0, or see "
+                "what {% generation %} marks in the tokenizer's chat_template.jinja",
+            )
+
+
 def plan_jobs(wanted: Wanted) -> list[ShardJob]:
-    """Who writes what: neighbouring parts of files, so that shards are of about one size."""
+    """Who writes what: neighbouring parts of files, so that shards are of about one size.
+
+    What is repeated follows when all is there once: a document beside its copy would teach to copy.
+    """
     jobs: list[ShardJob] = []
     kept_back = wanted.held_out_inputs
     for patterns, but_for, is_held_out in (
@@ -174,14 +202,15 @@ def plan_jobs(wanted: Wanted) -> list[ShardJob]:
         (kept_back, (), True),
     ):
         files = input_files(patterns, but_for=but_for)
+        sources = {} if is_held_out else _sources_of(files, wanted.repeated)
         total = sum(file.stat().st_size for file in files)
         shard_bytes = min(MOST_SHARD_BYTES, max(LEAST_SHARD_BYTES, total // SHARDS_AIMED_AT))
         each = DOCUMENT_BYTES if total >= LITTLE_TEXT_BYTES else DOCUMENT_BYTES_OF_LITTLE_TEXT
         parts: list[Part] = []
         taken = 0
-        for file in files:
+        for file, source, repetition, share in _readings(files, sources):
             for part in parts_of(file, shard_bytes, document_bytes=each):
-                parts.append(part)
+                parts.append(replace(part, source=source, repetition=repetition, share=share))
                 taken += part.num_bytes
                 if taken >= shard_bytes:
                     jobs.append(
@@ -191,6 +220,41 @@ def plan_jobs(wanted: Wanted) -> list[ShardJob]:
         if parts:
             jobs.append(ShardJob(number=len(jobs), parts=tuple(parts), is_held_out=is_held_out))
     return jobs
+
+
+def _sources_of(
+    files: Sequence[Path], repeated: Sequence[tuple[str, float]]
+) -> dict[Path, tuple[str, float]]:
+    """How often files are read, with the pattern that says so. Raises UsageError for what cannot be meant."""
+    found: dict[Path, tuple[str, float]] = {}
+    by_place = {file.resolve(): file for file in files}
+    for pattern, times in repeated:
+        own = [by_place[f.resolve()] for f in input_files([pattern]) if f.resolve() in by_place]
+        if not own:
+            raise UsageError(
+                f"--repeat {pattern}={times:g} names no file that is to be trained on",
+                next_step="name files of the inputs, as they are named there",
+            )
+        for file in own:
+            if file in found:
+                raise UsageError(
+                    f"{file} is named by --repeat {found[file][0]} and by --repeat {pattern}",
+                    next_step="let each file be named once",
+                )
+            found[file] = pattern, times
+    return found
+
+
+def _readings(
+    files: Sequence[Path], sources: Mapping[Path, tuple[str, float]]
+) -> Iterator[tuple[Path, str, int, float]]:
+    """Files, each as often as it is read, with its source, how often before, and the share that is taken."""
+    most = max((times for _, times in sources.values()), default=1.0)
+    for repetition in range(math.ceil(most)):
+        for file in files:
+            source, times = sources.get(file, ("", 1.0))
+            if times > repetition:
+                yield file, source, repetition, min(1.0, times - repetition)
 
 
 def _identity(wanted: Wanted, jobs: Sequence[ShardJob], copied: dict[str, Path]) -> str:

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from node.island.data.documents import Document, Part, documents_of
+from node.island.data.documents import Part, documents_of
 from node.island.data.manifest import OFFSET_BYTES, PIECE_BYTES, FileEntry, ShardEntry
+from node.island.data.records import Document
 from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, Tokenizer
 from protocol.files.durable import refusing
 from protocol.run.models import Section
@@ -160,8 +161,9 @@ class Receipt(Section):
     training: ShardEntry | None
     held_out: ShardEntry | None
     files: dict[str, FileEntry]
-    num_documents: int
+    num_documents: int  # each once, however often it is repeated
     num_empty: int  # of them: those without text, which are left out
+    tokens_of: dict[str, int]  # to be learned in training, for each source
     least_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None  # of its documents
 
 
@@ -264,7 +266,7 @@ class ShardWriter:
         self._tokens.write(encoded.tokens.astype(self._dtype).tobytes())
         self._bits.add(counted, num_tokens)
         self.num_tokens += num_tokens
-        self._num_counted += num_tokens if counted is None else int(counted.sum())
+        self._num_counted += encoded.num_counted
         self._text_bytes += encoded.text_bytes
         self._offsets.append(self.num_tokens)
 
@@ -306,19 +308,27 @@ def write_shard(
         True: ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes),
     }
     num_documents, num_empty, least_hash = 0, 0, HASHES
-    for documents in _gathered(job.parts, encoding.field, tell):
-        kept = [document for document in documents if document.text]
-        num_documents += len(documents)
-        num_empty += len(documents) - len(kept)
-        for document, encoded in zip(kept, tokenizer.encode(kept), strict=True):
+    tokens_of = dict.fromkeys((part.source for part in job.parts), 0)
+    for gathered in _gathered(job.parts, encoding.field, tell):
+        num_documents += sum(not part.repetition for part, _ in gathered)
+        num_empty += sum(not (part.repetition or document.text) for part, document in gathered)
+        kept = [(part, each) for part, each in gathered if each.text and _is_taken(each, part)]
+        encoded_documents = tokenizer.encode([document for _, document in kept])
+        for (part, document), encoded in zip(kept, encoded_documents, strict=True):
             value = hash_of(document)
             least_hash = min(least_hash, value)
             if encoding.end_held_out is not None:
                 beginning, end = _cut(encoded, encoding.end_held_out)
                 writers[False].add(beginning)
-                writers[True].add(end)
+                tokens_of[part.source] += beginning.num_counted
+                if not part.repetition:
+                    writers[True].add(end)
                 continue
-            writers[job.is_held_out or value < encoding.held_out_below].add(encoded)
+            is_held_out = job.is_held_out or value < encoding.held_out_below
+            if not is_held_out:
+                tokens_of[part.source] += encoded.num_counted
+            if not (is_held_out and part.repetition):  # what is measured is measured once
+                writers[is_held_out].add(encoded)
     files: dict[str, FileEntry] = {}
     shards: dict[bool, ShardEntry | None] = {}
     for held_out, writer in writers.items():
@@ -344,6 +354,7 @@ def write_shard(
         files=files,
         num_documents=num_documents,
         num_empty=num_empty,
+        tokens_of=tokens_of,
         least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
     )
 
@@ -355,6 +366,12 @@ HASHES = 2**64
 def hash_of(document: Document) -> int:
     """By its content: wherever a document comes, and as often as it does, it is in one split."""
     return int.from_bytes(blake3.blake3(document.text).digest(length=8), "little")
+
+
+def _is_taken(document: Document, part: Part) -> bool:
+    """By its content too, but by other bits, or of what is held out another share would be taken."""
+    digest = blake3.blake3(document.text).digest(length=16)
+    return int.from_bytes(digest[8:], "little") < part.share * HASHES
 
 
 def _cut(encoded: Encoded, share: float) -> tuple[Encoded, Encoded]:
@@ -385,14 +402,14 @@ def bits_of(bits: npt.NDArray[np.uint8], start: int, length: int) -> npt.NDArray
 
 def _gathered(
     parts: tuple[Part, ...], field: str, tell: Callable[[int], None]
-) -> Iterator[list[Document]]:
-    """Documents, a quarter of a megabyte of text or so at a time."""
-    gathered: list[Document] = []
+) -> Iterator[list[tuple[Part, Document]]]:
+    """Documents with their parts, a quarter of a megabyte of text or so at a time."""
+    gathered: list[tuple[Part, Document]] = []
     num_bytes = 0
     for part in parts:
         told = 0
         for document in documents_of(part, field=field):
-            gathered.append(document)
+            gathered.append((part, document))
             num_bytes += len(document.text)
             if num_bytes >= ENCODED_BYTES:
                 yield gathered

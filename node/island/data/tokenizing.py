@@ -8,18 +8,21 @@ only what the assistant says is to be learned.
 import itertools
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from node.island.data.documents import DOCUMENT_BYTES, LONGEST_LINE_BYTES, WEIGHT, Document
+from node.island.data.documents import DOCUMENT_BYTES, LONGEST_LINE_BYTES
 from node.island.data.extras import needs_package
 from node.island.data.manifest import TOKENIZER_FILE
+from node.island.data.records import Document
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
+
+if TYPE_CHECKING:
+    from node.island.data.chat import ChatTemplate
 
 
 def tokenizer_folder(cache: Path, digest: str | None) -> Path:
@@ -53,6 +56,11 @@ class Encoded:
     counted: npt.NDArray[np.bool_] | None  # None: all
     text_bytes: int  # of what is to be learned
 
+    @property
+    def num_counted(self) -> int:
+        """Tokens that are to be learned."""
+        return len(self.tokens) if self.counted is None else int(self.counted.sum())
+
 
 class Tokenizer(Protocol):
     """Turns documents into tokens, the same on every machine."""
@@ -81,7 +89,14 @@ class ByteTokenizer:
                 next_step="name a tokenizer that has one with --tokenizer FOLDER",
             )
         tokens = np.frombuffer(document.text + b"\0", np.uint8).astype(np.uint32)
-        return Encoded(tokens=tokens, counted=None, text_bytes=len(document.text))
+        counted = None
+        if document.prompt_bytes:
+            counted = np.arange(len(tokens)) >= document.prompt_bytes
+        return Encoded(
+            tokens=tokens,
+            counted=counted,
+            text_bytes=len(document.text) - document.prompt_bytes,
+        )
 
 
 class FileTokenizer:
@@ -98,7 +113,7 @@ class FileTokenizer:
         self._config = settings_of_tokenizer(folder)
         self.end_of_document = self._end(vocabulary, end_of_document, path)
         self._begin = _before_a_text(self._tokenizer)
-        self._template = _Template.of(folder, self._config)
+        self._template = _chat_template_of(folder, self._config)
 
     def _end(self, vocabulary: dict[str, int], named: str | None, path: Path) -> int:
         if named is not None:
@@ -120,12 +135,15 @@ class FileTokenizer:
     def encode(self, documents: list[Document]) -> list[Encoded]:
         """See Tokenizer."""
         self._tokenizer.encode_special_tokens = True  # as letters, in spite of its name
-        plain = self._plain([_text_of(each) for each in documents if not each.messages])
+        plain = iter(self._plain([_text_of(each) for each in documents if not _has_parts(each)]))
+        answers = iter([self._answer(each) for each in documents if each.prompt_bytes])
         self._tokenizer.encode_special_tokens = False
         return [
             self._conversation(document)
             if document.messages
-            else Encoded(tokens=plain.pop(0), counted=None, text_bytes=len(document.text))
+            else next(answers)
+            if document.prompt_bytes
+            else Encoded(tokens=next(plain), counted=None, text_bytes=len(document.text))
             for document in documents
         ]
 
@@ -145,6 +163,25 @@ class FileTokenizer:
             found.append(np.concatenate([np.array(each, np.uint32) for each in joined]))
         return found
 
+    def _answer(self, document: Document) -> Encoded:
+        """A prompt and what follows it: one text, as whoever asks the model gives it the prompt."""
+        text = _text_of(document)
+        prompt_length = len(document.text[: document.prompt_bytes].decode())
+        tokens, counted = [np.array(self._begin, np.uint32)], [np.zeros(len(self._begin), np.bool_)]
+        start = 0
+        for piece in _pieces_of(text):
+            encoding = self._tokenizer.encode(piece, add_special_tokens=False)
+            tokens.append(np.array(encoding.ids, np.uint32))
+            counted.append(_within(encoding, [(prompt_length - start, len(text) - start)]))
+            start += len(piece)
+        tokens.append(np.array([self.end_of_document], np.uint32))
+        counted.append(np.ones(1, np.bool_))
+        return Encoded(
+            tokens=np.concatenate(tokens),
+            counted=np.concatenate(counted),
+            text_bytes=len(document.text) - document.prompt_bytes,
+        )
+
     def _conversation(self, document: Document) -> Encoded:
         if self._template is None:
             raise ConfigError(
@@ -152,17 +189,13 @@ class FileTokenizer:
                 next_step="add chat_template.jinja to its folder, and name the folder with --tokenizer",
             )
         try:
-            text, spans = self._template.written_out(document.messages, document.given)
+            text, spans = self._template.written_out(document)
         except BadDataError as error:
             raise BadDataError(
                 f"{document.where}: {error.what}", next_step=error.next_step
             ) from error
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        counted = np.zeros(len(begins), np.bool_)
-        for begin, end in spans:
-            # A word may be one token with the space before it, where the prompt ends in that.
-            counted |= (ends > begin) & (begins < end)
+        counted = _within(encoding, spans)
         tokens = np.array(encoding.ids, np.uint32)
         if not len(tokens) or tokens[-1] != self.end_of_document:
             tokens = np.append(tokens, np.uint32(self.end_of_document))
@@ -174,116 +207,33 @@ class FileTokenizer:
         )
 
 
-def _as_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """The filter `tojson` as transformers has it; Jinja's own escapes what HTML would take for its own."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+def _has_parts(document: Document) -> bool:
+    """Whether not all of it is learned alike."""
+    return bool(document.messages or document.prompt_bytes)
 
 
-class _Template:
-    """A chat template, in Jinja as transformers has it."""
+def _within(encoding: Any, spans: list[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """Which tokens have a letter of one of the spans."""
+    begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    counted = np.zeros(len(begins), np.bool_)
+    for begin, end in spans:
+        # A word may be one token with the space before it, where the prompt ends in that.
+        counted |= (ends > begin) & (begins < end)
+    return counted
 
-    def __init__(self, source: str, names: dict[str, Any]) -> None:
-        from jinja2 import TemplateSyntaxError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def refuse(message: str) -> None:
-            raise ValueError(message)
+def _chat_template_of(folder: Path, config: dict[str, Any]) -> "ChatTemplate | None":
+    """The template of a tokenizer's folder, if it has one."""
+    path = folder / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(source, list):  # several, of which one is the usual one
+        source = next((each["template"] for each in source if each["name"] == "default"), None)
+    if source is None:
+        return None
+    from node.island.data.chat import ChatTemplate
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _as_json
-        environment.globals["raise_exception"] = refuse
-        # Marks that transformers reads, and that we do without: see written_out.
-        plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
-        try:
-            self._template = environment.from_string(plain)
-        except TemplateSyntaxError as error:
-            raise BadDataError(
-                f"the tokenizer's chat template cannot be read: line {error.lineno}: {error.message}",
-                next_step="correct chat_template.jinja in the tokenizer's folder",
-            ) from error
-        self._names = names
-
-    @classmethod
-    def of(cls, folder: Path, config: dict[str, Any]) -> "_Template | None":
-        """The template of a tokenizer's folder, if it has one."""
-        path = folder / "chat_template.jinja"
-        source = path.read_text() if path.is_file() else config.get("chat_template")
-        if isinstance(source, list):  # several, of which one is the usual one
-            source = next((each["template"] for each in source if each["name"] == "default"), None)
-        if source is None:
-            return None
-        names = {key: value for key, value in config.items() if key.endswith("_token")}
-        return cls(str(source), {"bos_token": "", "eos_token": "", **names})
-
-    def written_out(
-        self, messages: tuple[dict[str, Any], ...], given: dict[str, Any]
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation as text, and where in it the assistant speaks, with the end of each turn.
-
-        Templates do not say where: it is what a turn adds to the text up to it, with the prompt that
-        asks for it. Raises BadDataError where a template does not write turn after turn.
-        """
-        whole = self._rendered(messages, given)
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or message.get(WEIGHT) == 0:
-                continue
-            before = self._rendered(messages[:i], given, add_generation_prompt=True)
-            after = whole if i == len(messages) - 1 else self._rendered(messages[: i + 1], given)
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise BadDataError(
-                    "the chat template writes a conversation otherwise than turn after turn, so what the "
-                    "assistant says cannot be told from the rest",
-                    next_step="write the conversations out as text yourself, as {'text': …}",
-                )
-            spans.append((len(before), len(after)))
-        return whole, spans
-
-    def _rendered(
-        self,
-        messages: tuple[dict[str, Any], ...],
-        given: dict[str, Any],
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        from jinja2 import TemplateError, UndefinedError
-
-        try:
-            return self._template.render(
-                {
-                    # Templates ask whether these two are none, not whether they are there.
-                    "tools": None,
-                    "documents": None,
-                    **self._names,
-                    **given,
-                    "messages": list(messages),
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
-        except UndefinedError as error:  # such as strftime_now: tokens would differ by the day
-            raise BadDataError(
-                f"the chat template asks for something that is not given here: {error.message}",
-                next_step="write a value in its place into chat_template.jinja in the tokenizer's folder",
-            ) from error
-        except (TemplateError, ValueError, TypeError) as error:
-            raise BadDataError(
-                f"the chat template refuses a conversation: {error}",
-                next_step="correct the conversation, or leave it out",
-            ) from error
+    names = {key: value for key, value in config.items() if key.endswith("_token")}
+    return ChatTemplate(str(source), {"bos_token": "", "eos_token": "", **names})
 
 
 LONGEST_ENCODED = DOCUMENT_BYTES + LONGEST_LINE_BYTES

@@ -1,0 +1,143 @@
+"""Which files inputs name, and of what kind each is by its name. Nothing in them is read here."""
+
+import glob
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from protocol.errors import NoInputError
+from protocol.files.durable import expanded
+
+SOME_OF_A_FOLDER = "name the others: 'folder/**/*.txt', in quotes, takes all such below a folder"
+
+Kind = Literal["text", "jsonl", "csv", "parquet", "arrow"]
+
+KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+BESIDE_TOKENS = (".idx", ".index", ".metadata", ".loss")
+"""What lies beside files of tokens and is read with them."""
+
+COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
+"""They are unpacked while they are read, so not from the middle."""
+
+
+def input_files(patterns: Iterable[str], *, but_for: Sequence[str] = ()) -> list[Path]:
+    """Files that paths, folders and globs name, each once: all below a folder, sorted.
+
+    What `but_for` names as well is left out: a file that is held out is not trained on.
+    Raises NoInputError for what matches nothing.
+    """
+    found: dict[Path, Path] = {}
+    for pattern in patterns:
+        path = expanded(pattern)
+        if path.is_file():
+            matches = [path]
+        elif path.is_dir():
+            matches, _ = _data_within(path)
+        else:
+            matches = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 - Path.glob takes no absolute patterns
+        files = [each for each in matches if each.is_file()]
+        if not files:
+            raise NoInputError(
+                f"{pattern} names no file",
+                next_step="correct the path; 'folder/**/*.txt', in quotes, takes all below a folder",
+            )
+        for each in files:
+            found.setdefault(each.resolve(), each)
+    for each in input_files(but_for) if but_for else ():
+        found.pop(each.resolve(), None)
+    if but_for and not found:
+        raise NoInputError(
+            f"all that is to be trained on is held out: {' '.join(but_for)}",
+            next_step="hold other files out, or a share, as --held-out 0.01",
+        )
+    return list(found.values())
+
+
+def passed_over(patterns: Iterable[str]) -> Iterator[str]:
+    """For each folder of which not all files are read a sentence with how many, and one of the others."""
+    for folder in filter(Path.is_dir, map(expanded, patterns)):
+        taken, others = _data_within(folder)
+        if others:
+            kinds = " and ".join(sorted({suffix_of(each) for each in taken}))
+            yield (
+                f"{folder}: {len(taken):,} of {len(taken) + len(others):,} files are read, as {kinds}; to "
+                f"read others, such as {others[0].relative_to(folder)}, name them apart"
+            )
+
+
+def _data_within(folder: Path) -> tuple[list[Path], list[Path]]:
+    """All files below a folder, and the others where some are of a kind made for data: then those alone."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(each.parent.name for each in folder.glob("*/state.json"))
+        raise NoInputError(
+            f"{folder} holds several splits: {', '.join(splits)}",
+            next_step=f"name one, as {folder / splits[0] if splits else folder}; --held-out takes another",
+        )
+    if (folder / "state.json").is_file():  # datasets' save_to_disk
+        named = json.loads((folder / "state.json").read_bytes())["_data_files"]
+        return [folder / each["filename"] for each in named], []
+    files = sorted(_files_below(folder))
+    of_kinds = [
+        each for each in files if suffix_of(each) in _MADE_FOR_DATA and not _is_derived(each)
+    ]
+    others = [
+        each
+        for each in files
+        if each.suffix not in {*_MADE_FOR_DATA, *BESIDE_TOKENS, ".md"} or _is_derived(each)
+    ]
+    for each in of_kinds or files:
+        if not each.exists():
+            raise NoInputError(
+                f"{each} is a link to {each.readlink()}, which is not there",
+                next_step=f"fetch that file, or remove the link; {SOME_OF_A_FOLDER}",
+            )
+    return (of_kinds, others) if of_kinds else (files, [])
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """All that are not hidden, also in folders that are linked to; each once, as links may go round."""
+    seen = set[Path]()
+
+    def cannot_be_read(error: OSError) -> NoReturn:
+        raise NoInputError(
+            f"{error.filename} cannot be read: {error.strerror}",
+            next_step="allow this user to read it, or name what else is to be read apart",
+        ) from error
+
+    for place, names, files in os.walk(folder, followlinks=True, onerror=cannot_be_read):
+        real = Path(place).resolve()
+        if real in seen:
+            names.clear()
+            continue
+        seen.add(real)
+        names[:] = sorted(name for name in names if not name.startswith("."))
+        found = (Path(place, name) for name in files if not name.startswith("."))
+        yield from (each for each in found if each.is_file() or each.is_symlink())
+
+
+def _is_derived(path: Path) -> bool:
+    """Whether datasets keeps there what a map or a filter made of the files beside it."""
+    return path.name.startswith("cache-") and path.suffix == ".arrow"
+
+
+_MADE_FOR_DATA = frozenset({*KINDS, ".bin", ".ds"})
+
+
+def suffix_of(path: Path) -> str:
+    """What a name ends in, in small letters, but for what it is compressed by."""
+    suffix = Path(path.stem).suffix if is_compressed(path) else path.suffix
+    return suffix.lower()
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether it is unpacked while it is read."""
+    return path.suffix in COMPRESSED
