@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.config import RUN_FILE, run_text
 from coordinator.presets.choosing import OFTEN_STEPS, Plan, chosen
 from coordinator.presets.cost import CUBIC, Situation
-from coordinator.presets.reasons import NO_MOMENTUM, OFTEN
+from coordinator.presets.reasons import NO_MOMENTUM, OFTEN, WEIGHTS
 from coordinator.presets.settling import Place, link_of, settled_run_file, span_of, with_values
 from coordinator.presets.wanted import (
     Facts,
@@ -274,12 +274,16 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         values[("run", "min_nodes")] = (wanted.num_nodes, "")
     if wanted.steps is not None:
         values[("inner", "steps")] = (wanted.steps, "")
-        if wanted.steps <= OFTEN_STEPS:  # else the template's momentum fits its hundred rounds
-            values |= {
-                ("outer", "optimizer"): ("sgd", OFTEN),
-                ("outer", "learning_rate"): (1.0, OFTEN),
-                ("outer", "momentum"): (0.0, NO_MOMENTUM),
-            }
+    # A function's have a digest as well, but are new: its rate is that of a new model, too.
+    has_weights = is_given and wanted.function is None
+    if has_weights and values[("inner", "optimizer")][0] == "adamw":
+        values[("outer", "momentum")] = (0.6, WEIGHTS)
+    elif wanted.steps is not None and wanted.steps <= OFTEN_STEPS:
+        values |= {
+            ("outer", "optimizer"): ("sgd", OFTEN),
+            ("outer", "learning_rate"): (1.0, OFTEN),
+            ("outer", "momentum"): (0.0, NO_MOMENTUM),
+        }
     if wanted.private:
         values[("outer", "merge")] = ("mean", MEAN_OF_PRIVATE)
     notes = [note, *facts.notes, *([WHO_HOLDS_PRIVATE] if wanted.private else [])]
@@ -287,8 +291,6 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         notes.append(f"batch {trained.batch}: {trained.why_batch}")
     plan = None
     if wanted.link is not None or wanted.measured is not None:
-        # A function's have a digest as well, but are new: its rate is that of a new model, too.
-        has_weights = is_given and wanted.function is None
         plan, advice = _planned(wanted, trained, has_weights=has_weights)
         notes.append(advice)
         values[("run", "min_nodes")] = (plan.situation.num_nodes, "")

@@ -116,7 +116,9 @@ def test_a_coordinator_needs_a_folder_of_its_own(swarm: Swarm, tmp_path: Path) -
 def test_a_setting_that_costs_loss_is_said_at_each_start_while_the_run_file_may_change(
     tmp_path: Path,
 ) -> None:
-    costly = tiny_text(run={"rounds": 8, "min_nodes": 2}, inner={"steps": 15})
+    costly = tiny_text(
+        run={"rounds": 8, "min_nodes": 2}, inner={"steps": 15}, outer={"momentum": 0.6}
+    )
     swarm = Swarm(tmp_path / "swarm", costly)
     try:
         swarm.coordinator.says("loss: run.toml may change until the first invite")
@@ -124,7 +126,7 @@ def test_a_setting_that_costs_loss_is_said_at_each_start_while_the_run_file_may_
         assert "loss: [outer] momentum = 0.6 overshoots" in said and "write momentum = 0.3" in said
         swarm.coordinator.stop(signal.SIGTERM)
         run_file = swarm.home / "run.toml"
-        run_file.write_text(run_file.read_text().replace("[outer]", "[outer]\nmomentum = 0.3"))
+        run_file.write_text(costly.replace("momentum = 0.6", "momentum = 0.3"))
         swarm.start_coordinator()
         swarm.coordinator.stop(signal.SIGTERM)
         assert "loss: " not in swarm.coordinator.log

@@ -233,7 +233,9 @@ def test_short_rounds_that_are_given_come_with_the_plain_mean_also_without_a_lin
 def test_a_run_file_of_ones_own_is_told_which_of_its_settings_cost_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "mine.toml").write_text("[run]\nrounds = 8\nmin_nodes = 2\n[inner]\nsteps = 15\n")
+    (tmp_path / "mine.toml").write_text(
+        "[run]\nrounds = 8\nmin_nodes = 2\n[inner]\nsteps = 15\n[outer]\nmomentum = 0.6\n"
+    )
     assert init(tmp_path, "--run", str(tmp_path / "mine.toml")) == 0
     assert "loss: [outer] momentum = 0.6 overshoots" in capsys.readouterr().out
 

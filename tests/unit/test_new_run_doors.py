@@ -114,6 +114,7 @@ def test_adapters_are_one_command_and_say_what_nodes_need(
     assert spec.num_parameters == sum(t.num_elements for t in spec.tensors if ".lora_" in t.name)
     assert spec.description is not None and spec.description.num_frozen > spec.num_parameters
     assert spec.inner.learning_rate == pytest.approx(2e-2), "ten times a fifth of a new model's"
+    assert spec.outer.momentum == 0.6, "with weights that are given, and so low a rate"
     assert spec.data.digest == read_manifest(tokens).digest().hex()
     told = capfd.readouterr().out
     assert f"  atoll node start --base {llama}\n" in told
