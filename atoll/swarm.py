@@ -277,11 +277,20 @@ class Swarm:
             )
         if tokens > leased and not self._has_warned:
             self._has_warned = True
-            what = " times [model] context" if self.run.context > 1 else ""
+            what, instead = (
+                " times [model] context",
+                "make the run with this loop's batch and context",
+            )
+            if self.run.context == 1:
+                what, instead = (
+                    "",
+                    "tell samples, not their tokens, or make the run with this loop's batch",
+                )
             self._session.log.tell(
                 logging.WARNING,
                 f"a step of this loop has {tokens} {self._counted} on a rank, and only {leased} of them "
-                f"weigh in the swarm: the run's [inner] batch{what}, over {self._ranks.world_size} ranks",
+                f"weigh in the swarm: the run's [inner] batch{what}, over {self._ranks.world_size} ranks; "
+                f"{instead}",
             )
         return tokens
 

@@ -39,7 +39,6 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.files.durable import (
-    TOML_ENCODING,
     is_taken,
     read_secret,
     read_toml,
@@ -49,7 +48,7 @@ from protocol.files.durable import (
 )
 from protocol.run.amendments import in_force, schedule_of
 from protocol.run.models import Section, layout_of, nearest_key
-from protocol.run.run_files import load_run_file, load_run_folder, validated
+from protocol.run.run_files import load_run_folder, validated
 from protocol.run.run_spec import RunSection, RunSpec
 from protocol.run.schedule import Schedule
 from protocol.terminal.console import seconds_of, web_address_of
@@ -385,11 +384,8 @@ def rules_of(
     )
 
 
-def run_text(*, name: str | None, run_file: Path | None) -> str:
-    """The text of a new run.toml, checked: the template with that name, or the file as it is."""
-    if run_file is not None:
-        load_run_file(run_file)  # a preset is settled before (coordinator.presets.settling)
-        return run_file.read_text(encoding=TOML_ENCODING)
+def run_text(*, name: str | None) -> str:
+    """The text of a new run.toml: the template with that name."""
     if name is None:
         return RUN_TEMPLATE
     try:

@@ -11,7 +11,7 @@ import structlog
 from coordinator.presets.choosing import Plan
 from coordinator.swarm.committed import awaits_first_weights, screenings_of
 from coordinator.swarm.events import EndSession, Tell
-from coordinator.swarm.explain import alike_in_words, differing_in_words
+from coordinator.swarm.explain import alike_in_words, differing_in_words, unevaluated_in_words
 from coordinator.swarm.members import PRESENT, Member, MemberState
 from coordinator.swarm.reach import helper_between, newly_cut_pairs
 from coordinator.swarm.start import missing
@@ -177,6 +177,8 @@ def _held_out(before: SwarmState, after: SwarmState) -> Iterator[News]:
             round=after.differing.round,
             why=differing_in_words(after),
         )
+    if (why := unevaluated_in_words(after)) and not unevaluated_in_words(before):
+        yield _news("warning", "nobody evaluates", why=why)
     for held_out in after.held_out[len(before.held_out) :]:
         own: dict[str, object] = {}
         if held_out.metric is not None:

@@ -210,8 +210,9 @@ def init(
     and bits per second.
     """
     from coordinator.config import CoordinatorConfig, advertised_host, create_home, require_free
-    from coordinator.presets.composing import new_run, run_of_file
+    from coordinator.presets.composing import new_run
     from coordinator.presets.costly import costs_in_words
+    from coordinator.presets.of_file import run_of_file
     from coordinator.presets.wanted import Wanted
 
     wanted = Wanted(**asked)

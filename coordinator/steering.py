@@ -281,6 +281,7 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
     import json
 
     from protocol.run.amendments import changes_of
+    from protocol.trust.rulings import ruling_from_json
     from protocol.v1 import operator_pb2 as pb
 
     asked = [
@@ -296,6 +297,35 @@ def amend(changes: tuple[str, ...], reason: str, directory: Path | None) -> None
             f"{'a loop of its owner' if one else 'loops of their owners'}, which "
             f"{'takes' if one else 'take'} this over only by swarm.learning_rate: their logs tell of it"
         )
+    costs = _new_costs(directory, ruling_from_json(answer.ruling.ruling_json).number)
+    for told in costs:
+        click.echo(f"loss: {told}")
+    if costs:
+        click.echo(
+            "loss: amend it back; what cannot be amended of that takes a fork, 'atoll node fork'"
+        )
+
+
+def _new_costs(directory: Path | None, number: int) -> list[str]:
+    """What a ruling lets the run's settings cost in loss that they did not cost before."""
+    from coordinator.cli import folder_of
+    from coordinator.config import RUN_FILE
+    from coordinator.presets.costly import costs_in_words
+    from protocol.run.amendments import in_force
+    from protocol.run.run_files import load_run_folder
+
+    home = folder_of(directory)
+    if not (home / RUN_FILE).is_file():  # one that may rule is enough
+        return []
+    run, rulings = (
+        load_run_folder(home, RUN_FILE),
+        [one.ruling for one in _checked_log(directory)[0]],
+    )
+    before, after = (
+        list(costs_in_words(in_force(run, [one for one in rulings if one.number < last])))
+        for last in (number, number + 1)
+    )
+    return [told for told in after if told not in before]
 
 
 @run.command()

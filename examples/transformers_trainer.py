@@ -12,6 +12,8 @@ import atoll
 CONTEXT = 128  # [model] context of the run
 folder, text = Path(sys.argv[1]), Path(sys.argv[2]).read_bytes()
 windows = [list(text[i : i + CONTEXT]) for i in range(0, len(text) - CONTEXT, CONTEXT)]
+samples = [{"input_ids": tokens, "labels": tokens} for tokens in windows]
+held_out, training = samples[:16], samples[16:]
 model = Qwen3ForCausalLM(
     Qwen3Config(
         vocab_size=256,
@@ -26,21 +28,36 @@ model = Qwen3ForCausalLM(
         tie_word_embeddings=True,
     )
 )
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def evaluate() -> tuple[float, int]:
+    return trainer.evaluate()["eval_loss"], len(held_out) * (
+        CONTEXT - 1
+    )  # nothing predicts the first
+
+
+callback = atoll.TrainerCallback(folder=folder, evaluate=evaluate)
+schedule = (
+    torch.optim.lr_scheduler.LambdaLR(  # by how far the run is: max_steps says nothing of that
+        optimizer, lambda _: 1 - 0.9 * (callback.swarm.progress if callback.swarm else 0.0)
+    )
+)
 trainer = Trainer(
     model,
     TrainingArguments(
         output_dir=str(folder / "trainer"),
         per_device_train_batch_size=8,
         max_steps=1_000_000,  # the run ends it
-        learning_rate=3e-3,
-        lr_scheduler_type="constant",
         logging_steps=5,
         save_strategy="no",
         report_to=[],
         seed=int.from_bytes(os.urandom(4)),  # each node's own: else all shuffle alike
         use_cpu=not torch.cuda.is_available(),
     ),
-    train_dataset=[{"input_ids": tokens, "labels": tokens} for tokens in windows],
-    callbacks=[atoll.TrainerCallback(folder=folder)],
+    train_dataset=training,
+    eval_dataset=held_out,
+    optimizers=(optimizer, schedule),
+    callbacks=[callback],
 )
 trainer.train()

@@ -4,34 +4,28 @@ What may be named and what the node's side knows of it is coordinator.presets.wa
 """
 
 import re
-import shutil
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.config import RUN_FILE, run_text
+from coordinator.config import run_text
 from coordinator.presets.choosing import OFTEN_STEPS, Plan, chosen
 from coordinator.presets.cost import CUBIC, Situation
 from coordinator.presets.reasons import NO_MOMENTUM, OFTEN, WEIGHTS
-from coordinator.presets.settling import Place, link_of, settled_run_file, span_of, with_values
+from coordinator.presets.settling import Place, link_of, span_of, with_values
 from coordinator.presets.wanted import (
     Facts,
     Machine,
     Wanted,
-    described,
     facts_of_wanted,
     refuse_what_says_nothing,
 )
 from protocol.errors import ConfigError, NoInputError, UsageError
-from protocol.files.durable import refusing, write_atomically
-from protocol.run.models import FIRST_WEIGHTS, DecoderModel
+from protocol.run.models import DecoderModel
 from protocol.run.run_files import (
-    DESCRIPTION_FILE,
-    description_file,
     load_run_file,
-    load_run_folder,
     validated,
 )
 from protocol.run.run_spec import RunSpec
@@ -165,96 +159,12 @@ class Trained:
         return self.batch * int(self.facts.model["context"])
 
 
-def run_of_file(run_file: Path, source: Path | None, folder: Path) -> NewRun:
-    """A run file that somebody wrote, with its preset answered; its model is described in `folder`."""
-    settled = settled_run_file(run_file)
-    text = run_text(name=None, run_file=run_file) if settled is None else settled.text
-    plan = None if settled is None else settled.plan
-    if source is None and (run_file.parent / DESCRIPTION_FILE).is_file():
-        return NewRun(text=text, plan=plan, facts=_copied(run_file, text, folder))
-    is_decoder = tomllib.loads(text).get("model", {}).get("source", "decoder") == "decoder"
-    if is_decoder and source is None:
-        return NewRun(text=text, plan=plan)
-    fork = _fork_beside(run_file)
-    if fork is not None and fork.model.source != "function":
-        raise UsageError(
-            f"{run_file} is of a fork, which begins with the weights beside it, and {source} has others",
-            next_step="leave --from out, or take a run file that is of no fork",
-        )
-    write_atomically(folder / RUN_FILE, text.encode())
-    facts = described(folder, source)
-    if fork is not None:
-        facts = _going_on(fork, run_file.parent, folder, facts)
-    return NewRun(text=text, plan=plan, notes=tuple(facts.notes), facts=facts)
-
-
-def _fork_beside(run_file: Path) -> RunSpec | None:
-    """The run that 'atoll node fork' wrote, with its weights; its run file may have been changed since."""
-    made = run_file.parent
-    if not (made / DESCRIPTION_FILE).is_file() or not (made / FIRST_WEIGHTS).is_file():
-        return None
-    found = load_run_folder(made, run_file.name, may_be_stale=True)
-    is_fork = found.description is not None and found.description.first_fragments is not None
-    return found if is_fork else None
-
-
-def _going_on(fork: RunSpec, made: Path, folder: Path, facts: Facts) -> Facts:
-    """Lets the run of changed code begin with the fork's weights, and not with random ones.
-
-    Raises ConfigError where the code makes another model than the fork's.
-    """
-    described_anew = load_run_folder(folder, RUN_FILE)
-    ours = {each.name: each.shape for each in described_anew.tensors}
-    theirs = {each.name: each.shape for each in fork.tensors}
-    if other := sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name)):
-        raise ConfigError(
-            f"the code makes another model than the fork has weights of: {other[0]} is "
-            f"{list(ours.get(other[0], ())) or 'not there'} in the one and "
-            f"{list(theirs.get(other[0], ())) or 'not there'} in the other",
-            next_step="let the function return the same tensors, or take a run file that is of no fork",
-        )
-    assert described_anew.description is not None and fork.description is not None
-    if described_anew.description.frozen_digest != fork.description.frozen_digest:
-        raise ConfigError(
-            "the code makes other frozen values than those that the fork's weights were trained with; "
-            f"[run] seed = {described_anew.run.seed} is what a function's are drawn from",
-            next_step="write the seed as it was, or let the function draw or load what is frozen as before",
-        )
-    first = ("first_digest", "first_fragments", "beginning")
-    description = described_anew.description.model_copy(
-        update={key: getattr(fork.description, key) for key in first}
-    )
-    described_anew = described_anew.model_copy(update={"description": description})
-    write_atomically(folder / DESCRIPTION_FILE, description_file(described_anew))
-    with refusing(folder / FIRST_WEIGHTS):
-        shutil.copyfile(made / FIRST_WEIGHTS, folder / FIRST_WEIGHTS)
-    return replace(facts, first_digest=fork.description.first_digest or "")
-
-
-def _copied(run_file: Path, text: str, folder: Path) -> Facts:
-    """A description that lies beside a run file, as 'atoll node fork' writes it, with first weights."""
-    for name in (DESCRIPTION_FILE, FIRST_WEIGHTS):  # one node starts with the weights
-        if (run_file.parent / name).is_file():
-            with refusing(folder / name):
-                shutil.copyfile(run_file.parent / name, folder / name)
-    write_atomically(folder / RUN_FILE, text.encode())
-    spec = load_run_folder(folder, RUN_FILE, named=run_file)
-    has_weights = (folder / FIRST_WEIGHTS).is_file()
-    return Facts(
-        num_parameters=spec.num_parameters,
-        num_layers=spec.num_layers,
-        first_digest="" if spec.first_digest is None else spec.first_digest.hex(),
-        first_weights=FIRST_WEIGHTS if has_weights else "",
-        code_digest=TO_BE_TOLD if "function" in (spec.model.source, spec.data.source) else "",
-    )
-
-
 def new_run(wanted: Wanted, folder: Path) -> NewRun:
     """The template with what is named and chosen in its places, checked as a coordinator would.
 
     Where it begins with a model of somebody's, that is described in `folder`, the run's to be.
     """
-    text = run_text(name=wanted.name, run_file=None)
+    text = run_text(name=wanted.name)
     refuse_what_says_nothing(wanted)
     if wanted.link is not None:  # before a model is read
         told_link(wanted.link)

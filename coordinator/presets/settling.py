@@ -26,7 +26,7 @@ from coordinator.presets.reasons import counted
 from protocol.errors import ConfigError
 from protocol.files.durable import TOML_ENCODING, read_toml
 from protocol.run.models import Positive, Section
-from protocol.run.run_files import validated, validated_file
+from protocol.run.run_files import MADE_OF, description_beside, validated, validated_file
 from protocol.run.run_spec import RunSpec
 from protocol.terminal.console import directions_of, seconds_of
 
@@ -194,13 +194,27 @@ def wants_settling(tables: Mapping[str, Any]) -> bool:
     return isinstance(exchange, dict) and not exchange.keys().isdisjoint(PRESET_KEYS)
 
 
-def settled(text: str, *, origin: str) -> Settled:
-    """Answers the preset of a run file's text; raises ConfigError with what is missing or wrong."""
+def settled(text: str, *, origin: str, description: Mapping[str, Any] | None = None) -> Settled:
+    """Answers the preset of a run file's text, whose model is described where it has to be.
+
+    Raises ConfigError with what is missing or wrong.
+    """
     tables = tomllib.loads(text)
     keys, rest = _split(tables, origin=origin)
     # What is given must be sound by itself.
     spec = validated_file(_with_room_for_blend(rest), origin=origin)
     given = _given(rest)
+    if description is not None:
+        spec = validated({**spec.model_dump(), "description": description}, origin=origin)
+        if spec.description is not None and spec.description.first_fragments:
+            given.setdefault(("exchange", "fragments"), spec.description.first_fragments)
+    if not spec.is_described:
+        raise ConfigError(
+            f'{origin}: a preset goes by the size of the model, and one with source = "{spec.model.source}" '
+            "is known only once it was built",
+            next_step="'atoll init NEWDIR --run' with this file and --from FOLDER builds it, and answers the "
+            "preset",
+        )
     plan = chosen(_situation(keys, spec, given, origin=origin), given)
     if plan.is_too_short:
         raise ConfigError(
@@ -217,14 +231,20 @@ def settled(text: str, *, origin: str) -> Settled:
     retired = {("exchange", key) for key in PRESET_KEYS if key in tables["exchange"]}
     if plan.overlap == "none" and "blend" in tables["exchange"]:
         retired.add(("exchange", "blend"))
+    edited = _edited(text, values, retired, origin=origin)
+    return Settled(text=edited, spec=validated(tomllib.loads(edited), origin=origin), plan=plan)
+
+
+def _edited(
+    text: str, values: Mapping[Place, tuple[Value, str]], retired: Set[Place], *, origin: str
+) -> str:
     try:
-        edited = with_values(text, values, retired=retired)
+        return with_values(text, values, retired=retired)
     except CannotEditError as error:
         raise ConfigError(
             f"{origin}: a preset cannot be written out here: {error}",
             next_step="write it so, or set the keys of [exchange] yourself",
         ) from error
-    return Settled(text=edited, spec=validated(tomllib.loads(edited), origin=origin), plan=plan)
 
 
 def link_of(text: str, *, origin: str) -> tuple[float, float]:
@@ -369,13 +389,23 @@ def _given(tables: Mapping[str, Any]) -> dict[Place, object]:
     }
 
 
-def settled_run_file(path: Path) -> Settled | None:
+def without_preset(text: str, *, origin: str) -> str:
+    """The text with the preset's keys as comments: by it a model is described before they are answered."""
+    told = tomllib.loads(text)["exchange"]
+    keys = PRESET_KEYS if "overlap" in told else (*PRESET_KEYS, "blend")
+    return _edited(text, {}, {("exchange", key) for key in keys if key in told}, origin=origin)
+
+
+def settled_run_file(path: Path, *, described_in: Path | None = None) -> Settled | None:
     """The settled form of a run file; None when it asks for no preset, and is sound without.
 
-    Raises NoInputError or ConfigError.
+    Its model's description lies in a folder of its own, or beside it. Raises NoInputError or ConfigError.
     """
     tables = read_toml(path, when_missing=f"run 'atoll init {path.parent}'")
     if wants_settling(tables):
-        return settled(path.read_text(encoding=TOML_ENCODING), origin=str(path))
+        description = description_beside(described_in or path.parent) or {}
+        description.pop(MADE_OF, None)
+        text = path.read_text(encoding=TOML_ENCODING)
+        return settled(text, origin=str(path), description=description or None)
     validated_file(tables, origin=str(path))
     return None

@@ -192,7 +192,8 @@ def _refuse_two_kinds_of_data(wanted: Wanted) -> None:
     ):
         raise UsageError(
             f"--function {wanted.function} says what is trained, and nothing what it learns from",
-            next_step="add --data-function MODULE:NAME, or tokens with --data or --private",
+            next_step="add --data-function MODULE:NAME, or tokens with --data or --private; for a training "
+            "loop that makes its own data, a function that gives any samples which the loss takes",
         )
     if wanted.private and (wanted.data or wanted.data_function is not None):
         raise UsageError(

@@ -55,14 +55,24 @@ def explain(state: SwarmState, now: float) -> str:
 
 
 def differing_in_words(state: SwarmState) -> str:
-    """That those who evaluate do not find the same of one state; empty while they do."""
+    """That those who evaluate do not find the same of one state, or that nobody can; else empty."""
     if (told := state.differing) is None:
-        return ""
+        return unevaluated_in_words(state)
     low, high = told.holders[0], told.holders[-1]
     return (
         f"{name_of(state, low.node_id)} finds {low.loss:.3f} and {name_of(state, high.node_id)} "
         f"{high.loss:.3f} of the state after round {told.round}: they evaluate on other data, as batches "
         "drawn anew each time, or by other code, as that which their functions call, or one of them lies"
+    )
+
+
+def unevaluated_in_words(state: SwarmState) -> str:
+    """That no round has had a held-out loss, for none of those who are here can measure one."""
+    if not state.committed_round or state.held_out or may_be_evaluated(state):
+        return ""
+    return (
+        "no node here evaluates, so no held-out loss says how good the model is: give atoll.join, or "
+        "TrainerCallback, evaluate=… in one of the loops and start it again, or start a node without --loop"
     )
 
 

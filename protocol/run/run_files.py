@@ -175,6 +175,23 @@ def load_run_file(path: Path) -> RunSpec:
     return validated_file(tables, origin=str(path))
 
 
+def description_beside(folder: Path) -> dict[str, Any] | None:
+    """What the description in a run's folder says, with MADE_OF; None where there is none.
+
+    Raises ConfigError for one that cannot be read.
+    """
+    path = folder / DESCRIPTION_FILE
+    if not path.is_file():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}",
+            next_step=f"make it anew: 'atoll node describe {folder} --force'",
+        ) from error
+
+
 def load_run_folder(
     folder: Path, run_file: str, *, may_be_stale: bool = False, named: Path | None = None
 ) -> RunSpec:
@@ -185,15 +202,8 @@ def load_run_folder(
     """
     spec = load_run_file(folder / run_file)
     path = folder / DESCRIPTION_FILE
-    if path.is_file():
-        try:
-            description = json.loads(path.read_text(encoding="utf-8"))
-            made_of = description.pop(MADE_OF, None)
-        except (OSError, ValueError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"{path} cannot be read: {error}",
-                next_step=f"make it anew: 'atoll node describe {folder} --force'",
-            ) from error
+    if (description := description_beside(folder)) is not None:
+        made_of = description.pop(MADE_OF, None)
         spec = validated({**spec.model_dump(), "description": description}, origin=str(path))
         if isinstance(made_of, dict) and not may_be_stale:  # there is none from before
             _refuse_other_than_described(spec, made_of, named or folder / run_file)

@@ -222,7 +222,7 @@ class RunStatus(_message.Message):
     has_own_loss: _builtins.bool
     """Whether losses are those of the run's own function, whose unit its owner knows; else they are nats per token."""
     differing: _builtins.str
-    """That those who evaluate do not find the same of one state, in words; empty while they do."""
+    """That those who evaluate do not find the same of one state, or that nobody evaluates, in words; else empty."""
     alike: _builtins.str
     """That loops have trained on the same samples in the newest round, in words; empty where none have."""
     @_builtins.property

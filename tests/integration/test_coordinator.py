@@ -52,7 +52,7 @@ def test_the_template_says_what_holds_without_it_but_for_what_its_head_names() -
     for table, key in (*stated, *inner):
         del tables[table][key]
     assert validated(tables, origin="template") == RunSpec(), "all others are the defaults"
-    named = validated(tomllib.loads(run_text(name="x-1", run_file=None)), origin="template")
+    named = validated(tomllib.loads(run_text(name="x-1")), origin="template")
     assert named.run.name == "x-1"
     keys = set(re.findall(r"^(?:# )?(\w+) = ", RUN_TEMPLATE, flags=re.MULTILINE))
     known = {

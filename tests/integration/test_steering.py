@@ -33,6 +33,28 @@ def committed(swarm: Swarm, more: int) -> None:
     until(lambda: run_of(swarm).committed_round >= wanted, f"round {wanted}")
 
 
+def test_an_amendment_that_costs_loss_says_so_and_one_that_costs_none_says_nothing(
+    tmp_path: Path,
+) -> None:
+    swarm = Swarm(
+        tmp_path / "swarm", tiny_text(run={"rounds": 99, "min_nodes": 2}, inner={"steps": 15})
+    )
+    try:
+        said = owner(swarm, "run", "amend", "inner.steps=5")
+        assert (
+            "loss: [outer] momentum = 0.6 overshoots where each parameter is exchanged every 5"
+            in said
+        )
+        assert "loss: amend it back" in said
+        assert "loss: " not in owner(swarm, "run", "amend", "outer.learning_rate=0.6")
+        assert "loss: " not in owner(swarm, "run", "amend", "inner.steps=20")
+        assert "exchanged 9 times in the whole run" in owner(
+            swarm, "run", "amend", "run.rounds=9", "inner.steps=99"
+        )
+    finally:
+        swarm.end()
+
+
 @pytest.mark.nightly
 def test_a_run_is_paused_amended_extended_and_stopped_and_members_are_approved_and_expelled(
     swarm: Swarm,

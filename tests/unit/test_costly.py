@@ -91,7 +91,7 @@ def test_momentum_is_left_to_those_who_go_on_with_weights() -> None:
     "name", ["template", *sorted(path.name for path in EXAMPLES.glob("*.toml"))]
 )
 def test_no_run_file_of_ours_costs_loss(name: str) -> None:
-    template = run_text(name=None, run_file=None)
+    template = run_text(name=None)
     run = (
         validated(tomllib.loads(template), origin="the template")
         if name == "template"

@@ -196,9 +196,12 @@ async def test_a_loader_of_one_s_own_counts_its_tokens_and_no_more_than_were_lea
         assert (await one.train(work(2))).tokens == 3 * STEP_TOKENS
         await one.stops(thread)
         assert caplog.text.count("a step of this loop has 1000 tokens on a rank, and only 64") == 1
+        assert "; make the run with this loop's batch and context" in caplog.text
 
 
-async def test_a_loop_whose_samples_count_as_one_hears_of_samples(tmp_path: Path) -> None:
+async def test_a_loop_whose_samples_count_as_one_hears_of_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = small_spec()
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"context": 1})})
     async with scene(tmp_path, spec) as one:
@@ -216,11 +219,14 @@ async def test_a_loop_whose_samples_count_as_one_hears_of_samples(tmp_path: Path
                 swarm.step(tokens=5)
             nudge(model)
             swarm.step()
+            nudge(model)
+            swarm.step(tokens=4 * 128)
             return [*told, str(error.value)]
 
         thread = await one.joined(train, model=model)
-        assert (await one.train(work(steps=1))).tokens == 4
+        assert (await one.train(work(steps=2))).tokens == 4 + 4
         await one.stops(thread)
+        assert "only 4 of them weigh" in caplog.text and "tell samples, not their" in caplog.text
         (told,) = one.ended
         assert "how many samples this rank trained" in told[0]
         assert "how many samples there are" in told[1]

@@ -1,14 +1,18 @@
 """A preset in a run file becomes plain keys, or a sentence that says what is missing."""
 
+import json
 import tomllib
+from pathlib import Path
 
 import pytest
 
-from coordinator.config import RUN_TEMPLATE
+from coordinator.config import RUN_TEMPLATE, settle_preset
+from coordinator.presets import of_file
 from coordinator.presets.settling import CannotEditError, settled, wants_settling, with_values
 from coordinator.presets.view import prediction_lines
+from coordinator.presets.wanted import Facts
 from protocol.errors import ConfigError
-from protocol.run.run_files import validated
+from protocol.run.run_files import DESCRIPTION_FILE, load_run_file, validated
 from protocol.terminal.console import bits_per_second_of, directions_of, rate_in_words, seconds_of
 
 ASKED = """\
@@ -43,6 +47,49 @@ def test_a_preset_becomes_plain_keys_with_their_reasons() -> None:
     assert made.plan.situation.up_bits_per_second == 1e6
     assert made.plan.situation.down_bits_per_second == 5e6
     assert made.plan.situation.num_nodes == 3
+
+
+OF_A_FUNCTION = ASKED.replace(
+    "[exchange]", '[model]\nsource = "function"\nfunction = "net:model"\n\n[exchange]', 1
+)
+
+
+def describe(folder: Path, **more: object) -> None:
+    tensors = [{"name": "module.weight", "shape": [512, 2048]}]
+    (folder / DESCRIPTION_FILE).write_text(json.dumps({"tensors": tensors, **more}))
+
+
+def test_a_preset_goes_by_the_model_that_is_described_beside_its_run_file(tmp_path: Path) -> None:
+    (run_file := tmp_path / "run.toml").write_text(OF_A_FUNCTION)
+    with pytest.raises(ConfigError, match="a preset goes by the size of the model") as caught:
+        settle_preset(tmp_path)
+    assert "'atoll init NEWDIR --run'" in caught.value.next_step
+    describe(tmp_path)
+    assert (made := settle_preset(tmp_path)) is not None
+    assert made.plan.situation.num_parameters == 512 * 2048
+    assert run_file.read_text() == made.text and settle_preset(tmp_path) is None
+
+    run_file.write_text(OF_A_FUNCTION)  # of a fork, whose weights lie in one fragment
+    describe(tmp_path, first_digest="ab" * 32, first_fragments=1)
+    assert (made := settle_preset(tmp_path)) is not None
+    assert made.plan.situation.has_weights and made.spec.exchange.fragments == 1
+
+
+def test_a_model_is_described_before_the_preset_of_its_run_file_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_file := tmp_path / "asked.toml").write_text(OF_A_FUNCTION + "blend = 0.5\n")
+    (folder := tmp_path / "new").mkdir()
+
+    def described(folder: Path, source: Path | None) -> Facts:
+        assert not wants_settling(load_run_file(folder / "run.toml").model_dump())
+        describe(folder)
+        return Facts(notes=("it was built",))
+
+    monkeypatch.setattr(of_file, "described", described)
+    made = of_file.run_of_file(run_file, tmp_path / "code", folder)
+    assert made.plan is not None and made.plan.situation.num_parameters == 512 * 2048
+    assert "# settled: preset" in made.text and made.notes == ("it was built",)
 
 
 def test_the_congestion_control_of_a_run_file_counts_and_goes_with_the_preset() -> None:

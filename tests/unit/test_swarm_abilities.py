@@ -1,6 +1,8 @@
 """Members that do not train, or do not evaluate: training loops of contributors' own come and go."""
 
-from coordinator.swarm.explain import explain
+from coordinator.journal import news_of
+from coordinator.swarm.explain import differing_in_words, explain
+from coordinator.swarm.transition import Transition
 from protocol.wire.messages import EvaluationAsked, RunFinished
 from tests.unit.swarm_scene import INITIAL, Scene, asked_of, digest_of
 
@@ -37,6 +39,21 @@ def test_only_members_that_can_are_asked_to_evaluate() -> None:
         scene.apply(digest_of(f"state {number}"), "node-a", "node-b")
         scene.beat("node-a", at=number, digest=digest_of(f"state {number}"), cannot_evaluate=True)
     assert asked_of(scene.log, EvaluationAsked) == ["node-b"] * 3
+
+
+def test_that_nobody_evaluates_is_said_after_the_first_round_and_until_somebody_can() -> None:
+    scene = Scene(min_nodes=1, rounds=5, evaluate_every=1)
+    scene.attach("node-a", cannot_evaluate=True)
+    assert differing_in_words(scene.state) == ""
+    before = scene.state
+    scene.commit("node-a")
+    scene.apply(digest_of("state 1"), "node-a")
+    assert "no node here evaluates" in differing_in_words(scene.state)
+    told = news_of(before, Transition(state=scene.state, actions=(), at=scene.now))
+    (said,) = [news for news in told if news.what == "nobody evaluates"]
+    assert said.level == "warning" and "evaluate=…" in str(said.facts["why"])
+    scene.attach("node-b")
+    assert differing_in_words(scene.state) == ""
 
 
 def test_the_end_waits_for_no_evaluation_where_nobody_can() -> None:
