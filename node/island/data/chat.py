@@ -101,9 +101,9 @@ class ChatTemplate:
                 raise BadDataError(
                     "the chat template writes a conversation otherwise than turn after turn, so what the "
                     "assistant says cannot be told from the rest",
-                    next_step="write {% generation %} and {% endgeneration %} around it in "
-                    "chat_template.jinja, as transformers has them, or the conversations as text yourself, "
-                    "as {'text': …}",
+                    next_step="put a template that marks it with {% generation %} in the place of "
+                    "chat_template.jinja, such as trl/chat_templates/*_training.jinja of the package trl, or "
+                    "write the conversations as text yourself, as {'text': …}",
                 )
             spans.append((len(before), len(after)))
         return whole, spans
