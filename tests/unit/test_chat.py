@@ -265,6 +265,36 @@ def test_of_marked_answers_those_of_weight_0_are_not_learned(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("written", "learned"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"town": "Oslo"}'),
+        (
+            "{{ c.function.arguments if c.function.arguments is string else "
+            "c.function.arguments | tojson }}",
+            '{"town": "Oslo"}',
+        ),
+        ("{{ '```' + c.function.arguments + '```' }}", '```{"town":"Oslo"}```'),
+    ],
+    ids=["as JSON", "either", "as text"],
+)
+def test_arguments_of_calls_that_are_json_within_a_string_are_written_once(
+    written: str, learned: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls %}" + written + "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"town":"Oslo"}'}}
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
+    assert found == learned + "<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
     "template",
     [
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",

@@ -75,6 +75,7 @@ class ChatTemplate:
         self._has_marks = getattr(environment, "has_marks", False)
         self._names = names
         self._takes_parts = self._writes_parts_as_text()
+        self._takes_objects = self._writes_arguments_of_calls()
 
     def written_out(self, document: Document) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as text, and where in it stands what is to be learned.
@@ -117,11 +118,24 @@ class ChatTemplate:
             return False
         return "told" in written and "'text'" not in written and '"text"' not in written
 
+    def _writes_arguments_of_calls(self) -> bool:
+        """Whether a call's arguments are an object, as transformers asks: some templates join texts."""
+        call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+        asked = {"role": "user", "content": "look"}
+        try:
+            self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": [call]}], {})
+        except BadDataError:
+            return False
+        return True
+
     def _taken(self, message: dict[str, Any]) -> dict[str, Any]:
-        content = message.get("content")
-        if self._takes_parts or not isinstance(content, list):
-            return message
-        return {**message, "content": "".join(part["text"] for part in content)}
+        """A message as this template takes it: parts and arguments come in two ways."""
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list) and not self._takes_parts:
+            message = {**message, "content": "".join(part["text"] for part in content)}
+        if isinstance(calls, list) and self._takes_objects:
+            message = {**message, "tool_calls": list(map(_with_object, calls))}
+        return message
 
     def _rendered(
         self,
@@ -152,6 +166,23 @@ class ChatTemplate:
                 f"the chat template refuses a conversation: {error}",
                 next_step="correct the conversation, or leave it out",
             ) from error
+
+
+def _with_object(call: Any) -> Any:
+    """A call whose arguments are an object, which OpenAI's format has as JSON within a string.
+
+    A template would write that string as JSON once more.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _without_marks(marked: str, document: Document) -> tuple[str, list[tuple[int, int]]]:
