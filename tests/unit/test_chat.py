@@ -265,6 +265,30 @@ def test_of_marked_answers_those_of_weight_0_are_not_learned(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": calling({})}, "does not write the call of 'weather'"),
+        ({"messages": TURNS, "tools": TOOLS}, "does not write the tool 'weather'"),
+        (
+            {"messages": [{"role": "system", "content": " be terse\n"}, *TURNS]},
+            "does not write what the system says: 'be terse'",
+        ),
+    ],
+)
+def test_a_template_that_passes_over_what_a_conversation_has_is_refused(
+    record: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(BadDataError, match=f"a record: the chat template {words}"):
+        FileTokenizer(folder).encode([document_of(record, "text", "a record")])
+
+
+@pytest.mark.parametrize(
     ("written", "learned"),
     [
         ("{{ c.function.arguments | tojson }}", '{"town": "Oslo"}'),
@@ -283,7 +307,9 @@ def test_arguments_of_calls_that_are_json_within_a_string_are_written_once(
     folder = write_tokenizer(tmp_path / "chat", is_chat=True)
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% for c in m.tool_calls %}" + written + "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}"
+        + written
+        + "{% endfor %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     call = {"type": "function", "function": {"name": "f", "arguments": '{"town":"Oslo"}'}}
@@ -291,7 +317,7 @@ def test_arguments_of_calls_that_are_json_within_a_string_are_written_once(
     [encoded] = FileTokenizer(folder).encode([conversation(turns)])
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     found = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
-    assert found == learned + "<|im_end|>\n"
+    assert found == f"f{learned}<|im_end|>\n"
 
 
 @pytest.mark.parametrize(

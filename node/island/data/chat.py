@@ -4,7 +4,7 @@ Which letters of it are to be learned is told beside: by the template's own mark
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, nodes
@@ -86,6 +86,7 @@ class ChatTemplate:
         """
         messages = [self._taken(each) for each in document.messages]
         whole = self._rendered(messages, document.given)
+        _check_all_is_written(whole, messages, document.given)
         if self._has_marks:
             return _without_marks(whole, document)
         spans = []
@@ -166,6 +167,34 @@ class ChatTemplate:
                 f"the chat template refuses a conversation: {error}",
                 next_step="correct the conversation, or leave it out",
             ) from error
+
+
+def _check_all_is_written(
+    whole: str, messages: list[dict[str, Any]], given: Mapping[str, Any]
+) -> None:
+    """Raises BadDataError for what a template passes over: many know no tools, or no system.
+
+    An answer may lose what was thought before it, and what tools answer may be written as JSON.
+    """
+    needed = [("the tool", _name_of(tool)) for tool in given.get("tools") or ()]
+    for message in messages:
+        needed += [("the call of", _name_of(call)) for call in message.get("tool_calls") or ()]
+        content = message.get("content")
+        if message["role"] in ("system", "user") and isinstance(content, str):
+            needed.append((f"what the {message['role']} says:", content.strip()))
+    for what, text in needed:
+        if text not in whole:
+            raise BadDataError(
+                f"the chat template does not write {what} {text[:40]!r}",
+                next_step="take a template that does, as chat_template.jinja in the tokenizer's folder, or "
+                "leave such conversations out",
+            )
+
+
+def _name_of(tool: Any) -> str:
+    """Of a tool, or of a call of one; empty where it has none."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def _with_object(call: Any) -> Any:
