@@ -143,6 +143,28 @@ def test_a_conversation_has_its_tools_and_what_else_its_template_takes(
     assert whole.startswith(f"{told}be terse<|im_start|>user\nis it cold")
 
 
+def test_of_several_templates_the_one_for_tools_writes_conversations_that_have_some(
+    tmp_path: Path,
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    usual = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [
+        {"name": "default", "template": usual},
+        {"name": "tool_use", "template": WITH_TOOLS},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    for turns, tools in ((TURNS, None), (calling({"content": ""}), TOOLS)):
+        record = {"messages": turns, "tools": tools}
+        [encoded] = FileTokenizer(folder).encode([document_of(record, "text", "")])
+        expected = theirs.apply_chat_template(turns, tools=tools, return_dict=True)["input_ids"]
+        assert encoded.tokens[:-1].tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
