@@ -143,6 +143,28 @@ def test_a_conversation_has_its_tools_and_what_else_its_template_takes(
     assert whole.startswith(f"{told}be terse<|im_start|>user\nis it cold")
 
 
+def test_of_several_templates_the_one_for_tools_writes_conversations_that_have_some(
+    tmp_path: Path,
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    usual = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [
+        {"name": "default", "template": usual},
+        {"name": "tool_use", "template": WITH_TOOLS},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    for turns, tools in ((TURNS, None), (calling({"content": ""}), TOOLS)):
+        record = {"messages": turns, "tools": tools}
+        [encoded] = FileTokenizer(folder).encode([document_of(record, "text", "")])
+        expected = theirs.apply_chat_template(turns, tools=tools, return_dict=True)["input_ids"]
+        assert encoded.tokens[:-1].tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -262,6 +284,62 @@ def test_of_marked_answers_those_of_weight_0_are_not_learned(tmp_path: Path) -> 
     (folder / "chat_template.jinja").write_text(MARKED["nothing"])
     with pytest.raises(BadDataError, match="marks 0 parts of a conversation with 2 answers"):
         FileTokenizer(folder).encode([conversation(turns)])
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": calling({})}, "does not write the call of 'weather'"),
+        ({"messages": TURNS, "tools": TOOLS}, "does not write the tool 'weather'"),
+        (
+            {"messages": [{"role": "system", "content": " be terse\n"}, *TURNS]},
+            "does not write what the system says: 'be terse'",
+        ),
+    ],
+)
+def test_a_template_that_passes_over_what_a_conversation_has_is_refused(
+    record: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(BadDataError, match=f"a record: the chat template {words}"):
+        FileTokenizer(folder).encode([document_of(record, "text", "a record")])
+
+
+@pytest.mark.parametrize(
+    ("written", "learned"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"town": "Oslo"}'),
+        (
+            "{{ c.function.arguments if c.function.arguments is string else "
+            "c.function.arguments | tojson }}",
+            '{"town": "Oslo"}',
+        ),
+        ("{{ '```' + c.function.arguments + '```' }}", '```{"town":"Oslo"}```'),
+    ],
+    ids=["as JSON", "either", "as text"],
+)
+def test_arguments_of_calls_that_are_json_within_a_string_are_written_once(
+    written: str, learned: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path / "chat", is_chat=True)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.name }}"
+        + written
+        + "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"town":"Oslo"}'}}
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    found = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
+    assert found == f"f{learned}<|im_end|>\n"
 
 
 @pytest.mark.parametrize(

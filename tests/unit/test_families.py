@@ -258,6 +258,48 @@ def test_positions_that_a_config_says_twice_are_those_that_transformers_takes(
         assert ours.rope_scaling.original_context == theirs["original_max_position_embeddings"]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_scaling": {"type": "default"}, "rope_theta": 50},
+        {"rope_scaling": LLAMA_3_ROPE, "original_max_position_embeddings": 8},
+        {"rms_norm_eps": 1e-2, "hidden_act": "swish", "pretraining_tp": 2},
+        {"sliding_window": 5, "use_sliding_window": False},
+        {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 9},
+        {"layer_norm_eps": 0.1, "logit_scale": 2.0, "residual_multiplier": 0.5},
+        {"qk_norm": True, "use_bidirectional_attention": True, "no_rope_layers": [0, 1, 0]},
+        {"attention_bias": True, "mlp_bias": True, "attention_chunk_size": 4},
+        {"is_causal": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_a_config_says_the_logits_are_transformers_own_or_it_is_refused(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    import transformers  # takes seconds
+    from safetensors.torch import save_file
+
+    write(tmp_path, {"model_type": family, **SIZES, **config})
+    torch.manual_seed(0)
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        expected = theirs(tokens(), use_cache=False).logits
+    values = {name: value.clone() for name, value in theirs.state_dict().items()}
+    save_file(values, tmp_path / "model.safetensors")
+    try:
+        spec = spec_of(tmp_path)
+    except BadDataError as error:
+        assert "is_causal" in str(error)
+        return
+    weights = np.full(spec.num_parameters, np.nan, np.float32)
+    read_weights(tmp_path, spec, weights)
+    torch.testing.assert_close(decoder_of(spec, weights)(tokens()), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification", "Model"])
 def test_a_model_with_another_head_is_refused_and_sent_to_a_loss_of_its_own(
     head: str, tmp_path: Path

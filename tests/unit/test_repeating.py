@@ -51,15 +51,19 @@ def test_sources_are_repeated_and_thinned(
     assert list(plain.tokens_of) == [""]
 
 
-def test_a_document_and_its_copy_lie_apart(tmp_path: Path) -> None:
-    write_sources(tmp_path, code=300, web=300)
-    prepared(tmp_path, out=tmp_path / "out", repeated=((str(tmp_path / "code.jsonl"), 2.0),))
-    found = documents_of(tmp_path / "out", "training")
+@pytest.mark.parametrize("in_one", [True, False], ids=["in one file", "a file each"])
+def test_a_document_and_its_copy_lie_apart(in_one: bool, tmp_path: Path) -> None:
+    if in_one:
+        write_sources(tmp_path, code=60, web=60)
+    else:
+        for i in range(60):
+            write_sources(tmp_path, **{f"code-{i}": 1, f"web-{i}": 1})
+    prepared(tmp_path, out=tmp_path / "out", repeated=((str(tmp_path / "code*"), 2.0),))
     places: dict[bytes, list[int]] = {}
-    for place, each in enumerate(found):
+    for place, each in enumerate(documents_of(tmp_path / "out", "training")):
         places.setdefault(each, []).append(place)
     apart = [np.diff(own).min() for own in places.values() if len(own) > 1]
-    assert len(apart) > 200 and min(apart) > 200
+    assert len(apart) > 30 and min(apart) > 30
 
 
 def test_of_a_single_document_that_is_repeated_the_end_is_held_out_once(tmp_path: Path) -> None:

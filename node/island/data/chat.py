@@ -4,7 +4,7 @@ Which letters of it are to be learned is told beside: by the template's own mark
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, nodes
@@ -75,6 +75,7 @@ class ChatTemplate:
         self._has_marks = getattr(environment, "has_marks", False)
         self._names = names
         self._takes_parts = self._writes_parts_as_text()
+        self._takes_objects = self._writes_arguments_of_calls()
 
     def written_out(self, document: Document) -> tuple[str, list[tuple[int, int]]]:
         """A conversation as text, and where in it stands what is to be learned.
@@ -85,6 +86,7 @@ class ChatTemplate:
         """
         messages = [self._taken(each) for each in document.messages]
         whole = self._rendered(messages, document.given)
+        _check_all_is_written(whole, messages, document.given)
         if self._has_marks:
             return _without_marks(whole, document)
         spans = []
@@ -101,9 +103,9 @@ class ChatTemplate:
                 raise BadDataError(
                     "the chat template writes a conversation otherwise than turn after turn, so what the "
                     "assistant says cannot be told from the rest",
-                    next_step="write {% generation %} and {% endgeneration %} around it in "
-                    "chat_template.jinja, as transformers has them, or the conversations as text yourself, "
-                    "as {'text': …}",
+                    next_step="put a template that marks it with {% generation %} in the place of "
+                    "chat_template.jinja, such as trl/chat_templates/*_training.jinja of the package trl, or "
+                    "write the conversations as text yourself, as {'text': …}",
                 )
             spans.append((len(before), len(after)))
         return whole, spans
@@ -117,11 +119,24 @@ class ChatTemplate:
             return False
         return "told" in written and "'text'" not in written and '"text"' not in written
 
+    def _writes_arguments_of_calls(self) -> bool:
+        """Whether a call's arguments are an object, as transformers asks: some templates join texts."""
+        call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+        asked = {"role": "user", "content": "look"}
+        try:
+            self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": [call]}], {})
+        except BadDataError:
+            return False
+        return True
+
     def _taken(self, message: dict[str, Any]) -> dict[str, Any]:
-        content = message.get("content")
-        if self._takes_parts or not isinstance(content, list):
-            return message
-        return {**message, "content": "".join(part["text"] for part in content)}
+        """A message as this template takes it: parts and arguments come in two ways."""
+        content, calls = message.get("content"), message.get("tool_calls")
+        if isinstance(content, list) and not self._takes_parts:
+            message = {**message, "content": "".join(part["text"] for part in content)}
+        if isinstance(calls, list) and self._takes_objects:
+            message = {**message, "tool_calls": list(map(_with_object, calls))}
+        return message
 
     def _rendered(
         self,
@@ -152,6 +167,51 @@ class ChatTemplate:
                 f"the chat template refuses a conversation: {error}",
                 next_step="correct the conversation, or leave it out",
             ) from error
+
+
+def _check_all_is_written(
+    whole: str, messages: list[dict[str, Any]], given: Mapping[str, Any]
+) -> None:
+    """Raises BadDataError for what a template passes over: many know no tools, or no system.
+
+    An answer may lose what was thought before it, and what tools answer may be written as JSON.
+    """
+    needed = [("the tool", _name_of(tool)) for tool in given.get("tools") or ()]
+    for message in messages:
+        needed += [("the call of", _name_of(call)) for call in message.get("tool_calls") or ()]
+        content = message.get("content")
+        if message["role"] in ("system", "user") and isinstance(content, str):
+            needed.append((f"what the {message['role']} says:", content.strip()))
+    for what, text in needed:
+        if text not in whole:
+            raise BadDataError(
+                f"the chat template does not write {what} {text[:40]!r}",
+                next_step="take a template that does, as chat_template.jinja in the tokenizer's folder, or "
+                "leave such conversations out",
+            )
+
+
+def _name_of(tool: Any) -> str:
+    """Of a tool, or of a call of one; empty where it has none."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
+def _with_object(call: Any) -> Any:
+    """A call whose arguments are an object, which OpenAI's format has as JSON within a string.
+
+    A template would write that string as JSON once more.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _without_marks(marked: str, document: Document) -> tuple[str, list[tuple[int, int]]]:

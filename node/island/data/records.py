@@ -339,7 +339,7 @@ def _from_json(value: Any, key: str, place: str) -> Any:
         return value
     try:
         return json.loads(value) if value.strip() else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadDataError(
             f"{place}: {key!r} is no JSON: {error}", next_step="correct that record"
         ) from error

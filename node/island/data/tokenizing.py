@@ -113,7 +113,7 @@ class FileTokenizer:
         self._config = settings_of_tokenizer(folder)
         self.end_of_document = self._end(vocabulary, end_of_document, path)
         self._begin = _before_a_text(self._tokenizer)
-        self._template = _chat_template_of(folder, self._config)
+        self._templates = _chat_templates_of(folder, self._config)
 
     def _end(self, vocabulary: dict[str, int], named: str | None, path: Path) -> int:
         if named is not None:
@@ -183,13 +183,15 @@ class FileTokenizer:
         )
 
     def _conversation(self, document: Document) -> Encoded:
-        if self._template is None:
+        has_tools = bool(document.given.get("tools"))
+        template = self._templates.get(_FOR_TOOLS if has_tools else _USUAL)
+        if template is None:
             raise ConfigError(
                 "the data has conversations in 'messages', and the tokenizer comes without a chat template",
                 next_step="add chat_template.jinja to its folder, and name the folder with --tokenizer",
             )
         try:
-            text, spans = self._template.written_out(document)
+            text, spans = template.written_out(document)
         except BadDataError as error:
             raise BadDataError(
                 f"{document.where}: {error.what}", next_step=error.next_step
@@ -222,18 +224,30 @@ def _within(encoding: Any, spans: list[tuple[int, int]]) -> npt.NDArray[np.bool_
     return counted
 
 
-def _chat_template_of(folder: Path, config: dict[str, Any]) -> "ChatTemplate | None":
-    """The template of a tokenizer's folder, if it has one."""
+_USUAL, _FOR_TOOLS = "default", "tool_use"
+"""Chat templates, as transformers names them where a tokenizer has several."""
+
+
+def _chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatTemplate]":
+    """The usual template of a tokenizer's folder and the one for tools, which may be the same."""
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several, of which one is the usual one
-        source = next((each["template"] for each in source if each["name"] == "default"), None)
     if source is None:
-        return None
+        return {}
     from node.island.data.chat import ChatTemplate
 
+    sources = (
+        {each["name"]: each["template"] for each in source}
+        if isinstance(source, list)
+        else {_USUAL: str(source)}
+    )
     names = {key: value for key, value in config.items() if key.endswith("_token")}
-    return ChatTemplate(str(source), {"bos_token": "", "eos_token": "", **names})
+    found = {
+        name: ChatTemplate(sources[name], {"bos_token": "", "eos_token": "", **names})
+        for name in (_USUAL, _FOR_TOOLS)
+        if name in sources
+    }
+    return {_FOR_TOOLS: found[_USUAL], **found} if _USUAL in found else found
 
 
 LONGEST_ENCODED = DOCUMENT_BYTES + LONGEST_LINE_BYTES
