@@ -130,7 +130,8 @@ def _has_lines(path: Path) -> bool:
     """Whether a file begins with a line that is a whole record."""
     with _opened(path) as file:
         try:
-            return isinstance(json.loads(file.readline(LONGEST_FIELD)), dict)
+            begins = file.read(1)  # a list may be one line of any length
+            return begins == b"{" and bool(json.loads(begins + file.readline()))
         except (ValueError, RecursionError):
             return False
         except _NOT_UNPACKED as error:
