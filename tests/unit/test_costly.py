@@ -63,6 +63,9 @@ def test_a_setting_that_costs_loss_is_said_with_what_to_write_instead(
         {"rounds": 8, "outer": {"momentum": 0.3}},
         {"steps": 5, "outer": {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0}},
         {"steps": 5, "inner": {"steps": 5, "optimizer": "adamw"}, "exchange": {"overlap": "blend"}},
+        {"rounds": 8, "inner": {"steps": 15, "optimizer": "muon"}},
+        {"rounds": 12, "steps": 10},
+        {"steps": 5, "outer": {"merge": "trust"}},
         {"rounds": 20, "exchange": {"uplink": "topk64", "error_feedback": True}},
         {"rounds": 8, "run": {"rounds": 8, "min_nodes": 1}},
     ],
@@ -72,12 +75,11 @@ def test_nothing_is_said_of_what_costs_nothing_or_was_not_measured(told: dict[st
 
 
 def test_who_writes_what_was_said_hears_nothing_more() -> None:
-    """Also where the shorter rounds want another outer step than the longer ones."""
     assert said(rounds=2, steps=60, outer={"momentum": 0.3}) != ""
     assert said(rounds=8, steps=15, outer={"momentum": 0.3}) == ""
-    assert "the plain mean" in said(rounds=3, steps=20)  # of which 8 exchanges are every 7 steps
+    assert "momentum" not in said(rounds=3, steps=20)  # of which 8 exchanges are every 7 steps
     plain = {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0}
-    assert said(rounds=8, steps=7, outer=plain) == ""
+    assert said(rounds=32, steps=12) != said(rounds=32, steps=12, outer=plain) == ""
 
 
 def test_momentum_is_left_to_those_who_go_on_with_weights() -> None:
