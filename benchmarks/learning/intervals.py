@@ -8,8 +8,8 @@ Two nodes train a byte language model of 0.1 million parameters by plain calls (
 (coordinator/presets/loss.py): `--fit` prints what they take for SELDOM and LATE from the runs that are as
 they choose. What is in the file of results is not run again.
 
-Runs of other settings in the file, of 600, 800 and 4,800 steps, of other seeds and rates, were made by the
-same calls.
+Runs of other settings in the file, of 120 to 4,800 steps, of other seeds and rates, were made by the same
+calls. Those of fewer than 600 steps are for what short runs want (coordinator/presets/costly.py).
 """
 
 import itertools
@@ -154,7 +154,8 @@ def fitted(known: Losses, optimizer: str) -> Fit:
     """Least squares over runs that are as presets choose; what the codecs cost is taken as it stands."""
     rows = []
     for tried in known:
-        if tried.optimizer == optimizer and is_as_presets_choose(tried):
+        is_long = tried.steps >= 600
+        if tried.optimizer == optimizer and is_long and is_as_presets_choose(tried):
             codecs = 2 * CODEC_LOSSES[tried.codec].noise / tried.steps
             ceiling = Try(optimizer=optimizer, steps=tried.steps, seed=tried.seed)
             if ceiling in known:
