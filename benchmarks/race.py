@@ -11,13 +11,15 @@ steps take the time that formulas say; everything that touches a number is real 
     data parallelism    over links without limits: a step takes a step. The ceiling.
     plain DiLoCo        bf16 by a ring all-reduce at the link's full rate, for which nodes wait: it takes
                         (N - 1) / N · R steps
-    overlapped DiLoCo   the same while nodes train on, and half of each then: Streaming DiLoCo's α
+    Streaming DiLoCo    (Douillard et al. 2025) the same layer by layer, in 8 bits as torchft on GPUs,
+                        while nodes train on: results are mixed half and half then, its α
     Atoll               the exchange that presets choose for the link, and the time that they predict for it
 
 All take the same time, and schedules fall to their end within it. Each contender has ten tries with each
-inner optimizer on the first seed: five inner rates, then two other intervals, then three other outer
-settings; data parallelism has the five rates. The best try runs with the other seeds, and in shorter times,
-so that "times as fast" compares runs whose schedules ended. What is in the file of results is not run again.
+inner optimizer on the first seed: five inner rates, and more beyond while the last of them is the best, then
+two other intervals, then three other outer settings; data parallelism has the rates. The best try runs with
+the other seeds, and in shorter times, so that "times as fast" compares runs whose schedules ended. What is in
+the file of results is not run again.
 """
 
 import itertools
@@ -45,13 +47,13 @@ from lab.simulation.plain_calls import spec_of, train_swarm
 from node.island.data.dataset import read_corpus
 
 RESULTS = Path("docs/results/race.jsonl")
-CEILING, PLAIN, OVERLAPPED, ATOLL = (
+CEILING, PLAIN, STREAMING, ATOLL = (
     "data parallelism",
     "plain DiLoCo",
-    "overlapped DiLoCo",
+    "Streaming DiLoCo",
     "Atoll",
 )
-PEERS = (PLAIN, OVERLAPPED)
+PEERS = (PLAIN, STREAMING)
 CONTENDERS = (CEILING, *PEERS, ATOLL)
 
 RATES = {
@@ -66,10 +68,13 @@ OUTERS = ((0.7, 0.6), (0.7, 0.9), (0.7, 0.3), (1.0, 0.0))
 SHORTER = (0.85, 0.7, 0.5, 0.35, 0.25, 0.17, 0.12)
 """Parts of a race's time in which a contender is tried again, while it still beats the better peer."""
 
+NUM_LAYERS = 2
+"""Of what is trained, which is cut into no more fragments, whoever exchanges them."""
+
 TRAINED: dict[str, dict[str, Any]] = {
     "model": {
         "hidden_size": 64,
-        "num_layers": 2,
+        "num_layers": NUM_LAYERS,
         "num_heads": 4,
         "num_kv_heads": 2,
         "ffn_size": 192,
@@ -79,7 +84,13 @@ TRAINED: dict[str, dict[str, Any]] = {
     "evaluation": {"samples": 512},
 }
 TINY: dict[str, dict[str, Any]] = {
-    "model": {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "ffn_size": 32}
+    "model": {
+        "hidden_size": 16,
+        "num_layers": NUM_LAYERS,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "ffn_size": 32,
+    }
     | {"context": 16},
     "inner": {"batch": 2},
     "evaluation": {"samples": 8},
@@ -107,7 +118,7 @@ class Race:
         """As presets are told of it."""
         return Situation(
             num_parameters=self.num_parameters,
-            num_layers=TRAINED["model"]["num_layers"],  # what is trained has no more fragments
+            num_layers=NUM_LAYERS,
             num_nodes=self.num_nodes,
             down_bits_per_second=self.bits_per_second,
             up_bits_per_second=self.bits_per_second,
@@ -176,16 +187,22 @@ def course_of(tried: Try, race: Race) -> Course:
     seconds = tried.share * race.steps * race.step_seconds
     if tried.contender == CEILING:
         return Course(steps=1, rounds=round(seconds / race.step_seconds), late_steps=0, exchange={})
-    if tried.contender in PEERS:
-        sent = (race.num_nodes - 1) / race.num_nodes * race.ratio  # in steps
+    one_way = (race.num_nodes - 1) / race.num_nodes * race.ratio  # steps, for the model in fp32
+    if tried.contender == PLAIN:
+        sent = 2 * one_way / 2  # contributions and results, in half of the bits
         steps = max(math.ceil(sent), round(2 * sent * tried.interval))
+        rounds = int(seconds / race.step_seconds / (steps + sent))
         bf16 = {"uplink": "bf16", "downlink": "bf16"}
-        waits = tried.contender == PLAIN
+        return Course(steps=steps, rounds=rounds, late_steps=0, exchange=bf16)
+    if tried.contender == STREAMING:
+        sent = 2 * one_way / 4 / NUM_LAYERS  # a fragment
+        steps = max(math.ceil(sent), round(2 * sent * tried.interval))
+        int8 = {"uplink": "int8", "downlink": "int8", "fragments": NUM_LAYERS}
         return Course(
             steps=steps,
-            rounds=int(seconds / race.step_seconds / (steps + sent if waits else steps)),
-            late_steps=0 if waits else math.ceil(sent),
-            exchange=bf16 if waits else bf16 | {"overlap": "blend", "blend": 0.5},
+            rounds=int(seconds / race.step_seconds / steps),
+            late_steps=math.ceil(sent),
+            exchange=int8 | {"overlap": "blend", "blend": 0.5},
         )
     plan = chosen(race.situation(tried.optimizer))
     setting: Setting = replace(
@@ -257,13 +274,26 @@ def tries_after(best: Try, stage: int) -> list[Try]:
     return [replace(best, outer=outer) for outer in OUTERS if outer != best.outer]
 
 
+def tries_beyond(best: Try) -> list[Try]:
+    """A rate beyond the ones that were tried, where the best is the last of them on one side."""
+    slow, fast = min(RATES[best.optimizer]), max(RATES[best.optimizer])
+    if best.rate <= slow:
+        return [replace(best, rate=best.rate / 2)]
+    return [replace(best, rate=best.rate * 2)] if best.rate >= fast else []
+
+
 def best_of(first: Try, losses_of: Losing) -> Try:
     """Coordinate by coordinate, from the middle of each."""
-    best = first
-    for stage in range(3):
-        tries = [best, *tries_after(best, stage)]
+
+    def best_among(tries: Sequence[Try]) -> Try:
         losses = losses_of(tries)
-        best = tries[losses.index(min(losses))]
+        return tries[losses.index(min(losses))]
+
+    best = best_among([first, *tries_after(first, 0)])
+    while (beyond := best_among([best, *tries_beyond(best)])) != best:
+        best = beyond
+    for stage in (1, 2):
+        best = best_among([best, *tries_after(best, stage)])
     return best
 
 
