@@ -199,7 +199,7 @@ class OuterSection(Section):
 
     optimizer: Literal["nesterov", "sgd"] = "nesterov"
     learning_rate: Annotated[float, Field(gt=0)] = 0.7
-    momentum: Fraction = 0.3
+    momentum: Fraction = 0.6
     merge: Merge = "mean"
     screening: bool = True
     audit: Annotated[float, Field(ge=0, le=1)] = 0.05
