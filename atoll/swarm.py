@@ -277,15 +277,11 @@ class Swarm:
             )
         if tokens > leased and not self._has_warned:
             self._has_warned = True
-            what, instead = (
-                " times [model] context",
-                "make the run with this loop's batch and context",
-            )
+            what = " times [model] context"
+            instead = "make the run with this loop's batch and context"
             if self.run.context == 1:
-                what, instead = (
-                    "",
-                    "tell samples, not their tokens, or make the run with this loop's batch",
-                )
+                what = ""
+                instead = "tell samples, not their tokens, or make the run with this loop's batch"
             self._session.log.tell(
                 logging.WARNING,
                 f"a step of this loop has {tokens} {self._counted} on a rank, and only {leased} of them "

@@ -317,10 +317,8 @@ def _new_costs(directory: Path | None, number: int) -> list[str]:
     home = folder_of(directory)
     if not (home / RUN_FILE).is_file():  # one that may rule is enough
         return []
-    run, rulings = (
-        load_run_folder(home, RUN_FILE),
-        [one.ruling for one in _checked_log(directory)[0]],
-    )
+    run = load_run_folder(home, RUN_FILE)
+    rulings = [one.ruling for one in _checked_log(directory)[0]]
     before, after = (
         list(costs_in_words(in_force(run, [one for one in rulings if one.number < last])))
         for last in (number, number + 1)

@@ -32,17 +32,16 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
 def evaluate() -> tuple[float, int]:
-    return trainer.evaluate()["eval_loss"], len(held_out) * (
-        CONTEXT - 1
-    )  # nothing predicts the first
+    tokens = len(held_out) * (CONTEXT - 1)  # nothing predicts the first
+    return trainer.evaluate()["eval_loss"], tokens
+
+
+def share_of_rate(_: int) -> float:  # by how far the run is: max_steps says nothing of that
+    return 1 - 0.9 * (callback.swarm.progress if callback.swarm else 0.0)
 
 
 callback = atoll.TrainerCallback(folder=folder, evaluate=evaluate)
-schedule = (
-    torch.optim.lr_scheduler.LambdaLR(  # by how far the run is: max_steps says nothing of that
-        optimizer, lambda _: 1 - 0.9 * (callback.swarm.progress if callback.swarm else 0.0)
-    )
-)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
 trainer = Trainer(
     model,
     TrainingArguments(

@@ -56,7 +56,6 @@ def spec_of(place: Path, manifest: Manifest, *, context: int, rounds: int, seed:
                 "digest": manifest.digest().hex(),
             },
             "inner": {"steps": 15, "batch": 8},
-            "outer": {"momentum": 0.6},
             "evaluation": {"every_rounds": max(1, rounds // 5), "samples": 64},
         },
         origin="the benchmark",
