@@ -50,7 +50,6 @@ def demo_spec(*, seed: int, rounds: int, num_nodes: int, codec: str) -> RunSpec:
     tables = tomllib.loads(RUN_FILE.format(seed=seed, rounds=rounds, num_nodes=num_nodes))
     tables["inner"] |= ADAMW
     tables["model"] |= {"qk_norm": False}
-    tables["outer"] |= {"momentum": 0.6}
     tables["exchange"] = {"uplink": codec, "downlink": codec}
     tables["evaluation"] = {"every_rounds": rounds, "samples": 256}
     return validated(tables, origin="the demo's run file")

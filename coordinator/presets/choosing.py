@@ -62,11 +62,6 @@ SOME_EXCHANGES, MANY_EXCHANGES = 32, 1000
 """From so many of each parameter on an outer momentum of 0.6, and the published 0.9. In 16 exchanges 0.3 was
 best here; in 50, 0.5 to 0.8 ended alike (benchmarks.convergence, "outer" and "tuning")."""
 
-LITTLE_STEPS = 20
-"""Muon, exchanged every so many inner steps or fewer and in time, wants 0.3: every 15 of 360 and of 1,200
-steps it ended 1.4 and 0.2 % lower than with 0.6, every 30 of 1,200 0.4 % higher
-(benchmarks.learning.intervals)."""
-
 MANY_SPARSE_EXCHANGES = 300
 """From so many on 0.5 for top-k whose results hold all; in 80, 0.3 was best ("long" and "tuning")."""
 
@@ -175,12 +170,6 @@ class _Case:
     def is_often(self) -> bool:
         """Whether each parameter is exchanged so often that momentum has little to do."""
         return self.setting.interval <= OFTEN_STEPS
-
-    @property
-    def is_rather_often_by_muon(self) -> bool:
-        """Whether Muon's own momentum does what the outer one would: see LITTLE_STEPS."""
-        setting, optimizer = self.setting, self.situation.inner_optimizer
-        return optimizer == "muon" and setting.interval <= LITTLE_STEPS and not setting.has_overlap
 
     @property
     def blends(self) -> bool:
@@ -367,8 +356,6 @@ def _outer(case: _Case) -> list[Told]:
         momentum, why = 0.6, reasons.BLENDED
     elif case.is_often:
         momentum, why = 0.3, reasons.OFTEN
-    elif case.is_rather_often_by_muon:
-        momentum, why = 0.3, reasons.OF_MUON
     elif case.taken.exchanges >= MANY_EXCHANGES:
         rate, why_rate = 0.6 if nodes < 8 else 0.8, f"usual for {nodes} nodes with momentum 0.9"
         momentum, why = 0.9, f"{often}: many enough for the published one"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.config import run_text
 from coordinator.presets.choosing import OFTEN_STEPS, Plan, chosen
 from coordinator.presets.cost import CUBIC, Situation
-from coordinator.presets.reasons import NO_MOMENTUM, OF_ADAMW, OFTEN, WEIGHTS
+from coordinator.presets.reasons import NO_MOMENTUM, OFTEN
 from coordinator.presets.settling import Place, link_of, span_of, with_values
 from coordinator.presets.wanted import (
     Facts,
@@ -186,12 +186,9 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         values[("inner", "steps")] = (wanted.steps, "")
     # A function's have a digest as well, but are new: its rate is that of a new model, too.
     has_weights = is_given and wanted.function is None
-    is_often = wanted.steps is not None and wanted.steps <= OFTEN_STEPS
-    if values.get(("inner", "optimizer"), ("muon",))[0] == "adamw" and (
-        has_weights or not is_often
-    ):
-        values[("outer", "momentum")] = (0.6, WEIGHTS if has_weights else OF_ADAMW)
-    elif is_often:
+    goes_on_by_adamw = has_weights and values[("inner", "optimizer")][0] == "adamw"
+    # With weights that are given momentum ends lower, however often is exchanged (reasons.WEIGHTS).
+    if wanted.steps is not None and wanted.steps <= OFTEN_STEPS and not goes_on_by_adamw:
         values |= {
             ("outer", "optimizer"): ("sgd", OFTEN),
             ("outer", "learning_rate"): (1.0, OFTEN),

@@ -7,8 +7,6 @@ from coordinator.presets.cost import Prediction, Setting, Situation, share_in_wo
 from coordinator.presets.loss import LEAST_FOR_SPARSE, SPARSE, results_hold_all
 
 OFTEN = "the plain mean: in exchanges as frequent as these, momentum ended higher"
-OF_ADAMW = "in as many exchanges AdamW ended lower so than with 0.3"
-OF_MUON = "Muon's own momentum spans as many steps: 0.6 ended 0.2 to 1.4 % higher where results come at once"
 WEIGHTS = "from given weights, at a low rate, the plain mean ended 2.5 to 3.8 % higher"
 BLENDED = "AdamW with late results from frequent exchanges ended up to 2 % lower so"
 MORE_MOMENTUM_FOR_SPARSE = "in 304 exchanges top-k ended 0.5 % lower with it than with 0.3"

@@ -175,11 +175,12 @@ batch = 8
 learning_rate = 5e-2
 muon_learning_rate = 1.2e-2
 
+# What a preset takes for so many exchanges; the momentum of 0.9 wants a thousand.
 [outer]
 merge = "agreeing"
 optimizer = "nesterov"
 learning_rate = 0.7
-momentum = 0.3
+momentum = 0.6
 
 [exchange]
 uplink = "int4"

@@ -47,7 +47,7 @@ def test_the_template_says_what_holds_without_it_but_for_what_its_head_names() -
     tables = tomllib.loads(RUN_TEMPLATE)
     template = validated(tables, origin="template")
     assert template.run.min_nodes == 2 and template.inner.optimizer == "muon"
-    stated = [("run", "min_nodes"), ("model", "qk_norm"), ("outer", "merge"), ("outer", "momentum")]
+    stated = [("run", "min_nodes"), ("model", "qk_norm"), ("outer", "merge")]
     inner = [("inner", key) for key in ("optimizer", "learning_rate", "muon_learning_rate")]
     for table, key in (*stated, *inner):
         del tables[table][key]

@@ -21,7 +21,7 @@ from benchmarks.learning import given_weights, intervals
 from benchmarks.presets import situation_of
 from benchmarks.race import RATES, known_in, report
 from coordinator.presets import loss, reasons
-from coordinator.presets.choosing import LITTLE_STEPS, MANY_SPARSE_EXCHANGES
+from coordinator.presets.choosing import MANY_SPARSE_EXCHANGES
 from coordinator.presets.cost import (
     CODEC_COSTS,
     FIRST_WINDOW_BYTES,
@@ -147,19 +147,6 @@ def test_why_sparse_codecs_are_not_for_short_intervals_was_measured() -> None:
     assert [tried.steps // tried.interval for tried in every_two] == [600, 600]
     assert all(0.04 < mean(intervals.above(known, tried)) < 0.05 for tried in every_two)
     assert loss.LEAST_SPARSE_INTERVAL > 2
-
-
-def test_muon_takes_little_momentum_up_to_the_interval_where_more_ended_lower() -> None:
-    known = intervals.known_in(RESULTS / "intervals.jsonl")
-
-    def lower_by(interval: int, steps: int) -> float:
-        usual = intervals.Try(optimizer="muon", interval=interval, codec="fp32", steps=steps)
-        little, more = (known[replace(usual, outer=(0.7, each))] for each in (0.3, 0.6))
-        return round(100 * (1 - little / more), 1)
-
-    assert (lower_by(15, 360), lower_by(15, 1200), lower_by(30, 1200)) == (1.4, 0.2, -0.4)
-    assert 15 < LITTLE_STEPS < 30
-    assert "0.2 to 1.4 % higher" in reasons.OF_MUON
 
 
 def test_late_results_are_blended_for_the_optimizer_that_ended_lower_so() -> None:

@@ -104,16 +104,6 @@ def test_late_results_of_frequent_exchanges_are_blended_for_adamw_with_the_momen
     assert value(asked, "outer.momentum") == 0.0, "what is given stays, and gets its own step"
 
 
-def test_muons_exchanges_in_time_take_little_momentum_and_those_that_are_late_or_far_more() -> None:
-    def momentum(steps: int, optimizer: str = "muon", overlap: str = "none") -> object:
-        given = {("inner", "steps"): steps, ("exchange", "overlap"): overlap}
-        situation = replace(SHORT, total_steps=100 * steps, inner_optimizer=optimizer)
-        return value(chosen(situation, given | {("exchange", "fragments"): 1}), "outer.momentum")
-
-    assert momentum(15) == 0.3
-    assert momentum(30) == momentum(15, "adamw") == momentum(15, overlap="keep") == 0.6
-
-
 @pytest.mark.parametrize("ratio", RACES)
 def test_adamw_which_loses_more_by_seldom_exchanges_is_exchanged_oftener(ratio: int) -> None:
     muon, adamw, other = (
