@@ -20,7 +20,7 @@ from benchmarks.exchange.shares import (
 from benchmarks.learning import given_weights, intervals
 from benchmarks.presets import situation_of
 from benchmarks.race import RATES, known_in, report
-from coordinator.presets import loss, reasons
+from coordinator.presets import costly, loss, reasons
 from coordinator.presets.choosing import MANY_SPARSE_EXCHANGES
 from coordinator.presets.cost import (
     CODEC_COSTS,
@@ -147,6 +147,33 @@ def test_why_sparse_codecs_are_not_for_short_intervals_was_measured() -> None:
     assert [tried.steps // tried.interval for tried in every_two] == [600, 600]
     assert all(0.04 < mean(intervals.above(known, tried)) < 0.05 for tried in every_two)
     assert loss.LEAST_SPARSE_INTERVAL > 2
+
+
+def test_what_is_said_of_momentum_is_what_short_runs_ended_at() -> None:
+    known = intervals.known_in(RESULTS / "intervals.jsonl")
+    in_time = [t for t in known if not t.late_steps and not t.rate and t.seed == 0]
+
+    def higher(tried: intervals.Try, than: tuple[float, float]) -> float | None:
+        least = known.get(replace(tried, outer=than))
+        return None if least is None else 100 * (known[tried] / least - 1)
+
+    few = [t for t in in_time if t.optimizer == "adamw" and t.interval > 12 and t.steps <= 360]
+    found = {
+        momentum: [
+            cost
+            for each in few
+            if each.outer == (0.7, momentum) and each.steps // each.interval >= 4
+            if (cost := higher(each, (0.7, 0.3))) is not None
+        ]
+        for momentum in (0.6, 0.9)
+    }
+    often = [t for t in in_time if 0 < t.interval <= 12 and t.steps >= 300 and t.codec == "fp32"]
+    most = max(higher(t, intervals.PLAIN) or 0.0 for t in often if t.outer == intervals.NESTEROV)
+    sentences = Path(costly.__file__).read_text()
+    for momentum, words in ((0.6, "0.6 ended "), (0.9, "0.9 ")):
+        assert len(found[momentum]) >= 3
+        assert f"{words}{min(found[momentum]):.0f} to {max(found[momentum]):.0f} %" in sentences
+    assert f"0.6 ended up to {most:.0f} % higher than the plain mean" in sentences
 
 
 def test_late_results_are_blended_for_the_optimizer_that_ended_lower_so() -> None:
