@@ -1,7 +1,7 @@
 """Which of four learns most in the same time, each at its own best: by R, in virtual time.
 
-    python -m benchmarks.race [--ratios 5 50 300] [--nodes 2] [--optimizers adamw muon] [--seeds 0 1 2]
-        [--processes 1] [--results docs/results/race.jsonl] [--report] [--quick]
+    python -m benchmarks.race [--ratios 5 50 300] [--nodes 2] [--times 1] [--optimizers adamw muon]
+        [--seeds 0 1 2] [--processes 1] [--results docs/results/race.jsonl] [--report] [--quick]
 
 R is the time that a model in fp32 takes over a node's link, divided by the time of an inner step; it decides
 how often nodes can exchange. Each case stands for a model, a link and a step of real size, and what is
@@ -20,6 +20,10 @@ inner optimizer on the first seed: five inner rates, and more beyond while the l
 two other intervals, then three other outer settings; data parallelism has the rates. The best try runs with
 the other seeds, and in shorter times, so that "times as fast" compares runs whose schedules ended. What is in
 the file of results is not run again.
+
+With `--times 4` the race takes four times as long, without plain DiLoCo. Contenders begin with what was best
+in the usual time, Atoll with what presets choose for the longer one. They try lower rates while these are
+better, then half of the interval, and the other usual momenta.
 """
 
 import itertools
@@ -55,6 +59,8 @@ CEILING, PLAIN, STREAMING, ATOLL = (
 )
 PEERS = (PLAIN, STREAMING)
 CONTENDERS = (CEILING, *PEERS, ATOLL)
+FAST = (STREAMING, ATOLL)
+"""Who sends while nodes train, and alone competes with the ceiling in longer races."""
 
 RATES = {
     "adamw": (9e-3, 3e-3, 6e-3, 1.2e-2, 1.8e-2),
@@ -67,6 +73,9 @@ OUTERS = ((0.7, 0.6), (0.7, 0.9), (0.7, 0.3), (1.0, 0.0))
 
 SHORTER = (0.85, 0.7, 0.5, 0.35, 0.25, 0.17, 0.12)
 """Parts of a race's time in which a contender is tried again, while it still beats the better peer."""
+
+LONGER = (0.95, 0.9)
+"""… and before these, where races are longer and contenders closer to each other."""
 
 NUM_LAYERS = 2
 """Of what is trained, which is cut into no more fragments, whoever exchanges them."""
@@ -90,8 +99,8 @@ TINY: dict[str, dict[str, Any]] = {
         "num_heads": 1,
         "num_kv_heads": 1,
         "ffn_size": 32,
-    }
-    | {"context": 16},
+        "context": 16,
+    },
     "inner": {"batch": 2},
     "evaluation": {"samples": 8},
 }
@@ -114,8 +123,8 @@ class Race:
         """R."""
         return 8 * FP32_BYTES * self.num_parameters / self.bits_per_second / self.step_seconds
 
-    def situation(self, optimizer: str) -> Situation:
-        """As presets are told of it."""
+    def situation(self, optimizer: str, *, times: int = 1) -> Situation:
+        """As presets are told of it, so many times as long."""
         return Situation(
             num_parameters=self.num_parameters,
             num_layers=NUM_LAYERS,
@@ -124,7 +133,7 @@ class Race:
             up_bits_per_second=self.bits_per_second,
             round_trip_seconds=0.05,
             seconds_per_inner_step=self.step_seconds,
-            total_steps=self.steps,
+            total_steps=times * self.steps,
             inner_optimizer=optimizer,
             flops_per_second=self.flops_per_second,
         )
@@ -170,6 +179,7 @@ class Try:
     outer: tuple[float, float] = OUTERS[0]
     share: float = 1.0  # of the race's time
     seed: int = 0
+    times: int = 1  # the usual time of the race
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +194,7 @@ class Course:
 
 def course_of(tried: Try, race: Race) -> Course:
     """How many whole rounds fit, maybe none, and when results are taken over."""
-    seconds = tried.share * race.steps * race.step_seconds
+    seconds = tried.share * tried.times * race.steps * race.step_seconds
     if tried.contender == CEILING:
         return Course(steps=1, rounds=round(seconds / race.step_seconds), late_steps=0, exchange={})
     one_way = (race.num_nodes - 1) / race.num_nodes * race.ratio  # steps, for the model in fp32
@@ -204,7 +214,7 @@ def course_of(tried: Try, race: Race) -> Course:
             late_steps=math.ceil(sent),
             exchange=int8 | {"overlap": "blend", "blend": 0.5},
         )
-    plan = chosen(race.situation(tried.optimizer))
+    plan = chosen(race.situation(tried.optimizer, times=tried.times))
     setting: Setting = replace(
         plan.setting, steps=max(1, round(plan.setting.steps * tried.interval))
     )
@@ -259,6 +269,9 @@ def run(tried: Try, *, race: Race, base: dict[str, dict[str, Any]]) -> dict[str,
 Losing = Callable[[Sequence[Try]], list[float]]
 """The held-out losses of tries, which are run side by side where they are not known."""
 
+Known = dict[Try, dict[str, Any]]
+"""Tries and their lines of results."""
+
 Running = Callable[[Try], dict[str, Any]]
 """Trains, and gives a line of results."""
 
@@ -299,19 +312,21 @@ def best_of(first: Try, losses_of: Losing) -> Try:
 
 def first_try(race: Race, ratio: int, contender: str, optimizer: str) -> Try:
     """Where a contender's tries begin; Atoll's with the outer setting that presets choose."""
-    outer = OUTERS[0]
-    if contender == ATOLL:
-        plan = chosen(race.situation(optimizer))
-        told = {choice.key: choice.value for choice in plan.choices}
-        outer = (float(told["learning_rate"]), float(told["momentum"]))
     return Try(
         ratio=ratio,
         num_nodes=race.num_nodes,
         contender=contender,
         optimizer=optimizer,
         rate=RATES[optimizer][0],
-        outer=outer,
+        outer=outer_by_presets(race, optimizer) if contender == ATOLL else OUTERS[0],
     )
+
+
+def outer_by_presets(race: Race, optimizer: str, *, times: int = 1) -> tuple[float, float]:
+    """Rate and momentum."""
+    plan = chosen(race.situation(optimizer, times=times))
+    told = {choice.key: choice.value for choice in plan.choices}
+    return float(told["learning_rate"]), float(told["momentum"])
 
 
 def compete(
@@ -322,14 +337,53 @@ def compete(
         name: best_of(first_try(race, ratio, name, optimizer), losses_of) for name in CONTENDERS
     }
     for seed in seeds:
-        tries = [replace(each, seed=seed) for each in best.values()]
-        losses = dict(zip(best, losses_of(tries), strict=True))
-        peers = min(losses[name] for name in PEERS)
-        for name, goal in ((ATOLL, peers), (CEILING, max(peers, losses[ATOLL]))):
-            for share in SHORTER:
-                (loss,) = losses_of([replace(best[name], seed=seed, share=share)])
-                if loss > goal:
-                    break
+        compete_in_shorter_times(best, seed=seed, shares=SHORTER, losses_of=losses_of)
+
+
+def compete_in_shorter_times(
+    best: dict[str, Try], *, seed: int, shares: Sequence[float], losses_of: Losing
+) -> None:
+    """Atoll until it ends above the better peer, the ceiling until it ends above both."""
+    tries = [replace(each, seed=seed) for each in best.values()]
+    losses = dict(zip(best, losses_of(tries), strict=True))
+    peers = min(losses[name] for name in PEERS if name in losses)
+    for name, goal in ((ATOLL, peers), (CEILING, max(peers, losses[ATOLL]))):
+        for share in shares:
+            (loss,) = losses_of([replace(best[name], seed=seed, share=share)])
+            if loss > goal:
+                break
+
+
+def compete_longer(
+    shorter: dict[str, Try], *, race: Race, times: int, seeds: Sequence[int], losses_of: Losing
+) -> None:
+    """From the best of the usual time: lower rates, half the interval, the other momentum, shorter times."""
+
+    def best_among(tries: Sequence[Try]) -> Try:
+        losses = losses_of(tries)
+        return tries[losses.index(min(losses))]
+
+    best: dict[str, Try] = {}
+    for name in (CEILING, *FAST):
+        each = replace(shorter[name], times=times)
+        if name == ATOLL:
+            outer = outer_by_presets(race, each.optimizer, times=times)
+            each = replace(each, interval=1.0, outer=outer)
+        while (lower := best_among([each, replace(each, rate=rate_below(each))])) != each:
+            each = lower
+        if name in FAST:
+            other = [outer for outer in OUTERS[:2] if outer != each.outer]
+            others = [replace(each, outer=outer) for outer in other]
+            each = best_among([each, replace(each, interval=each.interval / 2), *others])
+        best[name] = each
+    for seed in seeds:
+        compete_in_shorter_times(best, seed=seed, shares=(*LONGER, *SHORTER), losses_of=losses_of)
+
+
+def rate_below(tried: Try) -> float:
+    """The next of RATES, or half of the lowest: the longer a run, the lower is its best rate."""
+    below = [rate for rate in RATES[tried.optimizer] if rate < tried.rate]
+    return max(below) if below else tried.rate / 2
 
 
 def share_at(goal: float, curve: Sequence[tuple[float, float]]) -> tuple[float, str]:
@@ -345,21 +399,18 @@ def share_at(goal: float, curve: Sequence[tuple[float, float]]) -> tuple[float, 
     return (falling[0][0], "more") if falling[0][1] > goal else (falling[-1][0], "less")
 
 
-def report(known: dict[Try, dict[str, Any]]) -> Iterator[str]:
+def report(known: Known) -> Iterator[str]:
     """A table for each case and number of nodes."""
-    cases = sorted({(each.ratio, each.num_nodes) for each in known})
-    for ratio, num_nodes in cases:
+    cases = sorted({(each.ratio, each.num_nodes, each.times) for each in known})
+    for case in cases:
         rows: list[tuple[object, ...]] = []
         for optimizer in RATES:
-            of_case = {
-                each: row
-                for each, row in known.items()
-                if (each.ratio, each.num_nodes, each.optimizer) == (ratio, num_nodes, optimizer)
-            }
-            rows += _rows(of_case, optimizer)
+            rows += _rows(of_case(known, *case, optimizer), optimizer)
         if not rows:  # somebody has not raced yet
             continue
-        yield f"R = {ratio}, {num_nodes} nodes: {RACES[ratio].says}"
+        ratio, num_nodes, times = case
+        length = f", {times} times as long" if times > 1 else ""
+        yield f"R = {ratio}, {num_nodes} nodes: {RACES[ratio].says}{length}"
         columns = (
             "contender",
             "tries",
@@ -373,15 +424,33 @@ def report(known: dict[Try, dict[str, Any]]) -> Iterator[str]:
         yield markdown((*columns, "× as fast as the better peer", "× the ceiling's speed"), rows)
 
 
-def _rows(known: dict[Try, dict[str, Any]], optimizer: str) -> Iterator[tuple[object, ...]]:
+def of_case(known: Known, ratio: int, num_nodes: int, times: int, optimizer: str) -> Known:
+    """The tries with one inner optimizer."""
+    case = (ratio, num_nodes, times, optimizer)
+    return {
+        each: row
+        for each, row in known.items()
+        if (each.ratio, each.num_nodes, each.times, each.optimizer) == case
+    }
+
+
+def best_tries(known: Known) -> dict[str, Try]:
+    """Of one case on the first seed, whoever has raced."""
     full = [each for each, row in known.items() if each.share == 1 and row["loss"] is not None]
     best: dict[str, Try] = {}
     for name in CONTENDERS:
         tries = [each for each in full if each.contender == name and each.seed == 0]
-        if not tries:
-            return
-        best[name] = min(tries, key=lambda each: known[each]["loss"])
-    peer = min((best[name] for name in PEERS), key=lambda each: known[each]["loss"])
+        if tries:
+            best[name] = min(tries, key=lambda each: known[each]["loss"])
+    return best
+
+
+def _rows(known: Known, optimizer: str) -> Iterator[tuple[object, ...]]:
+    best = best_tries(known)
+    if best.keys() < {CEILING, *FAST}:
+        return
+    full = [each for each, row in known.items() if each.share == 1 and row["loss"] is not None]
+    peer = min((best[name] for name in PEERS if name in best), key=lambda each: known[each]["loss"])
     seeds = sorted({each.seed for each in full})
     seeds = [s for s in seeds if all(replace(each, seed=s) in known for each in best.values())]
     for name, each in best.items():
@@ -404,7 +473,7 @@ def _rows(known: dict[Try, dict[str, Any]], optimizer: str) -> Iterator[tuple[ob
 
 
 def _speeds(
-    known: dict[Try, dict[str, Any]],
+    known: Known,
     fast: Try,
     slow: Try,
     seeds: Sequence[int],
@@ -437,7 +506,7 @@ def _range(values: Sequence[float], form: str) -> str:
     return f"({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
 
 
-def known_in(file: Path) -> dict[Try, dict[str, Any]]:
+def known_in(file: Path) -> Known:
     """What was run already."""
     return {asked_by(Try, row): row for row in read_rows(file)}
 
@@ -448,9 +517,7 @@ def prepare_process() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
 
-def racing(
-    pool: Executor, known: dict[Try, dict[str, Any]], rows: Rows, run_one: Running
-) -> Losing:
+def racing(pool: Executor, known: Known, rows: Rows, run_one: Running) -> Losing:
     """Runs what is not known in the pool, and keeps each as it comes."""
 
     def losses_of(tries: Sequence[Try]) -> list[float]:
@@ -468,6 +535,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ratios", type=int, nargs="+", choices=list(RACES), default=list(RACES))
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--times", type=int, default=1, help="the usual time of the race")
     parser.add_argument("--optimizers", nargs="+", choices=list(RATES), default=list(RATES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--processes", type=int, default=1, help="tries that run side by side")
@@ -485,8 +553,22 @@ def main() -> None:
                 race = replace(race, steps=15 * race.steps // 800) if options.quick else race
                 run_one = partial(run, race=race, base=TINY if options.quick else TRAINED)
                 losses_of = racing(pool, known, Rows(options.results), run_one)
-                seeds = options.seeds
-                compete(ratio, race=race, optimizer=optimizer, seeds=seeds, losses_of=losses_of)
+                if options.times == 1:
+                    compete(
+                        ratio,
+                        race=race,
+                        optimizer=optimizer,
+                        seeds=options.seeds,
+                        losses_of=losses_of,
+                    )
+                    continue
+                compete_longer(
+                    best_tries(of_case(known, ratio, options.nodes, 1, optimizer)),
+                    race=race,
+                    times=options.times,
+                    seeds=options.seeds,
+                    losses_of=losses_of,
+                )
     print("\n\n".join(report(known)))
 
 

@@ -14,6 +14,7 @@ from benchmarks.race import (
     ATOLL,
     CEILING,
     CONTENDERS,
+    LONGER,
     OUTERS,
     PLAIN,
     RACES,
@@ -21,7 +22,9 @@ from benchmarks.race import (
     SHORTER,
     STREAMING,
     Try,
+    best_tries,
     compete,
+    compete_longer,
     course_of,
     first_try,
     known_in,
@@ -110,6 +113,47 @@ def test_who_is_best_at_the_last_rate_tries_further_ones() -> None:
     rates = [each.rate for each in known if each.contender == CEILING and each.share == 1]
     assert sorted(rates) == [low / 4, low / 2, *sorted(RATES["adamw"])]
     assert {each.rate for each in known if each.share < 1} == {low / 2}
+
+
+def test_a_longer_race_goes_on_from_the_best_of_the_usual_time_and_tries_lower_rates() -> None:
+    usual = competed({CEILING: 1.0, ATOLL: 1.2, PLAIN: 1.9, STREAMING: 2.0}, seeds=[0])
+    best_rate = sorted(RATES["adamw"])[1]
+    longer: dict[Try, dict[str, Any]] = {}
+
+    def loss_of(tried: Try) -> float:
+        loss = 1.0 - math.log(tried.share) + abs(math.log(tried.rate / best_rate))
+        loss += {CEILING: 0.0, ATOLL: 0.04, STREAMING: 0.3}[tried.contender] * tried.interval
+        longer[tried] = row_of(tried, loss)
+        return loss
+
+    compete_longer(
+        best_tries(usual),
+        race=RACES[5],
+        times=4,
+        seeds=[0],
+        losses_of=lambda tries: [loss_of(each) for each in tries],
+    )
+    assert {each.times for each in longer} == {4}
+    assert best_tries(longer).keys() == {CEILING, STREAMING, ATOLL}
+    assert {each.rate for each in best_tries(longer).values()} == {best_rate}
+    shorter = [each for each in longer if each.share < 1]
+    assert {each.interval for each in shorter if each.contender == ATOLL} == {0.5}
+    assert {each.share for each in shorter if each.contender == ATOLL} == {*LONGER, 0.85}
+    told = "\n".join(report(usual | longer))
+    assert "4 times as long" in told
+    lines = [line for line in told.splitlines() if line.startswith("| Atoll")]
+    assert f"| {math.exp(0.3 / 2 - 0.04 / 2):.2f} | {math.exp(-0.04 / 2):.2f} |" in lines[
+        1
+    ].replace("  ", " ")
+
+
+def test_four_times_the_time_is_four_times_the_rounds_and_presets_know() -> None:
+    tried = first_try(RACES[50], 50, STREAMING, "muon")
+    usual, longer = (course_of(replace(tried, times=times), RACES[50]) for times in (1, 4))
+    assert longer == replace(usual, rounds=4 * usual.rounds)
+    tried = first_try(RACES[50], 50, ATOLL, "muon")
+    usual, longer = (course_of(replace(tried, times=times), RACES[50]) for times in (1, 4))
+    assert longer.steps > usual.steps  # in a longer run rare exchanges lose less
 
 
 def test_it_says_how_much_sooner_a_contender_reaches_what_another_ends_at() -> None:
