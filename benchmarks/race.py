@@ -21,9 +21,9 @@ two other intervals, then three other outer settings; data parallelism has the r
 the other seeds, and in shorter times, so that "times as fast" compares runs whose schedules ended. What is in
 the file of results is not run again.
 
-With `--times 4` the race takes four times as long, without plain DiLoCo. Contenders begin with what was best
-in the usual time, Atoll with what presets choose for the longer one. They try lower rates while these are
-better, then half of the interval, and the other usual momenta.
+With `--times 4` the race takes four times as long, without plain DiLoCo. All begin with what was best in the
+usual time, Atoll with what presets choose for the longer one. The ceiling tries lower rates while these are
+better, and all take its best; then half of the interval and the other usual momenta are tried.
 """
 
 import itertools
@@ -357,25 +357,24 @@ def compete_in_shorter_times(
 def compete_longer(
     shorter: dict[str, Try], *, race: Race, times: int, seeds: Sequence[int], losses_of: Losing
 ) -> None:
-    """From the best of the usual time: lower rates, half the interval, the other momentum, shorter times."""
+    """From the best of the usual time: a lower rate, half the interval, the other momentum, shorter times."""
 
     def best_among(tries: Sequence[Try]) -> Try:
         losses = losses_of(tries)
         return tries[losses.index(min(losses))]
 
-    best: dict[str, Try] = {}
-    for name in (CEILING, *FAST):
-        each = replace(shorter[name], times=times)
+    ceiling = replace(shorter[CEILING], times=times)
+    while (lower := best_among([ceiling, replace(ceiling, rate=rate_below(ceiling))])) != ceiling:
+        ceiling = lower
+    best = {CEILING: ceiling}
+    for name in FAST:
+        first = replace(shorter[name], times=times, rate=ceiling.rate)
         if name == ATOLL:
-            outer = outer_by_presets(race, each.optimizer, times=times)
-            each = replace(each, interval=1.0, outer=outer)
-        while (lower := best_among([each, replace(each, rate=rate_below(each))])) != each:
-            each = lower
-        if name in FAST:
-            other = [outer for outer in OUTERS[:2] if outer != each.outer]
-            others = [replace(each, outer=outer) for outer in other]
-            each = best_among([each, replace(each, interval=each.interval / 2), *others])
-        best[name] = each
+            outer = outer_by_presets(race, first.optimizer, times=times)
+            first = replace(first, interval=1.0, outer=outer)
+        others = [replace(first, outer=outer) for outer in OUTERS[:2] if outer != first.outer]
+        half = replace(first, interval=first.interval / 2)
+        best[name] = best_among([first, half, *others])
     for seed in seeds:
         compete_in_shorter_times(best, seed=seed, shares=(*LONGER, *SHORTER), losses_of=losses_of)
 
