@@ -180,9 +180,7 @@ class Coordinator:
             dashboard: WebServer | None = None
             if config.dashboard:
                 pages = _pages_of(status, watched, driver)
-                dashboard = open_dashboard(
-                    config.dashboard, pages, token=page_token(home.directory)
-                )
+                dashboard = open_dashboard(config, pages, token=page_token(home.directory))
             if dashboard is not None:
                 opened.push_async_callback(dashboard.close)
             home.save_link(host=ports.here, control_port=ports.local[ports.control_port])

@@ -68,7 +68,6 @@ from protocol.trust.signing import Bundle, first_of, number_of
 DEFAULT_CONTROL_PORT = 7700
 DEFAULT_ENROLMENT_PORT = 7701
 DEFAULT_DASHBOARD = "127.0.0.1:7702"
-"""Nobody has asked for that one: where it is taken, the next that is free does as well."""
 
 RUN_FILE = "run.toml"
 CONFIG_FILE = "coordinator.toml"
@@ -159,6 +158,35 @@ class CoordinatorConfig(Section):
                 "control_port and enrolment_port)"
             )
         return advertise
+
+    @classmethod
+    def new(
+        cls, *, host: str, control_port: int | None, enrolment_port: int | None, advertise: str
+    ) -> Self:
+        """A new run's: its ports follow one another, so that runs with ports of their own share none.
+
+        Raises UsageError.
+        """
+        if enrolment_port is None and control_port is not None:
+            enrolment_port = control_port and control_port + 1
+        made = cls.checked(
+            host=host,
+            control_port=control_port,
+            enrolment_port=enrolment_port,
+            advertise=advertise,
+        )
+        return made.with_changes(dashboard=made._usual_dashboard)
+
+    @property
+    def _usual_dashboard(self) -> str:
+        beside = max(self.control_port, self.enrolment_port) + 1
+        is_port = 1 < beside <= 65535
+        return f"127.0.0.1:{beside}" if is_port else DEFAULT_DASHBOARD
+
+    @property
+    def has_usual_dashboard(self) -> bool:
+        """Whether nobody has asked for its address: where it is taken, the next that is free does as well."""
+        return self.dashboard in {DEFAULT_DASHBOARD, self._usual_dashboard}
 
     @property
     def has_one_port(self) -> bool:

@@ -179,7 +179,9 @@ _PORT = click.IntRange(0, 65535)
     help="Port for nodes; 0 picks one.  [default: 7700, or beside another run 7710, …]",
 )
 @click.option(
-    "--enrolment-port", type=_PORT, help="Port for joining; 0 picks one.  [default: 7701]"
+    "--enrolment-port",
+    type=_PORT,
+    help="Port for joining; 0 picks one.  [default: the one after --port]",
 )
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
 def init(
@@ -240,7 +242,7 @@ def init(
         control_port, enrolment_port = others
     home = create_home(
         directory,
-        config=CoordinatorConfig.checked(
+        config=CoordinatorConfig.new(
             host=host,
             control_port=control_port,
             enrolment_port=enrolment_port,

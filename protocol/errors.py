@@ -85,7 +85,7 @@ class SystemRefusedError(AtollError):
 
 
 NEXT_STEP_FOR_REFUSAL = {
-    errno.ENOSPC: "free some space on that disk",
+    errno.ENOSPC: "free some space on that disk, or remove files where 'df -i' shows no inodes left",
     errno.EDQUOT: "free some space, or have the quota raised",
     errno.EMFILE: "raise the limit on open files: 'ulimit -n'",
     errno.ENFILE: "end other programs, or raise fs.file-max",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from coordinator.config import DEFAULT_DASHBOARD, CoordinatorConfig
+from coordinator.config import CoordinatorConfig
 from protocol.errors import SystemRefusedError
 from protocol.files.durable import read_secret, write_atomically
 from protocol.terminal.console import is_loopback, web_address_of
@@ -58,16 +58,17 @@ def page_link(folder: Path, config: CoordinatorConfig, port: int) -> str:
     return f"http://{endpoint_of(shown, port)}/?token={page_token(folder)}"
 
 
-def open_dashboard(address: str, pages: "Pages", *, token: str) -> "WebServer | None":
-    """Serves them at that address, and of the default one at the next that is free, or not at all.
+def open_dashboard(config: CoordinatorConfig, pages: "Pages", *, token: str) -> "WebServer | None":
+    """Serves them at its address, and in place of the usual one at the next that is free, or not at all.
 
     Raises SystemRefusedError for an address that somebody has chosen.
     """
     from protocol.web.server import WebServer
 
-    host, first = web_address_of(address)
-    why, is_chosen = "", address != DEFAULT_DASHBOARD
-    for port in (first,) if is_chosen else (*range(first, first + NEXT_PORTS), 0):
+    host, first = web_address_of(config.dashboard)
+    why, is_chosen = "", not config.has_usual_dashboard
+    next_ones = range(first, min(first + NEXT_PORTS, 65536))
+    for port in (first,) if is_chosen else (*next_ones, 0):
         try:
             server = WebServer.open(
                 (host, port),

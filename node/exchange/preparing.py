@@ -85,7 +85,7 @@ async def prepare_kernels(spec: RunSpec) -> None:
         log.warning(
             "compiled kernels cannot be kept here, so this process compiles them at each start, and the "
             "coordinator may count it as away for some seconds",
-            next_step="set NUMBA_CACHE_DIR to a folder that can be written to",
+            next_step="set XDG_CACHE_HOME to a folder that can be written to",
         )
         return
     log.info("compiling kernels for this processor, once; the next start finds them in the cache")

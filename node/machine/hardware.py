@@ -132,7 +132,8 @@ def require_processes(num_ranks: int, *, of: str, root: Path = Path("/")) -> Non
     if left < needed:
         raise SystemRefusedError(
             f"{of} needs at least {needed} processes and threads, and {max(0, left)} more are allowed",
-            next_step="raise the limit: 'docker run --pids-limit 1024', or TasksMax=1024 in a systemd unit",
+            next_step="raise the limit: 'ulimit -u 1024', 'docker run --pids-limit 1024', or TasksMax=1024 "
+            "in a systemd unit",
         )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import platformdirs
+
 from protocol.errors import (
     NEXT_STEP_FOR_REFUSAL,
     AtollError,
@@ -135,6 +137,19 @@ def expanded(path: Path | str) -> Path:
         raise NoInputError(
             f"{path}: no home folder of that user is known", next_step="write the path in full"
         ) from error
+
+
+def user_cache() -> Path | None:
+    """The user's folder for what can be made again; None where nothing can be written there.
+
+    In containers that run as any user there is no home, or it is the root folder.
+    """
+    with contextlib.suppress(OSError, RuntimeError):  # the latter where no home is known
+        folder = Path(platformdirs.user_cache_path("atoll"))
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return None
 
 
 def make_folder(path: Path, *, mode: int = 0o755) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from protocol.errors import CannotCreateError, ExitCode, NotPermittedError, UsageError
-from protocol.files.durable import refusing, write_atomically
+from protocol.files.durable import expanded, refusing, write_atomically
 
 SYSTEM_UNITS = Path("/etc/systemd/system")
 
@@ -127,7 +127,7 @@ def units_folder(*, is_system: bool) -> Path:
     if is_system:
         return SYSTEM_UNITS
     settings = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(settings).expanduser() / "systemd" / "user"
+    return expanded(settings) / "systemd" / "user"
 
 
 def install(

@@ -21,6 +21,7 @@ from protocol.errors import (
     NoInputError,
     NotPermittedError,
     ProtocolMismatchError,
+    UsageError,
 )
 from protocol.files.durable import (
     TOML_ENCODING,
@@ -56,14 +57,22 @@ def find_home(explicit: Path | None) -> Path:
     """The folder of this node or operator.
 
     What was given, else $ATOLL_DIR, else the current folder when it has joined a swarm, else the
-    user's data folder. The folder need not exist.
+    user's data folder. The folder need not exist. Raises UsageError where no folder is the user's.
     """
     if explicit is not None:
         return explicit
     if from_environment := os.environ.get(HOME_VARIABLE):
         return expanded(from_environment)
     here = Path.cwd()
-    return here if (here / LINK_FILE).is_file() else Path(platformdirs.user_data_path("atoll"))
+    if (here / LINK_FILE).is_file():
+        return here
+    try:
+        return Path(platformdirs.user_data_path("atoll"))
+    except RuntimeError as error:
+        raise UsageError(
+            "no folder is named, and this user has no home folder for one",
+            next_step=f"name it by --dir, or by {HOME_VARIABLE} in the environment",
+        ) from error
 
 
 def folders_here(*markers: str, besides: Path) -> list[str]:

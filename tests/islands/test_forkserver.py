@@ -59,6 +59,25 @@ def test_what_ranks_compile_is_kept_where_nobody_else_writes(
     )
 
 
+def test_without_a_home_to_write_to_what_ranks_compile_goes_with_the_forkserver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    end_forkserver()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    prepare_forkserver()
+    server: Any = forkserver._forkserver
+    cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    process = multiprocessing.get_context("forkserver").Process(target=os.listdir, args=(cache,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and cache.is_dir(), "it has loaded torch's compiler"
+    assert cache.parent == Path(server._forkserver_address).parent
+    end_forkserver()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and not cache.exists()
+
+
 def test_what_ranks_print_goes_where_it_was_told_to_and_ours_stays_where_it_is(
     tmp_path: Path,
 ) -> None:

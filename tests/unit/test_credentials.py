@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import BadDataError, CannotCreateError, NoInputError
-from protocol.files.durable import write_atomically
+from protocol.errors import BadDataError, CannotCreateError, NoInputError, UsageError
+from protocol.files.durable import user_cache, write_atomically
 from protocol.trust import credentials as module
 from protocol.trust.credentials import Credentials, find_home
 from protocol.trust.identity import Identity
@@ -133,6 +133,28 @@ def test_home_is_what_was_given_then_the_variable_then_here_then_the_users(
     assert find_home(None) == tmp_path / "data" / "atoll"
     joined().save(here)
     assert find_home(None) == here
+
+
+def test_a_user_of_a_container_that_has_no_home_is_asked_for_a_folder_and_keeps_nothing_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("HOME", "ATOLL_DIR", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(user_id: int) -> None:
+        raise KeyError(user_id)
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert user_cache() is None
+    with pytest.raises(UsageError, match="no home folder") as refused:
+        find_home(None)
+    assert refused.value.next_step == "name it by --dir, or by ATOLL_DIR in the environment"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert user_cache() is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert user_cache() == tmp_path / "cache" / "atoll"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def test_an_output_that_a_disk_has_no_room_for_is_told() -> None:
     ran = closed(">/dev/full", "from protocol.terminal.cli import main; main(['--help'])")
     assert ran.returncode == 71
     assert ran.stderr == (
-        "atoll: the machine refuses: No space left on device\n  next: free some space on that disk\n"
+        "atoll: the machine refuses: No space left on device\n  next: free some space on that disk, or "
+        "remove files where 'df -i' shows no inodes left\n"
     )
 
 

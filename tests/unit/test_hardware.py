@@ -259,6 +259,27 @@ def test_a_container_of_too_few_processes_is_told_before_grpc_aborts_in_it(
         require_processes(1, of="the node", root=root)
 
 
+@pytest.mark.parametrize(("capabilities", "is_held"), [("0", True), ("1000000", False)])
+def test_a_users_limit_counts_the_threads_of_all_its_processes_and_does_not_hold_root(
+    tmp_path: Path, capabilities: str, is_held: bool
+) -> None:
+    own = f"Name:\tatoll\nUid:\t7\t7\t7\t7\nThreads:\t2\nCapEff:\t{capabilities}\n"
+    files = {
+        "proc/self/limits": "Limit    Soft Limit\nMax processes    30    30\n",
+        "proc/self/status": own,
+        "proc/100/status": own,
+        "proc/101/status": "Uid:\t7\t7\t7\t7\nThreads:\t5\n",
+        "proc/102/status": "Uid:\t8\t7\t7\t7\nThreads:\t900\n",  # another's
+    }
+    root = machine(tmp_path, available_kib=1024, group="0::/\n", **files)
+    require_processes(0, of="the helper", root=root)
+    if not is_held:
+        require_processes(64, of="the node", root=root)
+        return
+    with pytest.raises(SystemRefusedError, match="at least 24 processes and threads, and 23 more"):
+        require_processes(1, of="the node", root=root)
+
+
 def test_a_machine_that_limits_no_processes_has_enough(tmp_path: Path) -> None:
     require_processes(64, of="the node", root=machine(tmp_path, available_kib=1, group="0::/\n"))
     require_processes(64, of="the node", root=tmp_path / "without")

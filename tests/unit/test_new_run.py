@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from benchmarks.presets import situation_of
-from coordinator.config import run_text
+from coordinator import new_run as command
+from coordinator.config import Home, run_text
 from coordinator.presets.advising import measured_links
 from coordinator.presets.choosing import chosen
 from coordinator.presets.cost import Link, exchange_bytes_per_second
@@ -90,6 +91,36 @@ def test_a_run_is_called_as_its_folder_and_the_next_command_can_be_pasted(
     assert load_run_file(tmp_path / folder / "run.toml").run.name == called
     typed = capsys.readouterr().out.splitlines()[-1]
     assert shlex.split(typed) == ["atoll", "coordinator", "start", str(tmp_path / folder)]
+
+
+@pytest.mark.parametrize(
+    ("options", "ports", "page"),
+    [
+        ((), (7700, 7701), 7702),
+        (("--port", "43000"), (43000, 43001), 43002),
+        (("--port", "43000", "--enrolment-port", "43010"), (43000, 43010), 43011),
+        (("--enrolment-port", "43010"), (7700, 43010), 43011),
+        (("--port", "0"), (0, 0), 7702),
+        (("--port", "65534"), (65534, 65535), 7702),
+    ],
+)
+def test_runs_with_ports_of_their_own_share_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    ports: tuple[int, int],
+    page: int,
+) -> None:
+    monkeypatch.setattr(command, "_is_free", lambda host, port: True)
+    assert init(tmp_path, *options) == 0
+    config = Home.load(tmp_path / "run-0").config
+    assert (config.control_port, config.enrolment_port) == ports
+    assert config.dashboard == f"127.0.0.1:{page}"
+    assert config.has_usual_dashboard  # where it is taken, the next that is free does as well
+    assert config.with_changes(
+        dashboard="127.0.0.1:7702"
+    ).has_usual_dashboard  # of folders of before
+    assert not config.with_changes(dashboard="127.0.0.1:9000").has_usual_dashboard
 
 
 def test_every_choice_is_printed_with_its_value_and_its_reason(

@@ -40,9 +40,9 @@ import blake3
 import numba
 import numpy as np
 import numpy.typing as npt
-import platformdirs
 
 from node.outer_state import Vector
+from protocol.files.durable import user_cache
 from protocol.files.leftovers import Held, remove_left
 
 UNUSED_SECONDS = 7 * 86400.0
@@ -101,14 +101,15 @@ TO_WHOLE = np.float32(1.5 * 2**23)
 `rint` as two additions, which processors do for many values at once."""
 
 
-def _cache_folder() -> Path:
-    """A folder for the sources as they are now.
+def _cache_folder() -> Path | None:
+    """A folder for the sources as they are now; None where there can be none.
 
     numba notices a change in a kernel's own file, but not in those of the kernels that it calls.
     """
     sources = sorted(Path(__file__).parent.glob("*.py"))
     stamp = blake3.blake3(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    return platformdirs.user_cache_path("atoll") / f"{PREFIX}{stamp}"
+    folder = user_cache()
+    return None if folder is None else folder / f"{PREFIX}{stamp}"
 
 
 _FOLDER = None if "NUMBA_CACHE_DIR" in os.environ else _cache_folder()

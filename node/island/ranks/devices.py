@@ -188,13 +188,41 @@ def _left_by_limits(root: Path) -> Iterator[int]:
 
 
 def processes_left(root: Path = Path("/")) -> int:
-    """How many more processes and threads control groups allow; `_UNLIMITED` where none says."""
-    left = [_UNLIMITED]
+    """How many more processes and threads are allowed; `_UNLIMITED` where nothing says."""
+    left = [_UNLIMITED, _left_to_the_user(root)]
     for folder, _ in _groups(root, "pids"):
         with suppress(OSError, ValueError):  # the root group has no limit, and others say "max"
             limit = int((folder / "pids.max").read_text())
             left.append(limit - int((folder / "pids.current").read_text()))
     return min(left)
+
+
+_MAY_EXCEED = 1 << 24 | 1 << 21
+"""Who has CAP_SYS_RESOURCE or CAP_SYS_ADMIN is not held to the limit of its user."""
+
+
+def _left_to_the_user(root: Path) -> int:
+    """By 'ulimit -u', which counts the threads of all processes that a user has."""
+    try:
+        limits = (root / "proc/self/limits").read_text()
+        own = _status_of(root / "proc/self")
+    except OSError:
+        return _UNLIMITED
+    limit = re.search(r"^Max processes +(\d+)", limits, flags=re.MULTILINE)
+    if limit is None or int(own["CapEff"], 16) & _MAY_EXCEED:
+        return _UNLIMITED
+    left = int(limit[1])
+    for process in (root / "proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            status = _status_of(process)
+            if status["Uid"].split()[0] == own["Uid"].split()[0]:
+                left -= int(status["Threads"])
+    return left
+
+
+def _status_of(process: Path) -> dict[str, str]:
+    lines = (process / "status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 _MEMORY_FILES = {

@@ -15,11 +15,9 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-
 from node.island.ranks.commands import Halt, Order, RankSetup, Reply
 from protocol.errors import SystemRefusedError
-from protocol.files.durable import refusing
+from protocol.files.durable import refusing, user_cache
 from protocol.files.leftovers import TemporaryFolder
 from protocol.terminal.logging import LOGS_FOLDER, LogFile, LogStream
 
@@ -34,6 +32,8 @@ _standard_error = 2
 """What its standard error is, and that of ranks; it may have to be started again much later."""
 
 _with_compiler = True
+
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 _folder: TemporaryFolder | None = None
 """Where its socket is, marked as a living process's: Python's own is never removed after a kill."""
@@ -67,9 +67,9 @@ def prepare_forkserver(
     # CUPTI stays attached after a trace otherwise, and every kernel pays for it. Not measured.
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     # torch would keep what it compiles, and run it, under a name in /tmp that others on the machine may take.
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", str(platformdirs.user_cache_path("atoll") / "compiled-layers")
-    )
+    if _COMPILED not in os.environ:
+        # Its import makes the folder, and fails where that cannot be. Without a cache it goes with our own.
+        os.environ[_COMPILED] = str((user_cache() or Path(config["tempdir"])) / "compiled-layers")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         # Sizes of what is gathered and recomputed differ: fixed segments fall to pieces. Not measured.
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -130,6 +130,8 @@ def end_forkserver() -> None:
         server._stop()
     global _standard_error, _with_compiler, _folder
     if _folder is not None:
+        if Path(os.environ.get(_COMPILED, "")).is_relative_to(_folder.path):
+            del os.environ[_COMPILED]
         _config_of_multiprocessing()["tempdir"] = None
         _folder.remove()
         _folder = None

@@ -271,7 +271,10 @@ class ProcessIsland(Island):
         try:
             await asyncio.shield(self._spawning)
         except EOFError as error:
-            raise RankDiedError("the process that ranks are forked from has ended") from error
+            raise RankDiedError(
+                "the process that ranks are forked from has ended",
+                next_step="see the log; if the machine ran out of memory, free some",
+            ) from error
         except OSError as error:
             raise SystemRefusedError(
                 f"the ranks' processes cannot be started: {error}",
