@@ -23,7 +23,10 @@ from atoll.errors import ModelMismatchError
 
 Overlap = Literal["none", "blend", "keep"]
 
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset(
+    {"_orig_mod", "_checkpoint_wrapped_module"}
+    | {"_forward_module", "_original_module"}  # of Lightning Fabric
+)
 _PEFT = "base_model.model."
 """What a PeftModel puts before the names of the model within it."""
 _NAMED_AT_MOST = 3
@@ -383,7 +386,7 @@ def spellings(name: str) -> tuple[str, str, str]:
 
 
 def canonical(name: str) -> str:
-    """A tensor's name without what wrappers of torch put into it."""
+    """A tensor's name without what wrappers of torch and of Lightning Fabric put into it."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]

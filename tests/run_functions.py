@@ -91,6 +91,22 @@ def net_without_plan() -> Any:
     return Net(8, 40), mean_loss
 
 
+def net_of_checkpoint(file: str, how: str) -> Any:
+    """A net that begins with weights of a file, all or some, or with none of them."""
+    if how == "drawn from a seed of its own":
+        torch.manual_seed(7)
+    net, loaded = Net(16, 40), torch.load(file)
+    if how == "loaded":
+        net.load_state_dict(loaded)
+    elif how == "loaded but for a head":
+        net.load_state_dict(
+            {n: values for n, values in loaded.items() if "head" not in n}, strict=False
+        )
+    elif how == "a head alone":
+        net.head.load_state_dict({n: loaded[f"head.{n}"] for n in ("weight", "bias")})
+    return net, mean_loss
+
+
 def bigrams(rows: int = 256) -> Any:
     """A language model of one's own: what follows a byte depends on that byte alone."""
 

@@ -184,8 +184,8 @@ def new_run(wanted: Wanted, folder: Path) -> NewRun:
         values[("run", "min_nodes")] = (wanted.num_nodes, "")
     if wanted.steps is not None:
         values[("inner", "steps")] = (wanted.steps, "")
-    # A function's have a digest as well, but are new: its rate is that of a new model, too.
-    has_weights = is_given and wanted.function is None
+    # Those that a function draws have a digest as well, but are new.
+    has_weights = facts.has_loaded if wanted.function is not None else is_given
     goes_on_by_adamw = has_weights and values[("inner", "optimizer")][0] == "adamw"
     # With weights that are given momentum ends lower, however often is exchanged (reasons.WEIGHTS).
     if wanted.steps is not None and wanted.steps <= OFTEN_STEPS and not goes_on_by_adamw:
@@ -425,10 +425,11 @@ def _inner(wanted: Wanted, trained: Trained, *, is_given: bool) -> dict[Place, t
 def _learning_rate(wanted: Wanted, trained: Trained, *, is_given: bool) -> tuple[float, str]:
     """AdamW's where it trains everything."""
     if wanted.function is not None:
-        return (
-            trained.learning_rate,
-            "a decoder's of this size; what this model wants, you know better",
-        )
+        if not trained.facts.has_loaded:
+            why = "a decoder's of this size; what this model wants, you know better"
+            return trained.learning_rate, why
+        rate = float(f"{trained.learning_rate / CONTINUED_SHARE:.2g}")
+        return rate, "a fifth of a new decoder's of this size, for the function loads its weights"
     if not is_given:
         return trained.learning_rate, ""
     rate, why = trained.learning_rate / CONTINUED_SHARE, "a fifth of a new model's of this size"

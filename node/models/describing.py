@@ -38,6 +38,7 @@ from protocol.run.models import (
     FIRST_WEIGHTS,
     DecoderModel,
     Description,
+    FunctionModel,
     TransformersModel,
     layout_of,
 )
@@ -55,6 +56,11 @@ RUN_FILE = "run.toml"
 TOKENIZER = "tokenizer.json"
 MOST_SAMPLES = 1 << 12
 """Of one step of one device: nobody wants more, however small the model is."""
+
+HAS_LOADED = (
+    "the function loads its weights, for another seed gives the same: the run goes on with them, and rates "
+    "and exchanges are chosen for that"
+)
 
 COMPARES_SAMPLES = (
     "the loss compares samples of a batch with each other, so that of one says nothing: whether members have "
@@ -150,11 +156,19 @@ def _facts_of(spec: RunSpec, source: Path | None) -> dict[str, Any]:
         "num_frozen": spec.description.num_frozen,
         "num_samples": spec.description.num_samples,
         "num_layers": spec.num_layers,
+        "has_loaded": spec.description.has_loaded,
         "first_digest": given,
         "first_weights": "" if not given else str(source) if is_decoder else FIRST_WEIGHTS,
         "code_digest": code_digest(spec)[:DIGITS] if functions_of(spec) else "",
         "machine": _machine(spec, look_around("auto")),
-        "notes": [COMPARES_SAMPLES] if spec.description.compares_samples else [],
+        "notes": [
+            note
+            for note, holds in (
+                (HAS_LOADED, spec.description.has_loaded),
+                (COMPARES_SAMPLES, spec.description.compares_samples),
+            )
+            if holds
+        ],
     }
 
 
@@ -364,7 +378,7 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
         read_weights(source, spec, weights)
         digest = digest_of_first(weights)
         return Description.model_validate({"first_digest": digest.hex(), **read_settings(source)})
-    from node.island.models.describing import describe, first_vector
+    from node.island.models.describing import describe, first_vector, has_loaded
 
     if isinstance(spec.model, TransformersModel) and source is None:
         raise UsageError(
@@ -377,7 +391,10 @@ def _described(spec: RunSpec, folder: Path, source: Path | None) -> Description:
     is_given = is_whole and source is not None and has_weights(source)
     weights = first_vector(described, source if is_given else None)
     _write_weights(folder / FIRST_WEIGHTS, described, weights)
-    return description.model_copy(update={"first_digest": digest_of_first(weights).hex()})
+    first: dict[str, Any] = {"first_digest": digest_of_first(weights).hex()}
+    if isinstance(spec.model, FunctionModel) and has_loaded(described, weights):
+        first["has_loaded"] = True
+    return description.model_copy(update=first)
 
 
 def _write_weights(path: Path, spec: RunSpec, weights: Vector) -> None:

@@ -321,7 +321,8 @@ class Description(Section):
     that the run was made from: exports begin with them. `compares_samples` says that the loss of samples
     together is not made of the losses of each, as with negatives from the same batch: then nobody can tell
     from single samples who has trained on which. `num_samples` are those of its data function, to train on.
-    They stand in the coordinator's folder alone: what nodes are sent does not tell, nor does the digest.
+    `has_loaded` says that its function has loaded its weights, and not drawn them. Both stand in the
+    coordinator's folder alone: what nodes are sent does not tell them, nor does the digest.
     """
 
     tensors: Annotated[tuple[TensorShape, ...], Field(strict=False)] = ()
@@ -343,6 +344,7 @@ class Description(Section):
     beginning: Beginning | None = None
     compares_samples: bool = False
     num_samples: int | None = Field(default=None, ge=0, exclude=True)
+    has_loaded: bool = Field(default=False, exclude=True)
 
 
 def first_problem(error: ValidationError, file: type[Section]) -> str:

@@ -100,6 +100,8 @@ def description_file(spec: RunSpec) -> bytes:
     told = spec.description.model_dump(mode="json", exclude_defaults=True)
     if (num_samples := spec.description.num_samples) is not None:
         told["num_samples"] = num_samples
+    if spec.description.has_loaded:
+        told["has_loaded"] = True
     return (json.dumps({**told, MADE_OF: _made_of(spec)}, indent=1) + "\n").encode()
 
 

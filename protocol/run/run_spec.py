@@ -495,9 +495,11 @@ class RunSpec(Section):
 
     @property
     def goes_on_with_weights(self) -> bool:
-        """Whether the state at round 0 was trained before: a function's was drawn, but for a fork's."""
-        is_fork = self.description is not None and self.description.first_fragments is not None
-        return self.first_digest is not None and (self.model.source != "function" or is_fork)
+        """Whether the state at round 0 was trained before: a function's where it loads it, or of a fork."""
+        if (told := self.description) is None or told.first_digest is None:
+            return False
+        is_fork = told.first_fragments is not None
+        return self.model.source != "function" or is_fork or told.has_loaded
 
     @property
     def beginning(self) -> Beginning:

@@ -30,13 +30,14 @@ from node.island.parallel.modules import compile_layers, refuse_scalars
 from node.island.training import engine
 from node.island.training.optimizers import RowwiseAdamW, inner_optimizers
 from node.island.training.trainer import Trainer
+from node.models.describing import HAS_LOADED, describe_run
 from protocol.errors import (
     AtollError,
     BadDataError,
     ConfigError,
 )
 from protocol.run.models import Description, FunctionModel, Layout, layout_of
-from protocol.run.run_files import load_run_file, validated
+from protocol.run.run_files import load_run_file, load_run_folder, validated
 from protocol.run.run_spec import DataSection, EvaluationSection, InnerSection, RunSpec
 from tests import run_functions
 from tests.run_functions import Centred, Ending, Net, Scaled, pairs
@@ -450,6 +451,36 @@ def test_a_loss_over_samples_of_a_batch_together_is_known(kind: str, compares: b
     described = trying_a_loss(kind)
     assert described.compares_samples == compares
     assert described.num_samples == len(pairs()[0])
+
+
+@pytest.mark.parametrize(
+    ("how", "is_loaded"),
+    [
+        ("drawn", False),
+        ("drawn from a seed of its own", False),
+        ("loaded", True),
+        ("loaded but for a head", True),
+        ("a head alone", False),
+    ],
+)
+def test_weights_that_a_function_loads_are_told_from_those_that_it_draws(
+    how: str, is_loaded: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    torch.save(Net(16, 40).state_dict(), tmp_path / "checkpoint.pt")
+    (tmp_path / "run.toml").write_text(
+        '[model]\nsource = "function"\nfunction = "tests.run_functions:net_of_checkpoint"\n'
+        f'arguments = {{ file = "{tmp_path / "checkpoint.pt"}", how = "{how}" }}\n'
+        '[data]\nsource = "function"\nfunction = "tests.run_functions:samples"\n[inner]\nbatch = 8\n'
+    )
+    set_seed = torch.manual_seed
+    facts = describe_run(tmp_path, source=None, is_forced=False)
+    assert torch.manual_seed is set_seed
+    assert facts["has_loaded"] == is_loaded
+    assert (HAS_LOADED in facts["notes"]) == is_loaded
+    described = load_run_folder(tmp_path, "run.toml")
+    assert described.goes_on_with_weights == is_loaded
+    assert "has_loaded" not in described.canonical_json(), "nodes are not sent it"
+    assert not [told for told in recwarn if "no-op" in str(told.message)]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

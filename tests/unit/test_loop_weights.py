@@ -268,6 +268,9 @@ def test_own_weights_come_back_after_the_global_ones_were_shown() -> None:
     [
         ("module.first.weight", "first.weight"),
         ("_orig_mod.module.first.weight", "first.weight"),
+        ("_forward_module.module.first.weight", "first.weight"),
+        ("_forward_module._orig_mod.first.weight", "first.weight"),
+        ("_original_module.first.weight", "first.weight"),
         ("layers.0._checkpoint_wrapped_module._orig_mod.w", "layers.0.w"),
         ("first.module.weight", "first.module.weight"),
     ],

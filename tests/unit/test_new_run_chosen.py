@@ -1,5 +1,6 @@
 """What is chosen for a new run by what the node's side says of its model and its data."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,7 @@ FACTS = Facts(
     machine=Machine(name="2 CPU cores", num_cores=2, most_samples=64),
 )
 GIVEN = Wanted(source=Path("smol"), data=("tokens",))
+FUNCTION = Wanted(function="m:f", data_function="m:d", source=EXAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +91,9 @@ def test_the_batch_of_given_weights_fits_a_node_and_its_reason_is_written_down(
         (GIVEN, FACTS, "adamw", True),
         (GIVEN, replace(FACTS, is_new=True), "adamw", False),
         (replace(GIVEN, optimizer="muon"), FACTS, "muon", True),
-        # What a function returns is written down for one node to start with, and was never trained.
-        (
-            Wanted(function="m:f", data_function="m:d", source=EXAMPLES),
-            replace(FACTS, first_digest="ab" * 32),
-            "adamw",
-            False,
-        ),
+        # What a function draws is written down for one node to start with, and was never trained.
+        (FUNCTION, replace(FACTS, first_digest="ab" * 32), "adamw", False),
+        (FUNCTION, replace(FACTS, first_digest="ab" * 32, has_loaded=True), "adamw", True),
     ],
 )
 def test_an_exchange_is_chosen_for_the_inner_optimizer_and_the_weights_that_are_written(
@@ -111,3 +109,15 @@ def test_an_exchange_is_chosen_for_the_inner_optimizer_and_the_weights_that_are_
     situation = new.plan.situation
     assert (situation.inner_optimizer, situation.has_weights) == (optimizer, has_weights)
     assert f'optimizer = "{optimizer}"' in new.text
+
+
+def test_weights_that_a_function_loads_are_trained_at_a_fifth_of_a_new_model_s_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rate_of(facts: Facts) -> float:
+        monkeypatch.setattr(composing, "facts_of_wanted", lambda wanted, folder: facts)
+        inner = tomllib.loads(composing.new_run(FUNCTION, Path()).text)["inner"]
+        assert isinstance(inner["learning_rate"], float)
+        return inner["learning_rate"]
+
+    assert rate_of(replace(FACTS, has_loaded=True)) == pytest.approx(rate_of(FACTS) / 5)

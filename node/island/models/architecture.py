@@ -7,6 +7,7 @@ stands in the run's description (protocol.run.models), by which mesh_shape refus
 
 import hashlib
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -171,7 +172,10 @@ def without_memory() -> Iterator[None]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]  # put back below
     try:
-        yield
+        with warnings.catch_warnings():
+            # Code that loads a checkpoint does so in vain here, which torch tells of each parameter.
+            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 

@@ -112,6 +112,29 @@ def first_vector(spec: RunSpec, folder: Path | None = None) -> Vector:
     return vector_of(model, spec)
 
 
+def has_loaded(spec: RunSpec, vector: Vector) -> bool:
+    """Whether the run's function has loaded most of what is trained, as from a checkpoint.
+
+    What it draws is other with another seed, also where it calls torch.manual_seed itself. Values of a
+    tensor that are all the same, as ones and zeros, say nothing. `vector` is what the run begins with.
+    """
+    from node.island.models.function import random_module
+
+    other_seed = spec.run.model_copy(update={"seed": spec.run.seed ^ 1})
+    other = random_module(spec.model_copy(update={"run": other_seed}), moves_seeds=True)
+    places = {place.name: place for place in layout_of(spec).places}
+    num_loaded = num_drawn = 0
+    for name, parameter in other.named_parameters():
+        if (place := places.get(name)) is None:
+            continue
+        ours = vector[place.offset : place.offset + place.num_elements]
+        if not np.array_equal(ours, parameter.detach().to(torch.float32).reshape(-1).numpy()):
+            num_drawn += place.num_elements
+        elif (ours != ours[0]).any():
+            num_loaded += place.num_elements
+    return num_loaded > num_drawn
+
+
 def vector_of(model: nn.Module, spec: RunSpec) -> Vector:
     """A module's trained parameters as a canonical vector."""
     return _vector_of_values(((n, p.detach()) for n, p in model.named_parameters()), spec)

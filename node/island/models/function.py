@@ -264,10 +264,19 @@ def brought(spec: RunSpec) -> Brought:
     return Brought(module=module, loss=loss, metric=metric, plan=plan, stages=stages)
 
 
-def random_module(spec: RunSpec) -> nn.Module:
-    """The module with weights as its own code draws them, from the run's seed."""
-    torch.manual_seed(spec.run.seed)
-    return brought(spec).module
+def random_module(spec: RunSpec, *, moves_seeds: bool = False) -> nn.Module:
+    """The module with weights as its own code draws them, from the run's seed.
+
+    With `moves_seeds` also those that the code sets itself are others, within this call.
+    """
+    set_seed = torch.manual_seed
+    set_seed(spec.run.seed)
+    if moves_seeds:
+        torch.manual_seed = lambda seed: set_seed(int(seed) ^ 1)
+    try:
+        return brought(spec).module
+    finally:
+        torch.manual_seed = set_seed
 
 
 def refuse_unknown_tokens(spec: RunSpec, module: nn.Module) -> None:
