@@ -6,6 +6,7 @@ and then the folder takes its name. What comes out depends on the input and the 
 number of processes or on what was interrupted.
 """
 
+import functools
 import json
 import math
 import multiprocessing
@@ -46,6 +47,7 @@ from node.island.data.manifest import (
 from node.island.data.shard_writing import (
     HASHES,
     Encoding,
+    InSeveral,
     Receipt,
     ShardJob,
     ShardWriter,
@@ -104,6 +106,7 @@ class Prepared:
 
     manifest: Manifest
     num_empty: int
+    in_several: InSeveral
     tokens_of: dict[str, int]  # to train on, for each pattern that is repeated; "" has the others'
 
 
@@ -172,6 +175,9 @@ def prepare(
     return Prepared(
         manifest=manifest,
         num_empty=sum(receipt.num_empty for receipt in receipts),
+        in_several=functools.reduce(
+            InSeveral.plus, (receipt.in_several for receipt in receipts), InSeveral()
+        ),
         tokens_of={
             source: sum(receipt.tokens_of.get(source, 0) for receipt in receipts)
             for source in (*(pattern for pattern, _ in wanted.repeated), "")

@@ -22,7 +22,7 @@ from node.island.data.records import Document
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 
 if TYPE_CHECKING:
-    from node.island.data.chat import ChatTemplate
+    from node.island.data.chat import ChatTemplate, Span
 
 
 def tokenizer_folder(cache: Path, digest: str | None) -> Path:
@@ -68,8 +68,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_document: int
 
-    def encode(self, documents: list[Document]) -> list[Encoded]:
-        """Documents with their ends. Raises BadDataError for one that is no text."""
+    def encode(self, documents: list[Document]) -> list[list[Encoded]]:
+        """Each document with its end; a conversation may become several. Raises BadDataError for no text."""
 
 
 class ByteTokenizer:
@@ -78,9 +78,9 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_document = 0
 
-    def encode(self, documents: list[Document]) -> list[Encoded]:
+    def encode(self, documents: list[Document]) -> list[list[Encoded]]:
         """See Tokenizer."""
-        return [self._encoded(document) for document in documents]
+        return [[self._encoded(document)] for document in documents]
 
     def _encoded(self, document: Document) -> Encoded:
         if document.messages:
@@ -132,7 +132,7 @@ class FileTokenizer:
             next_step="name it with --end-of-document TOKEN",
         )
 
-    def encode(self, documents: list[Document]) -> list[Encoded]:
+    def encode(self, documents: list[Document]) -> list[list[Encoded]]:
         """See Tokenizer."""
         self._tokenizer.encode_special_tokens = True  # as letters, in spite of its name
         plain = iter(self._plain([_text_of(each) for each in documents if not _has_parts(each)]))
@@ -141,9 +141,9 @@ class FileTokenizer:
         return [
             self._conversation(document)
             if document.messages
-            else next(answers)
+            else [next(answers)]
             if document.prompt_bytes
-            else Encoded(tokens=next(plain), counted=None, text_bytes=len(document.text))
+            else [Encoded(tokens=next(plain), counted=None, text_bytes=len(document.text))]
             for document in documents
         ]
 
@@ -182,7 +182,7 @@ class FileTokenizer:
             text_bytes=len(document.text) - document.prompt_bytes,
         )
 
-    def _conversation(self, document: Document) -> Encoded:
+    def _conversation(self, document: Document) -> list[Encoded]:
         has_tools = bool(document.given.get("tools"))
         template = self._templates.get(_FOR_TOOLS if has_tools else _USUAL)
         if template is None:
@@ -191,11 +191,14 @@ class FileTokenizer:
                 next_step="add chat_template.jinja to its folder, and name the folder with --tokenizer",
             )
         try:
-            text, spans = template.written_out(document)
+            texts = template.written_out(document)
         except BadDataError as error:
             raise BadDataError(
                 f"{document.where}: {error.what}", next_step=error.next_step
             ) from error
+        return [self._written_out(text, spans) for text, spans in texts]
+
+    def _written_out(self, text: str, spans: "list[Span]") -> Encoded:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         counted = _within(encoding, spans)
         tokens = np.array(encoding.ids, np.uint32)
@@ -214,7 +217,7 @@ def _has_parts(document: Document) -> bool:
     return bool(document.messages or document.prompt_bytes)
 
 
-def _within(encoding: Any, spans: list[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+def _within(encoding: Any, spans: "list[Span]") -> npt.NDArray[np.bool_]:
     """Which tokens have a letter of one of the spans."""
     begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     counted = np.zeros(len(begins), np.bool_)
