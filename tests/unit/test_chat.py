@@ -143,8 +143,9 @@ def test_a_conversation_has_its_tools_and_what_else_its_template_takes(
     assert whole.startswith(f"{told}be terse<|im_start|>user\nis it cold")
 
 
+@pytest.mark.parametrize("in_files", [False, True], ids=["in a list", "in files"])
 def test_of_several_templates_the_one_for_tools_writes_conversations_that_have_some(
-    tmp_path: Path,
+    in_files: bool, tmp_path: Path
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -152,17 +153,29 @@ def test_of_several_templates_the_one_for_tools_writes_conversations_that_have_s
     usual = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = [
-        {"name": "default", "template": usual},
-        {"name": "tool_use", "template": WITH_TOOLS},
-    ]
+    named = {"default": usual, "tool_use": WITH_TOOLS, "rag": "{{ documents }}"}
+    settings["chat_template"] = [{"name": key, "template": text} for key, text in named.items()]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder)
-    for turns, tools in ((TURNS, None), (calling({"content": ""}), TOOLS)):
-        record = {"messages": turns, "tools": tools}
+    if in_files:
+        folder = tmp_path / "saved"
+        theirs.save_pretrained(folder)
+        assert (folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+        (folder / "additional_chat_templates" / "not-one.txt").write_text("x")
+    assert theirs.chat_template == named
+    records = [{"messages": TURNS}, {"messages": calling({"content": ""}), "tools": TOOLS}]
+    for record in records:
         [[encoded]] = FileTokenizer(folder).encode([document_of(record, "text", "")])
-        expected = theirs.apply_chat_template(turns, tools=tools, return_dict=True)["input_ids"]
+        expected = theirs.apply_chat_template(
+            record["messages"], tools=record.get("tools"), return_dict=True
+        )["input_ids"]
         assert encoded.tokens[:-1].tolist() == expected
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records * 9))
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=folder)
+    kept: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert kept.chat_template == named and kept.eos_token == theirs.eos_token
+    [again] = FileTokenizer(tmp_path / "out").encode([document_of(records[1], "text", "")])
+    assert np.array_equal(again[0].tokens, encoded.tokens)
 
 
 @pytest.mark.parametrize(

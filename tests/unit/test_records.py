@@ -234,6 +234,40 @@ def test_a_field_may_lie_within_others(tmp_path: Path) -> None:
     assert read(tmp_path / "b.jsonl", "raw.text")[0].text == b"as it is"
 
 
+def write_both(folder: Path, record: dict[str, Any]) -> list[Path]:
+    """A record as a line and as a table."""
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), folder / "a.parquet")
+    (folder / "a.jsonl").write_text(json.dumps(record))
+    return [folder / "a.parquet", folder / "a.jsonl"]
+
+
+def test_a_field_that_was_named_is_there_or_refused(tmp_path: Path) -> None:
+    others = {"prompt": "a", "completion": "b", "messages": MESSAGES}
+    for path in write_both(tmp_path, others):
+        for field in ("contnet", "raw.text", "conversations"):
+            with pytest.raises(BadDataError, match=f"no (column )?'{field}'; .* '?completion"):
+                read(path, field)
+        assert read(path, "completion")[0].text == b"b"
+        assert read(path)[0].messages == tuple(MESSAGES)
+    for path in write_both(tmp_path, {**others, "content": None}):
+        assert read(path, "content")[0].messages == tuple(MESSAGES)
+
+
+@pytest.mark.parametrize("field", ["talk", "raw.talk", "messages", "conversations"])
+def test_a_field_may_have_messages(field: str, tmp_path: Path) -> None:
+    told = [*MESSAGES, {"role": "user", "content": "told"}]
+    first, _, rest = field.partition(".")
+    record: dict[str, Any] = {"messages": MESSAGES, "conversations": MESSAGES}
+    record |= {"system": "be terse", first: {rest: told} if rest else told}
+    for path in write_both(tmp_path, record):
+        [document] = read(path, field)
+        assert [*document.messages[-len(told) :]] == told
+        assert document.messages[0] == {"role": "system", "content": "be terse"}
+    texts = {"messages": json.dumps(MESSAGES), "conversations": json.dumps(told)}
+    for path in write_both(tmp_path, texts):
+        assert read(path, "conversations")[0].messages == tuple(told)
+
+
 @pytest.mark.parametrize("separator", [",", "\t"])
 def test_a_table_in_text_is_read_with_ends_of_lines_in_quotes(
     separator: str, tmp_path: Path

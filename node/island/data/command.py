@@ -63,7 +63,7 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
     "--field",
     default="text",
     show_default=True,
-    help="The key or column that has the text; raw.text is that of 'text' within 'raw'.",
+    help="The key or column that has the text or the messages; raw.text is that of 'text' within 'raw'.",
 )
 @click.option(
     "--held-out",

@@ -8,6 +8,7 @@ only what the assistant says is to be learned.
 import itertools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,12 +33,13 @@ def tokenizer_folder(cache: Path, digest: str | None) -> Path:
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
+_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 COPIED_FILES = (
     TOKENIZER_FILE,
     TOKENIZER_SETTINGS,
     _SPECIAL_TOKENS,
-    "chat_template.jinja",
+    _TEMPLATE,
     "generation_config.json",
 )
 """What of a tokenizer's folder is kept beside its tokens, for export and for text out."""
@@ -233,17 +235,11 @@ _USUAL, _FOR_TOOLS = "default", "tool_use"
 
 def _chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatTemplate]":
     """The usual template of a tokenizer's folder and the one for tools, which may be the same."""
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if source is None:
+    sources = _templates_in_files(folder) or _templates_in(config)
+    if not sources:
         return {}
     from node.island.data.chat import ChatTemplate
 
-    sources = (
-        {each["name"]: each["template"] for each in source}
-        if isinstance(source, list)
-        else {_USUAL: str(source)}
-    )
     names = {key: value for key, value in config.items() if key.endswith("_token")}
     found = {
         name: ChatTemplate(sources[name], {"bos_token": "", "eos_token": "", **names})
@@ -251,6 +247,21 @@ def _chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatT
         if name in sources
     }
     return {_FOR_TOOLS: found[_USUAL], **found} if _USUAL in found else found
+
+
+def _templates_in_files(folder: Path) -> dict[str, str]:
+    """Chat templates by their names, which transformers puts before those of the settings."""
+    more = sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))
+    files = {_USUAL: folder / _TEMPLATE, **{path.stem: path for path in more}}
+    return {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
+
+
+def _templates_in(config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates of a tokenizer's settings: one, or a list of several with their names."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        return {each["name"]: each["template"] for each in found}
+    return found if isinstance(found, dict) else {} if found is None else {_USUAL: str(found)}
 
 
 LONGEST_ENCODED = DOCUMENT_BYTES + LONGEST_LINE_BYTES
@@ -357,3 +368,22 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
         next_step="name a tokenizer.json, or a folder with one; transformers writes it with "
         "'AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER)'",
     )
+
+
+def kept_of_tokenizer(files: Mapping[str, Path]) -> dict[str, bytes]:
+    """What `tokenizer_files` names, as it is kept: side by side.
+
+    Chat templates of a folder beside them go into the settings, all that there are, as transformers has
+    written them before; both forms mean the same to it.
+    """
+    kept = {name: path.read_bytes() for name, path in files.items()}
+    folder = files[TOKENIZER_FILE].parent
+    if TOKENIZER_SETTINGS in files and (folder / _MORE_TEMPLATES).is_dir():
+        named = _templates_in_files(folder) or _templates_in(
+            _object_in(folder / TOKENIZER_SETTINGS)
+        )
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        settings = _object_in(folder / TOKENIZER_SETTINGS) | {"chat_template": templates}
+        kept[TOKENIZER_SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False).encode()
+        kept.pop(_TEMPLATE, None)
+    return kept
