@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from node.island.data.manifest import TOKENIZER_FILE
-from node.island.data.tokenizing import TOKENIZER_SETTINGS, settings_of_tokenizer, tokenizer_files
+from node.island.data.tokenizing import (
+    TOKENIZER_SETTINGS,
+    kept_of_tokenizer,
+    settings_of_tokenizer,
+    tokenizer_files,
+)
 from node.models.card import AUTO_TOKENIZER, CARD, TORCH_NAMES, DType, Form, Origin, card_of
 from node.models.families import config_of, why_none
 from node.models.reading import CONFIG, GENERATION_CONFIG, INDEX, WEIGHTS, read_json
@@ -138,9 +143,9 @@ def _write_settings(
     """All but the weights; returns why transformers does not load it."""
     described = spec.description or Description()
     problem = ""
-    for name, path in tokenizer.items():
-        shutil.copyfile(path, folder / name)
     if TOKENIZER_FILE in tokenizer:
+        for name, content in kept_of_tokenizer(tokenizer).items():
+            (folder / name).write_bytes(content)
         settings = settings_of_tokenizer(folder)
         if "tokenizer_class" not in settings:
             settings |= _class_of_tokenizer(folder / TOKENIZER_FILE, settings, end_of_text)

@@ -33,7 +33,7 @@ def conversation(turns: list[dict[str, Any]]) -> Document:
 def test_only_the_assistants_turns_with_their_ends_are_learned(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "chat", is_chat=True)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    [encoded] = FileTokenizer(folder).encode([conversation(TURNS)])
+    [[encoded]] = FileTokenizer(folder).encode([conversation(TURNS)])
     assert encoded.counted is not None
     learned = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
     rest = tokenizer.decode(encoded.tokens[~encoded.counted].tolist(), skip_special_tokens=False)
@@ -50,7 +50,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     first, told, second, last = TURNS
     turns = [first, told | {"weight": 0}, second, last | {"weight": 1}]
-    plain, weighed = FileTokenizer(folder).encode([conversation(TURNS), conversation(turns)])
+    [plain], [weighed] = FileTokenizer(folder).encode([conversation(TURNS), conversation(turns)])
     assert weighed.counted is not None and np.array_equal(plain.tokens, weighed.tokens)
     learned = tokenizer.decode(weighed.tokens[weighed.counted].tolist(), skip_special_tokens=False)
     assert learned == "likewise<|im_end|>\n"
@@ -70,7 +70,7 @@ def test_a_weight_between_is_refused(tmp_path: Path) -> None:
 def test_texts_and_conversations_come_back_in_their_order(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "chat", is_chat=True)
     plain = Document(text=b"word1x1 word1x2")
-    found = FileTokenizer(folder).encode([plain, conversation(TURNS), plain])
+    found = [e for [e] in FileTokenizer(folder).encode([plain, conversation(TURNS), plain])]
     assert [each.counted is None for each in found] == [True, False, True]
     assert np.array_equal(found[0].tokens, found[2].tokens)
 
@@ -134,7 +134,7 @@ def test_a_conversation_has_its_tools_and_what_else_its_template_takes(
     }
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     [part] = parts_of(tmp_path / "a.jsonl", 1 << 20)
-    [encoded] = FileTokenizer(folder).encode(list(documents_of(part, field="text")))
+    [[encoded]] = FileTokenizer(folder).encode(list(documents_of(part, field="text")))
     assert encoded.counted is not None
     learned = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
     whole = tokenizer.decode(encoded.tokens.tolist(), skip_special_tokens=False)
@@ -143,8 +143,9 @@ def test_a_conversation_has_its_tools_and_what_else_its_template_takes(
     assert whole.startswith(f"{told}be terse<|im_start|>user\nis it cold")
 
 
+@pytest.mark.parametrize("in_files", [False, True], ids=["in a list", "in files"])
 def test_of_several_templates_the_one_for_tools_writes_conversations_that_have_some(
-    tmp_path: Path,
+    in_files: bool, tmp_path: Path
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -152,17 +153,29 @@ def test_of_several_templates_the_one_for_tools_writes_conversations_that_have_s
     usual = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = [
-        {"name": "default", "template": usual},
-        {"name": "tool_use", "template": WITH_TOOLS},
-    ]
+    named = {"default": usual, "tool_use": WITH_TOOLS, "rag": "{{ documents }}"}
+    settings["chat_template"] = [{"name": key, "template": text} for key, text in named.items()]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder)
-    for turns, tools in ((TURNS, None), (calling({"content": ""}), TOOLS)):
-        record = {"messages": turns, "tools": tools}
-        [encoded] = FileTokenizer(folder).encode([document_of(record, "text", "")])
-        expected = theirs.apply_chat_template(turns, tools=tools, return_dict=True)["input_ids"]
+    if in_files:
+        folder = tmp_path / "saved"
+        theirs.save_pretrained(folder)
+        assert (folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+        (folder / "additional_chat_templates" / "not-one.txt").write_text("x")
+    assert theirs.chat_template == named
+    records = [{"messages": TURNS}, {"messages": calling({"content": ""}), "tools": TOOLS}]
+    for record in records:
+        [[encoded]] = FileTokenizer(folder).encode([document_of(record, "text", "")])
+        expected = theirs.apply_chat_template(
+            record["messages"], tools=record.get("tools"), return_dict=True
+        )["input_ids"]
         assert encoded.tokens[:-1].tolist() == expected
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records * 9))
+    prepared(tmp_path / "a.jsonl", out=tmp_path / "out", tokenizer=folder)
+    kept: Any = PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert kept.chat_template == named and kept.eos_token == theirs.eos_token
+    [again] = FileTokenizer(tmp_path / "out").encode([document_of(records[1], "text", "")])
+    assert np.array_equal(again[0].tokens, encoded.tokens)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +223,7 @@ def test_a_token_that_the_assistant_shares_with_its_prompt_is_learned(tmp_path: 
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "word1x1 word1x2"}]
-    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    [[encoded]] = FileTokenizer(folder).encode([conversation(turns)])
     assert encoded.counted is not None
     learned = tokenizer.decode(encoded.tokens[encoded.counted].tolist())
     assert learned == " word1x1 word1x2\n"
@@ -221,7 +234,9 @@ def test_a_template_that_changes_what_it_wrote_is_refused(tmp_path: Path) -> Non
     (folder / "chat_template.jinja").write_text(
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    with pytest.raises(BadDataError, match="otherwise than turn after turn"):
+    with pytest.raises(
+        BadDataError, match="asks for answer 1 of a conversation with '1what is word1x1"
+    ):
         FileTokenizer(folder).encode([conversation(TURNS)])
 
 
@@ -265,7 +280,7 @@ def test_what_a_template_marks_is_learned_as_transformers_masks_it(
     theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
         TURNS, return_assistant_tokens_mask=True, return_dict=True
     )
-    [encoded] = FileTokenizer(folder).encode([conversation(TURNS)])
+    [[encoded]] = FileTokenizer(folder).encode([conversation(TURNS)])
     assert encoded.counted is not None
     num = len(theirs["input_ids"])
     assert encoded.tokens[:num].tolist() == theirs["input_ids"]
@@ -278,7 +293,7 @@ def test_of_marked_answers_those_of_weight_0_are_not_learned(tmp_path: Path) -> 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     turns = [TURNS[0], TURNS[1] | {"weight": 0}, *TURNS[2:]]
     (folder / "chat_template.jinja").write_text(MARKED["answers alone"])
-    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    [[encoded]] = FileTokenizer(folder).encode([conversation(turns)])
     learned = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
     assert learned == "likewise<|im_end|>"
     (folder / "chat_template.jinja").write_text(MARKED["nothing"])
@@ -336,7 +351,7 @@ def test_arguments_of_calls_that_are_json_within_a_string_are_written_once(
     )
     call = {"type": "function", "function": {"name": "f", "arguments": '{"town":"Oslo"}'}}
     turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    [[encoded]] = FileTokenizer(folder).encode([conversation(turns)])
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     found = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
     assert found == f"f{learned}<|im_end|>\n"
@@ -367,7 +382,7 @@ def test_content_in_parts_is_the_text_that_they_have(template: str, tmp_path: Pa
         }
         for role in ("user", "assistant")
     ]
-    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    [[encoded]] = FileTokenizer(folder).encode([conversation(turns)])
     written = tokenizer.decode(encoded.tokens.tolist())
     assert written.startswith("user: one two\nassistant: one two\n")
 
@@ -392,7 +407,7 @@ def test_what_a_model_thought_is_learned_by_whatever_name_it_has(
     theirs: Any = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
         turns, return_dict=True
     )
-    [encoded] = FileTokenizer(folder).encode([conversation(turns)])
+    [[encoded]] = FileTokenizer(folder).encode([conversation(turns)])
     assert encoded.tokens[:-1].tolist() == theirs["input_ids"]
     assert "let me see" in Tokenizer.from_file(str(folder / "tokenizer.json")).decode(
         encoded.tokens[encoded.counted].tolist()
@@ -402,10 +417,10 @@ def test_what_a_model_thought_is_learned_by_whatever_name_it_has(
 def test_a_template_may_leave_a_loop_as_those_of_transformers_may(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "chat", is_chat=True)
     path = folder / "chat_template.jinja"
-    plain = FileTokenizer(folder).encode([conversation(TURNS)])[0].tokens
+    plain = FileTokenizer(folder).encode([conversation(TURNS)])[0][0].tokens
     text = path.read_text()
     path.write_text("{% for m in messages %}{% break %}{% endfor %}" + text)
-    again = FileTokenizer(folder).encode([conversation(TURNS)])[0].tokens
+    again = FileTokenizer(folder).encode([conversation(TURNS)])[0][0].tokens
     assert np.array_equal(plain, again)
 
 

@@ -167,13 +167,13 @@ def test_of_a_prompt_and_its_completion_the_completion_is_learned(tmp_path: Path
     record = {"prompt": "what is wörd1x1? ", "completion": "it is a wörd"}
     document = document_of(record, "text", "")
     plain = document_of({"text": "what is wörd1x1? it is a wörd"}, "text", "")
-    [encoded, whole] = FileTokenizer(folder).encode([document, plain])
+    [[encoded], [whole]] = FileTokenizer(folder).encode([document, plain])
     assert encoded.counted is not None
     assert encoded.tokens.tolist() == whole.tokens.tolist()
     learned = tokenizer.decode(encoded.tokens[encoded.counted].tolist(), skip_special_tokens=False)
     assert learned == f"it is a wörd{END}"
     assert encoded.text_bytes == len("it is a wörd".encode())
-    [as_bytes] = ByteTokenizer().encode([document])
+    [[as_bytes]] = ByteTokenizer().encode([document])
     assert as_bytes.counted is not None
     assert bytes(as_bytes.tokens[as_bytes.counted].tolist()).decode() == "it is a wörd\0"
 
@@ -186,7 +186,7 @@ def test_a_long_answer_is_learned_beyond_what_is_encoded_at_once(
     monkeypatch.setattr("node.island.data.tokenizing.LONGEST_ENCODED", 64)
     monkeypatch.setattr("node.island.data.tokenizing.PIECE_ENCODED", 32)
     prompt, completion = "what is it?\n" * 9, "it is a word\n" * 30
-    [encoded] = FileTokenizer(folder).encode(
+    [[encoded]] = FileTokenizer(folder).encode(
         [document_of({"prompt": prompt, "completion": completion}, "text", "")]
     )
     assert encoded.counted is not None
@@ -232,6 +232,40 @@ def test_a_field_may_lie_within_others(tmp_path: Path) -> None:
         assert [each.text for each in read(tmp_path / name, "raw.of.text")] == texts
     (tmp_path / "b.jsonl").write_text(json.dumps({"raw.text": "as it is", "raw": {"text": "no"}}))
     assert read(tmp_path / "b.jsonl", "raw.text")[0].text == b"as it is"
+
+
+def write_both(folder: Path, record: dict[str, Any]) -> list[Path]:
+    """A record as a line and as a table."""
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), folder / "a.parquet")
+    (folder / "a.jsonl").write_text(json.dumps(record))
+    return [folder / "a.parquet", folder / "a.jsonl"]
+
+
+def test_a_field_that_was_named_is_there_or_refused(tmp_path: Path) -> None:
+    others = {"prompt": "a", "completion": "b", "messages": MESSAGES}
+    for path in write_both(tmp_path, others):
+        for field in ("contnet", "raw.text", "conversations"):
+            with pytest.raises(BadDataError, match=f"no (column )?'{field}'; .* '?completion"):
+                read(path, field)
+        assert read(path, "completion")[0].text == b"b"
+        assert read(path)[0].messages == tuple(MESSAGES)
+    for path in write_both(tmp_path, {**others, "content": None}):
+        assert read(path, "content")[0].messages == tuple(MESSAGES)
+
+
+@pytest.mark.parametrize("field", ["talk", "raw.talk", "messages", "conversations"])
+def test_a_field_may_have_messages(field: str, tmp_path: Path) -> None:
+    told = [*MESSAGES, {"role": "user", "content": "told"}]
+    first, _, rest = field.partition(".")
+    record: dict[str, Any] = {"messages": MESSAGES, "conversations": MESSAGES}
+    record |= {"system": "be terse", first: {rest: told} if rest else told}
+    for path in write_both(tmp_path, record):
+        [document] = read(path, field)
+        assert [*document.messages[-len(told) :]] == told
+        assert document.messages[0] == {"role": "system", "content": "be terse"}
+    texts = {"messages": json.dumps(MESSAGES), "conversations": json.dumps(told)}
+    for path in write_both(tmp_path, texts):
+        assert read(path, "conversations")[0].messages == tuple(told)
 
 
 @pytest.mark.parametrize("separator", [",", "\t"])
@@ -294,6 +328,6 @@ def test_what_datasets_has_made_of_its_own_files_is_not_read_beside_them(tmp_pat
 def test_masks_of_answers_are_those_of_bytes_counted_by_hand() -> None:
     records = [{"prompt": "é" * i, "completion": "x" * (i + 1)} for i in range(5)]
     found = ByteTokenizer().encode([document_of(each, "text", "") for each in records])
-    for i, each in enumerate(found):
+    for i, [each] in enumerate(found):
         counted = np.ones(len(each.tokens), bool) if each.counted is None else each.counted
         assert counted.sum() == i + 2 and not counted[: 2 * i].any()

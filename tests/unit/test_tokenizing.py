@@ -26,7 +26,7 @@ def test_a_document_begins_with_what_its_tokenizer_puts_before_a_text(
         single=template, special_tokens=special
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    [encoded] = FileTokenizer(folder).encode([Document(text=b"word1x1 word1x2")])
+    [[encoded]] = FileTokenizer(folder).encode([Document(text=b"word1x1 word1x2")])
     asked = tokenizer.encode("word1x1 word1x2").ids
     assert encoded.tokens.tolist() == asked + [tokenizer.token_to_id(END)] * (
         asked[-1] != tokenizer.token_to_id(END)
@@ -39,15 +39,15 @@ def test_a_long_text_is_encoded_a_piece_at_a_time_and_stays_one_document(
 ) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     documents = [Document(text=each.encode()) for each in ("before", text, "behind")]
-    whole = [each.tokens.tolist() for each in FileTokenizer(folder).encode(documents)]
+    whole = [each.tokens.tolist() for [each] in FileTokenizer(folder).encode(documents)]
     monkeypatch.setattr(tokenizing, "LONGEST_ENCODED", 64)
     monkeypatch.setattr(tokenizing, "PIECE_ENCODED", 64)
     assert len(tokenizing._pieces_of(text)) > 4
     found = FileTokenizer(folder).encode(documents)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [tokenizer.decode(each.tokens.tolist(), skip_special_tokens=False) for each in found]
+    texts = [tokenizer.decode(each.tokens.tolist(), skip_special_tokens=False) for [each] in found]
     assert texts == [f"before{END}", f"{text}{END}", f"behind{END}"]
-    assert "x" * 99 in text or [each.tokens.tolist() for each in found] == whole
+    assert "x" * 99 in text or [each.tokens.tolist() for [each] in found] == whole
 
 
 @pytest.mark.parametrize("settings", [{}, {"added_tokens_decoder": {}}], ids=["older", "newer"])
@@ -63,7 +63,7 @@ def test_special_tokens_are_found_where_transformers_looks_for_them(
     )
     theirs = AutoTokenizer.from_pretrained(folder)
     talk = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
-    [encoded] = FileTokenizer(folder).encode([Document(text=b"x", messages=talk)])
+    [[encoded]] = FileTokenizer(folder).encode([Document(text=b"x", messages=talk)])
     text = theirs.apply_chat_template(list(talk), tokenize=False)
     assert encoded.tokens.tolist() == theirs(text, add_special_tokens=False).input_ids
     assert encoded.tokens[-1] == theirs.eos_token_id

@@ -1,6 +1,7 @@
 """Conversations written out by a tokenizer's chat template, in Jinja as transformers has it.
 
-Which letters of it are to be learned is told beside: by the template's own marks, or by what each turn adds.
+Which letters of it are to be learned is told beside: by the template's own marks, or by what each answer adds
+to the prompt that asks for it.
 """
 
 import json
@@ -53,6 +54,11 @@ class _Marks(Extension):
         return BEGIN_MARK + caller() + END_MARK
 
 
+Span = tuple[int, int]
+Written = tuple[str, list[Span]]
+"""A text, and where in it stands what is to be learned."""
+
+
 class ChatTemplate:
     """A chat template with the tokens that it has names for."""
 
@@ -73,42 +79,91 @@ class ChatTemplate:
                 next_step="correct chat_template.jinja in the tokenizer's folder",
             ) from error
         self._has_marks = getattr(environment, "has_marks", False)
-        self._names = names
+        self._source, self._names = source, names
         self._takes_parts = self._writes_parts_as_text()
         self._takes_objects = self._writes_arguments_of_calls()
 
-    def written_out(self, document: Document) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation as text, and where in it stands what is to be learned.
+    def written_out(self, document: Document) -> list[Written]:
+        """A conversation as one text, or as several where its template writes earlier answers otherwise.
 
-        Where a template marks that, its marks count. Else it is what an answer adds to the text up to it,
-        with the prompt that asks for it, and so with the end of the turn. Raises BadDataError where a
-        template does not write turn after turn, or marks something else than answers.
+        Where a template marks what is learned, its marks count. Else it is what an answer adds to the prompt
+        that asks for it, both as the conversation up to this answer is written: so a model is asked later.
+        Where what follows an answer changes how it stands, as one that loses what was thought before it,
+        the answer ends a text of its own. Raises BadDataError where answers cannot be told from the rest or
+        are not written whole, or where marks are something else than answers.
         """
         messages = [self._taken(each) for each in document.messages]
         whole = self._rendered(messages, document.given)
         _check_all_is_written(whole, messages, document.given)
         if self._has_marks:
-            return _without_marks(whole, document)
-        spans = []
+            if document.learned[-1]:
+                _check_thought(messages[-1], whole)
+            return [_without_marks(whole, document)]
+        found: list[Written] = []
         for i, is_learned in enumerate(document.learned):
-            if not is_learned:
-                continue
-            before = self._rendered(messages[:i], document.given, add_generation_prompt=True)
-            after = (
-                whole
-                if i == len(messages) - 1
-                else self._rendered(messages[: i + 1], document.given)
+            if is_learned:
+                text, span = self._answer(messages[: i + 1], document.given)
+                if found and (spans := self._continued(found[-1], text)) is not None:
+                    found[-1] = text, [*spans, span]
+                else:
+                    found.append((text, [span]))
+        if not found:
+            return [(whole, [])]
+        if whole.startswith(found[-1][0]):  # whoever has the last word is read, too
+            found[-1] = whole, found[-1][1]
+        return found
+
+    def _answer(self, messages: list[dict[str, Any]], given: dict[str, Any]) -> tuple[str, Span]:
+        """A conversation that ends with an answer, and where that stands; it includes the end of the turn."""
+        text = self._rendered(messages, given)
+        try:
+            before = self._rendered(messages[:-1], given, add_generation_prompt=True)
+        except BadDataError as error:
+            if any(each["role"] == "user" for each in messages[:-1]):
+                raise
+            raise _unasked() from error
+        begins = _num_common(before, text)
+        _check_thought(messages[-1], text[begins:])
+        if begins < len(before):
+            raise self._asked_otherwise(before[begins:], text[begins:], messages)
+        return text, (len(before), len(text))
+
+    def _asked_otherwise(
+        self, asked: str, written: str, messages: list[dict[str, Any]]
+    ) -> BadDataError:
+        """What to say where an answer does not begin with the prompt that asks for it."""
+        if len(messages) == 1:
+            return _unasked()
+        has_thought = json.dumps(bool(_thought_of(messages[-1])))
+        answers = [each["role"] == "assistant" for each in messages]
+        if all(answers[-2:]):
+            next_step = "join answers that follow one another into one message"
+        elif "enable_thinking" in self._source:
+            next_step = (
+                f'let the record have "chat_template_kwargs": {{"enable_thinking": {has_thought}}}, or '
+                f"{_MARK_IT}"
             )
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise BadDataError(
-                    "the chat template writes a conversation otherwise than turn after turn, so what the "
-                    "assistant says cannot be told from the rest",
-                    next_step="put a template that marks it with {% generation %} in the place of "
-                    "chat_template.jinja, such as trl/chat_templates/*_training.jinja of the package trl, or "
-                    "write the conversations as text yourself, as {'text': …}",
-                )
-            spans.append((len(before), len(after)))
-        return whole, spans
+        else:
+            next_step = _MARK_IT
+        return BadDataError(
+            f"the chat template asks for answer {sum(answers)} of a conversation with {asked[:40]!r}, and "
+            f"writes {written[:40]!r} in its place once the answer is there, so what is learned would not be "
+            "what is asked for",
+            next_step=next_step,
+        )
+
+    def _continued(self, earlier: Written, text: str) -> list[Span] | None:
+        """What is learned of an earlier text where another goes on from it; None where it does not.
+
+        Some templates write the end of a text behind the last turn, whoever has it: Phi's do.
+        """
+        before, spans = earlier
+        if text.startswith(before):
+            return spans
+        open_end = before.removesuffix(self._names["eos_token"] or "")
+        if open_end == before or not text.startswith(open_end):
+            return None
+        return [*spans[:-1], (spans[-1][0], len(open_end))]
 
     def _writes_parts_as_text(self) -> bool:
         """Whether content may be a list of parts; most templates would write that list as Python shows it."""
@@ -214,7 +269,48 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _without_marks(marked: str, document: Document) -> tuple[str, list[tuple[int, int]]]:
+def _thought_of(message: dict[str, Any]) -> str:
+    """What an answer says that it thought, by a key or within <think>; empty where it does not."""
+    thought, content = message.get("reasoning_content"), message.get("content")
+    if not isinstance(thought, str) and isinstance(content, str) and "</think>" in content:
+        thought = content.split("</think>")[0].rpartition("<think>")[2]
+    return thought.strip() if isinstance(thought, str) else ""
+
+
+def _num_common(one: str, other: str) -> int:
+    """How many letters two texts begin with alike."""
+    if other.startswith(one):
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _unasked() -> BadDataError:
+    return BadDataError(
+        "a conversation begins with an answer, and the chat template asks for one after a user only",
+        next_step="leave that answer out, or write 'train': false into it: it is read then, and not learned",
+    )
+
+
+def _check_thought(answer: dict[str, Any], written: str) -> None:
+    """Raises BadDataError for a template that leaves out what was thought before a learned answer."""
+    thought = _thought_of(answer)
+    if thought not in written:
+        raise BadDataError(
+            f"the chat template does not write what was thought before an answer: {thought[:40]!r}",
+            next_step="take a template that does, as chat_template.jinja in the tokenizer's folder (the "
+            "package trl has some, trl/chat_templates/*_training.jinja), or leave it out of the messages",
+        )
+
+
+_MARK_IT = (
+    "put a template that marks answers with {% generation %} in the place of chat_template.jinja, such as "
+    "trl/chat_templates/*_training.jinja of the package trl, or write the conversations as text yourself, as "
+    "{'text': …}"
+)
+
+
+def _without_marks(marked: str, document: Document) -> Written:
     """The text, and what lay between marks. Raises BadDataError where marks are not one for each answer.
 
     That is asked only where some answers are not learned.
@@ -224,7 +320,7 @@ def _without_marks(marked: str, document: Document) -> tuple[str, list[tuple[int
             "a conversation has U+FDD0 or U+FDD1 in it, which are no characters",
             next_step="remove them: Unicode keeps them from being exchanged",
         )
-    spans: list[tuple[int, int]] = []
+    spans: list[Span] = []
     pieces: list[str] = []
     length = 0
     for piece in marked.split(BEGIN_MARK):

@@ -18,6 +18,7 @@ from protocol.terminal import console
 
 if TYPE_CHECKING:
     from node.island.data.manifest import Manifest, State
+    from node.island.data.shard_writing import InSeveral
 
 LINE_SECONDS = 10.0
 """How often progress is told where nobody sees a line change."""
@@ -62,7 +63,7 @@ def _share_or_files(held_out: tuple[str, ...]) -> tuple[float, tuple[str, ...]]:
     "--field",
     default="text",
     show_default=True,
-    help="The key or column that has the text; raw.text is that of 'text' within 'raw'.",
+    help="The key or column that has the text or the messages; raw.text is that of 'text' within 'raw'.",
 )
 @click.option(
     "--held-out",
@@ -184,6 +185,8 @@ def prepare(
     progress.end()
     if repeated:
         _tell_sources(repeated, made.tokens_of)
+    if made.in_several.num_conversations:
+        _tell_several(made.in_several)
     _tell(out, made.manifest, num_empty=made.num_empty)
 
 
@@ -215,6 +218,15 @@ def _tell_sources(repeated: tuple[tuple[str, float], ...], tokens_of: dict[str, 
                 f"{named.get(source, 'others, once')}: {console.count_in_words(num_tokens)} tokens to train "
                 f"on, {num_tokens / total:.1%} of all"
             )
+
+
+def _tell_several(several: "InSeveral") -> None:
+    """What such a chat template costs, once for all."""
+    click.echo(
+        f"{several.num_conversations:,} conversations became {several.num_documents:,} documents with "
+        f"{several.num_tokens / several.num_tokens_once:.1f} times their tokens: their chat template writes "
+        "earlier answers otherwise once others follow"
+    )
 
 
 @contextmanager

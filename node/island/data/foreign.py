@@ -30,7 +30,7 @@ from node.island.data.manifest import (
     piece_digests,
     pieces_of_file,
 )
-from node.island.data.tokenizing import FileTokenizer, tokenizer_files
+from node.island.data.tokenizing import FileTokenizer, kept_of_tokenizer, tokenizer_files
 from protocol.errors import BadDataError, CannotCreateError, UsageError
 from protocol.files.durable import is_taken, refusing, whole_folder
 
@@ -89,9 +89,9 @@ def adopt(wanted: Adopted, *, on_state: Callable[[State], None]) -> Manifest:
             next_step="prepare those of each size apart",
         )
     tokenizer = None
-    copied: dict[str, Path] = {}
+    copied: dict[str, bytes] = {}
     if wanted.tokenizer is not None:
-        copied = tokenizer_files(wanted.tokenizer)
+        copied = kept_of_tokenizer(tokenizer_files(wanted.tokenizer))
         folder = wanted.tokenizer if wanted.tokenizer.is_dir() else wanted.tokenizer.parent
         tokenizer = FileTokenizer(folder, end_of_document=wanted.end_of_document)
     vocab_size = wanted.vocab_size or (None if tokenizer is None else tokenizer.vocab_size)
@@ -103,8 +103,8 @@ def adopt(wanted: Adopted, *, on_state: Callable[[State], None]) -> Manifest:
     with whole_folder(wanted.out) as building, refusing(wanted.out):
         building.chmod(0o755)
         entries: dict[str, FileEntry] = {}
-        for name, path in copied.items():
-            (building / name).write_bytes(path.read_bytes())
+        for name, content in copied.items():
+            (building / name).write_bytes(content)
             entries[name] = entry_of_file(building / name)
         shards: dict[Split, list[ShardEntry]] = {"training": [], "held_out": []}
         everything = [*files, *held_out_files]

@@ -6,11 +6,11 @@ and then the folder takes its name. What comes out depends on the input and the 
 number of processes or on what was interrupted.
 """
 
+import functools
 import json
 import math
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,6 +46,7 @@ from node.island.data.manifest import (
 from node.island.data.shard_writing import (
     HASHES,
     Encoding,
+    InSeveral,
     Receipt,
     ShardJob,
     ShardWriter,
@@ -54,7 +55,12 @@ from node.island.data.shard_writing import (
     token_bytes_of,
     write_shard,
 )
-from node.island.data.tokenizing import Encoded, Tokenizer, tokenizer_files
+from node.island.data.tokenizing import (
+    Encoded,
+    Tokenizer,
+    kept_of_tokenizer,
+    tokenizer_files,
+)
 from protocol.errors import (
     AtollError,
     BadDataError,
@@ -104,6 +110,7 @@ class Prepared:
 
     manifest: Manifest
     num_empty: int
+    in_several: InSeveral
     tokens_of: dict[str, int]  # to train on, for each pattern that is repeated; "" has the others'
 
 
@@ -116,7 +123,9 @@ def prepare(
             f"{wanted.out} is there already",
             next_step="choose another folder with --out, or remove it",
         )
-    copied = {} if wanted.tokenizer is None else tokenizer_files(wanted.tokenizer)
+    copied = (
+        {} if wanted.tokenizer is None else kept_of_tokenizer(tokenizer_files(wanted.tokenizer))
+    )
     for line in passed_over((*wanted.inputs, *wanted.held_out_inputs)):
         say(line)
     jobs = plan_jobs(wanted)
@@ -136,9 +145,9 @@ def prepare(
             row=wanted.row,
         )
         _begin(work, _identity(wanted, jobs, copied), say)
-        for name, path in copied.items():
+        for name, content in copied.items():
             with refusing(work / name):
-                shutil.copyfile(path, work / name)
+                (work / name).write_bytes(content)
         tokenizer = encoding.opened()  # what is wrong with it is told before any work
         receipts = _write_all(work, jobs, encoding, wanted.jobs, on_state)
         if not wanted.held_out_inputs:
@@ -172,6 +181,9 @@ def prepare(
     return Prepared(
         manifest=manifest,
         num_empty=sum(receipt.num_empty for receipt in receipts),
+        in_several=functools.reduce(
+            InSeveral.plus, (receipt.in_several for receipt in receipts), InSeveral()
+        ),
         tokens_of={
             source: sum(receipt.tokens_of.get(source, 0) for receipt in receipts)
             for source in (*(pattern for pattern, _ in wanted.repeated), "")
@@ -257,12 +269,12 @@ def _readings(
                 yield file, source, repetition, min(1.0, times - repetition)
 
 
-def _identity(wanted: Wanted, jobs: Sequence[ShardJob], copied: dict[str, Path]) -> str:
+def _identity(wanted: Wanted, jobs: Sequence[ShardJob], copied: Mapping[str, bytes]) -> str:
     """Of the input and all options that the result depends on."""
     options = replace(wanted, inputs=(), out=Path(), tokenizer=None, held_out_inputs=(), jobs=1)
     hasher = blake3.blake3(repr(options).encode())
-    for name, path in sorted(copied.items()):
-        hasher.update(name.encode() + blake3.blake3(path.read_bytes()).digest())
+    for name, content in sorted(copied.items()):
+        hasher.update(name.encode() + blake3.blake3(content).digest())
     times: dict[Path, int] = {}
     for job in jobs:
         for part in job.parts:

@@ -30,6 +30,7 @@ class Document:
     where: str = field(default="", compare=False)  # the file, and the byte that it begins at
 
 
+TEXT = "text"
 MESSAGES, CONVERSATIONS = "messages", "conversations"
 PROMPT, COMPLETION = "prompt", "completion"
 TOOLS, TEMPLATE_ARGUMENTS, SYSTEM = "tools", "chat_template_kwargs", "system"
@@ -70,10 +71,12 @@ _OTHER_SHAPES: tuple[tuple[frozenset[str], str], ...] = (
 def columns_of(names: Sequence[str], field: str, path: Path) -> list[str]:
     """Columns that documents are made of; raises BadDataError where none has a text or a conversation."""
     own = field if field in names else field.partition(".")[0]
-    if {own, MESSAGES, CONVERSATIONS} & set(names) or {PROMPT, COMPLETION} <= set(names):
+    is_other = {MESSAGES, CONVERSATIONS} & set(names) or {PROMPT, COMPLETION} <= set(names)
+    if own in names or (field == TEXT and is_other):
         return [each for each in dict.fromkeys((own, *_OF_RECORDS)) if each in names]
+    without = ", and no 'messages'" if field == TEXT else ""
     raise BadDataError(
-        f"{path}: no column {field!r}, and no 'messages'; there are {', '.join(sorted(names)) or 'none'}",
+        f"{path}: no column {field!r}{without}; there are {', '.join(sorted(names)) or 'none'}",
         next_step=_how_else(names, "COLUMN") + f"; to leave the file out, {SOME_OF_A_FOLDER}",
     )
 
@@ -91,18 +94,29 @@ def _how_else(names: Collection[str], what: str) -> str:
 def document_of(record: dict[str, Any], field: str, place: str) -> Document:
     """A record's text, its answer to a prompt, or its conversation. Raises BadDataError for one without.
 
-    One with nothing in its place has an empty text.
+    One with nothing in its place has an empty text. A field other than `text` was named by somebody, so it
+    has to be there, and may have messages.
     """
-    text = _value_at(record, field)
-    if isinstance(text, str):
+    text, is_there = _value_at(record, field), _has_place(record, field)
+    talks = (field,) if field in (MESSAGES, CONVERSATIONS) else (MESSAGES, CONVERSATIONS)
+    if isinstance(text, str) and field not in talks:
         return Document(text=_encoded(text, place), where=place)
-    for key in (MESSAGES, CONVERSATIONS):
+    if isinstance(text, list) and field not in (TEXT, *talks):
+        within = {} if field in record else _value_at(record, field.rpartition(".")[0])
+        return _conversation({**record, **within}, text, place)
+    if field != TEXT and not is_there:
+        raise BadDataError(
+            f"{place}: the record has no {field!r}; its keys are {', '.join(map(repr, record)) or 'none'}",
+            next_step="name the key that has the text or the messages with --field KEY, or write null there "
+            "in records that have none",
+        )
+    for key in talks:
         if (turns := record.get(key)) is not None:
             turns = _from_json(turns, key, place) or []
             return _conversation(record, _of_kind(turns, list, key, place), place)
     if record.keys() >= {PROMPT, COMPLETION}:
         return _answer(record, place)
-    if text is None and (_has_place(record, field) or record.keys() & {MESSAGES, CONVERSATIONS}):
+    if text is None and (is_there or record.keys() & {MESSAGES, CONVERSATIONS}):
         return Document(text=b"", where=place)
     if isinstance(text, bytes):
         raise BadDataError(

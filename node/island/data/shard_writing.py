@@ -20,7 +20,13 @@ import numpy.typing as npt
 from pydantic import Field
 
 from node.island.data.documents import Part, documents_of
-from node.island.data.manifest import OFFSET_BYTES, PIECE_BYTES, FileEntry, ShardEntry
+from node.island.data.manifest import (
+    OFFSET_BYTES,
+    PIECE_BYTES,
+    Count,
+    FileEntry,
+    ShardEntry,
+)
 from node.island.data.records import Document
 from node.island.data.tokenizing import ByteTokenizer, Encoded, FileTokenizer, Tokenizer
 from protocol.files.durable import refusing
@@ -155,6 +161,31 @@ class ShardJob:
         return sum(part.num_bytes for part in self.parts)
 
 
+class InSeveral(Section):
+    """Conversations that became several documents each: their template writes earlier answers otherwise."""
+
+    num_conversations: Count = 0
+    num_documents: Count = 0
+    num_tokens: Count = 0  # of all these documents
+    num_tokens_once: Count = 0  # of the last one of each conversation
+
+    def plus(self, other: "InSeveral") -> "InSeveral":
+        """Both together."""
+        ours, theirs = self.model_dump(), other.model_dump()
+        return InSeveral(**{key: ours[key] + theirs[key] for key in ours})
+
+    @classmethod
+    def of(cls, documents: list[Encoded]) -> "InSeveral":
+        """What one conversation became."""
+        sizes = [len(each.tokens) for each in documents]
+        return cls(
+            num_conversations=1,
+            num_documents=len(sizes),
+            num_tokens=sum(sizes),
+            num_tokens_once=sizes[-1],
+        )
+
+
 class Receipt(Section):
     """What a finished job has written."""
 
@@ -163,6 +194,7 @@ class Receipt(Section):
     files: dict[str, FileEntry]
     num_documents: int  # each once, however often it is repeated
     num_empty: int  # of them: those without text, which are left out
+    in_several: InSeveral  # of them, too
     tokens_of: dict[str, int]  # to be learned in training, for each source
     least_hash: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")] | None  # of its documents
 
@@ -307,28 +339,29 @@ def write_shard(
         False: ShardWriter(folder, name, token_bytes=token_bytes),
         True: ShardWriter(folder, f"{name}.held-out", token_bytes=token_bytes),
     }
-    num_documents, num_empty, least_hash = 0, 0, HASHES
+    num_documents, num_empty, least_hash, in_several = 0, 0, HASHES, InSeveral()
     tokens_of = dict.fromkeys((part.source for part in job.parts), 0)
     for gathered in _gathered(job.parts, encoding.field, tell):
         num_documents += sum(not part.repetition for part, _ in gathered)
         num_empty += sum(not (part.repetition or document.text) for part, document in gathered)
         kept = [(part, each) for part, each in gathered if each.text and _is_taken(each, part)]
-        encoded_documents = tokenizer.encode([document for _, document in kept])
-        for (part, document), encoded in zip(kept, encoded_documents, strict=True):
+        all_encoded = tokenizer.encode([document for _, document in kept])
+        for (part, document), encoded in zip(kept, all_encoded, strict=True):
             value = hash_of(document)
             least_hash = min(least_hash, value)
-            if encoding.end_held_out is not None:
-                beginning, end = _cut(encoded, encoding.end_held_out)
-                writers[False].add(beginning)
-                tokens_of[part.source] += beginning.num_counted
-                if not part.repetition:
-                    writers[True].add(end)
-                continue
+            if len(encoded) > 1 and not part.repetition:
+                in_several = in_several.plus(InSeveral.of(encoded))
             is_held_out = job.is_held_out or value < encoding.held_out_below
-            if not is_held_out:
-                tokens_of[part.source] += encoded.num_counted
-            if not (is_held_out and part.repetition):  # what is measured is measured once
-                writers[is_held_out].add(encoded)
+            trained, kept_back = ([], encoded) if is_held_out else (encoded, [])
+            if encoding.end_held_out is not None:
+                beginning, end = _cut(encoded[-1], encoding.end_held_out)
+                trained, kept_back = [*encoded[:-1], beginning], [end]
+            for one in trained:
+                tokens_of[part.source] += one.num_counted
+                writers[False].add(one)
+            if not part.repetition:  # what is measured is measured once
+                for one in kept_back:
+                    writers[True].add(one)
     files: dict[str, FileEntry] = {}
     shards: dict[bool, ShardEntry | None] = {}
     for held_out, writer in writers.items():
@@ -354,6 +387,7 @@ def write_shard(
         files=files,
         num_documents=num_documents,
         num_empty=num_empty,
+        in_several=in_several,
         tokens_of=tokens_of,
         least_hash=None if least_hash == HASHES else f"{least_hash:016x}",
     )

@@ -8,6 +8,7 @@ only what the assistant says is to be learned.
 import itertools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +23,7 @@ from node.island.data.records import Document
 from protocol.errors import BadDataError, ConfigError, NoInputError, UsageError
 
 if TYPE_CHECKING:
-    from node.island.data.chat import ChatTemplate
+    from node.island.data.chat import ChatTemplate, Span
 
 
 def tokenizer_folder(cache: Path, digest: str | None) -> Path:
@@ -32,12 +33,13 @@ def tokenizer_folder(cache: Path, digest: str | None) -> Path:
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
+_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 COPIED_FILES = (
     TOKENIZER_FILE,
     TOKENIZER_SETTINGS,
     _SPECIAL_TOKENS,
-    "chat_template.jinja",
+    _TEMPLATE,
     "generation_config.json",
 )
 """What of a tokenizer's folder is kept beside its tokens, for export and for text out."""
@@ -68,8 +70,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_document: int
 
-    def encode(self, documents: list[Document]) -> list[Encoded]:
-        """Documents with their ends. Raises BadDataError for one that is no text."""
+    def encode(self, documents: list[Document]) -> list[list[Encoded]]:
+        """Each document with its end; a conversation may become several. Raises BadDataError for no text."""
 
 
 class ByteTokenizer:
@@ -78,9 +80,9 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_document = 0
 
-    def encode(self, documents: list[Document]) -> list[Encoded]:
+    def encode(self, documents: list[Document]) -> list[list[Encoded]]:
         """See Tokenizer."""
-        return [self._encoded(document) for document in documents]
+        return [[self._encoded(document)] for document in documents]
 
     def _encoded(self, document: Document) -> Encoded:
         if document.messages:
@@ -132,7 +134,7 @@ class FileTokenizer:
             next_step="name it with --end-of-document TOKEN",
         )
 
-    def encode(self, documents: list[Document]) -> list[Encoded]:
+    def encode(self, documents: list[Document]) -> list[list[Encoded]]:
         """See Tokenizer."""
         self._tokenizer.encode_special_tokens = True  # as letters, in spite of its name
         plain = iter(self._plain([_text_of(each) for each in documents if not _has_parts(each)]))
@@ -141,9 +143,9 @@ class FileTokenizer:
         return [
             self._conversation(document)
             if document.messages
-            else next(answers)
+            else [next(answers)]
             if document.prompt_bytes
-            else Encoded(tokens=next(plain), counted=None, text_bytes=len(document.text))
+            else [Encoded(tokens=next(plain), counted=None, text_bytes=len(document.text))]
             for document in documents
         ]
 
@@ -182,7 +184,7 @@ class FileTokenizer:
             text_bytes=len(document.text) - document.prompt_bytes,
         )
 
-    def _conversation(self, document: Document) -> Encoded:
+    def _conversation(self, document: Document) -> list[Encoded]:
         has_tools = bool(document.given.get("tools"))
         template = self._templates.get(_FOR_TOOLS if has_tools else _USUAL)
         if template is None:
@@ -191,11 +193,14 @@ class FileTokenizer:
                 next_step="add chat_template.jinja to its folder, and name the folder with --tokenizer",
             )
         try:
-            text, spans = template.written_out(document)
+            texts = template.written_out(document)
         except BadDataError as error:
             raise BadDataError(
                 f"{document.where}: {error.what}", next_step=error.next_step
             ) from error
+        return [self._written_out(text, spans) for text, spans in texts]
+
+    def _written_out(self, text: str, spans: "list[Span]") -> Encoded:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         counted = _within(encoding, spans)
         tokens = np.array(encoding.ids, np.uint32)
@@ -214,7 +219,7 @@ def _has_parts(document: Document) -> bool:
     return bool(document.messages or document.prompt_bytes)
 
 
-def _within(encoding: Any, spans: list[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+def _within(encoding: Any, spans: "list[Span]") -> npt.NDArray[np.bool_]:
     """Which tokens have a letter of one of the spans."""
     begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     counted = np.zeros(len(begins), np.bool_)
@@ -230,17 +235,11 @@ _USUAL, _FOR_TOOLS = "default", "tool_use"
 
 def _chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatTemplate]":
     """The usual template of a tokenizer's folder and the one for tools, which may be the same."""
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if source is None:
+    sources = _templates_in_files(folder) or _templates_in(config)
+    if not sources:
         return {}
     from node.island.data.chat import ChatTemplate
 
-    sources = (
-        {each["name"]: each["template"] for each in source}
-        if isinstance(source, list)
-        else {_USUAL: str(source)}
-    )
     names = {key: value for key, value in config.items() if key.endswith("_token")}
     found = {
         name: ChatTemplate(sources[name], {"bos_token": "", "eos_token": "", **names})
@@ -248,6 +247,21 @@ def _chat_templates_of(folder: Path, config: dict[str, Any]) -> "dict[str, ChatT
         if name in sources
     }
     return {_FOR_TOOLS: found[_USUAL], **found} if _USUAL in found else found
+
+
+def _templates_in_files(folder: Path) -> dict[str, str]:
+    """Chat templates by their names, which transformers puts before those of the settings."""
+    more = sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))
+    files = {_USUAL: folder / _TEMPLATE, **{path.stem: path for path in more}}
+    return {name: path.read_text("utf-8") for name, path in files.items() if path.is_file()}
+
+
+def _templates_in(config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates of a tokenizer's settings: one, or a list of several with their names."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        return {each["name"]: each["template"] for each in found}
+    return found if isinstance(found, dict) else {} if found is None else {_USUAL: str(found)}
 
 
 LONGEST_ENCODED = DOCUMENT_BYTES + LONGEST_LINE_BYTES
@@ -354,3 +368,22 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
         next_step="name a tokenizer.json, or a folder with one; transformers writes it with "
         "'AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER)'",
     )
+
+
+def kept_of_tokenizer(files: Mapping[str, Path]) -> dict[str, bytes]:
+    """What `tokenizer_files` names, as it is kept: side by side.
+
+    Chat templates of a folder beside them go into the settings, all that there are, as transformers has
+    written them before; both forms mean the same to it.
+    """
+    kept = {name: path.read_bytes() for name, path in files.items()}
+    folder = files[TOKENIZER_FILE].parent
+    if TOKENIZER_SETTINGS in files and (folder / _MORE_TEMPLATES).is_dir():
+        named = _templates_in_files(folder) or _templates_in(
+            _object_in(folder / TOKENIZER_SETTINGS)
+        )
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        settings = _object_in(folder / TOKENIZER_SETTINGS) | {"chat_template": templates}
+        kept[TOKENIZER_SETTINGS] = json.dumps(settings, indent=2, ensure_ascii=False).encode()
+        kept.pop(_TEMPLATE, None)
+    return kept
