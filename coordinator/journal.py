@@ -182,14 +182,19 @@ def _held_out(before: SwarmState, after: SwarmState) -> Iterator[News]:
     for held_out in after.held_out[len(before.held_out) :]:
         own: dict[str, object] = {}
         if held_out.metric is not None:
-            own["metric"] = round(held_out.metric, 4)
+            own["metric"] = _digits(held_out.metric)
         if held_out.holders:
             own["holders"] = {
-                name_of(after, one.node_id): round(one.loss, 4) for one in held_out.holders
+                name_of(after, one.node_id): _digits(one.loss) for one in held_out.holders
             }
         yield _news(
-            "info", "evaluated", round=held_out.round, held_out_loss=round(held_out.loss, 4), **own
+            "info", "evaluated", round=held_out.round, held_out_loss=_digits(held_out.loss), **own
         )
+
+
+def _digits(value: float) -> float:
+    """For the log: losses of one's own may be of any size."""
+    return float(f"{value:.6g}")
 
 
 def _alike(before: SwarmState, after: SwarmState) -> Iterator[News]:

@@ -20,6 +20,7 @@ from protocol.terminal import console
 from protocol.terminal.query import StatusLink, print_fitting
 from protocol.trust.credentials import Credentials
 from protocol.wire.rounds import CorpusSummary, Digest
+from protocol.wire.vitals import loss_in_words
 
 if TYPE_CHECKING:
     from node.link.calls import RunOver
@@ -259,8 +260,8 @@ def row_of(one: Listed) -> tuple[str, ...]:
     """For people."""
     return (
         str(one.round),
-        "-" if one.loss is None else f"{one.loss:.3f}",
-        "-" if one.held_out is None else f"{one.held_out:.3f}",
+        "-" if one.loss is None else loss_in_words(one.loss),
+        "-" if one.held_out is None else loss_in_words(one.held_out),
         "-" if one.tokens is None else console.count_in_words(one.tokens),
         console.bytes_in_words(one.num_bytes),
         one.digest[:12] or "-",

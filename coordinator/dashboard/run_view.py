@@ -55,7 +55,8 @@ from protocol.terminal.status_words import (
     training_loss,
 )
 from protocol.v1 import status_pb2 as pb
-from protocol.wire.vitals import upload_in_words
+from protocol.wire.rounds import OWN_LOOP
+from protocol.wire.vitals import loss_in_words, upload_in_words
 
 NUM_ROUNDS = 20
 
@@ -125,13 +126,13 @@ def _run(status: pb.GetStatusResponse) -> View:
         if run.HasField("estimated_seconds_left") and run.phase != pb.RUN_PHASE_FINISHED
         else "",
         "isStanding": bool(stands_in_words(run)),
-        "loss": None if loss is None else _number(loss),
+        "loss": None if loss is None else loss_in_words(loss),
         "heldOut": held_out_in_words(run),
-        "heldOutNow": _number(held[-1].loss) if held else None,
-        "heldOutFirst": _number(held[0].loss) if held else None,
+        "heldOutNow": loss_in_words(held[-1].loss) if held else None,
+        "heldOutFirst": loss_in_words(held[0].loss) if held else None,
         "bitsPerByte": None if bits is None else _number(bits),
         "counted": counted_in_words(run),
-        "hasOwnLoss": run.has_own_loss,
+        "hasOwnLoss": run.has_own_loss or any(node.device == OWN_LOOP for node in here),
         "tokens": count_in_words(run.token_clock),
         "tokensPerSecond": count_in_words(sum(speeds)) if any(speeds) else "-",
         "computing": None if share is None else _number(share),
@@ -192,7 +193,7 @@ def _node(node: pb.NodeStatus, run: pb.RunStatus) -> View:
         "does": "-" if is_gone else activity_in_words(node, run),
         "waitsFor": "; ".join(filter(None, (node.standing, "" if is_gone else beat.waiting_for))),
         "device": "helper" if node.is_helper else device_in_words(node),
-        "loss": f"{beat.loss:.3f}" if beat.loss and not is_gone else "-",
+        "loss": loss_in_words(beat.loss) if beat.loss and not is_gone else "-",
         "tokensPerSecond": count_in_words(beat.tokens_per_second)
         if beat.tokens_per_second > 0 and not is_gone
         else "-",
@@ -247,7 +248,7 @@ def _round(closed: pb.RoundSummary) -> View:
         "sent": bytes_in_words(ledger_bytes(closed.wire)),
         "took": seconds_in_words(closed.seconds),
         "seconds": round(closed.seconds, 2),
-        "loss": f"{closed.loss:.3f}" if closed.loss else "-",
+        "loss": loss_in_words(closed.loss) if closed.loss else "-",
         "digest": digest_in_words(closed.outer_digest),
         "screened": screened_in_words(closed),
         "reason": closed.reason,
@@ -292,7 +293,7 @@ def history_of(run: pb.RunStatus, rounds: Sequence[pb.RoundSummary]) -> View:
 
 def _number(value: float) -> float | None:
     """For JSON, which has no NaN and no infinity."""
-    return round(value, 4) if math.isfinite(value) else None
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _summed(values: Iterable[float]) -> list[float]:

@@ -46,6 +46,7 @@ from coordinator.swarm.weighing import common_corpus, say_of, weights_of, worth
 from protocol.trust.rulings import RulingKind
 from protocol.wire.messages import Evaluated, EvaluationAsked, Wrote
 from protocol.wire.rounds import NodeId, book_of_data
+from protocol.wire.vitals import loss_in_words
 
 EVALUATORS = 3
 """Who are asked for one loss where the run goes by it: one that lies changes nothing."""
@@ -528,7 +529,7 @@ def alarm_of(state: SwarmState, round: int, found: Sequence[HolderLoss]) -> Alar
         last = min(best, key=lambda one: one.round)
     text = _held_by(state, min(bad, key=lambda one: _or_infinite(one.loss)).node_id)
     was = next((h.loss for h in last.holders if _held_by(state, h.node_id) == text), last.loss)
-    what = f"{_found(losses)} after round {round}, and was {was:.3f} after round {last.round}"
+    what = f"{_found(losses)} after round {round}, and was {loss_in_words(was)} after round {last.round}"
     if _was_here_before(state, round):
         return Alarm(round=None, reason=f"{what}, again after the run went back from there")
     reached = latest_in_reach(state, last.round)
@@ -552,5 +553,7 @@ def _was_here_before(state: SwarmState, round: int) -> bool:
 def _found(losses: Sequence[float]) -> str:
     finite = [loss for loss in losses if math.isfinite(loss)]
     return (
-        f"the held-out loss was {min(finite):.3f}" if finite else "the held-out loss was no number"
+        f"the held-out loss was {loss_in_words(min(finite))}"
+        if finite
+        else "the held-out loss was no number"
     )

@@ -35,6 +35,7 @@ from coordinator.swarm.turn import is_present, name_of, names_of, present_member
 from protocol.trust.rulings import Ruling
 from protocol.wire.messages import Trained
 from protocol.wire.rounds import NodeId, training_in
+from protocol.wire.vitals import loss_in_words
 
 
 def explain(state: SwarmState, now: float) -> str:
@@ -60,9 +61,10 @@ def differing_in_words(state: SwarmState) -> str:
         return unevaluated_in_words(state)
     low, high = told.holders[0], told.holders[-1]
     return (
-        f"{name_of(state, low.node_id)} finds {low.loss:.3f} and {name_of(state, high.node_id)} "
-        f"{high.loss:.3f} of the state after round {told.round}: they evaluate on other data, as batches "
-        "drawn anew each time, or by other code, as that which their functions call, or one of them lies"
+        f"{name_of(state, low.node_id)} finds {loss_in_words(low.loss)} and "
+        f"{name_of(state, high.node_id)} {loss_in_words(high.loss)} of the state after round {told.round}: "
+        "they evaluate on other data, as batches drawn anew each time, or by other code, as that which their "
+        "functions call, or one of them lies"
     )
 
 

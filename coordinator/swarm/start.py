@@ -63,6 +63,7 @@ from protocol.wire.rounds import (
     same_fields,
     training_in,
 )
+from protocol.wire.vitals import loss_in_words
 
 GONE_FOR_GOOD = frozenset({MemberState.LEFT}) | BARRED
 """Nobody waits for these: they have said goodbye, or the run owner bars them."""
@@ -531,7 +532,7 @@ def finished_reason(state: SwarmState) -> str:
             "the only round is committed" if total == 1 else f"all {total} rounds are committed"
         )
     if is_evaluated(state):
-        loss = f"the held-out loss is {state.held_out[-1].loss:.3f}"
+        loss = f"the held-out loss is {loss_in_words(state.held_out[-1].loss)}"
     else:
         loss = "no node that can evaluate the final state did so in time"
     return f"{reason}; {loss}; 'atoll export' on a machine that trained writes the model out"

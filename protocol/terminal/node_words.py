@@ -10,7 +10,7 @@ from protocol.terminal.console import (
 )
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import OWN_LOOP
-from protocol.wire.vitals import upload_in_words
+from protocol.wire.vitals import loss_in_words, upload_in_words
 
 SILENT_SECONDS = 6.0
 """A node not heard for this long is shown as silent: two heartbeats at the default lease."""
@@ -405,7 +405,7 @@ def node_details(node: pb.NodeStatus, status: pb.GetStatusResponse) -> dict[str,
         "evaluates by": beat.evaluates_by,
         "does": activity_in_words(node, status.run),
         "waits for": beat.waiting_for,
-        "loss": f"{beat.loss:.3f}" if beat.loss else "",
+        "loss": loss_in_words(beat.loss) if beat.loss else "",
         "speed": f"{count_in_words(beat.tokens_per_second)} {counted_in_words(status.run)} a second"
         if beat.tokens_per_second > 0
         else "",

@@ -122,6 +122,7 @@ def rounds(
         return
     from protocol.terminal.node_words import counted_in_words
     from protocol.terminal.status_words import ledger_bytes, screened_in_words
+    from protocol.wire.vitals import loss_in_words
 
     counted = counted_in_words(run)
     rows = [
@@ -132,8 +133,8 @@ def rounds(
             console.count_in_words(closed.tokens),
             console.bytes_in_words(ledger_bytes(closed.wire)),
             console.seconds_in_words(closed.seconds),
-            f"{closed.loss:.3f}" if closed.loss else "-",
-            f"{held_out[closed.round].loss:.3f}" if closed.round in held_out else "-",
+            loss_in_words(closed.loss) if closed.loss else "-",
+            loss_in_words(held_out[closed.round].loss) if closed.round in held_out else "-",
             console.digest_in_words(closed.outer_digest),
             screened_in_words(closed),
             closed.reason,
@@ -219,6 +220,7 @@ def _watch(link: StatusLink, limit: int, *, is_json: bool) -> None:
 def line_of(closed: "pb.RoundSummary", counted: str) -> str:
     """A closed round in one line."""
     from protocol.terminal.status_words import ledger_bytes, screened_in_words
+    from protocol.wire.vitals import loss_in_words
 
     parts = [
         f"round {closed.round}: {closed.num_contributors} of {closed.num_participants} nodes",
@@ -226,7 +228,7 @@ def line_of(closed: "pb.RoundSummary", counted: str) -> str:
         f"{console.count_in_words(closed.tokens)} {counted}",
         f"{console.bytes_in_words(ledger_bytes(closed.wire))} sent",
         f"took {console.seconds_in_words(closed.seconds)}",
-        *([f"loss {closed.loss:.3f}"] if closed.loss else []),
+        *([f"loss {loss_in_words(closed.loss)}"] if closed.loss else []),
         *([f"screened {screened_in_words(closed)}"] if closed.screened else []),
         closed.reason,
     ]
@@ -289,6 +291,7 @@ def written_in_full(written: "pb.Written") -> str:
 
 def _facts(answer: "pb.GetRoundResponse", counted: str) -> list[str]:
     from protocol.terminal.status_words import screened_in_words
+    from protocol.wire.vitals import loss_in_words
 
     told = answer.summary
     is_committed = answer.HasField("committed_seconds") or not answer.is_open
@@ -304,7 +307,7 @@ def _facts(answer: "pb.GetRoundResponse", counted: str) -> list[str]:
             f"{told.num_contributors} of {told.num_participants} nodes are in it, "
             f"{told.num_committed_slices} of {told.num_slices} slices are committed, "
             f"{console.count_in_words(told.tokens)} {counted}"
-            + (f", loss {told.loss:.3f}" if told.loss else "")
+            + (f", loss {loss_in_words(told.loss)}" if told.loss else "")
         )
     if told.screened:
         lines.append(f"screened: {screened_in_words(told)}")
@@ -373,6 +376,7 @@ def _has_lost_its_plan(node: "pb.NodeInRound") -> bool:
 
 def _row(node: "pb.NodeInRound") -> dict[str, str]:
     from protocol.terminal.node_words import screening_in_words
+    from protocol.wire.vitals import loss_in_words
 
     def at(field: str) -> str:
         return f"{getattr(node, field):.1f} s" if node.HasField(field) else "-"  # type: ignore[arg-type]
@@ -394,7 +398,7 @@ def _row(node: "pb.NodeInRound") -> dict[str, str]:
         if _trains(node)
         else "helper",
         "tokens": console.count_in_words(node.trained_tokens) if node.trained_tokens else "-",
-        "loss": f"{node.loss:.3f}" if node.loss else "-",
+        "loss": loss_in_words(node.loss) if node.loss else "-",
         "contributions": taken,
     }
 

@@ -21,6 +21,7 @@ from protocol.terminal.node_words import (
 )
 from protocol.v1 import status_pb2 as pb
 from protocol.wire.rounds import OWN_LOOP
+from protocol.wire.vitals import loss_in_words
 
 PHASES: dict[pb.RunPhase.ValueType, tuple[str, str]] = {
     pb.RUN_PHASE_WAITING: ("waiting", "yellow"),
@@ -242,7 +243,7 @@ def summary_line(status: pb.GetStatusResponse) -> str:
     run = status.run
     parts = [f"round {round_shown(run)} of {run.total_rounds}, {phase_in_words(run)}"]
     if (loss := training_loss(status.nodes)) is not None:
-        parts.append(f"loss {loss:.3f}")
+        parts.append(f"loss {loss_in_words(loss)}")
     if (share := compute_share(status.nodes)) is not None:
         parts.append(f"computing {share:.0%} of the time")
     if held_out := held_out_in_words(run):
@@ -312,7 +313,7 @@ def held_out_in_words(run: pb.RunStatus) -> str:
     losses = [held_out.loss for held_out in run.held_out_losses]
     if not losses:
         return ""
-    words = f"{losses[0]:.3f}" if len(losses) == 1 else f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    words = " → ".join(loss_in_words(loss) for loss in (losses[0], losses[-1])[: len(losses)])
     bits = bits_per_byte(losses[-1], run)
     words += "" if bits is None else f", {bits:.3f} bits a byte"
     latest = run.held_out_losses[-1]
@@ -326,14 +327,17 @@ def holders_in_words(holders: Sequence[pb.HolderLoss]) -> str:
         return ""
     losses = sorted(holder.loss for holder in holders)
     if len(losses) > MOST_NAMED:
-        return f" ({len(losses)} data holders, {losses[0]:.3f} to {losses[-1]:.3f})"
-    named = (f"{one.node_name or one.node_id[:12]} {one.loss:.3f}" for one in holders)
+        return f" ({len(losses)} data holders, {loss_in_words(losses[0])} to {loss_in_words(losses[-1])})"
+    named = (f"{one.node_name or one.node_id[:12]} {loss_in_words(one.loss)}" for one in holders)
     return f" ({', '.join(named)})"
 
 
 def bits_per_byte(loss: float, run: pb.RunStatus) -> float | None:
-    """A held-out loss in nats per token as what tokenizers are compared by; None where nobody knows."""
-    if not run.held_out_bytes_per_token:
+    """A held-out loss in nats per token as what tokenizers are compared by; None where nobody knows.
+
+    One below 0 is a loop's own, as of rewards, and no nats.
+    """
+    if not run.held_out_bytes_per_token or loss < 0:
         return None
     return loss / math.log(2) / run.held_out_bytes_per_token
 

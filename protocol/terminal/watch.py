@@ -52,7 +52,7 @@ from protocol.terminal.status_words import (
     written_in_words,
 )
 from protocol.v1 import status_pb2 as pb
-from protocol.wire.vitals import upload_in_words
+from protocol.wire.vitals import loss_in_words, upload_in_words
 
 # A status as a picture in a terminal. Pure: it neither asks for a status nor prints one.
 
@@ -123,7 +123,7 @@ def _run_line(run: pb.RunStatus) -> Text:
 def _loss_line(status: pb.GetStatusResponse) -> RenderableType:
     loss, share = training_loss(status.nodes), compute_share(status.nodes)
     words = Text.assemble(
-        f"training {'-' if loss is None else f'{loss:.3f}'}",
+        f"training {'-' if loss is None else loss_in_words(loss)}",
         f"   held-out {held_out_in_words(status.run) or '-'}",
         f"   {count_in_words(status.run.token_clock)} {counted_in_words(status.run)}",
         "" if share is None else f"   computing {share:.0%}",
@@ -159,7 +159,7 @@ def _node_cells(node: pb.NodeStatus, run: pb.RunStatus) -> tuple[Text, ...]:
         does, loss, speed, waits_for = Text("-"), "-", "-", node.standing
     else:
         does = _activity(node, run)
-        loss = f"{beat.loss:.3f}" if beat.loss else "-"
+        loss = loss_in_words(beat.loss) if beat.loss else "-"
         speed = count_in_words(beat.tokens_per_second) if beat.tokens_per_second > 0 else "-"
         uploads = upload_in_words(beat.upload_pace)
         upload = f"upload: {uploads}" if uploads else ""

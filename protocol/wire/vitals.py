@@ -33,6 +33,15 @@ def words_for_people(text: str, *, most: int) -> str:
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
+def loss_in_words(loss: float) -> str:
+    """Three decimals, or four digits where those would hide it: '1.270', '0.000312', '-1.235e+06'.
+
+    Losses of one's own may be of any size, and below 0.
+    """
+    is_shown = not loss or 0.1 <= abs(loss) < 1e6
+    return f"{loss or 0.0:.3f}" if is_shown else f"{loss:.4g}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
     """Bytes of bodies per second; None: not measured yet."""

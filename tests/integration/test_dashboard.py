@@ -280,7 +280,7 @@ async def test_a_picture_has_two_held_out_losses_and_no_more_however_long_the_ru
         metrics = await scraped(coordinator)
         coordinator.driver._state = state
     run = view["run"]
-    assert (run["heldOutFirst"], run["heldOutNow"]) == (9.0, 6.001)
+    assert (run["heldOutFirst"], run["heldOutNow"]) == ("9.000", "6.001")
     assert sizes[0] < 10_000 < sizes[1]
     assert metrics["atoll_held_out_loss_round"][frozenset()] == 2999
 

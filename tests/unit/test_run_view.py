@@ -46,9 +46,24 @@ def test_a_loss_below_zero_is_a_loss_in_all_places() -> None:
     node.heartbeat.CopyFrom(session_pb2.HeartbeatRequest(loss=-1.5))
     rounds = [pb.RoundSummary(round=1, tokens=10, loss=-1.25)]
     view: Any = view_of(status, rounds)
-    assert (view["run"]["loss"], view["nodes"][0]["loss"]) == (-1.5, "-1.500")
+    assert (view["run"]["loss"], view["nodes"][0]["loss"]) == ("-1.500", "-1.500")
     assert view["rounds"][0]["loss"] == "-1.250"
     assert history_of(status.run, rounds)["loss"] == [-1.25]
+
+
+def test_losses_of_any_size_are_seen_in_all_places() -> None:
+    status = pb.GetStatusResponse()
+    node = status.nodes.add(node_id="1", state=pb.NODE_STATE_READY)
+    node.heartbeat.CopyFrom(session_pb2.HeartbeatRequest(loss=0.0000312))
+    status.run.held_out_losses.add(round=0, loss=1234567.8)
+    status.run.held_out_losses.add(round=5, loss=-0.0421)
+    rounds = [pb.RoundSummary(round=1, tokens=10, loss=0.0000312)]
+    view: Any = view_of(status, rounds)
+    assert (view["run"]["loss"], view["nodes"][0]["loss"]) == ("3.12e-05", "3.12e-05")
+    assert (view["run"]["heldOutFirst"], view["run"]["heldOutNow"]) == ("1.235e+06", "-0.0421")
+    assert view["rounds"][0]["loss"] == "3.12e-05"
+    curves = history_of(status.run, rounds)
+    assert (curves["loss"], curves["heldLoss"]) == ([3.12e-05], [1234570.0, -0.0421])
 
 
 def test_a_run_that_stands_says_so_where_its_time_left_would_run_down() -> None:
@@ -271,6 +286,13 @@ def test_the_page_is_told_what_the_run_counts_and_whose_loss_it_has() -> None:
     new = view_of(pb.GetStatusResponse(run=run), [])["run"]
     assert (old["counted"], old["hasOwnLoss"]) == ("tokens", False)  # type: ignore[index]
     assert (new["counted"], new["hasOwnLoss"]) == ("samples", True)  # type: ignore[index]
+
+
+def test_nobody_is_told_that_the_losses_of_loops_are_nats() -> None:
+    status = pb.GetStatusResponse()
+    status.nodes.add(node_id="1", state=pb.NODE_STATE_READY, device="own loop")
+    view: Any = view_of(status, [])
+    assert view["run"]["hasOwnLoss"]
 
 
 def test_images_are_samples_and_what_a_function_makes_of_text_is_tokens() -> None:

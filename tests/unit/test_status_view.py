@@ -349,6 +349,14 @@ def test_a_loss_per_token_is_told_in_bits_per_byte_where_the_bytes_are_known() -
     assert "bits" not in drawn(a_status(held_out_losses=losses), width=100)
 
 
+def test_a_score_of_a_loop_below_zero_is_told_in_no_bits_and_a_small_loss_in_its_digits() -> None:
+    losses = [status_pb2.HeldOutLoss(round=r, loss=loss) for r, loss in ((0, 0.000312), (2, -0.25))]
+    status = a_status(held_out_losses=losses, held_out_bytes_per_token=4.0)
+    told = drawn(status, width=100)
+    assert "0.000312 → -0.250" in told
+    assert "bits" not in told
+
+
 def test_the_latest_loss_of_private_data_is_told_of_each_holder_or_from_the_least_to_the_most() -> (
     None
 ):

@@ -50,8 +50,8 @@ function showRun(run) {
   byId("backup").textContent = run.backup ? `Backup: ${run.backup}.` : "";
   byId("rules").textContent = run.rules.length ? `Rules changed: ${run.rules.join("; ")}.` : "";
   const cards = [
-    ["training loss", run.loss === null ? "-" : run.loss.toFixed(3), run.hasOwnLoss ? "mean of the nodes" : "mean of the nodes, nats a token"],
-    ["held-out loss", run.heldOutNow === null ? "-" : run.heldOutNow.toFixed(3), heldOutWords(run)],
+    ["training loss", run.loss ?? "-", run.hasOwnLoss ? "mean of the nodes" : "mean of the nodes, nats a token"],
+    ["held-out loss", run.heldOutNow ?? "-", heldOutWords(run)],
     [counted, run.tokens, `${run.tokensPerSecond} a second`],
     ["computing", run.computing === null ? "-" : percent(run.computing), run.time || "of the nodes' time"],
     ["sent by all nodes", run.sent, run.timesLess ? `${run.timesLess} times less than all-reduce` : "to peers and to the coordinator"],
@@ -66,7 +66,7 @@ function showRun(run) {
 function heldOutWords(run) {
   if (run.heldOutNow === null) return "not measured yet";
   const bits = run.bitsPerByte === null ? "" : `; ${run.bitsPerByte.toFixed(3)} bits a byte`;
-  return `from ${run.heldOutFirst.toFixed(3)}${bits}`;
+  return `from ${run.heldOutFirst}${bits}`;
 }
 
 // ---- the nodes ----
