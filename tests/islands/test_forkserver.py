@@ -218,6 +218,33 @@ async def test_its_end_is_that_of_the_ranks_that_it_was_to_fork_and_others_can_b
     await island.stop()
 
 
+@pytest.fixture
+def killed_forkserver_id(forkserver_id: int) -> int:
+    """As where the kernel kills both it and a rank for want of memory; nobody has reaped it."""
+    os.kill(forkserver_id, signal.SIGKILL)
+    os.waitid(os.P_PID, forkserver_id, os.WEXITED | os.WNOWAIT)
+    return forkserver_id
+
+
+async def test_one_that_was_killed_and_has_not_quite_ended_when_ranks_are_wanted_is_started_again(
+    killed_forkserver_id: int, island: ProcessIsland, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times_asked = 0
+
+    def waitpid(process_id: int, flags: int) -> tuple[int, int]:
+        nonlocal times_asked
+        times_asked += process_id == killed_forkserver_id
+        if process_id == killed_forkserver_id and times_asked <= 2:
+            return 0, 0  # its sockets are closed, and its number is not free yet
+        return waitpid_of_the_system(process_id, flags)
+
+    waitpid_of_the_system = os.waitpid
+    monkeypatch.setattr(os, "waitpid", waitpid)
+    await island.start()
+    assert island.process_ids and times_asked == 3
+    await island.stop()
+
+
 async def test_its_end_is_nobodys_fault_when_the_node_stops(
     forkserver_id: int, has_asked: asyncio.Event, island: ProcessIsland
 ) -> None:

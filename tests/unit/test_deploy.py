@@ -122,6 +122,15 @@ def test_no_container_runs_as_root_but_what_hands_out_the_invite() -> None:
             assert each["spec"]["template"]["spec"]["securityContext"]["runAsNonRoot"]
 
 
+def test_what_a_node_compiles_stays_with_the_volume() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    volume, cache = (
+        re.search(r"^VOLUME (.+)$", text, re.M),
+        re.search(r"XDG_CACHE_HOME=(\S+)", text),
+    )
+    assert volume and cache and Path(cache[1]).is_relative_to(volume[1])
+
+
 def test_quotes_let_the_shell_fill_in_what_the_image_is_built_with() -> None:
     for line in (DEPLOY / "Dockerfile").read_text().splitlines():
         assert not re.search(r"'[^']*\$[^']*'", line), line

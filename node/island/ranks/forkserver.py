@@ -111,7 +111,14 @@ def fork_rank(setup: RankSetup) -> "tuple[BaseProcess, Connection[Order | Halt, 
     process = _context.Process(
         target=_live, args=(theirs, setup), name=f"atoll-rank-{setup.rank}", daemon=True
     )
-    process.start()
+    try:
+        process.start()
+    except ConnectionError:
+        # The kernel has killed it, mostly beside a rank, and it still ends. The next start reaps it.
+        server: Any = forkserver._forkserver
+        os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
+        prepare_forkserver()
+        process.start()
     theirs.close()  # else we would never see its end close
     return process, ours
 

@@ -534,7 +534,9 @@ def _kind_of(command: Command) -> str:
 def _manner_of(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-exit_code).name}"
+            name = signal.Signals(-exit_code).name
+            why = " (the kernel does so for want of memory)" if name == "SIGKILL" else ""
+            return f"was ended by {name}{why}"
     return f"ended by itself with exit code {exit_code}"
 
 
